@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import threading
 import time
@@ -56,7 +57,8 @@ class BackgroundWriter:
         self._last_created = 0.0
         self._uses: dict[str, Use] = {}
         self._uses_scheduled = False
-        self._queued_bytes = 0
+        self._tickets = itertools.count()
+        self._queued: dict[int, int] = {}  # bytes by ticket; a ticket that is given back twice counts once
         self._captures: Counter[str] = Counter()
         # One thread: captures are written in order, and SQLite has one writer anyhow. At the end of the interpreter the
         # executor's own exit handler waits for it, so a program that forgets `close` still stores what it put.
@@ -65,38 +67,57 @@ class BackgroundWriter:
     def put(self, capture: Capture) -> Future[Variant | Unavailable]:
         """See `ChunkCacheStore.put`."""
         variant = self._variant_of(capture)
-        with self._lock:
-            refusal = self._refusal(capture, variant)
-            self._queued_bytes += variant.nbytes if refusal is None else 0
-        if refusal is None:
-            self._memory.host.add(variant, capture.kv)
-            if (future := self.submit(partial(self._store, variant, capture))) is not None:
-                future.add_done_callback(partial(self._done, variant))
-                return future
-            self._done(variant)
+        ticket = next(self._tickets)
+        try:
+            with self._lock:
+                refusal = self._refusal(capture, variant)
+                if refusal is None:
+                    self._queued[ticket] = variant.nbytes
+            if refusal is None:
+                self._memory.host.add(variant, capture.kv)
+                future = self.submit(partial(self._store, variant, capture))
+                if future is not None:
+                    future.add_done_callback(partial(self._done, variant, ticket))
+                    return future
+                self._done(variant, ticket)
+        except BaseException:  # Ctrl-C: it may not have reached the thread, and must not fill the queue for ever
+            self._done(variant, ticket)
+            raise
         refused: Future[Variant | Unavailable] = Future()
         refused.set_result(self._drop(variant, refusal or _closed(variant)))
         return refused
 
     def keep_copy(self, variant: Variant, encoded: Encoded) -> None:
         """Write a variant from the remote to the local disk, if the queue has room."""
+        ticket = next(self._tickets)
         with self._lock:
-            if self._closed or self._queued_bytes + variant.nbytes > self._queue_bytes:
+            if self._closed or self._queued_bytes() + variant.nbytes > self._queue_bytes:
                 return
-            self._queued_bytes += variant.nbytes
-        future = self.submit(partial(self._write_copy, variant, encoded))
+            self._queued[ticket] = variant.nbytes
+        try:
+            future = self.submit(partial(self._write_copy, variant, encoded))
+        except BaseException:
+            self._done(variant, ticket)
+            raise
         if future is None:
-            self._done(variant)
+            self._done(variant, ticket)
         else:
-            future.add_done_callback(lambda _: self._done(variant))
+            future.add_done_callback(lambda _: self._done(variant, ticket))
 
     def record_use(self, variant_id: str, use: Use) -> None:
         """Add a use in the catalog; uses are written in batches."""
-        with self._lock:
-            self._uses[variant_id] = self._uses[variant_id] + use if variant_id in self._uses else use
-            due, self._uses_scheduled = not self._uses_scheduled, True
-        if due:
-            self.submit(self.write_uses)
+        is_due = False
+        try:
+            with self._lock:
+                self._uses[variant_id] = self._uses[variant_id] + use if variant_id in self._uses else use
+                is_due = not self._uses_scheduled
+                self._uses_scheduled = True
+            if is_due:
+                self.submit(self.write_uses)
+        except BaseException:  # Ctrl-C: the next use tries again
+            if is_due:
+                self._uses_scheduled = False
+            raise
 
     def discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
         """Remove the row and the file of a variant that can never be served."""
@@ -141,7 +162,10 @@ class BackgroundWriter:
     def counts(self) -> tuple[int, dict[str, int]]:
         """Bytes that are waiting, and captures by outcome: "stored", or the `CaptureDrop` of one that is not."""
         with self._lock:
-            return self._queued_bytes, dict(self._captures)
+            return self._queued_bytes(), dict(self._captures)
+
+    def _queued_bytes(self) -> int:
+        return sum(self._queued.values())
 
     def count_drop(self, chunk_id: str, code: CaptureDrop, reason: str) -> None:
         """Count a capture that is not stored, and log it."""
@@ -202,9 +226,9 @@ class BackgroundWriter:
         if refused is not None:
             self._warn_once(refused.code, f"A chunk-cache from the remote is not kept on disk: {refused.reason}")
 
-    def _done(self, variant: Variant, future: Future[Variant | Unavailable] | None = None) -> None:
+    def _done(self, variant: Variant, ticket: int, future: Future[Variant | Unavailable] | None = None) -> None:
         with self._lock:
-            self._queued_bytes -= variant.nbytes
+            self._queued.pop(ticket, None)
         if future is not None and future.cancelled():
             self._drop(variant, Unavailable(variant.variant_id, CaptureDrop.CANCELLED, "cancelled by the caller"))
 
@@ -228,8 +252,9 @@ class BackgroundWriter:
         limits = self._durable.limits
         if variant.codec == "raw" and variant.nbytes > limits.disk_bytes:  # others: when its size is known
             return too_large(variant, variant.nbytes, limits)
-        if self._queued_bytes + variant.nbytes > self._queue_bytes:
-            why = f"too many captures are waiting: {self._queued_bytes} bytes; a larger queue_bytes would hold more"
+        queued_bytes = self._queued_bytes()
+        if queued_bytes + variant.nbytes > self._queue_bytes:
+            why = f"too many captures are waiting: {queued_bytes} bytes; a larger queue_bytes would hold more"
             return Unavailable(variant.variant_id, CaptureDrop.QUEUE_FULL, why)
         flaw = unsound(variant)  # a look-up would refuse its row
         if unsound_scores(capture.token_scores, variant.tokens):

@@ -417,7 +417,10 @@ class ChunkCacheStore(Closeable):
                 callback(chosen.chunk_ids)
         if chosen == RowFilter() and down_to_bytes is None:
             raise ConfigError("evict needs a filter or down_to_bytes; down_to_bytes=0 removes everything.")
-        return self._durable.evict(chosen, down_to_bytes=down_to_bytes)
+        try:
+            return self._durable.evict(chosen, down_to_bytes=down_to_bytes)
+        finally:
+            self._finish_interrupted()
 
     def check(self, *, repair: bool = False, progress: Callable[[Progress], None] | None = None) -> CheckReport:
         """Compare rows and files, read every byte, and report flaws; with `repair` fix them.
@@ -432,6 +435,8 @@ class ChunkCacheStore(Closeable):
             raise StoreError(
                 f"{self.root} cannot be read ({error}). Check the disk and the folder's permissions."
             ) from error
+        finally:
+            self._finish_interrupted()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything put or used so far is written, and sent to the remote or given up there.
@@ -467,6 +472,11 @@ class ChunkCacheStore(Closeable):
         tiers = self._memory.device, self._memory.host
         counts += Counter({(tier.name, str(EvictionReason.BUDGET)): tier.evicted for tier in tiers})
         return _by_tier(counts)
+
+    def _finish_interrupted(self) -> None:
+        """Delete in the background what a removal that ended with Ctrl-C left, so that it takes up no room."""
+        if self._durable.has_interrupted:
+            self._writer.submit(self._durable.finish_interrupted)
 
     def _warn_once(self, kind: str, message: str, fields: Mapping[str, str] | None = None) -> None:
         """Warn of the first of its kind; the others at level INFO, because a full disk says so at every capture."""

@@ -14,11 +14,12 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from cachecraft_rag.errors import CacheCraftError
@@ -80,7 +81,7 @@ class Database:
             except sqlite3.OperationalError as error:
                 if self.read_only or not _is_full(error):
                     raise
-                with suppress(sqlite3.Error), self._alone() as connection:
+                with suppress(sqlite3.Error), Block(self._exclusive()) as connection:
                     if _version(connection) != 0:
                         self._compare(connection)
                         return
@@ -97,52 +98,51 @@ class Database:
             if self._writer is not None:
                 self._writer.close()
 
-    @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
-        """The connection that reads, for this thread alone while the block runs."""
-        with self._errors():
-            self._reopen()
-            if self._reader is None:
-                with self._alone() as connection:
-                    yield connection
-            else:
-                with self._read_lock:
-                    yield self._reader
+    def reading(self) -> Block:
+        """Borrow the connection that reads, for this thread alone while the block runs."""
+        return Block(self._reading(""))
 
-    @contextmanager
-    def snapshot(self) -> Iterator[sqlite3.Connection]:
+    def snapshot(self) -> Block:
         """Read in one transaction: everything in the block is of one moment."""
-        with self.reading() as connection:
-            connection.execute("BEGIN DEFERRED")
-            try:
-                yield connection
-            finally:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
+        return Block(self._reading("BEGIN DEFERRED"))
 
-    @contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
-        """The connection that writes, in a transaction that is committed at the end or rolled back on any error.
+    def writing(self) -> Block:
+        """Borrow the connection that writes, in a transaction: committed at the end, rolled back on any error.
 
-        No other writer, in any process, gets in between.
+        No other writer, in any process, gets in between. Raises the kind's error at once for a read-only file.
         """
         if self.read_only:
             raise self._error("cannot be written. Make its folder writable for this user to change it")
+        return Block(self._writing())
+
+    def _reading(self, begin: str) -> Generator[sqlite3.Connection, None, None]:
+        with self._errors():
+            self._reopen()
+            if self._reader is None:
+                with Block(self._exclusive()) as connection:
+                    yield from _transaction(connection, begin)
+            else:
+                with self._read_lock:
+                    yield from _transaction(self._reader, begin, after_interrupt=self._renew_reader)
+
+    def _writing(self) -> Generator[sqlite3.Connection, None, None]:
+        # IMMEDIATE: a transaction that first reads and then writes would fail at once, without waiting, when another
+        # process wrote in between.
         with self._errors():
             self._reopen()
             if self._writer is None:
-                with self._alone() as connection, _transaction(connection):
-                    yield connection
+                with Block(self._exclusive()) as connection:
+                    yield from _transaction(connection, "BEGIN IMMEDIATE")
             else:
-                with self._write_lock, _transaction(self._writer):
-                    yield self._writer
+                with self._write_lock:
+                    yield from _transaction(self._writer, "BEGIN IMMEDIATE", after_interrupt=self._renew_writer)
 
     def problems(self) -> list[str]:
         """Findings of SQLite's own integrity check; empty when all is well. Reads the whole file."""
         with self._errors():
             self._reopen()
             # Its own connection: readers must not wait for it.
-            with self._alone() if self._reader is None else closing(self._connect()) as connection:
+            with Block(self._exclusive()) if self._reader is None else closing(self._connect()) as connection:
                 return [text for (text,) in connection.execute("PRAGMA quick_check") if text != "ok"]
 
     def _connect(self) -> sqlite3.Connection:
@@ -151,15 +151,43 @@ class Database:
             return connect_read_only(self.path, timeout_s=wait)
         return sqlite3.connect(self.path, timeout=wait, isolation_level=None, check_same_thread=False)
 
-    def _open(self) -> None:
+    def _connect_writer(self) -> sqlite3.Connection:
+        """Open the connection that writes; the first one creates the file or updates its schema."""
         writer = self._connect()
         try:
             self._when_free(lambda: self._compare(writer) if self.read_only else self._prepare(writer))
-            self._reader = self._connect()
         except BaseException:  # Ctrl-C too: no connection stays open
             writer.close()
             raise
+        return writer
+
+    def _open(self) -> None:
+        writer = self._connect_writer()
+        try:
+            self._reader = self._connect()
+        except BaseException:
+            writer.close()
+            raise
         self._writer = writer
+
+    def _renew_reader(self) -> None:
+        """Replace the connection that reads, after Ctrl-C in a block.
+
+        A cursor in the traceback may still be open on the old one, which would go on to show rows as they were then.
+        """
+        old = self._reader
+        if old is not None and not self._closed:
+            with suppress(sqlite3.Error):
+                self._reader = self._connect()
+                old.close()
+
+    def _renew_writer(self) -> None:
+        """Replace the connection that writes, after Ctrl-C in a block: an open cursor would keep it from writing."""
+        old = self._writer
+        if old is not None and not self._closed:
+            with suppress(sqlite3.Error, CacheCraftError):
+                self._writer = self._connect_writer()
+                old.close()
 
     def _reopen(self) -> None:
         """Open both connections if the disk was full and has room now."""
@@ -175,14 +203,18 @@ class Database:
                     if not _is_full(error):
                         raise
 
-    @contextmanager
-    def _alone(self) -> Iterator[sqlite3.Connection]:
-        """An exclusive connection: it keeps in memory what processes would share in a file."""
-        with self._open_lock, closing(self._connect()) as connection:
-            for mode in ("locking_mode = EXCLUSIVE", *self._kind.pragmas):  # first: others may look for that file
-                connection.execute(f"PRAGMA {mode}")
-            self._when_free(lambda: _version(connection))
-            yield connection
+    def _exclusive(self) -> Generator[sqlite3.Connection, None, None]:
+        """Yield a connection that keeps in memory what processes would share in a file."""
+        with self._open_lock:
+            connection = self._connect()
+            try:
+                # The locking mode is first: the other statements may look for that file.
+                for mode in ("locking_mode = EXCLUSIVE", *self._kind.pragmas):
+                    connection.execute(f"PRAGMA {mode}")
+                self._when_free(lambda: _version(connection))
+                yield connection
+            finally:
+                connection.close()
 
     def _when_free(self, action: Callable[[], object]) -> None:
         """Run `action`, and repeat it while the file is locked, for as long as the busy timeout.
@@ -208,7 +240,7 @@ class Database:
         if _version(connection) == newest:
             connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
             return
-        with _transaction(connection):
+        with Block(_transaction(connection, "BEGIN IMMEDIATE")):
             version = _version(connection)
             if version and not first < version <= newest:
                 raise self._other_version(version)
@@ -244,17 +276,64 @@ class Database:
         return self._kind.error(f"{self._kind.what(self.path)} {text}.")
 
 
-@contextmanager
-def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    # IMMEDIATE: a transaction that first reads and then writes would fail at once, without waiting, when another
-    # process wrote in between.
-    connection.execute("BEGIN IMMEDIATE")
+class Block:
+    """A `with` block on a connection that survives Ctrl-C at any moment.
+
+    The generator holds the lock and the transaction; its own `with` and `try` release them. Closing it ends both, also
+    when an interrupt falls between the generator and the caller's block. `contextlib.contextmanager` was rejected:
+    after an interrupt in its `__enter__` the generator stays open while the traceback lives, which is long in
+    a notebook. Here only an interrupt at the first instruction of `__exit__` does that.
+    """
+
+    def __init__(self, steps: Generator[sqlite3.Connection, None, None]) -> None:
+        self._steps = steps
+
+    def __enter__(self) -> sqlite3.Connection:
+        try:
+            return next(self._steps)
+        except BaseException:
+            self._close()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                next(self._steps, None)
+            else:
+                self._steps.throw(error)
+        except BaseException as raised:
+            if error is None or raised is not error:
+                raise
+            # The caller's `with` raises it again. A traceback with this frame would refer to itself, and keep cursors
+            # open until the next garbage collection.
+            error.__traceback__ = trace
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._steps.close()
+
+
+def _transaction(
+    connection: sqlite3.Connection, begin: str, *, after_interrupt: Callable[[], None] | None = None
+) -> Generator[sqlite3.Connection, None, None]:
+    """Yield the connection once, in a transaction started by the statement `begin`, or in none if that is empty."""
+    if begin and connection.in_transaction:
+        raise sqlite3.ProgrammingError("cannot start a transaction within a transaction")
+    # BEGIN is inside: Ctrl-C can be raised after the statement and before the next line.
     try:
-        yield
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:  # SQLite rolls back by itself on some errors, a full disk among them
+        if begin:
+            connection.execute(begin)
+        yield connection
+        if begin:
+            connection.execute("COMMIT")
+    except BaseException as error:
+        if begin and connection.in_transaction:  # SQLite itself rolls back on some errors, a full disk among them
             connection.execute("ROLLBACK")
+        if after_interrupt is not None and not isinstance(error, Exception):
+            after_interrupt()
         raise
 
 

@@ -112,6 +112,7 @@ class DurableVariants:
         self._on_removed = on_removed
         self._lock = threading.Lock()
         self._unsettled: list[FileRef] = []
+        self._interrupted: list[FileRef] = []
         self._evictions: Counter[EvictionReason] = Counter()
         path = root / CATALOG_FILE
         try:
@@ -180,6 +181,7 @@ class DurableVariants:
         if nbytes > limits.disk_bytes:
             return too_large(variant, nbytes, limits)
         self._writers.enter()
+        self.finish_interrupted()
         for _ in range(_ATTEMPTS):
             gone = self.catalog.reserve(variant, file_bytes=nbytes, writer=writer, limits=limits)
             if not gone:
@@ -210,11 +212,9 @@ class DurableVariants:
         """
         if self.read_only or self.gone():
             return
-        gone = self.catalog.remove([file], writer=self._writers.token)
-        if gone:
+        if self._remove([file], EvictionReason.DAMAGED):
             path = self.disk.path(file.variant_id, file.created)
             logger.warning("Removed chunk-cache %s of chunk %s: %s", path, chunk_id, reason)
-        self.delete(gone)
 
     def evict(self, chosen: RowFilter, *, down_to_bytes: int | None = None) -> Evicted:
         """Remove the chosen rows and their files, lowest score first. Raises StoreError."""
@@ -224,25 +224,50 @@ class DurableVariants:
 
     def _evict(self, files: list[FileRef], why: EvictionReason, *, forget: Sequence[str] = ()) -> list[FileRef]:
         """Remove rows, then their files; on a full disk the files first. Raises StoreError."""
-
-        def remove() -> list[FileRef]:
-            return self.catalog.remove(files, writer=self._writers.token, why=why, forget=forget)
-
         try:
-            gone = remove()
+            return self._remove(files, why, forget=forget)
         except DiskFullError:
             if self.read_only or self.gone():
                 raise
             for file in files:
                 with suppress(OSError):
                     self.disk.remove(file.variant_id, file.created)
-            try:
-                gone = remove()
-            except DiskFullError as error:
-                logger.warning("Files were deleted; their rows stay, as misses, until the disk has room: %s", error)
-                gone = [replace(file, evicted=why) for file in files]
-        self.delete(gone)
+        try:
+            return self._remove(files, why, forget=forget)
+        except DiskFullError as error:
+            logger.warning("Files were deleted; their rows stay, as misses, until the disk has room: %s", error)
+            gone = [replace(file, evicted=why) for file in files]
+            self.delete(gone)
+            return gone
+
+    def _remove(self, files: list[FileRef], why: EvictionReason, *, forget: Sequence[str] = ()) -> list[FileRef]:
+        """Remove rows, then their files. Raises StoreError.
+
+        After Ctrl-C in between, the next `finish_interrupted` deletes the files.
+        """
+        try:
+            gone = self.catalog.remove(files, writer=self._writers.token, why=why, forget=forget)
+            self.delete(gone)
+        except Exception:
+            raise
+        except BaseException:
+            self._interrupted.extend(files)
+            raise
         return gone
+
+    @property
+    def has_interrupted(self) -> bool:
+        """True if a removal of rows and files ended with Ctrl-C and was not finished."""
+        return bool(self._interrupted)
+
+    def finish_interrupted(self) -> None:
+        """Delete files whose rows were removed just before Ctrl-C; they would take up room. Raises StoreError."""
+        files = list(self._interrupted)
+        without_row = [file for file in files if not self.catalog.holds(file)]
+        self.delete(without_row)
+        for file in files:
+            with suppress(ValueError):  # another thread was quicker
+                self._interrupted.remove(file)
 
     def delete(self, files: Iterable[FileRef]) -> None:
         """Delete files without a row, then settle them in the catalog. Never raises.
@@ -251,7 +276,7 @@ class DurableVariants:
         """
         files = list(files)
         with self._lock:
-            settled, self._unsettled = self._unsettled, []
+            deleted = list(self._unsettled)
             self._evictions.update(file.evicted for file in files if file.evicted is not None)
         for file in files:
             if file.evicted is not None:
@@ -260,16 +285,20 @@ class DurableVariants:
             self._on_removed(file.variant_id, file.created)
             try:
                 self.disk.remove(file.variant_id, file.created)
-                settled.append(file)
+                deleted.append(file)
             except OSError as error:
                 logger.warning("An evicted file stays until the store is opened again: %s", error)
+        if not deleted:
+            return
         try:
-            if settled:
-                self.catalog.settle(settled)
+            self.catalog.settle(deleted)
+            unsettled: list[FileRef] = []
         except StoreError as error:  # a full disk, most likely
             logger.info("Deleted files are settled in the catalog later: %s", error)
-            with self._lock:
-                self._unsettled += settled
+            unsettled = deleted
+        with self._lock:
+            others = [file for file in self._unsettled if file not in deleted]
+            self._unsettled = others + unsettled
 
     def check(self, *, repair: bool, progress: Callable[[Progress], None] | None) -> CheckReport:
         """Compare rows and files and read every byte; see `ChunkCacheStore.check`. Raises StoreError, OSError."""
@@ -327,7 +356,7 @@ class DurableVariants:
                 return [Finding("damaged file", path, found.reason, "left alone: this may pass")]
             kind, reason = "damaged file" if path.exists() else "missing file", found.reason
         if repair:
-            self.delete(self.catalog.remove([file], writer=self._writers.token))
+            self._remove([file], EvictionReason.DAMAGED)
         return [_finding(kind, path, reason, repair=repair)]
 
     def _check_file(self, path: Path, file: FileRef, *, repair: bool) -> list[Finding]:
