@@ -111,8 +111,10 @@ _STANDING = f"""SELECT variant_id, scope, chunk_id, iif(typeof(tokens) = 'intege
     {_FREQUENCY}, {_SAVED} FROM variants WHERE variant_id IN (SELECT value FROM json_each(?))"""
 _USED = """UPDATE variants SET reuse_frequency = ?, saved = ?, score = ?
     WHERE scope = ? AND chunk_id = ? AND variant_id = ?"""
-_STATE = """SELECT iif(typeof(clock) = 'real', clock, 0.0), variants,
-    file_bytes + (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk) FROM eviction, totals"""
+_STORED_SUMS = "SELECT variants, file_bytes FROM totals"
+_COUNTED_SUMS = f"SELECT count(*), coalesce(sum({_BYTES}), 0) FROM variants"
+_RESERVED = "SELECT coalesce(sum(iif(typeof(reserved_bytes) = 'integer', reserved_bytes, 0)), 0) FROM files_at_risk"
+_CLOCK = "SELECT clock FROM eviction WHERE typeof(clock) = 'real'"
 _REMEMBER = "INSERT OR REPLACE INTO departed (scope, chunk_id, reuse_frequency, saved) VALUES (?,CAST(? AS TEXT),?,?)"
 
 
@@ -161,12 +163,14 @@ class Catalog:
         self.read_only = self._db.read_only
         self.texts = found_texts.FoundTexts(self._db)
         try:
+            self._count_damaged_sums()
             with self._db.reading() as connection:
-                (name,) = connection.execute("SELECT policy FROM eviction").fetchone()
+                names = connection.execute("SELECT policy FROM eviction").fetchall()
+            name = names[0][0] if len(names) == 1 else None
             self.policy = policy or POLICIES.get(name, Saving())
             if not self.read_only and name != self.policy.name:
                 self._adopt(self.policy)
-        except StoreError:
+        except BaseException:  # Ctrl-C too: the file is closed
             self._db.close()
             raise
 
@@ -241,9 +245,10 @@ class Catalog:
     def totals(self) -> Totals:
         """Sums over all rows, of all processes."""
         with self._db.reading() as connection:
-            query = """SELECT variants, (SELECT count(*) FROM (SELECT DISTINCT scope, chunk_id FROM variants)),
-                file_bytes, (SELECT coalesce(sum(reserved_bytes), 0) FROM files_at_risk) FROM totals"""
-            return Totals(*connection.execute(query).fetchone())
+            variants, file_bytes = _sums(connection)
+            query = f"SELECT (SELECT count(*) FROM (SELECT DISTINCT scope, chunk_id FROM variants)), ({_RESERVED})"
+            chunks, reserved_bytes = connection.execute(query).fetchone()
+            return Totals(variants, chunks, file_bytes, reserved_bytes)
 
     def holds(self, file: FileRef, *, or_at_risk: bool = False) -> bool:
         """Return True if exactly this file has a row or, if asked, a writer is about to create or delete it."""
@@ -268,12 +273,35 @@ class Catalog:
         with self._db.reading() as connection:
             excess = float("inf")
             if down_to_bytes is not None:
-                excess = connection.execute("SELECT file_bytes FROM totals").fetchone()[0] - down_to_bytes
+                excess = _sums(connection)[1] - down_to_bytes
             return [row.file for row in _until(connection.execute(query, parameters), excess)[0]]
 
     def problems(self) -> list[str]:
         """Findings of SQLite's own integrity check; empty when all is well. Reads the whole catalog."""
         return self._db.problems()
+
+    def check_sums(self, *, repair: bool) -> str:
+        """Compare the stored sums over all rows with the rows; returns the flaw, or "". With `repair`, count again."""
+        with self._db.snapshot() as connection:
+            stored = fetched(connection, _STORED_SUMS, ())
+            counted = connection.execute(_COUNTED_SUMS).fetchone()
+        if stored == [counted]:
+            return ""
+        if repair:
+            with self._db.writing() as connection:
+                _count_again(connection)
+        variants, file_bytes = counted
+        return f"its sums are {stored}, and it has {variants} rows with {file_bytes} bytes"
+
+    def _count_damaged_sums(self) -> None:
+        """Count the rows again if the stored sums are no numbers: the triggers would go on from them."""
+        with self._db.reading() as connection:
+            is_sound = _stored_sums(connection) is not None
+        if is_sound or self.read_only:
+            return
+        logger.warning("The sums over all rows of %s are damaged and are counted again", self.path)
+        with self._db.writing() as connection:
+            _count_again(connection)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -412,7 +440,8 @@ class Catalog:
         """Compute every row's score by this policy: one pass over all rows."""
         with self._db.writing() as connection:
             ids = [row[0] for row in connection.execute("SELECT variant_id FROM variants ORDER BY created")]
-            connection.execute("UPDATE eviction SET policy = ?, clock = 0.0", (policy.name,))
+            connection.execute("DELETE FROM eviction")
+            connection.execute("INSERT INTO eviction VALUES (?, 0.0)", (policy.name,))
             self._record_uses(connection, {variant_id: Use(0.0, 0.0) for variant_id in ids})
 
     @contextmanager
@@ -427,8 +456,37 @@ class Catalog:
 
 def _state(connection: sqlite3.Connection) -> tuple[float, int, int]:
     """The eviction clock, the number of rows, and bytes that count against the budget."""
-    found: tuple[float, int, int] = connection.execute(_STATE).fetchone()
-    return found
+    variants, file_bytes = _sums(connection)
+    clocks = connection.execute(_CLOCK).fetchall()
+    clock: float = clocks[0][0] if clocks else 0.0
+    reserved_bytes: int = connection.execute(_RESERVED).fetchone()[0]
+    return clock, variants, file_bytes + reserved_bytes
+
+
+def _sums(connection: sqlite3.Connection) -> tuple[int, int]:
+    """The number of rows and the bytes of their files; counted if the stored sums are damaged."""
+    stored = _stored_sums(connection)
+    if stored is not None:
+        return stored
+    variants, file_bytes = connection.execute(_COUNTED_SUMS).fetchone()
+    return variants, file_bytes
+
+
+def _stored_sums(connection: sqlite3.Connection) -> tuple[int, int] | None:
+    """The sums that triggers keep; None if they are missing, of another type or negative."""
+    rows = fetched(connection, _STORED_SUMS, ())
+    if len(rows) != 1:
+        return None
+    variants, file_bytes = rows[0]
+    if not (type(variants) is type(file_bytes) is int and variants >= 0 and file_bytes >= 0):
+        return None
+    return variants, file_bytes
+
+
+def _count_again(connection: sqlite3.Connection) -> None:
+    """Replace the stored sums by the sums over the rows."""
+    connection.execute("DELETE FROM totals")
+    connection.execute(f"INSERT INTO totals {_COUNTED_SUMS}")
 
 
 def _move_clock(connection: sqlite3.Connection, clock: float) -> None:

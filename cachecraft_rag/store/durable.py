@@ -321,6 +321,9 @@ class DurableVariants:
         for path, file in files:
             if path not in reported:
                 findings += self._check_file(path, file, repair=repair)
+        if flaw := self.catalog.check_sums(repair=repair):
+            action = "counted again" if repair else "would be counted again"
+            findings.append(Finding("catalog", self.catalog.path, flaw, action))
         return CheckReport(rows, len(files), sum(file.file_bytes for _, file in files), repair, tuple(findings))
 
     def _sweep(self, *, repair: bool) -> list[Finding]:

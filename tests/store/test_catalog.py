@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog import _INSERT, Catalog
-from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, RowFilter
+from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, RowFilter, Totals
 from cachecraft_rag.store.catalog_rows import COLUMNS, CatalogRow, pack_ids, row_of, sum_of, sum_of_scores, unpack_ids
 from cachecraft_rag.store.eviction import Use, policy_named
 from cachecraft_rag.types import TokenScores, Variant, VariantKey, digest
@@ -217,6 +217,56 @@ def test_limits_that_are_none_are_passed_over(catalog: Catalog) -> None:
         rows = [("disk_bytes", "many"), ("max_variants", -1), ("unheard of", 7), ("variants_per_chunk", 3)]
         connection.executemany("INSERT INTO limits VALUES (?,?)", rows)
     assert catalog.limits() == {"variants_per_chunk": 3}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "DELETE FROM totals",
+        "INSERT INTO totals VALUES (7, 7)",
+        "UPDATE totals SET variants = 'many'",
+        "UPDATE totals SET file_bytes = x'00'",
+        "UPDATE totals SET file_bytes = CAST(x'ff' AS TEXT)",
+        "UPDATE totals SET variants = -1",
+        "DELETE FROM eviction",
+        "UPDATE eviction SET clock = 'noon', policy = 7",
+    ],
+)
+@pytest.mark.parametrize("is_open", [True, False], ids=["while it is open", "while it is closed"])
+def test_a_catalog_whose_sums_or_clock_are_damaged_goes_on_and_is_counted_again(
+    tmp_path: Path, damage: str, is_open: bool
+) -> None:
+    path = tmp_path / "catalog.sqlite"
+    catalog = Catalog(path)
+    for name in ("kettle", "toaster"):
+        add(catalog, make(name))
+    if not is_open:
+        catalog.close()
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute(damage)
+    if not is_open:
+        catalog = Catalog(path)
+        assert catalog.check_sums(repair=False) == ""
+    assert catalog.totals() == Totals(variants=2, chunks=2, file_bytes=2000, reserved_bytes=0)
+    assert catalog.over(replace(ROOMY, disk_bytes=1500))[0]
+    assert len(catalog.chosen(RowFilter(), down_to_bytes=1500)) == 1
+    catalog.check_sums(repair=True)
+    assert catalog.check_sums(repair=False) == ""
+    add(catalog, make("fridge"))
+    catalog.record_uses({make("fridge").variant_id: Use(1.0, 1.0)})
+    assert (catalog.totals().variants, catalog.totals().file_bytes) == (3, 3000)
+    catalog.close()
+
+
+def test_sums_that_do_not_match_the_rows_are_found_and_counted_again(catalog: Catalog) -> None:
+    add(catalog, make())
+    assert catalog.check_sums(repair=False) == ""
+    with closing(sqlite3.connect(catalog.path, isolation_level=None)) as connection:
+        connection.execute("UPDATE totals SET file_bytes = 5")
+    assert "1 rows with 1000 bytes" in catalog.check_sums(repair=False)
+    assert catalog.totals().file_bytes == 5
+    catalog.check_sums(repair=True)
+    assert catalog.totals().file_bytes == 1000
 
 
 def test_replacing_keeps_one_row_and_its_frequency(catalog: Catalog) -> None:

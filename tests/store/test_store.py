@@ -659,6 +659,27 @@ def test_check_finds_a_row_that_was_changed_and_repair_removes_it(tmp_path: Path
         assert files(tmp_path) == []
 
 
+@pytest.mark.parametrize("value", ["'many'", "7", "-1"])
+def test_a_store_with_damaged_sums_opens_and_repair_counts_them_again(tmp_path: Path, value: str) -> None:
+    def damage() -> None:
+        with closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as database, database:
+            database.execute(f"UPDATE totals SET variants = {value}")
+
+    with ChunkCacheStore.open(tmp_path) as store:
+        stored(store, make())
+    damage()
+    with ChunkCacheStore.open(tmp_path) as store:
+        damage()
+        (finding,) = store.check().findings
+        assert (finding.kind, finding.action) == ("catalog", "would be counted again")
+        (finding,) = store.check(repair=True).findings
+        assert finding.action == "counted again"
+        assert store.check().findings == ()
+        assert store.stats().variants == 1
+        stored(store, make("another"))
+        assert store.stats().variants == 2
+
+
 def test_a_row_of_another_model_is_refused_and_removed(tmp_path: Path) -> None:
     with ChunkCacheStore.open(tmp_path, host_bytes=0) as store:
         right = stored(store, make())
