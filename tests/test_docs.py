@@ -7,6 +7,7 @@ in a folder with the name of the other model that pages load. The shell lines ru
 from __future__ import annotations
 
 import ast
+import csv
 import json
 import re
 import shlex
@@ -403,6 +404,43 @@ def test_the_map_for_contributors_names_files_and_names_that_exist() -> None:
         for name in names:
             if re.fullmatch(r"_?[A-Z]\w+", name):
                 assert re.search(rf"\b{name}\b", text), f"{name}: {row}"
+
+
+def test_each_page_begins_with_its_readers() -> None:
+    left_out = {"docs/models.md", "docs/reference/api/langchain.md", "docs/reference/api/llama_index.md"}
+    for page, path in PAGES.items():
+        is_record = page.startswith("docs/decisions/") and path.name != "index.md"
+        if not is_record and page not in left_out:
+            beginning = path.read_text(encoding="utf-8")[:900]
+            assert re.search(
+                r"\b[Ff]or (everyone|anyone|contributors|readers|engineers|programs|Python)\b", beginning
+            ), page
+
+
+def test_each_decision_is_in_the_index() -> None:
+    index = PAGES["docs/decisions/index.md"].read_text(encoding="utf-8")
+    for path in (ROOT / "docs" / "decisions").glob("*.md"):
+        assert path.name == "index.md" or f"]({path.name})" in index, (
+            f"{path.name}: add a row to docs/decisions/index.md"
+        )
+
+
+def test_tables_beside_the_pages_are_whole_and_linked() -> None:
+    for path in (ROOT / "docs" / "results").glob("*.csv"):
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.reader(file))
+        assert len(rows) > 1, path.name
+        assert {len(row) for row in rows} == {len(rows[0])}, path.name
+        pages = "".join(page.read_text("utf-8") for page in path.parent.glob("*.md"))
+        assert f"]({path.name})" in pages, f"{path.name}: no page links to it"
+
+
+def test_the_http_page_names_every_route() -> None:
+    source = (ROOT / "cachecraft_rag/vllm/server/endpoint.py").read_text(encoding="utf-8")
+    routes = set(re.findall(r'"(/v1/cachecraft[^"]*)"', source))
+    page = PAGES["docs/reference/http.md"].read_text(encoding="utf-8").replace("{id}", "{name}")
+    assert len(routes) >= 5
+    assert not [route for route in routes if f"{route}`" not in page]
 
 
 def test_names_in_the_glossary_are_in_the_code() -> None:

@@ -31,6 +31,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     for source, target in (("cachecraft_rag", ""), ("kernels", "kernels"), ("retrievers", "retrievers")):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / source, tree / "cachecraft_rag" / target, ignore=ignored, dirs_exist_ok=True)
+    decisions = next(section["Decisions"] for section in config.nav or [] if "Decisions" in section)
+    decisions += [f"decisions/{name}" for name in _records()]
     os.chdir(tree)  # griffe looks for a package in the current folder first, and in the root it would find half of it
     return config
 
@@ -61,6 +63,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"]({os.path.relpath(inside, folder)}{anchor})"
 
     return re.sub(r"\]\(([^)#\s]+)(#[^)\s]*)?\)", moved, markdown)
+
+
+def _records() -> list[str]:
+    """File names of the decision records, in the order in which their index links to them."""
+    folder = ROOT / "docs" / "decisions"
+    linked = re.findall(r"\]\(([\w-]+\.md)\)", (folder / "index.md").read_text("utf-8"))
+    present = [path.name for path in sorted(folder.glob("*.md")) if path.name != "index.md"]
+    others = [name for name in present if name not in linked]
+    return [name for name in dict.fromkeys(linked) if name in present] + others
 
 
 def _command_reference() -> str:
