@@ -68,11 +68,11 @@ class ReuseConfig:
 
     @classmethod
     def paper(cls, **changes: Any) -> Self:
-        """Return the settings of Cache-Craft and Cake as published.
+        """Return the settings that are closest to Cache-Craft and Cake as published.
 
         Each chunk recomputes the fraction CFO of its tokens (eq. 12), those with the highest scores of eq. 14, until
         Algorithm 1 stops it. Its other tokens stay as they were stored. Chunk-caches load from the end of the prompt
-        while its front is computed (Cake).
+        while its front is computed (Cake). docs/results/papers.md compares these settings with the papers line by line.
 
         Args:
             changes: settings with other values than published.
