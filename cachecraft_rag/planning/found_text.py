@@ -70,6 +70,12 @@ def find_segments(token_ids: Sequence[int], kinds: TokenKinds) -> list[range]:
     >>> kinds = TokenKinds.of(["word", "\\n\\n"])
     >>> find_segments([0] * 5 + [1] + [0] * 80 + [1] + [0] * 70, kinds)
     [range(6, 86), range(87, 157)]
+
+    A passage is the same between tags, line ends and other passages:
+
+    >>> kinds = TokenKinds.of(["word", "\\n", "<p>"])
+    >>> find_segments([2, 1] + [0] * 70 + [1, 2], kinds)
+    [range(2, 72)]
     """
     ids = np.asarray(token_ids, dtype=np.int64)
     if len(ids) < LEAST:
@@ -110,13 +116,24 @@ def _passages(ids: NDArray[np.int64], kinds: TokenKinds, line_ends: list[tuple[i
         elif count > 1:
             firm.append((begin, end))
         last, start = begin, end
+    is_line_end = kinds.newlines[ids] > 0
     begin = 0
-    for start, end in sorted(firm):
-        if start > begin:
-            yield range(begin, start)
+    for start, end in [*sorted(firm), (len(ids), len(ids))]:
+        passage = _without_line_ends(range(begin, start), is_line_end)
+        if passage:
+            yield passage
         begin = max(begin, end)
-    if begin < len(ids):
-        yield range(begin, len(ids))
+
+
+def _without_line_ends(passage: range, is_line_end: NDArray[np.bool_]) -> range:
+    """Return a passage without the line ends around it, which depend on the tag or line beside it."""
+    start = passage.start
+    stop = passage.stop
+    while start < stop and is_line_end[start]:
+        start += 1
+    while start < stop and is_line_end[stop - 1]:
+        stop -= 1
+    return range(start, stop)
 
 
 def _tags(ids: NDArray[np.int64], kinds: TokenKinds) -> Iterator[tuple[int, int]]:

@@ -67,11 +67,24 @@ def check_history(history: object) -> None:
             raise ConfigError(f'each turn of history must be a pair such as ("user", "…"), not {shown(turn)}')
 
 
+class _MarkedText(NamedTuple):
+    """A text of a conversation, the mark that replaces it in the template, and whether it may hold passages."""
+
+    mark: str
+    text: str
+    is_searched: bool
+
+
 class _TemplatePart(NamedTuple):
-    """A part of the rendered template; `special`: its special tokens are control tokens (the template's own text)."""
+    """A part of the rendered template.
+
+    special      whether its special tokens are control tokens (the template's text)
+    is_searched  whether it is searched for captured texts
+    """
 
     text: str
     special: bool
+    is_searched: bool = False
 
 
 class _FittingChunks(NamedTuple):
@@ -197,7 +210,7 @@ class PromptBuilder:
             )
 
         if recognise is not None and not chunks:
-            segments = segments_of(pieces, self.kinds, recognise, private=private)
+            segments = segments_of(pieces, self.kinds, recognise, private=private, repeated=True)
             if segments is not None:
                 segments[-1] = replace(segments[-1], closing=tail.closing)
                 return Prompt((self.system, *segments), room=room)
@@ -237,7 +250,7 @@ class PromptBuilder:
         return TokenKinds.of(tokens)
 
     def _pieces(self, question: str, history: Sequence[Turn]) -> list[PromptPiece]:
-        """Return the prompt after the chunks in pieces; the first and the last message may be searched."""
+        """Return the prompt after the chunks in pieces; the user's messages and results of tools may be searched."""
         asked: list[Turn] = [("user", question)] if question.strip() else []
         turns = [*history, *asked]
         roles: list[str | None] = [None, *(role for role, _ in turns)]
@@ -246,13 +259,12 @@ class PromptBuilder:
 
         first_text = f"Question: {turns[0][1]}"
         _, parts = self._cut([("user", first_text), *turns[1:]])
-        messages = (1, len(parts) - 2)  # the first and the last one
         pieces: list[PromptPiece] = []
         after_line_end = True
-        for index, part in enumerate(parts):
+        for part in parts:
             before = _LINE_END if after_line_end and not part.special else ""
             ids = self._encode(part.text, special=part.special, before=before)
-            pieces.append(PromptPiece(ids, is_searched=index in messages))
+            pieces.append(PromptPiece(ids, part.is_searched))
             after_line_end = part.text.endswith(_LINE_END) or (after_line_end and not part.text)
         return pieces
 
@@ -269,11 +281,11 @@ class PromptBuilder:
 
         parts: list[_TemplatePart] = []
         is_complete = bool(head)
-        for mark, text in texts:
-            before, separator, rest = rest.partition(mark)
+        for marked in texts:
+            before, separator, rest = rest.partition(marked.mark)
             is_complete = is_complete and bool(separator)
             parts.append(_TemplatePart(before, special=True))
-            parts.append(_TemplatePart(text, special=False))
+            parts.append(_TemplatePart(marked.text, special=False, is_searched=marked.is_searched))
         parts.append(_TemplatePart(rest, special=True))
 
         marks_left = any(
@@ -285,15 +297,15 @@ class PromptBuilder:
             )
         return head, parts
 
-    def _marked(self, turns: Sequence[Turn]) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
-        """Return the messages with marks in place of texts, and each mark with its text."""
+    def _marked(self, turns: Sequence[Turn]) -> tuple[list[dict[str, Any]], list[_MarkedText]]:
+        """Return the messages with marks in place of texts, and the texts."""
         messages: list[dict[str, Any]] = []
-        texts: list[tuple[str, str]] = []
+        texts: list[_MarkedText] = []
         unanswered: list[tuple[str, int]] = []  # calls without a result yet: the tool's name and the call's number
 
-        def mark(text: str) -> str:
+        def mark(text: str, *, is_searched: bool = False) -> str:
             sign = f"{_QUESTION_MARK}{len(texts)}\u27e7"
-            texts.append((sign, text))
+            texts.append(_MarkedText(sign, text, is_searched))
             return sign
 
         is_native = any(role == "calls" for role, _ in turns) and self.calls.native
@@ -302,7 +314,7 @@ class PromptBuilder:
                 if not unanswered:
                     raise ConfigError("history has more results than calls of tools")
                 name, number = unanswered.pop(0)
-                messages.append(result_message(name, mark(text), number))
+                messages.append(result_message(name, mark(text, is_searched=True), number))
             elif role == "calls":
                 call_messages = []
                 for call in calls_in(text):
@@ -311,13 +323,13 @@ class PromptBuilder:
                     arguments_text = json.dumps(call["arguments"], ensure_ascii=False)
                     arguments = {mark(arguments_text): ""}
                     # Templates write the arguments as an object, so the mark is that object's JSON.
-                    texts[-1] = (json.dumps(arguments, ensure_ascii=False), arguments_text)
+                    texts[-1] = texts[-1]._replace(mark=json.dumps(arguments, ensure_ascii=False))
                     call_messages.append(call_message(call["name"], arguments, number))
                 if messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
                 messages[-1]["tool_calls"] = call_messages
             else:
-                messages.append({"role": role, "content": mark(text)})
+                messages.append({"role": role, "content": mark(text, is_searched=role == "user")})
         return messages, texts
 
     def _without_calls(self, turns: Sequence[Turn]) -> list[Turn]:

@@ -1,8 +1,9 @@
 """Reuse in unmarked text: a prompt without documents, which any application wrote as one piece.
 
-The user's text is searched for what was captured before, word for word: documents first, then passages cut by their
-content (`planning.found_text`). Such *found* segments take their chunk-caches like chunks. The text between and after
-them is computed and private, and so are short prompts and the end of the last message.
+The user's messages and the results of tools, earlier ones too, are searched for what was captured before, word for
+word: documents first, then passages cut by their content (`planning.found_text`). Such *found* segments take their
+chunk-caches like chunks. The text between and after them is computed and private, and so are short prompts and the end
+of the last message.
 
 A passage that is found a second time is captured in idle time, after the instruction and a fixed passage: no user's
 text shapes what others are served. In a session it is captured for that session only. A whole prompt that is sent a
@@ -39,34 +40,43 @@ class PromptPiece(NamedTuple):
 
 
 def segments_of(
-    pieces: Sequence[PromptPiece], kinds: TokenKinds, recognise: Recognise, *, private: bool
+    pieces: Sequence[PromptPiece],
+    kinds: TokenKinds,
+    recognise: Recognise,
+    *,
+    private: bool,
+    repeated: bool = False,
 ) -> list[Segment] | None:
     """Divide the prompt after its instruction into segments; None if nothing in it may be reused.
 
     Args:
         pieces: in order; the last one that is searched ends the last message.
         private: whether the found segments belong to one session.
+        repeated: whether a text that occurs several times is a segment each time, or the first time only.
     """
     ids = [token for piece in pieces for token in piece.token_ids]
     regions = _searched_regions(pieces)
     if sum(len(region) for region in regions) < _MIN_TEXT_TOKENS:
         return None
 
-    places: dict[str, range] = {}  # a prompt holds no segment twice
+    places: list[tuple[range, str]] = []
+    names: set[str] = set()
     for region in regions:
         is_last = region is regions[-1]
         limit = region.stop - (_ASKED_TOKENS if is_last else 0)
         text = ids[region.start : region.stop]
         for part, name in _find(text, kinds, recognise):
             place = range(region.start + part.start, region.start + part.stop)
-            if place.stop <= limit:
-                places.setdefault(name, place)
+            is_repeated = name in names
+            if place.stop <= limit and (repeated or not is_repeated):
+                names.add(name)
+                places.append((place, name))
     if not places:
         return None
 
     segments: list[Segment] = []
     start = 0
-    for name, place in sorted(places.items(), key=lambda item: item[1].start):
+    for place, name in sorted(places, key=lambda item: item[0].start):
         if place.start > start:
             segments.append(_text_between(ids, start, place.start))
         token_ids = tuple(ids[place.start : place.stop])
@@ -144,13 +154,12 @@ def session_of(prompt: Prompt, session: str | None) -> str | None:
     """Return the request's session; a prompt with found segments and no session gets one named by its prefix."""
     if session is not None or not any(segment.found for segment in prompt.segments):
         return session
-    return "prefix " + _prefix_digest(prompt)
-
-
-def _prefix_digest(prompt: Prompt) -> str:
-    """Return a digest of all segments up to the last found one."""
     last = max(index for index, segment in enumerate(prompt.segments) if segment.found)
-    return digest(*(segment.segment_id for segment in prompt.segments[: last + 1]))
+    return "prefix " + _digest_of(prompt.segments[: last + 1])
+
+
+def _digest_of(segments: Sequence[Segment]) -> str:
+    return digest(*(segment.segment_id for segment in segments))
 
 
 def candidates_of(
@@ -161,14 +170,19 @@ def candidates_of(
     *,
     stand_in: Segment,
     shared: Segment | None = None,
+    each_prefix: bool = False,
 ) -> dict[str, Candidate]:
     """Return what to capture if it was seen before, keyed by the name under which that is remembered.
+
+    Candidates may be the beginning of others, see `largest`.
 
     Args:
         session: session of the request, see `session_of`.
         scope: parts of the names that separate tenants and models, besides the session.
         stand_in: passages are captured after this fixed passage.
         shared: instruction for captures that everybody may use, where the prompt's own instruction is private.
+        each_prefix: in a session, name the prefix up to each found segment, because a conversation's prompts grow and
+            no whole prompt is sent twice.
     """
     system, *_ = prompt.segments
     segments = tuple(replace(segment, found=False) for segment in prompt.segments)
@@ -192,8 +206,32 @@ def candidates_of(
             first=frozenset((1, 2) if index in new_passages else (1,)),
         )
 
-    inexact = {index: len(segments[index].token_ids) for index, planned in found.items() if planned.outcome != "exact"}
+    inexact = {
+        index: len(segments[index].token_ids)
+        for index, planned in found.items()
+        if planned.outcome != "exact" and not _has_repeats(segments[:index])
+    }
+    in_session = any(segments[index].private for index in found)
+    ends = sorted(inexact) if each_prefix and in_session else []
     if inexact:
-        name = digest("prefix", *scope, session or "", _prefix_digest(prompt))
-        candidates[name] = Candidate(segments[: max(inexact) + 1], inexact, session, first=new_passages)
+        ends.append(max(found))  # of the whole prompt
+    for end in ends:
+        fixed = {index: tokens for index, tokens in inexact.items() if index <= end}
+        name = digest("prefix", *scope, session or "", _digest_of(segments[: end + 1]))
+        candidates[name] = Candidate(segments[: max(fixed) + 1], fixed, session, first=new_passages)
     return candidates
+
+
+def largest(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Drop candidates that are the beginning of another one: capturing the longer one captures both."""
+    kept: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda item: -len(item.segments)):
+        session, ids = candidate.identity
+        if not any(other.session == session and other.identity[1][: len(ids)] == ids for other in kept):
+            kept.append(candidate)
+    return kept
+
+
+def _has_repeats(segments: Sequence[Segment]) -> bool:
+    """Return whether a segment occurs twice; the store takes such an origin prefix for a damaged one."""
+    return len({segment.segment_id for segment in segments}) < len(segments)

@@ -26,7 +26,7 @@ from cachecraft_rag.compute.stale_tokens.refresh import Refresh
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.planner import Plan, exact_shares
-from cachecraft_rag.prompt.unmarked import candidates_of
+from cachecraft_rag.prompt.unmarked import candidates_of, largest
 from cachecraft_rag.serving.admission import AdmissionQueue, FutureCaptures
 from cachecraft_rag.serving.answer_text import AnswerText
 from cachecraft_rag.serving.new_variants import LookUp, VariantMaker
@@ -378,7 +378,14 @@ class Answering:
     def _note(self, request: Request, plan: Plan) -> None:
         """Note the unmarked text of a prompt, and have captured what was seen before."""
         scope = (self.namespace, self.decoder.fingerprint)
-        candidates = candidates_of(request.prompt, plan, request.session, scope, stand_in=self.stand_in)
+        candidates = candidates_of(
+            request.prompt,
+            plan,
+            request.session,
+            scope,
+            stand_in=self.stand_in,
+            each_prefix=True,
+        )
 
         def noted() -> Work[set[str]]:
             seen: set[str] = yield self.loop.aside(self.store.seen_texts, list(candidates))
@@ -388,8 +395,8 @@ class Answering:
             self.noting -= 1
             if error is not None:
                 logger.error("Text of a prompt could not be noted", exc_info=error)
-            for name in seen or ():
-                self.new_variants.answered(0, candidates[name])
+            for candidate in largest(candidates[name] for name in seen or ()):
+                self.new_variants.answered(0, candidate)
 
         self.noting += 1
         self.loop.start(LoopTask(lambda _: noted(), ended, Priority.JOB))

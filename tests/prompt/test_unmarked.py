@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -17,12 +18,13 @@ import torch
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, found_texts
 from cachecraft_rag.store.catalog_records import RowFilter
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types import Chunk, digest, digest_of_tokens
 
 SHORT = SamplingParams(max_new_tokens=2)
 CONFIG = ReuseConfig(recompute_ratio=0.15, loading="layerwise")
@@ -154,7 +156,7 @@ def test_chunks_captured_as_documents_are_recognised_at_once(engine: Engine) -> 
     assert outcomes[chunks[2].chunk_id] == "reused"
 
 
-def test_short_prompts_the_last_words_and_history_are_computed(engine: Engine) -> None:
+def test_short_prompts_the_last_words_and_answers_are_computed(engine: Engine) -> None:
     for _ in range(3):
         short = ask(engine, PASSAGES[0][:200])
         assert short.stats.chunks == ()
@@ -168,8 +170,105 @@ def test_short_prompts_the_last_words_and_history_are_computed(engine: Engine) -
         ("user", "\n\n".join(PASSAGES)),
         ("assistant", "Hm."),
     ]
-    assert ask(engine, "What did I say?", history=history).stats.chunks == ()
+    assert ask(engine, "What did you say?", history=history[:2]).stats.chunks == ()
+    assert len(ask(engine, "What did I say?", history=history).stats.chunks) == len(PASSAGES)
     assert len(ask(engine, prompt_of(*PASSAGES[:3]), history=history[:2]).stats.chunks) == 3
+
+
+def test_a_passage_that_a_prompt_holds_twice_is_reused_twice(engine: Engine) -> None:
+    for order in ((0, 1, 2), (2, 0, 1)):
+        ask(engine, prompt_of(*(PASSAGES[place] for place in order)))
+    prompt = prompt_of(PASSAGES[1], PASSAGES[0], PASSAGES[1], PASSAGES[2], PASSAGES[0])
+    answer = ask(engine, prompt, settle=False)
+    assert [one.outcome for one in answer.stats.chunks] == ["reused"] * 5
+    full = logits_of(engine, prompt, plain_prompts="off")
+    torch.testing.assert_close(logits_of(engine, prompt, recompute_ratio=1.0), full, atol=1e-3, rtol=0)
+    for _ in range(3):
+        again = ask(engine, prompt)
+    outcomes = [one.outcome for one in again.stats.chunks]
+    assert outcomes[:3] == ["exact"] * 3  # a prefix with a text that it holds twice is not captured
+    assert outcomes[3:] == ["reused"] * 2
+    assert engine.store.check().findings == ()
+
+
+TOOL = {"type": "function", "function": {"name": "search", "description": "Finds passages."}}
+TWENTY = [passage(seed, words=14) for seed in range(100, 120)]
+
+
+def turns_of(number: int, shown: list[str], canary: str = "") -> list[Turn]:
+    """A question, the call of a tool, and what it found."""
+    calls = json.dumps([{"name": "search", "arguments": {"query": f"number {number} {canary}"}}])
+    return [
+        ("user", f"Question {number}: which of them is about the kettle? {canary}"),
+        ("calls", calls),
+        ("result", "\n\n".join(shown)),
+    ]
+
+
+def converse(engine: Engine, seed: int, *, session: str | None = None, canary: str = "") -> list[tuple[int, int]]:
+    """A conversation of six turns with results of a tool; returns, for each, the tokens of passages that appear for the
+    third time or later, and those of them that chunk-caches served.
+    """
+    tokenizer = engine.decoder.tokenizer
+    ids = {text: tokenizer(text, add_special_tokens=False)["input_ids"] for text in TWENTY}
+    names = {text: digest("text", digest_of_tokens(tokens)) for text, tokens in ids.items()}
+    rng = random.Random(seed)
+    history: list[Turn] = []
+    times: Counter[str] = Counter()
+    counts = []
+    for number in range(6):
+        shown = rng.sample(TWENTY, 8)
+        history += turns_of(number, shown, canary)
+        in_prompt = [text for turn in history if turn[0] == "result" for text in turn[1].split("\n\n")]
+        answer = ask(engine, "", history=history, tools=[TOOL], session=session)
+        times.update(set(in_prompt))
+        known = {names[text] for text in in_prompt if times[text] >= 3}
+        old = sum(len(ids[text]) for text in in_prompt if times[text] >= 3)
+        served = [one for one in answer.stats.chunks if one.chunk_id in known and one.outcome in ("exact", "reused")]
+        counts.append((old, sum(one.tokens for one in served)))
+        history.append(("assistant", f"The answer to number {number}."))
+    return counts
+
+
+@pytest.fixture(scope="module")
+def long_decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
+    return tiny_decoder("Llama", max_position_embeddings=16384)
+
+
+def test_results_of_tools_are_reused_from_the_third_time_on(make_engine: MakeEngine, long_decoder: Decoder) -> None:
+    engine = make_engine(decoder=long_decoder)
+    counts = converse(engine, seed=1)
+    assert counts[0] == (0, 0)
+    for old, kept in counts[2:]:
+        assert old > 0
+        assert kept >= 0.75 * old
+
+
+def test_the_earlier_turns_of_a_session_become_exact(make_engine: MakeEngine, long_decoder: Decoder) -> None:
+    engine = make_engine(decoder=long_decoder)
+    history: list[Turn] = []
+    for number in range(4):
+        history += turns_of(number, TWENTY[5 * number : 5 * number + 5])
+        answer = ask(engine, "", history=history, tools=[TOOL], session="ada")
+        history.append(("assistant", f"The answer to number {number}."))
+    outcomes = [one.outcome for one in answer.stats.chunks]
+    assert outcomes[:9] == ["exact"] * 9  # of the first two turns; the end of a last message is not searched
+    assert "exact" not in outcomes[10:]
+
+
+def test_no_conversation_shows_what_another_one_holds(
+    make_engine: MakeEngine, long_decoder: Decoder, store: ChunkCacheStore
+) -> None:
+    """Results of tools belong to their session; the words around them are never captured for others."""
+    engine = make_engine(decoder=long_decoder)
+    converse(engine, seed=1, session="ada", canary="Canary-4711 " * 12)
+    rows = [one.variant for one in store.rows(RowFilter(), limit=1000)]
+    assert {one.session for one in rows if len(one.key.origin_prefix) > 1} == {"ada"}
+    shared = [one for one in rows if one.session is None]
+    assert len(shared) == 2  # the instruction and the fixed passage
+    answer = ask(engine, "", history=turns_of(0, TWENTY[:8]), tools=[TOOL], session="bob")
+    assert [one.outcome for one in answer.stats.chunks] == ["computed"] * len(answer.stats.chunks)
+    assert "Canary" not in str(answer.stats.as_dict())
 
 
 def test_it_can_be_switched_off_and_computes_the_same_tokens(engine: Engine) -> None:
@@ -294,7 +393,7 @@ def test_odd_prompts_raise_nothing_and_claim_nothing_wrong(make_engine: MakeEngi
     assert compared >= 3
 
 
-def test_prompts_of_any_kind_keep_their_tokens_and_hold_no_segment_twice(engine: Engine) -> None:
+def test_prompts_of_any_kind_keep_their_tokens_and_name_equal_segments_alike(engine: Engine) -> None:
     list(engine.stream("Which?", [Chunk(text) for text in PASSAGES], sampling=SHORT))
     assert engine.settle(60)
     engine.prompts._context_length = 200_000  # the model is not asked
@@ -303,8 +402,9 @@ def test_prompts_of_any_kind_keep_their_tokens_and_hold_no_segment_twice(engine:
         session = "ada" if place % 2 else None
         built = engine.prompts.build(prompt, (), recognise=engine._recogniser(session), private=session is not None)
         assert built.token_ids == engine.prompts.build(prompt, ()).token_ids
-        names = [one.segment_id for one in built.segments]
-        assert len(set(names)) == len(names)
+        assert len({(one.segment_id, one.token_ids) for one in built.segments}) == len(
+            {one.segment_id for one in built.segments}
+        )
         kinds = [one.kind for one in built.segments]
         assert (kinds[0], kinds[-1]) == ("system", "question")
         assert all(
