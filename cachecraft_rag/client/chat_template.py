@@ -13,7 +13,7 @@ from cachecraft_rag.checks import shown
 from cachecraft_rag.client import template_process
 from cachecraft_rag.errors import ServerError
 
-_TIMEOUT_S = 20.0  # of the process, with its start; its CPU time has a limit of its own
+_TIMEOUT_S = 20.0  # of the process, with its start; its CPU time has a separate limit
 _KEPT_RENDERINGS = 64
 
 

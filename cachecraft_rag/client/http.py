@@ -121,7 +121,7 @@ class HTTPEngine(AnswerEngine):
                 name = replies.printable(facts.model)
                 raise ServerError(f"{url} serves {name}, not {model}: name another server, or this model")
 
-            files = link.call("/v1/cachecraft/tokenizer")
+            files = link.tokenizer()
             with checked_reply(link.url, "a tokenizer"):
                 served = replies.served_model(facts, files)
             with checked_reply(link.url, "a tokenizer or a chat template"):

@@ -21,7 +21,9 @@ from cachecraft_rag.vllm.server.documents import ADMIN_HEADER
 logger = logging.getLogger("cachecraft_rag.vllm")
 
 _START = "start one with `cachecraft serve MODEL`"
-_MAX_REPLY = 256 << 20  # bytes; the largest tokenizers have some 40 MB
+_MAX_REPLY = 8 << 20  # bytes of a JSON reply
+_MAX_TOKENIZER = 64 << 20  # bytes; the largest tokenizers have some 40 MB
+_MAX_ANSWER = 64 << 20  # bytes of all events of a streamed answer
 _MAX_ERROR = 64 << 10  # bytes of an error's message
 _MAX_LINE = 1 << 20  # bytes of one event of a streamed answer
 
@@ -128,6 +130,10 @@ class Link:
             )
         return facts
 
+    def tokenizer(self) -> object:
+        """Return the reply with the files of the server's tokenizer. Raises ServerError."""
+        return self.call("/v1/cachecraft/tokenizer", limit=_MAX_TOKENIZER)
+
     def call(
         self,
         path: str,
@@ -135,16 +141,18 @@ class Link:
         *,
         headers: Mapping[str, str] | None = None,
         patient: bool = False,
-    ) -> Any:
+        limit: int | None = None,
+    ) -> object:
         """Send a request, with a JSON body if there is one, and return the JSON reply.
 
         Raises ServerError, and ConfigError for a refused body.
 
         Args:
             patient: wait without limit, because the server computes for long.
+            limit: most bytes of the reply; None = the limit of ordinary replies.
         """
         with self._replied(path, body, headers=headers, patient=patient) as reply:
-            content = b"".join(_bounded(reply, _MAX_REPLY))
+            content = b"".join(_bounded(reply, _MAX_REPLY if limit is None else limit))
         try:
             return parsed_json(content)
         except (ValueError, RecursionError) as error:
@@ -185,7 +193,7 @@ class Link:
         headers: Mapping[str, str] | None = None,
         patient: bool = False,
     ) -> Iterator[httpx.Response]:
-        """Send a request and open the reply. Raises the error that another status than 200 stands for."""
+        """Send a request and open the reply. Raises an error for other statuses than 200."""
         deadline = _Deadline(None if patient else self._total_timeout_s)
         try:
             with self._client.stream(
@@ -217,7 +225,7 @@ class Link:
 
     def _error(self, reply: httpx.Response, content: bytes) -> CacheCraftError:
         try:
-            message = _message_of(parsed_json(content)["error"])
+            message = _message_of(mapping_of(parsed_json(content))["error"])
         except (LookupError, TypeError, ValueError, RecursionError):  # not in vLLM's form
             message = printable(content[:400].decode(errors="replace"))
         status = reply.status_code
@@ -275,7 +283,7 @@ def _truncated(reply: httpx.Response, limit: int) -> Iterator[bytes]:
 def _lines(reply: httpx.Response) -> Iterator[bytes]:
     """Yield the lines of a streamed body. Raises _TooLarge for a line, or a body, that exceeds its limit."""
     rest = b""
-    for part in _bounded(reply, _MAX_REPLY):
+    for part in _bounded(reply, _MAX_ANSWER):
         *lines, rest = (rest + part).split(b"\n")
         yield from lines
         if len(rest) > _MAX_LINE:

@@ -51,30 +51,31 @@ def checked_reply(url: str, name: str) -> Iterator[None]:
         ) from error
 
 
-def parsed_json(content: bytes | str) -> Any:
+def parsed_json(content: bytes | str) -> object:
     """Parse JSON; raises ValueError, also for NaN and infinities."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
 
-    return json.loads(content, parse_constant=refuse)
+    parsed: object = json.loads(content, parse_constant=refuse)
+    return parsed
 
 
-def mapping_of(value: Any) -> Mapping[str, Any]:
+def mapping_of(value: object) -> Mapping[str, Any]:
     """Return a JSON object. Raises TypeError."""
     if not isinstance(value, dict):
         raise TypeError(f"an object was expected, not {type(value).__name__}")
     return value
 
 
-def list_of(value: Any) -> list[Any]:
+def list_of(value: object) -> list[Any]:
     """Return a JSON list. Raises TypeError."""
     if not isinstance(value, list):
         raise TypeError(f"a list was expected, not {type(value).__name__}")
     return value
 
 
-def text_of(value: Any) -> str:
+def text_of(value: object) -> str:
     """Return a JSON text. Raises TypeError, and ValueError for text that is not valid Unicode."""
     if not isinstance(value, str):
         raise TypeError(f"a text was expected, not {type(value).__name__}")
@@ -82,7 +83,7 @@ def text_of(value: Any) -> str:
     return value
 
 
-def whole_of(value: Any, *, least: int = 0, most: int = _MAX_WHOLE) -> int:
+def whole_of(value: object, *, least: int = 0, most: int = _MAX_WHOLE) -> int:
     """Return a whole number in a range. Raises TypeError, ValueError."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"a whole number was expected, not {type(value).__name__}")
@@ -91,7 +92,7 @@ def whole_of(value: Any, *, least: int = 0, most: int = _MAX_WHOLE) -> int:
     return value
 
 
-def dtype_of(value: Any) -> DTypeName:
+def dtype_of(value: object) -> DTypeName:
     """Return the name of a dtype. Raises ValueError."""
     for name in get_args(DTypeName):
         if value == name:
@@ -99,7 +100,7 @@ def dtype_of(value: Any) -> DTypeName:
     raise ValueError("an unknown dtype")
 
 
-def seconds_of(value: Any) -> float:
+def seconds_of(value: object) -> float:
     """Return a time in seconds. Raises TypeError, ValueError."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"a number was expected, not {type(value).__name__}")
@@ -151,7 +152,7 @@ class ServerFacts:
         )
 
 
-def served_model(facts: ServerFacts, reply: Any) -> ServedModel:
+def served_model(facts: ServerFacts, reply: object) -> ServedModel:
     """Return the model with the tokenizer that the server sent; for use within `checked_reply`."""
     from transformers import AutoTokenizer
 
@@ -176,7 +177,7 @@ def served_model(facts: ServerFacts, reply: Any) -> ServedModel:
     )
 
 
-def disk_space(reply: Any) -> DiskSpace:
+def disk_space(reply: object) -> DiskSpace:
     """Return the space of the server's store; for use within `checked_reply`."""
     disk = mapping_of(mapping_of(reply)["disk"])
     return DiskSpace(
@@ -187,13 +188,13 @@ def disk_space(reply: Any) -> DiskSpace:
     )
 
 
-def missing_variants(reply: Any) -> dict[str, int]:
+def missing_variants(reply: object) -> dict[str, int]:
     """Return ids of variants with their tokens; for use within `checked_reply`."""
     missing = mapping_of(mapping_of(reply)["missing"])
     return {text_of(name): whole_of(tokens) for name, tokens in missing.items()}
 
 
-def evicted(reply: Any) -> Evicted:
+def evicted(reply: object) -> Evicted:
     """Return what was evicted; for use within `checked_reply`."""
     counts = mapping_of(reply)
     return Evicted(variants=whole_of(counts["variants"]), nbytes=whole_of(counts["nbytes"], most=2**63))
@@ -208,7 +209,7 @@ def new_tokens(event: Mapping[str, Any]) -> list[int]:
     return tokens
 
 
-def report_of(reply: Any) -> Mapping[str, Any]:
+def report_of(reply: object) -> Mapping[str, Any]:
     """Return the report of a request; empty if the server has none. For use within `checked_reply`."""
     report = mapping_of(mapping_of(reply).get("report") or {})
     for segment in list_of(report.get("segments") or []):
