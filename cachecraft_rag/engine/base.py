@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, ClassVar, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Protocol, Self, TypedDict, Unpack
 
 from cachecraft_rag.checks import check_kind, listed
 from cachecraft_rag.engine.capabilities import ALL, Capabilities, Capability
@@ -64,6 +64,13 @@ class Question:
     tools: Sequence[Tool]
 
 
+class Capturer(Protocol):
+    """Captures segments of prompts by their tokens, in this process or in vLLM."""
+
+    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
+        """See `AnswerEngine.capture`."""
+
+
 class AnswerEngine(ABC):
     """Answers questions over chunks with one model; `Engine` in this process, or an engine in a server.
 
@@ -98,6 +105,7 @@ class AnswerEngine(ABC):
         self._builder_with_tools = lru_cache(_KEPT_BUILDERS)(lambda tools: new_builder(tools=json.loads(tools)))
         self._building = threading.Lock()
         self.request_counts = RequestCounts()
+        self._capturer: Capturer | None = None  # set by engines with `Capability.CAPTURE`
         self._home = HomeProcess("engine")
 
     @abstractmethod
@@ -267,7 +275,8 @@ class AnswerEngine(ABC):
             UnsupportedCallError: this engine captures texts only, see `capabilities`.
         """
         self.capabilities.require(Capability.CAPTURE)
-        self._capture(prompt, captures, primed=primed)
+        assert self._capturer is not None, "engines with this capability have one"
+        self._capturer.capture(prompt, captures, primed=primed)
 
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> Found:
         """Return the stored variants of these segments for this model; variants that do not fit are left out.
@@ -287,7 +296,3 @@ class AnswerEngine(ABC):
         stats = self.store.stats()
         free = shutil.disk_usage(self.store.root).free
         return DiskSpace(stats.disk_bytes, stats.disk_budget, free, self.store.config.codec)
-
-    def _capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """See `capture`; engines with `Capability.CAPTURE` implement it."""
-        raise NotImplementedError

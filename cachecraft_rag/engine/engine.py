@@ -21,10 +21,8 @@ from torch import Tensor
 
 from cachecraft_rag.checks import MOST_SECONDS, check_kind, check_number, check_path, check_text, check_whole, listed
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
-from cachecraft_rag.compute.captures.write_back import CaptureContext, Ended, WriteBackQueue
-from cachecraft_rag.compute.driver import Work, prefill_steps
-from cachecraft_rag.compute.job import PrefillJob
-from cachecraft_rag.compute.rows import Rows
+from cachecraft_rag.compute.captures.write_back import Ended, WriteBackQueue
+from cachecraft_rag.compute.driver import Work
 from cachecraft_rag.engine.base import AnswerEngine, PathLike, Question
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
@@ -37,6 +35,7 @@ from cachecraft_rag.prompt.output_schema import Constraints
 from cachecraft_rag.prompt.unmarked import Recognise, recognise_captured
 from cachecraft_rag.serving.admission import AdmissionQueue
 from cachecraft_rag.serving.answering import Answering
+from cachecraft_rag.serving.capturing import LocalCapturer
 from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.joint_rows import JointRows
 from cachecraft_rag.serving.new_variants import VariantMaker
@@ -47,7 +46,7 @@ from cachecraft_rag.serving.token_queue import AnswerPiece, Reader, TokenQueue
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.config import CACHE_FOLDER
 from cachecraft_rag.store.loading.loader import Loader
-from cachecraft_rag.types import Chunk, Prompt, RemovedChunks
+from cachecraft_rag.types import Chunk
 
 logger = logging.getLogger("cachecraft_rag")
 
@@ -121,6 +120,7 @@ class Engine(AnswerEngine):
             layout=decoder.layout,
             start=self._start_job,
         )
+        self._capturer = LocalCapturer(decoder, self.loop, self.write_back)
         loader = Loader(store, decoder.layout.layers)
         self.new_variants = VariantMaker(
             config=chosen.new_variants,
@@ -217,26 +217,6 @@ class Engine(AnswerEngine):
         progress.end(request, "length")
         stats = stats_of(request, progress, self.decoder.layout.layers)
         return ScoredAnswer(text, tuple(progress.tokens), logits, stats)
-
-    def _capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        bounds = prompt.bounds[: captures[-1] + 2]  # tokens after the last capture need not be computed
-        rows = Rows.of(bounds, new=range(bounds[-1]))
-        job = PrefillJob(prompt.token_ids[: bounds[-1]], rows, captures=captures)
-        context = CaptureContext(
-            prompt.segments,
-            prompt.bounds,
-            exact_shares=[1.0] * len(prompt.segments),
-            session=None,
-            primed=primed,
-            removed=self.write_back.follow(RemovedChunks()),
-        )
-
-        def steps(_: LoopTask) -> Work[None]:  # an interruption of the caller falls before `submit` or after it
-            result = yield from prefill_steps(self.decoder, job)
-            self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
-
-        self.loop.run(steps)
-        self.write_back.wait_for([prompt.segments[index].segment_id for index in captures])
 
     def settle(self, timeout: float | None = None) -> bool:
         """Wait for the work that follows from answers: captures, new variants within their budget, and writing.

@@ -303,6 +303,7 @@ class VLLMEngine(AnswerEngine):
         self._serving = serving
         self._opened = ExitStack()  # closed by `close`, after vLLM
         self._backend = VLLMBackend(model, store, config, calls=serving, key=key, look_up=self.look_up)
+        self._capturer = self._backend
         self.new_variants = self._backend.new_variants
 
     @classmethod
@@ -362,9 +363,6 @@ class VLLMEngine(AnswerEngine):
         self._backend.close()
         with self._opened:
             self._serving.close()
-
-    def _capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        self._backend.capture(prompt, captures, primed=primed)
 
     def _pieces(self, request: Request, progress: RequestProgress) -> Generator[str]:
         self._home.require()

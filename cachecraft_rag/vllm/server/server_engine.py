@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +20,6 @@ from cachecraft_rag.prompt.builder import PromptBuilder
 from cachecraft_rag.serving.request import Request, RequestProgress, check_asked
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Prompt
 from cachecraft_rag.vllm.calls import Calls
 from cachecraft_rag.vllm.engine import VLLMBackend
 from cachecraft_rag.vllm.messages import Ask
@@ -55,6 +54,7 @@ class ServerEngine(AnswerEngine):
         self._model = model
         self._calls = calls
         self._backend = VLLMBackend(model, store, config, calls=calls, key=settings.key, look_up=self.look_up)
+        self._capturer = self._backend
         self.new_variants = self._backend.new_variants
         self._best_last = config.best_last
         self._builder_of = lru_cache(_KEPT_BUILDERS)(self._new_builder)
@@ -159,9 +159,6 @@ class ServerEngine(AnswerEngine):
         self._backend.close()
         self._calls.close()
         self.store.close()
-
-    def _capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        self._backend.capture(prompt, captures, primed=primed)
 
     def _pieces(self, request: Request, progress: RequestProgress) -> Generator[str]:
         self._home.require()

@@ -1,0 +1,44 @@
+"""Capturing segments of a prompt without answering it, for priming."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cachecraft_rag.compute.captures.write_back import CaptureContext, WriteBackQueue
+from cachecraft_rag.compute.driver import Work, prefill_steps
+from cachecraft_rag.compute.job import PrefillJob
+from cachecraft_rag.compute.rows import Rows
+from cachecraft_rag.model.decoder import Decoder
+from cachecraft_rag.serving.step_loop import LoopTask, StepLoop
+from cachecraft_rag.types import Prompt, RemovedChunks
+
+
+@dataclass(frozen=True, eq=False)
+class LocalCapturer:
+    """Captures segments with the model of this process."""
+
+    decoder: Decoder
+    loop: StepLoop
+    write_back: WriteBackQueue
+
+    def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
+        """Compute a prompt, capture segments, and return when they are stored; see `AnswerEngine.capture`."""
+        bounds = prompt.bounds[: captures[-1] + 2]  # tokens after the last capture need not be computed
+        rows = Rows.of(bounds, new=range(bounds[-1]))
+        job = PrefillJob(prompt.token_ids[: bounds[-1]], rows, captures=captures)
+        context = CaptureContext(
+            prompt.segments,
+            prompt.bounds,
+            exact_shares=[1.0] * len(prompt.segments),
+            session=None,
+            primed=primed,
+            removed=self.write_back.follow(RemovedChunks()),
+        )
+
+        def steps(_: LoopTask) -> Work[None]:  # an interruption of the caller falls before `submit` or after it
+            result = yield from prefill_steps(self.decoder, job)
+            self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
+
+        self.loop.run(steps)
+        self.write_back.wait_for([prompt.segments[index].segment_id for index in captures])
