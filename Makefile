@@ -70,7 +70,7 @@ fuzz: $(VENV)/.dev  ## A hundred thousand damaged documents and more, with limit
 	TESTS_FUZZ=full OMP_NUM_THREADS=1 $(BIN)/pytest tests/fuzz -s
 
 bench: $(VENV)/.demo  ## Time to the first token: reuse against full prefill
-	$(BIN)/cachecraft bench ttft
+	$(BIN)/python -m benchmarks ttft
 
 eval: $(VENV)/.dev  ## Answer quality with reuse; DATA=file.json for your own questions
 	$(BIN)/cachecraft eval $(if $(DATA),--data $(DATA))

@@ -14,11 +14,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from benchmarks.first_token import QUESTION, Shape, chunks_of
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.evaluation.runner import open_engine
-from cachecraft_rag.evaluation.ttft import QUESTION, Shape, chunks_of
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.serving.sampling import SamplingParams

@@ -24,6 +24,7 @@ import torch
 import typer
 from rich.table import Table
 
+from benchmarks.first_token import QUESTION, chunks_of, drop_page_cache
 from benchmarks.plotting import BLACK, BLUE, GREY, RED, YELLOW, pyplot, save
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
@@ -31,7 +32,6 @@ from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import Interval, mean_interval
-from cachecraft_rag.evaluation.ttft import QUESTION, chunks_of, drop_page_cache
 from cachecraft_rag.model.attention_choice import cpu_instructions
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.observability.stats import RequestStats

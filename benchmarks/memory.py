@@ -17,11 +17,11 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
+from benchmarks.first_token import QUESTION, Shape, chunks_of
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import out, print_json, waiting
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.ttft import QUESTION, Shape, chunks_of
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import Loading, ReuseConfig
 from cachecraft_rag.serving.priming import Primer

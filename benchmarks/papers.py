@@ -48,9 +48,9 @@ class Command:
     def arguments(self, places: Mapping[str, str]) -> list[str] | None:
         """Its words, with `{data}` and so on filled in; None where one of these is not given.
 
-        >>> Command("simulate", "cachecraft simulate {trace}", 1).arguments({"trace": "uses of mine.jsonl"})
+        >>> Command("simulate", "benchmarks simulate {trace}", 1).arguments({"trace": "uses of mine.jsonl"})
         ['cachecraft', 'simulate', 'uses of mine.jsonl']
-        >>> Command("simulate", "cachecraft simulate {trace}", 1).arguments({})
+        >>> Command("simulate", "benchmarks simulate {trace}", 1).arguments({})
         """
         try:
             return [word.format_map(places) for word in shlex.split(self.run)]
@@ -185,7 +185,7 @@ def main(
     ] = None,
     data: Annotated[Path | None, typer.Option("--data", "-d", help="File of questions, as for `eval`.")] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="File of requests, as for `cachecraft simulate`.")
+        Path | None, typer.Option("--trace", help="File of requests, as for `python -m benchmarks simulate`.")
     ] = None,
     folder: Annotated[
         Path, typer.Option("--out", "-o", help="Folder of the reports; what is there is not run again.")

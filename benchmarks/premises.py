@@ -27,6 +27,7 @@ from torch import Tensor
 from benchmarks import formats
 from benchmarks.early_termination import Cell
 from benchmarks.kept import Kept
+from benchmarks.simulation.trace import Trace, read_trace
 from benchmarks.traffic import Traffic, draw_trace
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.evaluate import Questions
@@ -37,7 +38,6 @@ from cachecraft_rag.compute.row_pass import RowPass, advance
 from cachecraft_rag.compute.stack import AttentionSettings
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import mean_interval
-from cachecraft_rag.evaluation.simulation.trace import Trace, read_trace
 from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.scoring import adjusted_overlap, context_impact, order_penalty, prefix_overlap

@@ -25,6 +25,7 @@ import torch
 import typer
 from rich.table import Table
 
+from benchmarks.first_token import QUESTION, chunks_of
 from benchmarks.traffic import Traffic, draw_trace
 from benchmarks.variant_counts import variant_counts, variants_per_chunk
 from cachecraft_rag.checks import FINITE, MOST, check_number, check_whole
@@ -33,7 +34,6 @@ from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import Interval, ratio_interval
-from cachecraft_rag.evaluation.ttft import QUESTION, chunks_of
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.model.self_check import self_check
 from cachecraft_rag.observability.stats import RequestStats

@@ -1,4 +1,4 @@
-"""`cachecraft simulate` with drawn traffic, the policies that were compared with ours, and a figure.
+"""`python -m benchmarks simulate`: replays of drawn or given traffic, the policies compared with ours, and a figure.
 
 A policy that ranks variants by one number runs in the place of ours. S3-FIFO moves variants between queues instead, so
 it frees the room itself.
@@ -15,14 +15,14 @@ from typing import Annotated
 import typer
 
 from benchmarks.plotting import BLACK, BLUE, BROWN, RED, VIOLET, YELLOW, pyplot, save
+from benchmarks.simulation import policies as package
+from benchmarks.simulation.options import ReplayOptions, show_cells
+from benchmarks.simulation.policies import Maker, Rival
+from benchmarks.simulation.sweep import ORACLE, OURS, Cell, of_policies
+from benchmarks.simulation.trace import Trace, read_trace
 from benchmarks.traffic import Traffic, draw_trace
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import takes
-from cachecraft_rag.cli.simulate import ReplayOptions, show_cells
-from cachecraft_rag.evaluation.simulation import policies as package
-from cachecraft_rag.evaluation.simulation.policies import Maker, Rival
-from cachecraft_rag.evaluation.simulation.sweep import ORACLE, OURS, Cell, of_policies
-from cachecraft_rag.evaluation.simulation.trace import Trace, read_trace
 from cachecraft_rag.store.eviction import VariantFacts
 
 _COLOURS = {OURS: RED, ORACLE: BLACK, "f_r": YELLOW, "lru": BLUE, "s3-fifo": VIOLET}
@@ -149,7 +149,12 @@ def main(
     traffic: Traffic,
     replay: ReplayOptions,
 ) -> None:
-    """Replay traffic without a model: what each eviction policy and each budget would save."""
+    """Replay traffic without a model: what each eviction policy and each budget would save.
+
+    A file of traffic has one request per line: {"chunks": ["id", …]}, with "tokens" (the length of each chunk) and
+    "time" (a number to sort by) if you have them. Plans and eviction rules are the store's own. Attention is made up,
+    so differences between rules and budgets mean more than the saving itself.
+    """
     asked = draw_trace(traffic) if trace is None else read_trace(trace, chunk_tokens=traffic.chunk_tokens)
     cells = replay.run(asked, policies.split(",") if policies else (), makers=MAKERS)
     if plot is not None:

@@ -7,8 +7,8 @@ import itertools
 import random
 from dataclasses import dataclass
 
+from benchmarks.simulation.trace import Trace
 from cachecraft_rag.checks import check_number, check_whole
-from cachecraft_rag.evaluation.simulation.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

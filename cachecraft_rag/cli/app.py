@@ -14,7 +14,7 @@ import typer
 from rich.logging import RichHandler
 
 from cachecraft_rag import __version__
-from cachecraft_rag.cli import benchmarks, documents, store
+from cachecraft_rag.cli import documents, store
 from cachecraft_rag.cli.ask import ask, index
 from cachecraft_rag.cli.calibrate import calibrate
 from cachecraft_rag.cli.chat import chat
@@ -24,7 +24,6 @@ from cachecraft_rag.cli.evaluate import evaluate
 from cachecraft_rag.cli.options import err, print_error
 from cachecraft_rag.cli.serve import serve
 from cachecraft_rag.cli.settings import settings
-from cachecraft_rag.cli.simulate import simulate
 from cachecraft_rag.cli.sizes import sizes
 from cachecraft_rag.errors import CacheCraftError
 
@@ -38,12 +37,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, index, ask, chat, serve, sizes, doctor, settings, calibrate, simulate):
+for command in (demo, index, ask, chat, serve, sizes, doctor, settings, calibrate):
     app.command()(command)
 app.command("eval")(evaluate)
 app.add_typer(documents.app, name="documents")
 app.add_typer(store.app, name="store")
-app.add_typer(benchmarks.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

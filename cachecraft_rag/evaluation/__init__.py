@@ -1,5 +1,6 @@
-"""Measures what reuse costs in answer quality and what it saves in time, on a user's own model, questions and traffic.
+"""What does reuse cost in answers, on a user's own model and questions?
 
-`cachecraft eval`, `calibrate`, `simulate` and `bench ttft` are built from this. The papers' experiments are in
-`benchmarks/` of the repository, over the same parts.
+`cachecraft eval` and `calibrate` are built from this, and so are the experiments in `benchmarks/` of the repository,
+which may import every module here. Nothing that serves a request belongs here, and no method or data format that only
+an experiment needs.
 """

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from benchmarks.premises import articles_of, compute, correlation, deviation, look_at, piece_times, summary, uses
+from benchmarks.simulation.trace import Trace
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import Dataset
-from cachecraft_rag.evaluation.simulation.trace import Trace
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import PromptBuilder

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks.simulate import MAKERS, S3FIFO
+from benchmarks.simulation.replay import Outcome, Setting, attention, replay
+from benchmarks.simulation.sweep import Grid, as_fields, needed, run
+from benchmarks.simulation.trace import Trace
 from benchmarks.traffic import Traffic, draw_trace
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.simulation.replay import Outcome, Setting, attention, replay
-from cachecraft_rag.evaluation.simulation.sweep import Grid, as_fields, needed, run
-from cachecraft_rag.evaluation.simulation.trace import Trace
 from cachecraft_rag.store.eviction import VariantFacts
 
 PER_TOKEN = 1000

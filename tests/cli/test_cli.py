@@ -53,7 +53,6 @@ LIGHT = [
     ("store", "evict", "--all"),
     ("documents", "ls"),
     ("documents", "remove", "docs/returns.md"),
-    ("simulate", "trace.jsonl", "--processes", "1", "--budgets", "1", "--json"),
     ("ask", ""),
     ("ask", "What?", "--store", "nowhere"),
 ]
@@ -64,7 +63,6 @@ def test_what_needs_no_model_imports_no_torch(home: Path) -> None:
     copy = home / "light"
     shutil.copytree(home / "store", copy / "store")
     shutil.copy(home / "cachecraft.toml", copy)
-    (copy / "trace.jsonl").write_text('{"chunks": [1]}')
     code = (
         "import json, sys\n"
         "from cachecraft_rag import CacheCraft\n"
@@ -127,8 +125,8 @@ def test_help_describes_options_as_their_dataclasses_do(tmp_path: Path) -> None:
     shown = process("ask", "--help", cwd=tmp_path)
     for said in ("--disk-bytes", "SIZE", "Limit of all files together, kept with the store.", "--reuse", "--no-reuse"):
         assert said in shown
-    shown = process("simulate", "--help", cwd=tmp_path)
-    for said in ("--bytes-per-token", "Bytes of a token in a chunk-cache", "[default: 46080]", "<computed|always>"):
+    shown = process("eval", "--help", cwd=tmp_path)
+    for said in ("--answer-tokens", "Longest answer.", "[default: 16]", "lookalikes:confirm"):
         assert said in shown
 
 
@@ -375,7 +373,7 @@ def test_another_folder_is_served_through_a_remote(home: Path, cachecraft: Comma
     assert {chunk["tier"] for chunk in answer["stats"]["chunks"]} == {"remote"}
 
 
-# -- errors and benchmarks --------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -388,11 +386,6 @@ def test_another_folder_is_served_through_a_remote(home: Path, cachecraft: Comma
         (["index", "nowhere"], "nowhere"),
         (["ask", "What?", "--codec", "sharp"], "--codec: codec unknown: 'sharp'. Choose one of"),
         (["ask", "What?", "--disk-bytes", "5 stones"], 'write bytes, or a number with a unit such as "50 GB"'),
-        (["bench", "ttft", "--model", "./no-such-model"], "cannot load the model"),
-        (
-            ["bench", "ttft", "--chunks", "25", "--dtype", "float32"],
-            "do not fit the model's context of 8192; choose fewer",
-        ),
     ],
     ids=lambda value: value[-1][:20] if isinstance(value, list) else "",
 )
@@ -402,27 +395,3 @@ def test_errors_say_what_to_do_and_leave_with_2(
     done = cachecraft(*arguments, cwd=tmp_path, code=2)
     assert "error:" in done.stderr
     assert says in done.stderr
-
-
-def test_bench_ttft_ends_in_one_json_line(demo_model: Path, tmp_path: Path, cachecraft: Command) -> None:
-    short = ("--pairs", "1", "--chunks", "2", "--chunk-tokens", "64", "--dtype", "float32")
-    report = cachecraft("bench", "ttft", *short, "--profile", "--json", cwd=tmp_path).result
-    assert {"ratio_host", "ratio_disk", "ratio_all_recomputed", "token_ratio"} <= set(report)
-    assert 0.15 < report["token_ratio"] < 0.5
-    assert all(report[name] > 0 for name in ("ratio_host", "ratio_disk", "ratio_all_recomputed"))
-    assert report["lengths"] == [{name: value for name, value in report.items() if name != "lengths"}]
-    reused, full = report["parts"], report["parts_all_recomputed"]
-    assert reused.keys() == full.keys()
-    ran = {part for part, seconds in reused.items() if seconds > 0}
-    assert {"planning", "placing", "drift", "attention", "layers", "logits", "other"} <= ran
-    assert full["drift"] == full["probe"] == 0
-
-
-def test_bench_ttft_of_several_lengths(demo_model: Path, tmp_path: Path, cachecraft: Command) -> None:
-    short = ("--pairs", "1", "--tokens", "150,300", "--chunk-tokens", "80", "--dtype", "float32")
-    report = cachecraft("bench", "ttft", *short, "--json", cwd=tmp_path).result
-    assert [
-        (one["chunks"], abs(one["prompt_tokens"] - tokens) < 20)
-        for one, tokens in zip(report["lengths"], (150, 300), strict=True)
-    ] == [(2, True), (4, True)]
-    assert report.keys() == {"lengths"}

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from cachecraft_rag.evaluation.simulation.trace import read_trace
+from benchmarks.simulation.trace import read_trace
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import PromptBuilder

@@ -1,24 +1,20 @@
-"""`cachecraft bench …`."""
+"""`python -m benchmarks ttft`: time to the first token, reuse against the model's own prefill."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
-
-import typer
+from typing import TYPE_CHECKING
 
 from cachecraft_rag.checks import MOST, check_number, check_whole
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import numbers, out, print_json, print_table, progress_bar, takes
 
 if TYPE_CHECKING:
+    from benchmarks.first_token import TtftReport
     from cachecraft_rag.compute.timing import Part
-    from cachecraft_rag.evaluation.ttft import TtftReport
 
 _LEAST_S = 1e-3  # a part that takes less has no ratio worth reading
-
-app = typer.Typer(help="Benchmarks on this machine.", no_args_is_help=True)
 
 
 @dataclass(frozen=True)
@@ -59,23 +55,31 @@ class TtftOptions:
         with progress_bar("Benchmark") as show:
             import torch
 
-            from cachecraft_rag.evaluation.peers import maker_of
-            from cachecraft_rag.evaluation.ttft import Shape, run
+            from benchmarks.first_token import Shape, run
+            from benchmarks.peers import maker_of
 
-            others = {name: maker_of(name) for name in self.peers.split(",")} if self.peers else {}
+            peers = {name: maker_of(name) for name in self.peers.split(",")} if self.peers else {}
             shapes = [Shape(self.chunks, self.chunk_tokens)]
             if self.tokens is not None:
-                shapes = [Shape.of_prompt(int(one), longest=self.chunk_tokens) for one in numbers(self.tokens)]
+                lengths = [int(length) for length in numbers(self.tokens)]
+                shapes = [Shape.of_prompt(length, longest=self.chunk_tokens) for length in lengths]
             if self.seed is not None:
                 torch.manual_seed(self.seed)
             options.quiet_libraries()
-            how: dict[str, Any] = {"ratio": self.recompute_ratio, "pairs": self.pairs, "profile": self.profile}
-            return run(self.model, shapes, dtype=self.dtype, peers=others, progress=show, **how)
+            return run(
+                self.model,
+                shapes,
+                dtype=self.dtype,
+                peers=peers,
+                progress=show,
+                ratio=self.recompute_ratio,
+                pairs=self.pairs,
+                profile=self.profile,
+            )
 
 
-@app.command()
 @takes(chosen=TtftOptions)
-def ttft(as_json: options.Json = False, *, chosen: TtftOptions) -> None:
+def main(as_json: options.Json = False, *, chosen: TtftOptions) -> None:
     """Time to the first token: reuse against the model's own prefill, side by side.
 
     With --dtype auto both sides use the dtype in which the model's own prefill is fastest on this machine.
@@ -124,8 +128,13 @@ def print_parts(reused: Mapping[Part, float], full: Mapping[Part, float]) -> Non
     print_table(
         ("part", "reuse", "everything", "ratio"),
         [
-            (part, f"{1000 * one:.1f} ms", f"{1000 * whole:.1f} ms", f"{one / whole:.3f}" if whole > _LEAST_S else "–")
-            for part, one, whole in rows
+            (
+                part,
+                f"{1000 * seconds:.1f} ms",
+                f"{1000 * whole:.1f} ms",
+                f"{seconds / whole:.3f}" if whole > _LEAST_S else "–",
+            )
+            for part, seconds, whole in rows
         ],
         numbers=True,
     )

@@ -1,16 +1,16 @@
-"""`cachecraft simulate`: the traces that it reads, and what it prints."""
+"""`python -m benchmarks simulate`: the traces that it reads, and what it prints."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from cachecraft_rag.cli.app import app
+from benchmarks.simulation.trace import Trace, read_trace
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.simulation.trace import Trace, read_trace
 
 # -- traces -----------------------------------------------------------------------------------------------------------
 
@@ -41,16 +41,16 @@ def test_malformed_traces_are_refused(tmp_path: Path, line: str) -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_json_and_a_table(tmp_path: Path) -> None:
+def test_the_command_prints_json_and_a_table(
+    tmp_path: Path, benchmark_json: Callable[..., Any], benchmark_output: Callable[..., str]
+) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(json.dumps({"chunks": [n % 7, n % 5 + 7]}) for n in range(60)), encoding="utf-8")
-    given = ["simulate", str(path), "--budgets", "0.5,1", "--max-variants", "3", "--new-variants", "always"]
-    done = CliRunner().invoke(app, [*given, "--json"], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    fields = json.loads(done.stdout.splitlines()[-1])
+    given = ("simulate", path, "--budgets", "0.5,1", "--max-variants", "3", "--new-variants", "always")
+    fields = benchmark_json(*given, "--processes", "1")
     assert fields["requests"] == 60
     assert fields["policies"]["oracle"]["0.5"]["of_oracle"] == 1.0
-    assert {"saving", "f_r", "oracle"} == set(fields["policies"])
-    shown = CliRunner().invoke(app, given, catch_exceptions=False, env={"COLUMNS": "200"})
-    assert "f_r" in shown.stdout
-    assert "For 85 % of the best saving" in shown.stdout
+    assert {"saving", "f_r", "oracle", "lru", "s3-fifo"} == set(fields["policies"])
+    shown = benchmark_output(*given, "--processes", "1")
+    assert "f_r" in shown
+    assert "For 85 % of the best saving" in shown

@@ -1,23 +1,19 @@
-"""`cachecraft simulate`."""
+"""Options and output of replays."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-import typer
-
+from benchmarks.simulation.policies import MAKERS, Maker
+from benchmarks.simulation.trace import Trace
 from cachecraft_rag.checks import check_whole
-from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import megabytes, numbers, out, print_json, print_table, progress_bar, takes
+from cachecraft_rag.cli.options import megabytes, numbers, out, print_json, print_table, progress_bar
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.simulation.policies import MAKERS, Maker
-from cachecraft_rag.evaluation.simulation.trace import Trace, read_trace
 
 if TYPE_CHECKING:
-    from cachecraft_rag.evaluation.simulation.sweep import Cell
+    from benchmarks.simulation.sweep import Cell
 
 
 @dataclass(frozen=True)
@@ -46,8 +42,8 @@ class ReplayOptions:
 
     def run(self, trace: Trace, policies: Sequence[str] = (), *, makers: Mapping[str, Maker] = MAKERS) -> list[Cell]:
         """Replay the trace at every budget; without names, by all policies."""
-        from cachecraft_rag.evaluation.simulation import sweep
-        from cachecraft_rag.evaluation.simulation.replay import Setting
+        from benchmarks.simulation import sweep
+        from benchmarks.simulation.replay import Setting
 
         grid = sweep.Grid(
             policies=policies,
@@ -61,28 +57,9 @@ class ReplayOptions:
             return list(sweep.run(trace, grid, base, progress=show, processes=self.processes))
 
 
-@takes(replay=ReplayOptions)
-def simulate(
-    trace: Annotated[Path, typer.Argument(help='JSON lines with a list "chunks" each.')],
-    chunk_tokens: Annotated[
-        int, typer.Option("--chunk-tokens", min=1, help="Length of a chunk where the file gives none.")
-    ] = 256,
-    as_json: options.Json = False,
-    *,
-    replay: ReplayOptions,
-) -> None:
-    """Replay your traffic without a model: what each eviction rule and each budget would save.
-
-    Plans and eviction rules are the store's own. Attention is made up, so differences between rules and budgets mean
-    more than the saving itself.
-    """
-    asked = read_trace(trace, chunk_tokens=chunk_tokens)
-    show_cells(replay.run(asked), len(asked.requests), as_json=as_json)
-
-
 def show_cells(cells: list[Cell], requests: int, *, as_json: bool) -> None:
     """Print the replays of so many requests."""
-    from cachecraft_rag.evaluation.simulation.sweep import as_fields, needed
+    from benchmarks.simulation.sweep import as_fields, needed
 
     if as_json:
         print_json(as_fields(cells, requests))

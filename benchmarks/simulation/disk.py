@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from cachecraft_rag.evaluation.simulation.policies import Rival
+from benchmarks.simulation.policies import Rival
 from cachecraft_rag.store.catalog_records import Limits
 from cachecraft_rag.store.eviction import LowestScored, Policy, Use, VariantFacts, ticked, ticked_by_return
 from cachecraft_rag.types import Variant

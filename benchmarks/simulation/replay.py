@@ -14,9 +14,9 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from cachecraft_rag.evaluation.simulation.disk import Disk
-from cachecraft_rag.evaluation.simulation.policies import MAKERS, Maker, Rival
-from cachecraft_rag.evaluation.simulation.trace import Trace
+from benchmarks.simulation.disk import Disk
+from benchmarks.simulation.policies import MAKERS, Maker, Rival
+from benchmarks.simulation.trace import Trace
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import exact_shares, make_plan
 from cachecraft_rag.planning.scoring import context_impact

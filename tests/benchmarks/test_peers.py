@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import peers
+from benchmarks.first_token import Shape, run
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation import peers
-from cachecraft_rag.evaluation.ttft import Shape, run
 from cachecraft_rag.model.decoder import Decoder
 
 

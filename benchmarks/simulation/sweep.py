@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from benchmarks.simulation.replay import Outcome, Setting, replay
+from benchmarks.simulation.trace import Trace
 from cachecraft_rag.checks import check_choice, check_number
-from cachecraft_rag.evaluation.simulation.replay import Outcome, Setting, replay
-from cachecraft_rag.evaluation.simulation.trace import Trace
 from cachecraft_rag.types import Progress
 
 ORACLE, OURS = "oracle", "saving"

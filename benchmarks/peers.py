@@ -1,4 +1,4 @@
-"""`cachecraft bench ttft` beside engines that a user could install instead, with the same weights in the same run.
+"""`python -m benchmarks ttft` beside engines that a user could install instead, with the same weights in the same run.
 
 None is a dependency; each is imported when it is asked for.
 """
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.first_token import Peer
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.ttft import Peer
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.model.fused_layers import KNOWN
 

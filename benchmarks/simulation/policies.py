@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from cachecraft_rag.evaluation.simulation.trace import Trace
+from benchmarks.simulation.trace import Trace
 from cachecraft_rag.store.eviction import POLICIES, Policy, VariantFacts
 
 
