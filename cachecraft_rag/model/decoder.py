@@ -165,7 +165,8 @@ class Decoder:
             if getattr(config, "is_encoder_decoder", False):  # the next lines would not even know its class
                 raise _refusal(name, config.model_type, _ENCODER_DECODER)
             tokenizer = AutoTokenizer.from_pretrained(source)
-            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind)
+            with _quiet_if_local(source):
+                model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind)
             _refuse_unsupported(model, name)  # before all weights are read once more
             folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
             used = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -327,6 +328,24 @@ def config_of(name: str) -> Any:
         if not os.path.isdir(source) and not isinstance(try_to_load_from_cache(source, "config.json"), str):
             require_hub([source])
         return AutoConfig.from_pretrained(source)
+
+
+@contextlib.contextmanager
+def _quiet_if_local(source: str) -> Iterator[None]:
+    """Switch off transformers' bars while weights on this disk are read; a download keeps its bars."""
+    from huggingface_hub import try_to_load_from_cache
+    from transformers.utils import logging as bars
+
+    files = ("model.safetensors", "model.safetensors.index.json")
+    is_local = os.path.isdir(source) or any(isinstance(try_to_load_from_cache(source, file), str) for file in files)
+    if not is_local or not bars.is_progress_bar_enabled():
+        yield
+        return
+    bars.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        bars.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

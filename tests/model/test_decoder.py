@@ -336,3 +336,23 @@ def test_the_fingerprint_does_not_change_when_the_tokenizer_is_used(byte_tokeniz
     tokenizer(["a", "bc"], padding=True, truncation=True, max_length=2)
     assert json.loads(tokenizer.backend_tokenizer.to_str())["padding"] is not None
     assert Decoder(model, tokenizer, name="a").fingerprint == before
+
+
+def test_loading_from_a_folder_draws_no_bars_and_leaves_them_as_they_were(
+    tiny_decoder: Callable[..., Decoder], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers.utils import logging as bars
+
+    decoder = tiny_decoder("Llama")
+    decoder.model.save_pretrained(tmp_path)
+    decoder.tokenizer.save_pretrained(tmp_path)
+    was_enabled = bars.is_progress_bar_enabled()
+    bars.enable_progress_bar()
+    try:
+        capfd.readouterr()
+        Decoder.load(str(tmp_path))
+        assert "Loading weights" not in capfd.readouterr().err
+        assert bars.is_progress_bar_enabled()
+    finally:
+        if not was_enabled:
+            bars.disable_progress_bar()
