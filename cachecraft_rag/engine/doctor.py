@@ -59,6 +59,7 @@ class Facts:
     load_speed        tokens per second that the disk delivers with this store's codec; None likewise
     of_this_model     whether at least one stored chunk-cache belongs to this model
     problems          findings of a check of the store; None if it was not checked
+    omp_num_threads   the environment variable OMP_NUM_THREADS; "" if it is not set
     """
 
     model: str
@@ -76,6 +77,7 @@ class Facts:
     read_only: bool
     of_this_model: bool
     problems: tuple[str, ...] | None
+    omp_num_threads: str = ""
 
 
 def examine(engine: Engine, *, check: bool = True) -> Facts:
@@ -108,6 +110,7 @@ def examine(engine: Engine, *, check: bool = True) -> Facts:
         read_only=store.read_only,
         of_this_model=bool(store.rows(RowFilter(fingerprint=decoder.fingerprint), limit=1)),
         problems=problems,
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS", ""),
     )
 
 
@@ -158,7 +161,10 @@ def findings(facts: Facts) -> Iterator[Advice]:
         yield Advice("kernels", "advice" if facts.torch_because else "ok", because, change)
     if facts.device == "cpu" and facts.threads != facts.cores:
         threads = f"{facts.threads} threads on {facts.cores} cores"
-        yield Advice("threads", "advice", threads, f"--threads {facts.cores}")
+        if str(facts.threads) == facts.omp_num_threads:
+            yield Advice("threads", "ok", f"{threads}, as OMP_NUM_THREADS says")
+        else:
+            yield Advice("threads", "advice", threads, f"--threads {facts.cores}")
     yield from _of_store(facts)
     if facts.load_speed is not None and facts.disk_bytes_per_s is not None:
         times = f"{facts.load_speed / facts.compute_speed:.1f} times as fast as computing"

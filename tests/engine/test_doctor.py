@@ -103,6 +103,13 @@ def test_threads_that_are_not_the_cores(facts: Facts) -> None:
         assert ("threads" in subjects) == (threads != facts.cores)
 
 
+def test_threads_chosen_by_omp_num_threads_are_no_advice(facts: Facts) -> None:
+    chosen = replace(facts, threads=facts.cores + 1, omp_num_threads=str(facts.cores + 1))
+    (advice,) = [advice for advice in findings(chosen) if advice.about == "threads"]
+    assert (advice.level, advice.change) == ("ok", "")
+    assert "OMP_NUM_THREADS" in advice.what
+
+
 def test_float32_where_the_cpu_knows_better(facts: Facts) -> None:
     cases = (True, "float32", True), (False, "float32", False), (True, "bfloat16", False), (False, "bfloat16", True)
     for fast, dtype, wanted in cases:
