@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.main import get_command
 
-from cachecraft_rag.cli.options import print_error
+from cachecraft_rag.cli.console import print_error
 from cachecraft_rag.errors import CacheCraftError
 
 COMMANDS = {

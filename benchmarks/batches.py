@@ -16,7 +16,8 @@ from rich.table import Table
 
 from benchmarks.first_token import QUESTION, Shape, chunks_of
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
+from cachecraft_rag.cli.console import out
+from cachecraft_rag.cli.options import numbers, print_json, progress_bar
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.evaluation.runner import open_engine
 from cachecraft_rag.planning.config import ReuseConfig

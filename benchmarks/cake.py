@@ -27,7 +27,8 @@ from rich.table import Table
 from benchmarks.first_token import QUESTION, chunks_of, drop_page_cache
 from benchmarks.plotting import BLACK, BLUE, GREY, RED, YELLOW, pyplot, save
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
+from cachecraft_rag.cli.console import out
+from cachecraft_rag.cli.options import numbers, print_json, progress_bar
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError

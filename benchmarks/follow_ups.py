@@ -16,7 +16,8 @@ from rich.table import Table
 
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.ask import require_index
-from cachecraft_rag.cli.options import out, print_json, progress_bar, waiting
+from cachecraft_rag.cli.console import out
+from cachecraft_rag.cli.options import print_json, progress_bar, waiting
 from cachecraft_rag.errors import ConfigError, DocumentError
 from cachecraft_rag.evaluation.formats import Record, read_records
 from cachecraft_rag.model.demo_model import handbook_folder

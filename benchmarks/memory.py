@@ -19,7 +19,8 @@ from rich.table import Table
 
 from benchmarks.first_token import QUESTION, Shape, chunks_of
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import out, print_json, waiting
+from cachecraft_rag.cli.console import out
+from cachecraft_rag.cli.options import print_json, waiting
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.decoder import Decoder

@@ -21,7 +21,8 @@ import typer
 from rich.table import Table
 
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import out, print_json
+from cachecraft_rag.cli.console import out
+from cachecraft_rag.cli.options import print_json
 from cachecraft_rag.errors import ConfigError
 
 Verdict = Literal[

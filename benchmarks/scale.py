@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
+from cachecraft_rag.cli.console import out
+from cachecraft_rag.cli.options import numbers, print_json, progress_bar
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import make_plan

@@ -30,7 +30,8 @@ from benchmarks.traffic import Traffic, draw_trace
 from benchmarks.variant_counts import variant_counts, variants_per_chunk
 from cachecraft_rag.checks import FINITE, MOST, check_number, check_whole
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import numbers, out, print_json, progress_bar
+from cachecraft_rag.cli.console import out
+from cachecraft_rag.cli.options import numbers, print_json, progress_bar
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import Interval, ratio_interval

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from cachecraft_rag.checks import MOST, check_number, check_whole
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import numbers, out, print_json, print_table, progress_bar, takes
+from cachecraft_rag.cli.console import out
+from cachecraft_rag.cli.options import numbers, print_json, print_table, progress_bar, takes
 
 if TYPE_CHECKING:
     from benchmarks.first_token import TtftReport

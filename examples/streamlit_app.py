@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import streamlit as st
-from streamlit_conversations import Conversations, Turn, first_sentence
+from streamlit_conversations import Conversations, Turn
 from streamlit_documents import HANDBOOK, Shared, documents_section
 from streamlit_picture import headline, markdown_safe, plain, prompt_bar, size, sources
 
 from cachecraft_rag import Answer, CacheCraft, CacheCraftError, Chunk, ReuseConfig, SamplingParams
+from cachecraft_rag.cli.first_sentence import first_sentence
 
 STYLE = Path(__file__).parent / "streamlit_style.css"
 WELCOME = (
@@ -33,7 +34,7 @@ WELCOME = (
 )
 REMEMBERED_TURNS = 3
 AUTOMATIC = "automatic"
-FULL_PREFILL = ReuseConfig(reuse=False, capture=False)
+FULL_PREFILL = ReuseConfig.full_prefill()
 
 
 @st.cache_resource(

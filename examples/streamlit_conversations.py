@@ -1,4 +1,4 @@
-"""The conversations of `streamlit_app.py`, and where an answer's first sentence ends.
+"""The conversations of `streamlit_app.py`.
 
 A page's address holds a random key (`?c=…`) of its conversation, which the server keeps in memory. So a reload, a
 bookmark or a second tab shows it again; after a restart of the server it is gone.
@@ -6,7 +6,6 @@ bookmark or a second tab shows it again; after a restart of the server it is gon
 
 from __future__ import annotations
 
-import re
 import threading
 import uuid
 from collections import OrderedDict
@@ -16,8 +15,6 @@ from typing import Any
 from cachecraft_rag import Answer
 
 MOST_CONVERSATIONS = 200  # the longest unused goes first
-_END = re.compile(r"(\S*)[.!?…][\"'”’)\]]*(?=\s+[^a-z\s])|\n")
-_NO_END = re.compile(r"(?:^|.*[\s(])(?:e\.g|i\.e|cf|vs|ca|approx|nos?|fig|dr|mrs?|ms|prof|st|[A-Z])|\W*\d{1,3}", re.I)
 
 
 @dataclass
@@ -62,20 +59,3 @@ class Conversations:
             if (owner, key) in self._turns:
                 self._turns.move_to_end((owner, key))
             return self._turns.get((owner, key))
-
-
-def first_sentence(text: str) -> str | None:
-    """The text up to the end of its first sentence; None while that is still to come.
-
-    The number of a list, an initial and an abbreviation end no sentence, and neither does a line that announces a list.
-
-    >>> first_sentence("1. 29 days"), first_sentence("1. 29 days. Then"), first_sentence("Ask Dr. Moll. Then")
-    (None, '1. 29 days.', 'Ask Dr. Moll.')
-    >>> first_sentence("The steps are:\\n\\n1. Rinse it.\\n2. Dry it.")
-    'The steps are:\\n\\n1. Rinse it.'
-    """
-    for end in _END.finditer(text):
-        line = text[: end.start() + len(end[1] or "")].rpartition("\n")[2].strip()
-        if line and not line.endswith((":", ",", ";")) and not _NO_END.fullmatch(line):
-            return text[: end.end()].rstrip()
-    return None

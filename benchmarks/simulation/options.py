@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal
 from benchmarks.simulation.policies import MAKERS, Maker
 from benchmarks.simulation.trace import Trace
 from cachecraft_rag.checks import check_whole
-from cachecraft_rag.cli.options import megabytes, numbers, out, print_json, print_table, progress_bar
+from cachecraft_rag.cli.console import out
+from cachecraft_rag.cli.options import megabytes, numbers, print_json, print_table, progress_bar
 from cachecraft_rag.errors import ConfigError
 
 if TYPE_CHECKING:

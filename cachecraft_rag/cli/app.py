@@ -5,43 +5,151 @@ Exit codes: 0 done; 1 a check found something wrong; 2 an error, printed to stde
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import sys
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.logging import RichHandler
+from typer.core import TyperCommand, TyperGroup
 
 from cachecraft_rag import __version__
-from cachecraft_rag.cli import documents, store
-from cachecraft_rag.cli.ask import ask, index
-from cachecraft_rag.cli.calibrate import calibrate
-from cachecraft_rag.cli.chat import chat
-from cachecraft_rag.cli.demo import demo
-from cachecraft_rag.cli.doctor import doctor
-from cachecraft_rag.cli.evaluate import evaluate
-from cachecraft_rag.cli.options import err, print_error
-from cachecraft_rag.cli.serve import serve
-from cachecraft_rag.cli.settings import settings
-from cachecraft_rag.cli.sizes import sizes
+from cachecraft_rag.cli.console import err, print_error
 from cachecraft_rag.errors import CacheCraftError
 
 INTERRUPTED = (129, 130, 143)  # 128 + SIGHUP, SIGINT and SIGTERM, as in shells
 
+_ASKING = "Documents and questions"
+_MEASURING = "Measuring"
+_OPERATING = "Operating"
+
+
+@dataclass(frozen=True, slots=True)
+class CommandEntry:
+    """A command that is imported when it runs.
+
+    summary    the first sentence of its own help
+    panel      the group of commands that it is listed in
+    attribute  its function, or a typer application with commands; by default the function with the module's name
+    """
+
+    module: str
+    summary: str
+    panel: str
+    attribute: str = ""
+
+
+COMMANDS: dict[str, CommandEntry] = {
+    "demo": CommandEntry(
+        "demo", "Index a sample handbook, answer questions about it, and compare with full prefill.", _ASKING
+    ),
+    "index": CommandEntry("ask", "Index documents.", _ASKING, "index"),
+    "ask": CommandEntry("ask", "Answer one question over the indexed documents.", _ASKING),
+    "chat": CommandEntry("chat", "Chat about the indexed documents.", _ASKING),
+    "documents": CommandEntry(
+        "documents", "List indexed documents, and remove them with their chunk-caches.", _ASKING, "app"
+    ),
+    "eval": CommandEntry(
+        "evaluate", "Compare the answers with reuse to full prefill's, question by question.", _MEASURING, "evaluate"
+    ),
+    "calibrate": CommandEntry(
+        "calibrate",
+        "Find the least recomputation that keeps a quality (with 95 % confidence), and save it for this store.",
+        _MEASURING,
+    ),
+    "sizes": CommandEntry("sizes", "Show how many MB chunk-caches take, for each codec.", _MEASURING),
+    "serve": CommandEntry(
+        "serve",
+        "Serve a model with vLLM: chat completions whose field `documents` holds chunks reuse their chunk-caches.",
+        _OPERATING,
+    ),
+    "store": CommandEntry("store", "Inspect, check and evict stored chunk-caches.", _OPERATING, "app"),
+    "doctor": CommandEntry(
+        "doctor",
+        "Verify the store, measure how fast the model computes and the disk delivers, and say what to change.",
+        _OPERATING,
+    ),
+    "settings": CommandEntry(
+        "doctor",
+        "Print the settings of index, ask, chat, serve and doctor, and the origin of each: a file, a variable, a "
+        "default.",
+        _OPERATING,
+        "settings",
+    ),
+}
+
+
+class LazyCommands(MutableMapping[str, Any]):
+    """The commands by name; each is imported when it is looked up, because all of them take half a second."""
+
+    def __getitem__(self, name: str) -> Any:
+        entry = COMMANDS[name]
+        module = import_module(f"cachecraft_rag.cli.{entry.module}")
+        target = getattr(module, entry.attribute or entry.module)
+        if isinstance(target, typer.Typer):
+            command = typer.main.get_command(target)
+        else:
+            single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            single.command(name)(target)
+            command = typer.main.get_command(single)
+        command.name = name
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        raise TypeError("commands are added to COMMANDS")
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("commands are removed from COMMANDS")
+
+
+class LazyGroup(TyperGroup):
+    """A group that lists its commands without importing them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = LazyCommands()
+        self._is_listing = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names in the order of `COMMANDS`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command; while help is written, only its name and summary."""
+        if not self._is_listing:
+            return super().get_command(ctx, cmd_name)
+        entry = COMMANDS[cmd_name]
+        return TyperCommand(cmd_name, help=entry.summary, rich_help_panel=entry.panel)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help of the group."""
+        self._is_listing = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._is_listing = False
+
+
 app = typer.Typer(
     name="cachecraft",
+    cls=LazyGroup,
     help="RAG that is several times faster to the first token: it reuses the key/value caches of retrieved chunks, "
     "wherever they stand in the prompt.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, index, ask, chat, serve, sizes, doctor, settings, calibrate):
-    app.command()(command)
-app.command("eval")(evaluate)
-app.add_typer(documents.app, name="documents")
-app.add_typer(store.app, name="store")
 
 
 def _print_version(wanted: bool) -> None:
@@ -53,29 +161,43 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _settings(
     context: typer.Context,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the package's log messages.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", metavar="", help="Show the package's log messages.")
+    ] = False,
     log_json: Annotated[
-        bool, typer.Option("--log-json", help="Write log messages to stderr as lines of JSON, one for each request.")
+        bool,
+        typer.Option(
+            "--log-json", metavar="", help="Write log messages to stderr as lines of JSON, one for each request."
+        ),
     ] = False,
     settings_file: Annotated[
         Path | None, typer.Option("--settings", help="Settings file.", show_default="cachecraft.toml, if it is there")
     ] = None,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", metavar="", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     # On the package's logger, not on the root: libraries print their own warnings, which would then appear twice.
     logger = logging.getLogger("cachecraft_rag")
-    handler: logging.Handler = RichHandler(console=err, show_path=False)
-    if log_json:
+    logger.handlers[:] = [_log_handler(as_json=log_json)]  # one, however often an app in Python calls this
+    logger.setLevel(logging.INFO if verbose or log_json else logging.WARNING)
+    logger.propagate = False
+    context.obj = settings_file
+
+
+def _log_handler(*, as_json: bool) -> logging.Handler:
+    if as_json:
         from cachecraft_rag.observability.request_log import JsonFormatter
 
         handler = logging.StreamHandler()
         handler.setFormatter(JsonFormatter())
-    logger.handlers[:] = [handler]  # one, however often an app in Python calls this
-    logger.setLevel(logging.INFO if verbose or log_json else logging.WARNING)
-    logger.propagate = False
-    context.obj = settings_file
+        return handler
+    from rich.logging import RichHandler
+
+    return RichHandler(console=err, show_path=False)
 
 
 def main() -> None:
@@ -85,7 +207,22 @@ def main() -> None:
     except CacheCraftError as error:
         print_error(error)
         sys.exit(2)
+    except OSError as error:
+        if not _output_is_closed():
+            raise
+        print_error(CacheCraftError(f"the output cannot be written: {os.strerror(error.errno or errno.EIO)}"))
+        sys.exit(2)
     except SystemExit as leaving:
         if leaving.code in INTERRUPTED:  # typer's exit code for Ctrl-C is 130
             err.print("interrupted; finished work is kept")
         raise
+
+
+def _output_is_closed() -> bool:
+    """Return whether stdout takes no more output; the interpreter then has nothing left to write at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False

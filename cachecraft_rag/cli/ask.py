@@ -12,17 +12,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import ANSWER_KEYS, ENGINE_KEYS, err, megabytes, out, print_json, takes, waiting, warn
+from cachecraft_rag.cli.console import err, out
+from cachecraft_rag.cli.first_sentence import first_sentence
+from cachecraft_rag.cli.options import ANSWER_KEYS, ENGINE_KEYS, megabytes, print_json, takes, waiting, warn
 from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.errors import ConfigError, IndexStoreError, ModelNotFoundError
+from cachecraft_rag.observability.stats import Answer, ChunkStats
+from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.retrievers.documents import SUFFIXES, require_readable
 
 if TYPE_CHECKING:
     from cachecraft_rag.observability.stats import RequestStats
     from cachecraft_rag.rag import AnswerStream, AskOptions, CacheCraft, Comparison
+    from cachecraft_rag.retrievers.filters import Where
     from cachecraft_rag.retrievers.indexer import IndexReport
     from cachecraft_rag.serving.priming import PrimingEstimate
     from cachecraft_rag.store import ChunkCacheStore
+
+BRIEF = typer.Option(
+    "--brief/--no-brief",
+    metavar="",
+    show_default="--brief for the demo model",
+    help="End answers after their first sentence: small models go on to invent.",
+)
 
 
 def require_index(store: Path) -> None:
@@ -34,6 +46,18 @@ def require_index(store: Path) -> None:
             f"{store} holds no documents yet; add some with `cachecraft index DIR --store {store}`, or name another "
             "folder with --store"
         )
+
+
+def require_match(store: Path, where: Where | None) -> None:
+    """Raise ConfigError unless the filter leaves a chunk: the model would answer from nothing."""
+    if where is None:
+        return
+    from cachecraft_rag.retrievers.faiss_store import FaissStore
+    from cachecraft_rag.retrievers.retriever import INDEX_FOLDER
+
+    with FaissStore.open(store / INDEX_FOLDER) as index:
+        if not index.places(where=where):
+            raise ConfigError("no chunk matches --where; `cachecraft documents ls` shows the documents that there are")
 
 
 def load(settings: Settings, *, server: str | None = None, **chosen: Any) -> CacheCraft:
@@ -183,17 +207,29 @@ class AskingOptions:
     """
 
     where: list[str] | None = None
+    brief: Annotated[bool | None, BRIEF] = None
     server: str | None = None
+
+    def is_brief(self, settings: Settings) -> bool:
+        """Return whether answers end after their first sentence."""
+        if self.brief is not None:
+            return self.brief
+        return self.server is None and settings["model"] == "demo"
 
     @contextmanager
     def open(self, settings: Settings) -> Iterator[tuple[CacheCraft, AskOptions]]:
-        """A `CacheCraft`, and the options of each question."""
+        """A `CacheCraft`, and the options of each question.
+
+        Everything that can be refused without a model is refused before it is loaded.
+        """
         config = settings.engine_config()
         asking: AskOptions = {"top_k": settings["top_k"], "sampling": settings.sampling()}
         asking["where"] = options.where_of(self.where)
         if self.server is not None:  # an engine in this process has it
             asking["config"] = config.reuse
-        require_index(Path(settings["store"]))
+        store = Path(settings["store"])
+        require_index(store)
+        require_match(store, asking["where"])
         with load(settings, server=self.server) as rag:
             yield rag, asking
 
@@ -202,7 +238,8 @@ class AskingOptions:
 def ask(
     question: Annotated[str, typer.Argument(help="Your question.")],
     compare: Annotated[
-        bool, typer.Option("--compare", help="Answer with full prefill, too, and compare. Nothing is captured.")
+        bool,
+        typer.Option("--compare", metavar="", help="Answer with full prefill, too, and compare. Nothing is captured."),
     ] = False,
     as_json: options.Json = False,
     *,
@@ -213,29 +250,29 @@ def ask(
     if not question.strip():
         raise ConfigError('the question is empty; write one, for example cachecraft ask "How often?"')
     with chosen.open(settings) as (rag, asking):
+        brief = chosen.is_brief(settings)
         if compare:
-            print_comparison(rag.compare(question, **asking), as_json=as_json)
+            print_comparison(rag.compare(question, **asking), brief=brief, as_json=as_json)
             return
         stream = rag.stream(question, **asking)
-        require_found(stream, asking)
         if as_json:
-            print_json(stream.answer().as_dict())
+            print_json(whole_answer(stream, brief=brief).as_dict())
         else:
-            print_stream(stream)
+            print_stream(stream, brief=brief)
             print_sources(stream)
             print_stats(stream.stats)
             print_calibration(rag)
 
 
-def print_comparison(comparison: Comparison, *, as_json: bool) -> None:
+def print_comparison(comparison: Comparison, *, brief: bool, as_json: bool) -> None:
     """Print both answers, the share of words on which they agree, and both times to the first token."""
     if as_json:
         print_json(comparison.as_dict())
         return
-    out.print("with reuse:", style="bold")
-    out.print(comparison.reused.text.strip(), soft_wrap=True)
-    out.print("with full prefill:", style="bold")
-    out.print(comparison.full.text.strip(), soft_wrap=True)
+    for heading, answer in (("with reuse:", comparison.reused), ("with full prefill:", comparison.full)):
+        sentence = first_sentence(answer.text) if brief else None
+        out.print(heading, style="bold")
+        out.print((sentence or answer.text).strip(), soft_wrap=True)
     agreement = "the same words" if comparison.is_same else f"{comparison.agreement:.0%} of the words agree"
     reused_s = comparison.reused.stats.ttft_s
     full_s = comparison.full.stats.ttft_s
@@ -247,18 +284,38 @@ def print_comparison(comparison: Comparison, *, as_json: bool) -> None:
     print_stats(comparison.reused.stats)
 
 
-def require_found(stream: AnswerStream, asking: AskOptions) -> None:
-    """Raise ConfigError where a filter left no chunk: the model would answer from nothing."""
-    if asking.get("where") is not None and not stream.sources:
-        stream.close()
-        raise ConfigError("no chunk matches --where; `cachecraft documents ls` shows the documents that there are")
-
-
-def print_stream(stream: AnswerStream) -> None:
-    """The answer, piece by piece as it is generated."""
+def print_stream(stream: AnswerStream, *, brief: bool) -> str:
+    """Print the answer as it is generated, and return it. With `brief`, stop after its first sentence."""
+    printed = 0
     for piece in stream:
+        sentence = first_sentence(stream.text) if brief else None
+        if sentence is not None:
+            out.print(sentence[printed:], end="", soft_wrap=True)
+            stream.close()
+            out.print()
+            return sentence
         out.print(piece, end="", soft_wrap=True)
+        printed += len(piece)
     out.print()
+    return stream.text
+
+
+def whole_answer(stream: AnswerStream, *, brief: bool) -> Answer:
+    """Return the answer without printing it. With `brief`, stop after its first sentence."""
+    if brief:
+        for _ in stream:
+            sentence = first_sentence(stream.text)
+            if sentence is not None:
+                stream.close()
+                return Answer(sentence, stream.sources, stream.stats)
+    return stream.answer()
+
+
+def outcome_of(chunk: ChunkStats) -> str:
+    """Return how a chunk-cache was used, with the reason if it was not simply reused."""
+    if chunk.reason_code is Reason.COMPUTED_FASTER and chunk.outcome in ("exact", "reused"):
+        return f"{chunk.outcome} in part: computing the rest was faster than loading it"
+    return chunk.outcome if not chunk.reason else f"{chunk.outcome}: {chunk.reason}"
 
 
 def print_sources(stream: AnswerStream) -> None:
@@ -267,10 +324,19 @@ def print_sources(stream: AnswerStream) -> None:
     rows = []
     for place, source in enumerate(stream.sources, start=1):
         chunk = reports[source.chunk_id]
-        outcome = chunk.outcome if not chunk.reason else f"{chunk.outcome}: {chunk.reason}"
-        score = "" if source.score is None else f"{source.score:.2f}"
-        origin = [source.metadata.get(key) or "" for key in ("source", "heading")]
-        rows.append((place, *origin, score, chunk.tokens, outcome, chunk.recomputed, chunk.computed, chunk.tier or ""))
+        rows.append(
+            (
+                place,
+                source.metadata.get("source") or "",
+                source.metadata.get("heading") or "",
+                "" if source.score is None else f"{source.score:.2f}",
+                chunk.tokens,
+                outcome_of(chunk),
+                chunk.recomputed,
+                chunk.computed,
+                chunk.tier or "",
+            )
+        )
     headings = ("#", "source", "heading", "score", "tokens", "chunk-cache", "recomputed", "computed", "tier")
     options.print_table(headings, rows)
 

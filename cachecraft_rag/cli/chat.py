@@ -11,7 +11,9 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING, Unpack
 
 from cachecraft_rag.cli import ask
-from cachecraft_rag.cli.options import ANSWER_KEYS, ENGINE_KEYS, err, out, print_error, takes
+from cachecraft_rag.cli.console import err, out, print_error
+from cachecraft_rag.cli.first_sentence import first_sentence
+from cachecraft_rag.cli.options import ANSWER_KEYS, ENGINE_KEYS, takes
 from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.errors import ConfigError, ContextLengthError
 
@@ -31,7 +33,7 @@ def chat(*, settings: Settings, chosen: ask.AskingOptions) -> None:
     /sources lists the sources of the last answer, /new clears the conversation, /quit leaves; Ctrl-C stops an answer.
     """
     with chosen.open(settings) as (rag, asking), metrics(rag, settings["metrics_port"]):
-        conversation = Conversation(rag, **asking)
+        conversation = Conversation(rag, brief=chosen.is_brief(settings), **asking)
         if isinstance(sys.stdin, TextIOWrapper):  # input that is not UTF-8 must not end the conversation
             sys.stdin.reconfigure(errors="replace")
         with suppress(ImportError):
@@ -70,8 +72,10 @@ def converse(conversation: Conversation) -> None:
 class Conversation:
     """The turns so far, and the handling of the next line."""
 
-    def __init__(self, rag: CacheCraft, **asking: Unpack[AskOptions]) -> None:
-        self._rag, self._asking = rag, asking
+    def __init__(self, rag: CacheCraft, *, brief: bool, **asking: Unpack[AskOptions]) -> None:
+        self._rag = rag
+        self._brief = brief
+        self._asking = asking
         self._session = uuid.uuid4().hex
         self._history: list[Turn] = []
         self._last: AnswerStream | None = None
@@ -95,24 +99,28 @@ class Conversation:
         try:
             asking: AskOptions = {**self._asking, "history": self._history, "session": self._session}
             stream = self._rag.stream(question, **asking)
-            ask.require_found(stream, asking)
             try:
-                ask.print_stream(stream)
+                ask.print_stream(stream, brief=self._brief)
                 ask.print_stats(stream.stats)
                 print_searched(stream.stats)
             finally:
                 stream.close()
-                said = stream.text
+                said = self._shown(stream.text)
                 if stream.stats.finish is not None:  # an answer stopped before its first token has no sources to list
                     self._last = stream
         except KeyboardInterrupt:
             err.print("\nstopped", style="dim")
         except ContextLengthError as error:
             print_error(error, "/new forgets the conversation.")
-        except ConfigError as error:  # nothing matches the filter
+        except ConfigError as error:  # the documents that match the filter were removed by another process
             print_error(error)
         if said:
             self._history += [("user", question), ("assistant", said)]
+
+    def _shown(self, text: str) -> str:
+        """Return the part of an answer that was printed."""
+        sentence = first_sentence(text) if self._brief else None
+        return sentence or text
 
 
 def print_searched(stats: RequestStats) -> None:

@@ -1,4 +1,4 @@
-"""The two consoles. They print text from documents, models and other users, and treat all of it as plain text.
+"""The two consoles, `out` and `err`: text of documents, models and other users is printed as plain text.
 
 Markup is not interpreted, and control characters are escaped instead of reaching the terminal. Only this module
 guarantees that: every output goes through these two consoles or through `as_json`.
@@ -16,6 +16,8 @@ from typing import Any, TextIO
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
+
+from cachecraft_rag.errors import CacheCraftError
 
 # C0 except tab and line feed, DEL, C1; and lone surrogates, which cannot be encoded.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -62,3 +64,13 @@ def console_on(stream: TextIO) -> PlainConsole:
     """A console on stdout or stderr; wide if it is not a terminal, so that tables in files and pipes are not cut."""
     wide = None if stream.isatty() or "COLUMNS" in os.environ else 200
     return PlainConsole(stderr=stream is sys.stderr, width=wide)
+
+
+out = console_on(sys.stdout)
+err = console_on(sys.stderr)
+
+
+def print_error(error: CacheCraftError, advice: str = "") -> None:
+    """Print an error to stderr, with advice that only the command knows."""
+    err.print("error:", style="bold red", end=" ")
+    err.print(f"{error} {advice}".strip(), soft_wrap=True)

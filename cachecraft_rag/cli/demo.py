@@ -12,7 +12,8 @@ import typer
 
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.ask import load
-from cachecraft_rag.cli.options import err, out, print_json, print_table, progress_bar, takes, waiting
+from cachecraft_rag.cli.console import err, out
+from cachecraft_rag.cli.options import print_json, print_table, progress_bar, takes, waiting
 from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.model.demo_model import HandbookQuestion, handbook_folder, handbook_questions
 from cachecraft_rag.planning.config import ReuseConfig

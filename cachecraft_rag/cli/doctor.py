@@ -1,8 +1,9 @@
-"""`cachecraft doctor`."""
+"""`cachecraft doctor` and `settings`: is this machine set up well, and with which settings?"""
 
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import ENGINE_KEYS, out, print_json, takes, waiting
+from cachecraft_rag.cli.console import err, out
+from cachecraft_rag.cli.options import ENGINE_KEYS, print_json, print_table, takes, waiting
 from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.errors import ModelNotFoundError, UnsupportedModelError
 
@@ -31,27 +33,44 @@ def doctor(
 ) -> None:
     """Verify the store, measure how fast the model computes and the disk delivers, and say what to change.
 
-    Measures for a few seconds. Exit code 1 if something is broken; advice is no error.
+    Loading the model and measuring take 10 to 60 seconds, and reading every stored checksum as long as the disk needs
+    for all chunk-caches (--no-check leaves that out). Exit code 1 if something is broken; advice is no error.
     """
     from cachecraft_rag.engine.doctor import Advice, findings
 
-    store, facts = Path(settings["store"]), None
+    store = Path(settings["store"])
+    facts = None
+    started = time.monotonic()
+    _announce(store, check=check)
     try:
         facts = _facts(settings, store, check=check)
-        found = list(findings(facts))
+        judged = list(findings(facts))
     except (ModelNotFoundError, UnsupportedModelError) as error:
-        found = [Advice("model", "error", str(error), "choose another --model")]
+        judged = [Advice("model", "error", str(error), "choose another --model")]
     if not store.is_dir():
-        found.append(Advice("index", "advice", f"{store} is not there yet", f"cachecraft index DIR --store {store}"))
+        judged.append(Advice("index", "advice", f"{store} is not there yet", f"cachecraft index DIR --store {store}"))
     if as_json:
-        print_json({"facts": facts and asdict(facts), "findings": [asdict(one) for one in found]})
+        print_json({"facts": facts and asdict(facts), "findings": [asdict(finding) for finding in judged]})
     else:
-        for one in found:
-            out.print(one.level, style=_STYLES[one.level], end=" ")
-            change = f" → {one.change}" if one.change else ""
-            out.print(f"{one.about}: {one.what}{change}", soft_wrap=True)
-    if any(one.level == "error" for one in found):
+        for finding in judged:
+            out.print(finding.level, style=_STYLES[finding.level], end=" ")
+            change = f" → {finding.change}" if finding.change else ""
+            out.print(f"{finding.about}: {finding.what}{change}", soft_wrap=True)
+        err.print(f"examined in {time.monotonic() - started:.0f} s", style="dim")
+    if any(finding.level == "error" for finding in judged):
         raise typer.Exit(1)
+
+
+def _announce(store: Path, *, check: bool) -> None:
+    """Print to stderr what will be done, and how much is read."""
+    from cachecraft_rag.store.config import CACHE_FOLDER
+
+    steps = "loads the model and measures: 10 to 60 s"
+    if check and store.is_dir():
+        files = (store / CACHE_FOLDER).rglob("*.safetensors")
+        nbytes = sum(file.stat().st_size for file in files)
+        steps += f"; reads {options.megabytes(nbytes)} of chunk-caches (--no-check leaves that out)"
+    err.print(steps, style="dim", soft_wrap=True)
 
 
 def _facts(settings: Settings, store: Path, *, check: bool) -> Facts:
@@ -75,3 +94,21 @@ def _folder(store: Path) -> Iterator[Path]:
     beside = next(parent for parent in store.absolute().parents if parent.is_dir())
     with tempfile.TemporaryDirectory(dir=beside, prefix=".cachecraft-doctor-") as folder:
         yield Path(folder)
+
+
+@takes("store")
+def settings(as_json: options.Json = False, *, settings: Settings) -> None:
+    """Print the settings of index, ask, chat, serve and doctor, and the origin of each: a file, a variable, a default.
+
+    A flag of a command goes before the environment, that before the file, that before the default.
+    """
+    settings.engine_config()  # reports settings that contradict each other
+    entries = settings.entries.values()
+    if as_json:
+        print_json({entry.key: {"value": entry.shown, "origin": entry.origin} for entry in entries})
+        return
+    rows = []
+    for entry in entries:
+        value = entry.shown if isinstance(entry.shown, str) else repr(entry.shown)
+        rows.append((entry.key, value, entry.origin))
+    print_table(("setting", "value", "from"), rows)

@@ -12,7 +12,8 @@ import typer
 
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.ask import opened_caches, require_index
-from cachecraft_rag.cli.options import out, print_json, print_table, takes
+from cachecraft_rag.cli.console import out
+from cachecraft_rag.cli.options import print_json, print_table, takes
 from cachecraft_rag.engine.settings import Settings
 
 if TYPE_CHECKING:

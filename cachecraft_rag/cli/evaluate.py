@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from cachecraft_rag.checks import MOST, check_whole
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import numbers, out, print_json, print_table, progress_bar, takes, waiting
+from cachecraft_rag.cli.console import out
+from cachecraft_rag.cli.options import numbers, print_json, print_table, progress_bar, takes, waiting
 from cachecraft_rag.errors import ConfigError
 
 if TYPE_CHECKING:

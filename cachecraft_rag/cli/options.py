@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,28 +20,61 @@ from rich import progress as bars
 from rich.table import Table
 from rich.text import Text
 
-from cachecraft_rag.cli.console import as_json, console_on
+from cachecraft_rag.cli.console import as_json, err, out
 from cachecraft_rag.engine.settings import descriptions, flag_of, known_settings, load_settings
-from cachecraft_rag.errors import CacheCraftError, ConfigError
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types import Metadata, Progress
 
 PROGRESS_S = 10.0  # between two lines of progress without a terminal
 _SHORT = {"store": "-s", "model": "-m", "top_k": "-k", "max_new_tokens": "--max-tokens", "tensor_parallel_size": "-tp"}
 _SHORT |= {"data": "-d", "out": "-o", "quality": "-q"}
-_METAVARS = {"int": "INTEGER", "float": "FLOAT", "Path": "PATH", "str": "TEXT", "list[str]": "TEXT", "bool": None}
+# An empty name for a flag, because typer would write "<bool>" after it.
+_METAVARS = {"int": "INTEGER", "float": "FLOAT", "Path": "PATH", "str": "TEXT", "list[str]": "TEXT", "bool": ""}
+_PANELS: Mapping[str, tuple[str, ...]] = {
+    "Model": ("model", "dtype", "device", "threads"),
+    "Store": ("store", "namespace", "codec", "disk_bytes", "host_bytes", "max_variants", "variants_per_chunk"),
+    "Retrieval": ("embeddings", "top_k"),
+    "Answer": ("system", "max_new_tokens", "temperature", "top_p", "seed", "stop"),
+}
 
 
-def option_of(key: str, **more: Any) -> Any:
-    """The option of a setting, as its dataclass describes it."""
-    known, names = known_settings()[key], _names(key)
+def option_of(key: str, **changes: Any) -> Any:
+    """Return the option of a setting, as its dataclass describes it.
+
+    Args:
+        changes: arguments of `typer.Option` in place of those that follow from the setting.
+    """
+    known = known_settings()[key]
+    names = _names(key)
     if known.kind == "bool":
         names = [f"{names[0]}/--no-{names[0][2:]}"]
-    metavar = "SIZE" if known.is_size else _METAVARS.get(known.kind, "TEXT")
-    return typer.Option(*names, help=sentence(known.help), **({"metavar": metavar} | more))
+    arguments: dict[str, Any] = {
+        "metavar": "SIZE" if known.is_size else _METAVARS.get(known.kind, "TEXT"),
+        "rich_help_panel": panel_of(key),
+    }
+    return typer.Option(*names, help=sentence(known.help), **(arguments | changes))
 
 
 def _names(key: str) -> list[str]:
-    return [flag_of(key), *([_SHORT[key]] if key in _SHORT else [])]
+    names = [flag_of(key)]
+    if key in _SHORT:
+        names.append(_SHORT[key])
+    return names
+
+
+def panel_of(key: str) -> str | None:
+    """Return the group of --help that a setting is listed in; None for the command's own options.
+
+    >>> panel_of("reuse.alpha"), panel_of("top_k"), panel_of("metrics_port")
+    ('Reuse', 'Retrieval', None)
+    """
+    table = key.partition(".")[0]
+    if table in ("reuse", "remote"):
+        return table.capitalize()
+    for panel, keys in _PANELS.items():
+        if key in keys:
+            return panel
+    return None
 
 
 def sentence(text: str) -> str:
@@ -58,7 +90,7 @@ def sentence(text: str) -> str:
 Model = Annotated[str, option_of("model")]
 Dtype = Annotated[str, option_of("dtype")]
 Threads = Annotated[int | None, option_of("threads", min=1, max=1024)]
-Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON, and nothing else, on stdout.")]
+Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one line of JSON, and nothing else, on stdout.")]
 ENGINE_KEYS = (
     "model", "store", "namespace", "system", "dtype", "device", "threads", "codec", "disk_bytes", "host_bytes",
     "max_variants", "variants_per_chunk", "remote.url", "remote.key_file",
@@ -139,10 +171,6 @@ def _parameters_of_group(group: type, defaults: Mapping[str, Any]) -> dict[str, 
     return found
 
 
-out = console_on(sys.stdout)
-err = console_on(sys.stderr)
-
-
 def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
     """The filter of --where. Conditions on one name are alternatives, those on different names must all hold.
 
@@ -183,12 +211,6 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]], *, nu
 def print_json(value: Any) -> None:
     """One line of JSON on stdout."""
     typer.echo(as_json(value))
-
-
-def print_error(error: CacheCraftError, advice: str = "") -> None:
-    """An error on stderr, with advice that only the command knows."""
-    err.print("error:", style="bold red", end=" ")
-    err.print(f"{error} {advice}".strip(), soft_wrap=True)
 
 
 def warn(text: str) -> None:

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import megabytes, out, print_json, print_table, waiting
+from cachecraft_rag.cli.console import out
+from cachecraft_rag.cli.options import megabytes, print_json, print_table, waiting
 
 SHOWN_TOKENS = 1000
 

@@ -14,7 +14,8 @@ import typer
 
 from cachecraft_rag.checks import check_number
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.options import megabytes, out, print_json, print_table, progress_bar, takes
+from cachecraft_rag.cli.console import out
+from cachecraft_rag.cli.options import megabytes, print_json, print_table, progress_bar, takes
 from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.errors import ConfigError, StoreError
 

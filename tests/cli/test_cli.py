@@ -9,13 +9,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from cachecraft_rag.cli.app import COMMANDS, LazyCommands
+from cachecraft_rag.cli.ask import outcome_of, print_stream
+from cachecraft_rag.observability.stats import ChunkStats
+from cachecraft_rag.planning.reasons import Reason
 
 COMMAND = str(Path(sys.executable).with_name("cachecraft"))
 QUESTION = "How many days do I have to return an appliance?"
@@ -130,6 +135,29 @@ def test_help_describes_options_as_their_dataclasses_do(tmp_path: Path) -> None:
         assert said in shown
 
 
+def test_the_summaries_are_the_first_sentences_of_the_commands_own_help() -> None:
+    commands = LazyCommands()
+    for name, entry in COMMANDS.items():
+        text = " ".join((commands[name].help or "").split())
+        assert text.startswith(entry.summary), name
+
+
+def test_options_are_listed_in_groups_and_flags_have_no_type(tmp_path: Path) -> None:
+    shown = process("ask", "--help", cwd=tmp_path, columns=100)
+    for panel in ("─ Model ─", "─ Store ─", "─ Retrieval ─", "─ Answer ─", "─ Reuse ─", "─ Remote ─"):
+        assert panel in shown
+    compare = next(line for line in shown.splitlines() if "--compare" in line)
+    assert "<bool>" not in compare
+
+
+def test_output_that_cannot_be_written_is_an_error_without_a_traceback(home: Path) -> None:
+    for command in (["documents", "ls"], ["store", "ls", "--json"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([COMMAND, *command], cwd=home, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 2
+        assert done.stderr.strip() == "error: the output cannot be written: No space left on device"
+
+
 def test_a_library_s_warning_is_printed_once() -> None:
     code = (
         "import logging, sys\n"
@@ -208,11 +236,43 @@ def test_ask_compares_with_full_prefill_and_captures_nothing(home: Path, cachecr
 
 
 def test_a_filter_that_matches_nothing_is_said_instead_of_answered(home: Path, cachecraft: Command) -> None:
-    done = cachecraft("ask", QUESTION, "--where", "source=docs/none.md", cwd=home, code=2)
-    assert "no chunk matches --where" in done.stderr
-    assert "first token" not in done.stdout
-    done = cachecraft("chat", "--where", "source=docs/none.md", cwd=home, typed=f"{QUESTION}\n")
-    assert "no chunk matches --where" in done.stderr
+    for command in (["ask", QUESTION], ["chat"]):
+        done = cachecraft(*command, "--where", "source=docs/none.md", "--model", "no/such-model", cwd=home, code=2)
+        assert "no chunk matches --where" in done.stderr  # said before the model is loaded
+
+
+class Pieces:
+    """An answer that goes on after its first sentence."""
+
+    def __init__(self, *pieces: str) -> None:
+        self.text = ""
+        self.is_closed = False
+        self._pieces = pieces
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in self._pieces:
+            self.text += piece
+            yield piece
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_brief_answer_ends_after_its_first_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    stream: Any = Pieces("You have", " 30 days", ". Y", "ou may also call.")
+    assert print_stream(stream, brief=True) == "You have 30 days."
+    assert stream.is_closed
+    assert capsys.readouterr().out == "You have 30 days.\n"
+    whole: Any = Pieces("One. ", "Two.")
+    assert print_stream(whole, brief=False) == "One. Two."
+
+
+def test_a_chunk_that_was_loaded_in_part_is_not_called_reused_and_computed() -> None:
+    reason = Reason.COMPUTED_FASTER
+    part = ChunkStats("id", "reused", reason.sentence, reason_code=reason)
+    assert outcome_of(part) == "reused in part: computing the rest was faster than loading it"
+    computed = ChunkStats("id", "computed", reason.sentence, reason_code=reason)
+    assert outcome_of(computed) == "computed: computing it was faster than loading it"
 
 
 def test_an_empty_question_is_refused_before_a_model_is_loaded(tmp_path: Path, cachecraft: Command) -> None:

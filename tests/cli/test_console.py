@@ -20,7 +20,7 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from cachecraft_rag.cli import app as command
-from cachecraft_rag.cli import ask, chat, options, store
+from cachecraft_rag.cli import ask, chat, console, options, store
 from cachecraft_rag.cli.console import PlainConsole, as_json, visible
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.observability.stats import ChunkStats, RequestStats, Source
@@ -35,11 +35,11 @@ STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """Output of both consoles, as on a terminal without colours."""
     shown = io.StringIO()
-    for module in (options, ask, chat, store, command):
+    for module in (console, options, ask, chat, store, command):
         for name in ("out", "err"):
             if hasattr(module, name):
-                console = PlainConsole(file=shown, width=400, color_system=None, force_terminal=False)
-                monkeypatch.setattr(module, name, console)
+                plain = PlainConsole(file=shown, width=400, color_system=None, force_terminal=False)
+                monkeypatch.setattr(module, name, plain)
     return shown
 
 
@@ -50,6 +50,7 @@ def harmless(shown: str) -> bool:
 class Stream:
     """An answer over evil sources, as `print_stream` and `print_sources` take it."""
 
+    text = EVIL
     sources = (Source("id", "text", 0.5, {"source": EVIL, "heading": EVIL}),)
     stats = RequestStats(*([0.0] * 5), *([0] * 5), 0.0, None, "end", (ChunkStats("id", "computed", EVIL),))
 
@@ -59,7 +60,7 @@ class Stream:
 
 def test_ask_and_sources_are_text(screen: io.StringIO) -> None:
     stream: Any = Stream()
-    ask.print_stream(stream)
+    ask.print_stream(stream, brief=False)
     assert harmless(screen.getvalue())
     screen.seek(screen.truncate(0))
     ask.print_sources(stream)
@@ -89,7 +90,7 @@ def test_store_ls_shows_namespaces_as_text(screen: io.StringIO, tmp_path: Path) 
 
 
 def test_errors_spinners_and_log_messages_are_text(screen: io.StringIO) -> None:
-    options.print_error(CacheCraftError(EVIL), EVIL)
+    console.print_error(CacheCraftError(EVIL), EVIL)
     assert harmless(screen.getvalue())
     screen.seek(screen.truncate(0))
     with options.waiting(EVIL), options.progress_bar(EVIL) as show:

@@ -251,7 +251,7 @@ def test_conversations_belong_to_their_owner_and_the_longest_unused_goes_first()
     ],
 )
 def test_the_first_sentence_is_whole(text: str, sentence: str | None) -> None:
-    from streamlit_conversations import first_sentence
+    from cachecraft_rag.cli.first_sentence import first_sentence
 
     assert first_sentence(text) == sentence
 
