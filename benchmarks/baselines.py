@@ -22,7 +22,7 @@ from cachecraft_rag.types import Chunk, LoadedVariant, Prompt, TokenScores, Vari
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine
-    from cachecraft_rag.evaluation.dataset import Question
+    from cachecraft_rag.evaluation.dataset import EvaluationQuestion
 
 _VALUE_LAYER = 1  # the first layer whose values depend on other tokens
 
@@ -101,19 +101,19 @@ def store_of(engine: Engine) -> BaselineStore:
 
 
 @contextmanager
-def _answering(engine: Engine, question: Question, changes: Changes) -> Iterator[Sequence[Chunk]]:
+def _answering(engine: Engine, question: EvaluationQuestion, changes: Changes) -> Iterator[Sequence[Chunk]]:
     with store_of(engine).changed(changes):
         yield question.passages
 
 
-def no_overlap(engine: Engine, question: Question, _: float) -> AbstractContextManager[Sequence[Chunk]]:
+def no_overlap(engine: Engine, question: EvaluationQuestion, _: float) -> AbstractContextManager[Sequence[Chunk]]:
     """Leave β′ out of CFO (Cache-Craft Fig. 26)."""
     names = [engine.prompts.system.segment_id, *(chunk.chunk_id for chunk in question.passages)]
     prefixes = {name: tuple(names[:place]) for place, name in enumerate(names)}
     return _answering(engine, question, Changes(prefixes=prefixes))
 
 
-def no_positions(engine: Engine, question: Question, _: float) -> AbstractContextManager[Sequence[Chunk]]:
+def no_positions(engine: Engine, question: EvaluationQuestion, _: float) -> AbstractContextManager[Sequence[Chunk]]:
     """Leave the keys of reused chunks at the position right behind the instruction (Cache-Craft Table 3)."""
     prompt = engine.prompts.build(question.text, question.passages, reserve=1)
     store_of(engine).rope = engine.decoder.rope
@@ -136,7 +136,9 @@ class H2O:
         self._chunks = chunks
         self._scores: dict[str, np.ndarray] = {}
 
-    def __call__(self, engine: Engine, question: Question, _: float) -> AbstractContextManager[Sequence[Chunk]]:
+    def __call__(
+        self, engine: Engine, question: EvaluationQuestion, _: float
+    ) -> AbstractContextManager[Sequence[Chunk]]:
         """See `Method.prepare`."""
         for variant in variants_of(engine, question):
             if variant.variant_id not in self._scores:
@@ -166,7 +168,7 @@ class H2O:
         return received
 
 
-def question_alone(engine: Engine, question: Question, _: float) -> AbstractContextManager[Sequence[Chunk]]:
+def question_alone(engine: Engine, question: EvaluationQuestion, _: float) -> AbstractContextManager[Sequence[Chunk]]:
     """Choice by the question's attention alone, as in ProphetKV (all layers there) and QCFuse (one layer there)."""
     even = {one.variant_id: np.ones(one.tokens, np.float32) for one in variants_of(engine, question)}
     return _answering(engine, question, Changes(even))
@@ -176,7 +178,7 @@ class _Enough(Exception):
     """The layers that are wanted have run."""
 
 
-def value_deviation(engine: Engine, question: Question, _: float) -> AbstractContextManager[Sequence[Chunk]]:
+def value_deviation(engine: Engine, question: EvaluationQuestion, _: float) -> AbstractContextManager[Sequence[Chunk]]:
     """CacheBlend's choice (§4.3 there): the tokens first whose values move furthest in the first layer where they can.
 
     The whole prompt runs through two layers, which counts as time to the first token.
@@ -226,7 +228,7 @@ def first_values(engine: Engine, token_ids: Sequence[int]) -> Tensor:
     return cache.layers[after].values[0].transpose(0, 1)
 
 
-def variants_of(engine: Engine, question: Question) -> list[Variant]:
+def variants_of(engine: Engine, question: EvaluationQuestion) -> list[Variant]:
     """Every stored variant of the question's passages."""
     ids = [chunk.chunk_id for chunk in question.passages]
     found = engine.store.lookup(engine.namespace, engine.decoder.fingerprint, ids)

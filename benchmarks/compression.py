@@ -21,7 +21,7 @@ from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types import Chunk
 
 if TYPE_CHECKING:
-    from cachecraft_rag.evaluation.dataset import Question
+    from cachecraft_rag.evaluation.dataset import EvaluationQuestion
 
 MIN_TOKENS = 4  # the smallest budget of a chunk: fewer tokens say nothing
 
@@ -45,7 +45,7 @@ def preparation(make: Callable[[Engine], Lingua2 | MapReduce]) -> Preparation:
     """Answer over passages that a compressor has shortened. It is made once, for the first engine."""
     made: list[Lingua2 | MapReduce] = []
 
-    def prepare(engine: Engine, question: Question, ratio: float) -> Any:
+    def prepare(engine: Engine, question: EvaluationQuestion, ratio: float) -> Any:
         if not made:
             made.append(make(engine))
         return shortened(made[0], question, ratio)
@@ -54,7 +54,7 @@ def preparation(make: Callable[[Engine], Lingua2 | MapReduce]) -> Preparation:
 
 
 @contextmanager
-def shortened(compressor: Lingua2 | MapReduce, question: Question, ratio: float) -> Iterator[Sequence[Chunk]]:
+def shortened(compressor: Lingua2 | MapReduce, question: EvaluationQuestion, ratio: float) -> Iterator[Sequence[Chunk]]:
     """The passages that still hold text."""
     yield [chunk for chunk in compressor.compress(question.text, question.passages, ratio) if chunk.text.strip()]
 

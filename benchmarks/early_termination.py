@@ -42,7 +42,7 @@ from cachecraft_rag.types import Progress
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine
-    from cachecraft_rag.evaluation.dataset import Dataset, Question
+    from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion
     from cachecraft_rag.evaluation.measuring import Reference
     from cachecraft_rag.planning.config import ReuseConfig
 
@@ -236,7 +236,7 @@ def compare(
 def _trials(
     engine: Engine,
     origins: Origins,
-    question: Question,
+    question: EvaluationQuestion,
     search: Search,
     *,
     config: ReuseConfig,

@@ -19,7 +19,7 @@ from cachecraft_rag.cli.ask import require_index
 from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.options import print_json, progress_bar, waiting
 from cachecraft_rag.errors import ConfigError, DocumentError
-from cachecraft_rag.evaluation.formats import Record, read_records
+from cachecraft_rag.evaluation.formats import JsonRecord, read_records
 from cachecraft_rag.model.demo_model import handbook_folder
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
@@ -75,7 +75,7 @@ def read_follow_ups(path: Path = OWN) -> tuple[FollowUp, ...]:
     return tuple(_follow_up(record) for record in read_records(path))
 
 
-def _follow_up(record: Record) -> FollowUp:
+def _follow_up(record: JsonRecord) -> FollowUp:
     texts = record.texts("conversation")
     if not texts or len(texts) % 2:
         raise DocumentError(

@@ -21,8 +21,8 @@ from cachecraft_rag.errors import DocumentError
 from cachecraft_rag.evaluation import formats as own
 from cachecraft_rag.evaluation.formats import (
     Format,
-    Record,
-    Source,
+    JsonRecord,
+    QuestionFile,
     SourceBuilder,
     SourceQuestion,
     as_record,
@@ -37,12 +37,12 @@ SUMMARISE = "Summarise the text in a few sentences."
 SUMMARISE_BRIEFLY = "Summarise the text in one sentence."  # XSum's summaries are the first sentence of an article
 
 
-def is_musique(record: Record) -> bool:
+def is_musique(record: JsonRecord) -> bool:
     """`paragraphs` beside `question`."""
     return isinstance(record.fields.get("paragraphs"), list) and "question" in record
 
 
-def read_musique(records: Sequence[Record]) -> Source:
+def read_musique(records: Sequence[JsonRecord]) -> QuestionFile:
     """A document is all paragraphs with one title. Supporting paragraphs are needed; the others are near.
 
     The published test split has no answers and marks no supporting paragraphs; its questions are kept.
@@ -65,12 +65,12 @@ def read_musique(records: Sequence[Record]) -> Source:
     return builder.source()
 
 
-def is_multihop(record: Record) -> bool:
+def is_multihop(record: JsonRecord) -> bool:
     """`context` beside `supporting_facts`."""
     return {"context", "supporting_facts", "question"} <= record.fields.keys()
 
 
-def read_multihop(records: Sequence[Record]) -> Source:
+def read_multihop(records: Sequence[JsonRecord]) -> QuestionFile:
     """Each page of the context is a document of one passage; pages named by supporting facts are needed."""
     builder = SourceBuilder()
     for number, record in enumerate(records, start=1):
@@ -93,7 +93,7 @@ def read_multihop(records: Sequence[Record]) -> Source:
     return builder.source()
 
 
-def _pairs(record: Record, name: str, *columns: str) -> list[tuple[str, Any]]:
+def _pairs(record: JsonRecord, name: str, *columns: str) -> list[tuple[str, Any]]:
     """`[[title, value], …]` as published, or Hugging Face's `{"title": […], "<column>": […]}`, or either as JSON text.
 
     Raises DocumentError for anything else.
@@ -115,7 +115,7 @@ def _pairs(record: Record, name: str, *columns: str) -> list[tuple[str, Any]]:
     return pairs
 
 
-def is_drop(record: Record) -> bool:
+def is_drop(record: JsonRecord) -> bool:
     """`{passage_id: {"passage", "qa_pairs"}}`; or one row per question with `passage` and `answers_spans`."""
     if {"passage", "question", "answers_spans"} <= record.fields.keys():
         return True
@@ -123,7 +123,7 @@ def is_drop(record: Record) -> bool:
     return isinstance(first, dict) and {"passage", "qa_pairs"} <= first.keys()
 
 
-def read_drop(records: Sequence[Record]) -> Source:
+def read_drop(records: Sequence[JsonRecord]) -> QuestionFile:
     """Every passage is a document; the other passages of a prompt come from other documents."""
     builder = SourceBuilder()
     for number, record in enumerate(records, start=1):
@@ -144,13 +144,13 @@ def read_drop(records: Sequence[Record]) -> Source:
 
 
 def _ask_drop(
-    builder: SourceBuilder, document: str, passage: str, question_id: str, asked: Record, answers: Sequence[str]
+    builder: SourceBuilder, document: str, passage: str, question_id: str, asked: JsonRecord, answers: Sequence[str]
 ) -> None:
     place = builder.place(document, passage)
     builder.ask(SourceQuestion(question_id, asked.text("question"), texts_of(answers), needed=(place,), near=(place,)))
 
 
-def _drop_answers(asked: Record) -> list[str]:
+def _drop_answers(asked: JsonRecord) -> list[str]:
     """The answer and those of the validators, each as one text; the test split has none."""
     given = [asked.record("answer")] if asked.fields.get("answer") else []
     if asked.fields.get("validated_answers"):
@@ -158,7 +158,7 @@ def _drop_answers(asked: Record) -> list[str]:
     return [_drop_answer(answer) for answer in given]
 
 
-def _drop_answer(answer: Record) -> str:
+def _drop_answer(answer: JsonRecord) -> str:
     number = answer.label("number", "")
     if number:
         return number
@@ -169,27 +169,27 @@ def _drop_answer(answer: Record) -> str:
     return " ".join(filter(None, (date.label(part, "") for part in ("day", "month", "year"))))
 
 
-def is_cnn(record: Record) -> bool:
+def is_cnn(record: JsonRecord) -> bool:
     """`article` beside `highlights`."""
     return {"article", "highlights"} <= record.fields.keys()
 
 
-def is_xsum(record: Record) -> bool:
+def is_xsum(record: JsonRecord) -> bool:
     """`document` beside `summary`."""
     return {"document", "summary"} <= record.fields.keys()
 
 
-def read_cnn(records: Sequence[Record]) -> Source:
+def read_cnn(records: Sequence[JsonRecord]) -> QuestionFile:
     """Summaries of a few sentences."""
     return _read_summaries(records, text="article", summary="highlights", question=SUMMARISE)
 
 
-def read_xsum(records: Sequence[Record]) -> Source:
+def read_xsum(records: Sequence[JsonRecord]) -> QuestionFile:
     """Summaries of one sentence."""
     return _read_summaries(records, text="document", summary="summary", question=SUMMARISE_BRIEFLY)
 
 
-def _read_summaries(records: Sequence[Record], *, text: str, summary: str, question: str) -> Source:
+def _read_summaries(records: Sequence[JsonRecord], *, text: str, summary: str, question: str) -> QuestionFile:
     builder = SourceBuilder()
     for number, record in enumerate(records, start=1):
         if record.fields.get(text) == "":
@@ -203,7 +203,7 @@ def _read_summaries(records: Sequence[Record], *, text: str, summary: str, quest
     return builder.source(passage_tokens=SEGMENT_TOKENS)
 
 
-def read_statements(records: Sequence[Record]) -> Source:
+def read_statements(records: Sequence[JsonRecord]) -> QuestionFile:
     """Every second question of a SQuAD file states another question's answer."""
     source = own.read_squad(records)
     answered = [one for one in source.questions if one.answers]
@@ -218,7 +218,7 @@ def read_statements(records: Sequence[Record]) -> Source:
     return replace(source, questions=tuple(asked))
 
 
-def read_articles(records: Sequence[Record]) -> Source:
+def read_articles(records: Sequence[JsonRecord]) -> QuestionFile:
     """The articles of a SQuAD file as one passage each, to be split into chunks of the wanted length."""
     source = own.read_squad(records)
     documents = tuple(replace(one, passages=("\n\n".join(one.passages),)) for one in source.documents)
@@ -229,7 +229,7 @@ def read_articles(records: Sequence[Record]) -> Source:
     return replace(source, documents=documents, questions=tuple(asked))
 
 
-def _by_name(_: Record) -> bool:
+def _by_name(_: JsonRecord) -> bool:
     return False
 
 
@@ -247,12 +247,12 @@ FORMATS: tuple[Format, ...] = (
 )
 
 
-def read(path: Path, format: str | None = None) -> Source:
+def read(path: Path, format: str | None = None) -> QuestionFile:
     """Read a file in any of `FORMATS`, as JSON, JSON lines, CSV or Parquet. Errors as `read_source`."""
     return read_source(path, format, formats=FORMATS, read=read_rows)
 
 
-def read_rows(path: Path) -> list[Record]:
+def read_rows(path: Path) -> list[JsonRecord]:
     """Records of JSON files as in `read_records`, and rows of CSV and Parquet files."""
     if path.suffix.lower() == ".parquet":
         return list(_parquet(path))
@@ -265,15 +265,15 @@ def read_rows(path: Path) -> list[Record]:
         raise DocumentError(f"cannot read {path}: {error}. Name a file of questions.") from error
 
 
-def _rows(path: Path, reader: csv.DictReader[str]) -> Iterator[Record]:
+def _rows(path: Path, reader: csv.DictReader[str]) -> Iterator[JsonRecord]:
     try:
         for row in reader:
-            yield Record(f"{path}, line {reader.line_num}", {name: row[name] for name in reader.fieldnames or ()})
+            yield JsonRecord(f"{path}, line {reader.line_num}", {name: row[name] for name in reader.fieldnames or ()})
     except csv.Error as error:
         raise DocumentError(f"{path}, line {reader.line_num} is not CSV: {error}. Fix or remove that line.") from error
 
 
-def _parquet(path: Path) -> Iterator[Record]:
+def _parquet(path: Path) -> Iterator[JsonRecord]:
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
@@ -285,4 +285,4 @@ def _parquet(path: Path) -> Iterator[Record]:
     except ValueError as error:  # pyarrow's own errors are ValueErrors
         raise DocumentError(f"{path} is not a Parquet file: {error}. Name another file.") from error
     for number, row in enumerate(rows, start=1):
-        yield Record(f"{path}, row {number}", row)
+        yield JsonRecord(f"{path}, row {number}", row)

@@ -31,7 +31,7 @@ from cachecraft_rag.types import Chunk, Progress, Prompt
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine
-    from cachecraft_rag.evaluation.dataset import Question
+    from cachecraft_rag.evaluation.dataset import EvaluationQuestion
     from cachecraft_rag.planning.config import ReuseConfig
 
 TEMPLATES = {
@@ -64,13 +64,13 @@ class Measured:
     full_right: bool
 
 
-def prompt_of(question: Question, template: str) -> str:
+def prompt_of(question: EvaluationQuestion, template: str) -> str:
     """The question and its passages as an application writes them."""
     return template.format(context="\n\n".join(one.text for one in question.passages), question=question.text)
 
 
 def measure(
-    engine: Engine, question: Question, template: str | None, config: ReuseConfig, *, answer_tokens: int
+    engine: Engine, question: EvaluationQuestion, template: str | None, config: ReuseConfig, *, answer_tokens: int
 ) -> Measured:
     """Answer one question in full, and from chunk-caches captured behind the passage that stands in for neighbours.
 
@@ -94,7 +94,9 @@ def measure(
     return Measured(kl, found.stats.tokens_reused / passages, ttft, right, full_right)
 
 
-def first_time(engine: Engine, question: Question, template: str, config: ReuseConfig, *, pairs: int) -> float:
+def first_time(
+    engine: Engine, question: EvaluationQuestion, template: str, config: ReuseConfig, *, pairs: int
+) -> float:
     """TTFT of a prompt that was never seen, as a multiple of that with `plain_prompts` off: the median of pairs."""
     sides = (config, replace(config, plain_prompts="off"))
     ratios = []

@@ -46,7 +46,7 @@ from cachecraft_rag.prompt.builder import PromptBuilder
 from cachecraft_rag.types import Chunk, Progress, Prompt
 
 if TYPE_CHECKING:
-    from cachecraft_rag.evaluation.dataset import Dataset, Question
+    from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion
 
 TOP = (0.1, 0.2, 0.3)  # shares of a chunk's tokens (Cache-Craft Fig. 14)
 EDGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # of distances between tokens
@@ -194,7 +194,9 @@ def deviation(reused: Placement, needed: Placement) -> float:
 # -- one article ------------------------------------------------------------------------------------------------------
 
 
-def look_at(decoder: Decoder, article: Sequence[Question], others: Sequence[Chunk], draw: random.Random) -> Any:
+def look_at(
+    decoder: Decoder, article: Sequence[EvaluationQuestion], others: Sequence[Chunk], draw: random.Random
+) -> Any:
     """Plain values of one article: `placements`, `pairs`, `prompts` and the sums by distance.
 
     Args:
@@ -427,9 +429,9 @@ def piece_times(decoder: Decoder, ids: Sequence[int], *, pieces: int, tokens: in
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def articles_of(dataset: Dataset, *, prompts: int) -> dict[str, list[Question]]:
+def articles_of(dataset: Dataset, *, prompts: int) -> dict[str, list[EvaluationQuestion]]:
     """Questions of the articles that most of their passages are of, `prompts` of each, by the article's first chunk."""
-    grouped: dict[str, list[Question]] = {}
+    grouped: dict[str, list[EvaluationQuestion]] = {}
     for question in dataset.questions:
         firsts = Counter(dataset.document_of(chunk.chunk_id)[0].chunk_id for chunk in question.passages)
         grouped.setdefault(firsts.most_common(1)[0][0], []).append(question)

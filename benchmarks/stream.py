@@ -27,7 +27,7 @@ from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.options import print_json, progress_bar
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.dataset import Question, handbook_dataset, load_dataset
+from cachecraft_rag.evaluation.dataset import EvaluationQuestion, handbook_dataset, load_dataset
 from cachecraft_rag.evaluation.measuring import Reference, reference_of
 from cachecraft_rag.evaluation.metrics import divergence
 from cachecraft_rag.observability.stats import RequestStats
@@ -119,7 +119,7 @@ class StreamReport:
         return last / first if first and last is not None else None
 
 
-def questions_of(data: Path | None, *, passages: int, limit: int, seed: int) -> tuple[Question, ...]:
+def questions_of(data: Path | None, *, passages: int, limit: int, seed: int) -> tuple[EvaluationQuestion, ...]:
     """The sample handbook's questions and `limit` of a file's. Errors as `dataset.load_dataset`."""
     found = handbook_dataset(passages=passages, limit=None, seed=seed).questions
     if data is None:
@@ -127,7 +127,7 @@ def questions_of(data: Path | None, *, passages: int, limit: int, seed: int) -> 
     return found + load_dataset(data, passages=passages, limit=limit, seed=seed, read=formats.read).questions
 
 
-def draw(questions: Sequence[Question], settings: StreamSettings) -> list[Question]:
+def draw(questions: Sequence[EvaluationQuestion], settings: StreamSettings) -> list[EvaluationQuestion]:
     """The warm-up and the stream, the same for the same seed."""
     dice = random.Random(settings.seed)
     ranked = list(questions)
@@ -138,7 +138,7 @@ def draw(questions: Sequence[Question], settings: StreamSettings) -> list[Questi
 
 def run(
     engine: Engine | VLLMEngine,
-    questions: Sequence[Question],
+    questions: Sequence[EvaluationQuestion],
     settings: StreamSettings,
     *,
     config: ReuseConfig | None = None,

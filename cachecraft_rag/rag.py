@@ -287,9 +287,15 @@ class CacheCraft(Retriever, Closeable):
         Raises:
             ConfigError: names file or variable, key, and what to do; else as `from_pretrained`.
         """
-        found = load_settings(path)
-        own = {"model": found["model"], "store": found["store"], "embeddings": found["embeddings"] or BUNDLED_EMBEDDER}
-        return cls.from_pretrained(**(own | {"config": found.engine_config(), "backend": backend} | options))
+        settings = load_settings(path)
+        arguments = {
+            "model": settings["model"],
+            "store": settings["store"],
+            "embeddings": settings["embeddings"] or BUNDLED_EMBEDDER,
+            "config": settings.engine_config(),
+            "backend": backend,
+        }
+        return cls.from_pretrained(**(arguments | options))
 
     def add_documents(
         self,
@@ -337,10 +343,10 @@ class CacheCraft(Retriever, Closeable):
         progress: Callable[[Progress], None] | None = None,
         skipped: Callable[[str], None] = logger.warning,
     ) -> int:
-        """Compute and store the missing chunk-caches, each chunk behind its neighbours in its document.
+        """Compute and store the missing chunk-caches, each chunk after its neighbours in its document.
 
         Args:
-            alone: each chunk behind a fixed passage instead, see `Primer`.
+            alone: each chunk after a fixed passage instead, see `Primer`.
             progress: called before the first pass and after each one; `done` and `total` count chunk-caches.
             skipped: called with a sentence about each document that has chunks too long for the model; by default
                 it is logged.

@@ -302,7 +302,7 @@ def decoder_of_letters(tiny_decoder: Callable[..., Decoder]) -> Callable[..., De
 @pytest.fixture(scope="session")
 def town_dataset() -> Dataset:
     """Six questions over two documents of four short passages, three in each prompt, with gold answers."""
-    from cachecraft_rag.evaluation.dataset import Dataset, Question
+    from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion
     from cachecraft_rag.types import Chunk
 
     documents = tuple(
@@ -312,7 +312,7 @@ def town_dataset() -> Dataset:
     )
     picks = [(0, (2, 0, 1)), (1, (0, 1, 2)), (0, (3, 1, 0)), (1, (3, 2, 1)), (0, (0, 1, 2)), (1, (1, 3, 0))]
     questions = tuple(
-        Question(
+        EvaluationQuestion(
             f"q{place}", f"When was {place} built?", tuple(documents[number][i] for i in order), ("1802", "in 1802")
         )
         for place, (number, order) in enumerate(picks)

@@ -66,11 +66,15 @@ def load(settings: Settings, *, server: str | None = None, **chosen: Any) -> Cac
     `chosen` options of `EngineConfig` go before the settings.
     """
     config = settings.engine_config(**chosen)
-    store, model = settings["store"], settings["model"]
-    with waiting(f"Loading {model}" if server is None else f"Connecting to {server}"):
+    store = settings["store"]
+    model = settings["model"]
+    doing = f"Connecting to {server}" if server is not None else f"Loading {model}"
+    with waiting(doing):
         from cachecraft_rag.rag import CacheCraft
 
-        options_of_index = {} if settings["embeddings"] is None else {"embeddings": settings["embeddings"]}
+        options_of_index = {}
+        if settings["embeddings"] is not None:
+            options_of_index["embeddings"] = settings["embeddings"]
         if server is not None:
             system = settings.given().get("system")
             return CacheCraft.connect(server, store=store, system=system, **options_of_index)
@@ -83,7 +87,7 @@ class IndexOptions:
     """Options of `index`.
 
     prime         also compute all chunk-caches now, so that the first question is fast too
-    alone         with --prime, each chunk behind a fixed passage instead of its neighbours: no words of others shape it
+    alone         with --prime, each chunk after a fixed passage instead of its neighbours, which then do not shape it
     follow_links  also index files outside the folder that links in it point to
     """
 
@@ -128,11 +132,12 @@ def index_into(settings: Settings, folder: Path, *, follow_links: bool) -> Index
         from cachecraft_rag.retrievers.retriever import open_index
 
         options.quiet_libraries()
-        embedder, bound = Embedder(settings["embeddings"] or BUNDLED_EMBEDDER), None
+        embedder = Embedder(settings["embeddings"] or BUNDLED_EMBEDDER)
+        bound = None
         with suppress(ModelNotFoundError):  # indexing works without the model
             bound = chunk_bound_of(settings["model"])
-    with options.progress_bar("Indexing") as show, open_index(settings["store"], embedder) as found:
-        return index_folder(folder, found, embedder, progress=show, model=bound, follow_links=follow_links)
+    with options.progress_bar("Indexing") as show, open_index(settings["store"], embedder) as opened:
+        return index_folder(folder, opened, embedder, progress=show, model=bound, follow_links=follow_links)
 
 
 @dataclass(frozen=True)
@@ -146,7 +151,8 @@ class Primed:
 
 def prime_all(rag: CacheCraft, *, alone: bool = False) -> Primed:
     """Print the estimate of priming, and prime."""
-    estimate, skipped = rag.estimate_priming(alone=alone), list[str]()
+    estimate = rag.estimate_priming(alone=alone)
+    skipped: list[str] = []
     print_estimate(estimate, rag.engine.disk_space().codec)
     with options.progress_bar("Computing chunk-caches", remaining=True) as show:
         captured = rag.prime(alone=alone, progress=show, skipped=skipped.append)
@@ -343,9 +349,9 @@ def print_sources(stream: AnswerStream) -> None:
 
 def print_calibration(rag: CacheCraft) -> None:
     """One line if a calibrated α decides how much is recomputed."""
-    found = rag.engine.calibration_for(rag.engine.config)
-    if rag.engine.config.reuse and found is not None:
-        out.print(str(found), style="dim")
+    calibration = rag.engine.calibration_for(rag.engine.config)
+    if rag.engine.config.reuse and calibration is not None:
+        out.print(str(calibration), style="dim")
 
 
 def print_stats(stats: RequestStats) -> None:

@@ -77,12 +77,12 @@ def calibrate(as_json: options.Json = False, *, questions: ValidationQuestions, 
     )
     settings.require(dataset)
     parts = halves(dataset, seed=questions.seed) if chosen.check else (dataset,)
-    found, checked = _measure(parts, settings, chosen)
+    calibrated, checked = _measure(parts, settings, chosen)
     path = chosen.store / CALIBRATION_FILE
     if as_json:
-        print_json(_plain(found, checked, path))
+        print_json(_plain(calibrated, checked, path))
     else:
-        _print(found, checked, path)
+        _print(calibrated, checked, path)
 
 
 def _measure(
@@ -94,46 +94,49 @@ def _measure(
     from cachecraft_rag.planning.calibration import save_calibration
 
     options.quiet_libraries()
-    checked, store, work = None, chosen.store, chosen.store / UNFINISHED
+    checked = None
+    store = chosen.store
+    work = store / UNFINISHED
     with ExitStack() as opened:
         with waiting("Loading the model"):
             engine = opened.enter_context(open_engine(chosen.model, store, dtype=chosen.dtype, device=chosen.device))
         with progress_bar("Calibrating", remaining=True) as show:
-            found = calibrating.calibrate(engine, parts[0], settings, folder=work / "first", progress=show)
-        save_calibration(store, engine.decoder.fingerprint, found.calibration)
+            calibrated = calibrating.calibrate(engine, parts[0], settings, folder=work / "first", progress=show)
+        save_calibration(store, engine.decoder.fingerprint, calibrated.calibration)
         if len(parts) > 1:
-            alpha = found.calibration.alpha
+            alpha = calibrated.calibration.alpha
             with progress_bar("Checking", remaining=True) as show:
                 checked = calibrating.check(engine, parts[1], settings, alpha, folder=work / "second", progress=show)
     shutil.rmtree(work, ignore_errors=True)
-    return found, checked
+    return calibrated, checked
 
 
-def _plain(found: Calibrated, checked: Point | None, path: Path) -> dict[str, Any]:
-    target = found.calibration.quality
+def _plain(calibrated: Calibrated, checked: Point | None, path: Path) -> dict[str, Any]:
+    check = None
+    if checked is not None:
+        check = asdict(checked) | {"held": checked.quality.mean >= calibrated.calibration.quality}
     return {
-        **asdict(found.calibration),
-        "held": found.held,
-        "pays": found.pays,
-        "curve": [asdict(point) for point in found.curve],
-        "check": None if checked is None else asdict(checked) | {"held": checked.quality.mean >= target},
+        **asdict(calibrated.calibration),
+        "held": calibrated.held,
+        "pays": calibrated.pays,
+        "curve": [asdict(point) for point in calibrated.curve],
+        "check": check,
         "file": str(path),
     }
 
 
-def _print(found: Calibrated, checked: Point | None, path: Path) -> None:
-    chosen = found.calibration
-    print_table(
-        ("α", "recomputed", chosen.metric, "90 % interval", ""),
-        [
-            (f"{one.alpha:g}", f"{one.recomputed:.0%}", *_shown(one), "← chosen" if one.alpha == chosen.alpha else "")
-            for one in found.curve
-        ],
-    )
+def _print(calibrated: Calibrated, checked: Point | None, path: Path) -> None:
+    chosen = calibrated.calibration
+    rows = []
+    for point in calibrated.curve:
+        mark = "← chosen" if point.alpha == chosen.alpha else ""
+        rows.append((f"{point.alpha:g}", f"{point.recomputed:.0%}", *_shown(point), mark))
+    print_table(("α", "recomputed", chosen.metric, "90 % interval", ""), rows)
+
     said = [str(chosen)]
-    if not found.held:
+    if not calibrated.held:
         said.append(f"No α reaches {chosen.metric} ≥ {chosen.quality:g} on these questions; the largest was chosen.")
-    if not found.pays:
+    if not calibrated.pays:
         said.append(
             f"Reuse does not pay at this quality: {chosen.recomputed:.0%} of chunk tokens are recomputed. Ask for less "
             "with --quality; or prime the documents (cachecraft index --prime), and calibrate for that with "
@@ -141,8 +144,10 @@ def _print(found: Calibrated, checked: Point | None, path: Path) -> None:
         )
     if checked is not None:
         mean, interval = _shown(checked)
-        verdict = f"{checked.recomputed:.0%} recomputed: {'' if checked.quality.mean >= chosen.quality else 'not '}held"
-        said.append(f"on the other half: {chosen.metric} {mean} ({interval}), {verdict}")
+        verdict = "held" if checked.quality.mean >= chosen.quality else "not held"
+        said.append(
+            f"on the other half: {chosen.metric} {mean} ({interval}), {checked.recomputed:.0%} recomputed: {verdict}"
+        )
     said.append(f"written to {path}: every engine opened on this store with this model uses it;")
     said.append("ReuseConfig(alpha=…) overrides it; delete the file to undo it")
     out.print("\n".join(said), soft_wrap=True)

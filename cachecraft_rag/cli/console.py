@@ -33,15 +33,15 @@ def visible(text: str) -> str:
     return _UNPRINTABLE.sub(_escape, text.replace("\r\n", "\n"))
 
 
-def _escape(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
 def as_json(value: Any) -> str:
     """One line of JSON that is safe to print: non-ASCII letters as they are, control characters escaped."""
     text = json.dumps(value, ensure_ascii=False, default=str)
-    return _UNPRINTABLE_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _UNPRINTABLE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 class PlainConsole(Console):

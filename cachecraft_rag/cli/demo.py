@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from cachecraft_rag.observability.stats import Answer
     from cachecraft_rag.rag import CacheCraft
 
-ANSWER_TOKENS, MOST_LETTERS = 60, 22  # of an answer; of a question in the table
+ANSWER_TOKENS = 60
+SHOWN_LETTERS = 22  # of a question in the table
 VERDICTS = {(True, True): "both", (True, False): "reuse", (False, True): "full", (False, False): "neither"}
 SENTENCE_ENDS = (". ", ".\n")  # a model of this size would go on and invent
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedQuestion:
     """One question, answered with reuse and with full prefill."""
 
     asked: HandbookQuestion
@@ -65,9 +66,9 @@ def demo(
         for asked in handbook_questions()[:questions]:
             compared.append(_compare(rag, asked, top_k))
             if not as_json:
-                _print_one(compared[-1])
+                _print_comparison(compared[-1])
     if as_json:
-        print_json([_as_dict(one) for one in compared])
+        print_json([_as_dict(comparison) for comparison in compared])
     else:
         _print_summary(compared)
 
@@ -92,13 +93,13 @@ def _warm_up(rag: CacheCraft, top_k: int) -> None:
         rag.ask("Are you ready?", top_k=1, sampling=SamplingParams(max_new_tokens=1))
 
 
-def _compare(rag: CacheCraft, asked: HandbookQuestion, top_k: int) -> Compared:
+def _compare(rag: CacheCraft, asked: HandbookQuestion, top_k: int) -> ComparedQuestion:
     from cachecraft_rag.serving.sampling import SamplingParams
 
     sampling = SamplingParams(max_new_tokens=ANSWER_TOKENS, stop=SENTENCE_ENDS)
     reused = rag.ask(asked.question, top_k=top_k, sampling=sampling)
-    full = rag.ask(asked.question, top_k=top_k, sampling=sampling, config=ReuseConfig(reuse=False, capture=False))
-    return Compared(asked, reused, full, _own_prefill(rag, asked.question, top_k))
+    full = rag.ask(asked.question, top_k=top_k, sampling=sampling, config=ReuseConfig.full_prefill())
+    return ComparedQuestion(asked, reused, full, _own_prefill(rag, asked.question, top_k))
 
 
 def _own_prefill(rag: CacheCraft, question: str, top_k: int) -> float:
@@ -113,17 +114,18 @@ def _own_prefill(rag: CacheCraft, question: str, top_k: int) -> float:
     return time.perf_counter() - started
 
 
-def _print_one(one: Compared) -> None:
-    stats = one.reused.stats
-    out.print(f"\n{one.asked.question}", style="bold")
-    out.print(_sentence(one.reused))
-    if one.reused.text != one.full.text:
-        out.print("full prefill says:", _sentence(one.full), style="yellow")
-    sources = dict.fromkeys(str(source.metadata.get("source")) for source in one.reused.sources)
+def _print_comparison(comparison: ComparedQuestion) -> None:
+    stats = comparison.reused.stats
+    out.print(f"\n{comparison.asked.question}", style="bold")
+    out.print(_sentence(comparison.reused))
+    if comparison.reused.text != comparison.full.text:
+        out.print("full prefill says:", _sentence(comparison.full), style="yellow")
+    sources = dict.fromkeys(str(source.metadata.get("source")) for source in comparison.reused.sources)
     tiers = ", ".join(sorted({chunk.tier for chunk in stats.chunks if chunk.tier}))
     out.print(
-        f"from {', '.join(sources)}\nfirst token: full prefill {one.own_prefill_s:.2f} s, reuse {stats.ttft_s:.2f} s, "
-        f"{one.speedup:.1f} times faster to the first token; {stats.tokens_prompt} tokens, "
+        f"from {', '.join(sources)}\n"
+        f"first token: full prefill {comparison.own_prefill_s:.2f} s, reuse {stats.ttft_s:.2f} s, "
+        f"{comparison.speedup:.1f} times faster to the first token; {stats.tokens_prompt} tokens, "
         f"{stats.tokens_reused} reused (from {tiers or 'no tier'}), {stats.tokens_recomputed} recomputed, "
         f"{stats.tokens_computed} computed",
         style="dim",
@@ -135,24 +137,34 @@ def _sentence(answer: Answer) -> str:
     return answer.text.strip() + ("." if answer.stats.finish == "stop" else "")
 
 
-def _print_summary(compared: list[Compared]) -> None:
+def _print_summary(compared: list[ComparedQuestion]) -> None:
     from cachecraft_rag.kernels.cpu.library import description
 
     rows = []
-    for one in compared:
-        stats, asked = one.reused.stats, one.asked.question
-        question = asked if len(asked) <= MOST_LETTERS else f"{asked[: MOST_LETTERS - 1]}…"
-        times = (f"{one.own_prefill_s:.2f} s", f"{stats.ttft_s:.2f} s", f"{one.speedup:.1f} ×")
-        tokens = f"{stats.tokens_reused}/{stats.tokens_recomputed}/{stats.tokens_computed}"
-        rows.append((question, *times, tokens, VERDICTS[one.is_right(one.reused), one.is_right(one.full)]))
+    for comparison in compared:
+        stats = comparison.reused.stats
+        question = comparison.asked.question
+        if len(question) > SHOWN_LETTERS:
+            question = f"{question[: SHOWN_LETTERS - 1]}…"
+        verdict = (comparison.is_right(comparison.reused), comparison.is_right(comparison.full))
+        rows.append(
+            (
+                question,
+                f"{comparison.own_prefill_s:.2f} s",
+                f"{stats.ttft_s:.2f} s",
+                f"{comparison.speedup:.1f} ×",
+                f"{stats.tokens_reused}/{stats.tokens_recomputed}/{stats.tokens_computed}",
+                VERDICTS[verdict],
+            )
+        )
     print_table(("question", "full", "reuse", "faster", "reused/\nrecomputed/\ncomputed", "right"), rows, numbers=True)
-    own = statistics.median(one.own_prefill_s for one in compared)
-    reuse = statistics.median(one.reused.stats.ttft_s for one in compared)
-    right_answers = sum(one.is_right(one.reused) for one in compared)
-    full_right = sum(one.is_right(one.full) for one in compared)
-    same = sum(one.reused.text == one.full.text for one in compared)
-    out.print(f"median time to first token: full prefill {own:.2f} s, reuse {reuse:.2f} s: ", end="")
-    out.print(f"{own / reuse:.1f} times faster to the first token", style="bold")
+    own_s = statistics.median(comparison.own_prefill_s for comparison in compared)
+    reuse_s = statistics.median(comparison.reused.stats.ttft_s for comparison in compared)
+    right_answers = sum(comparison.is_right(comparison.reused) for comparison in compared)
+    full_right = sum(comparison.is_right(comparison.full) for comparison in compared)
+    same = sum(comparison.reused.text == comparison.full.text for comparison in compared)
+    out.print(f"median time to first token: full prefill {own_s:.2f} s, reuse {reuse_s:.2f} s: ", end="")
+    out.print(f"{own_s / reuse_s:.1f} times faster to the first token", style="bold")
     out.print(
         f"right answers: {right_answers} of {len(compared)} with reuse, {full_right} with full prefill; "
         f"{same} identical word for word"
@@ -164,13 +176,13 @@ def _print_summary(compared: list[Compared]) -> None:
     )
 
 
-def _as_dict(one: Compared) -> dict[str, Any]:
+def _as_dict(comparison: ComparedQuestion) -> dict[str, Any]:
     return {
-        "question": one.asked.question,
-        "answer": one.reused.as_dict(),
-        "full_text": one.full.text,
-        "right": one.is_right(one.reused),
-        "full_right": one.is_right(one.full),
-        "own_prefill_s": one.own_prefill_s,
-        "speedup": one.speedup,
+        "question": comparison.asked.question,
+        "answer": comparison.reused.as_dict(),
+        "full_text": comparison.full.text,
+        "right": comparison.is_right(comparison.reused),
+        "full_right": comparison.is_right(comparison.full),
+        "own_prefill_s": comparison.own_prefill_s,
+        "speedup": comparison.speedup,
     }

@@ -87,7 +87,7 @@ def _facts(settings: Settings, store: Path, *, check: bool) -> Facts:
 
 @contextmanager
 def _folder(store: Path) -> Iterator[Path]:
-    """The store, or, where there is none, a folder beside its place that is removed again."""
+    """The store; if it is missing, a folder next to its place that is removed afterwards."""
     if store.is_dir():
         yield store
         return

@@ -38,12 +38,13 @@ def opened(store: Path) -> Iterator[FaissStore]:
 def ls(as_json: options.Json = False, *, settings: Settings) -> None:
     """List the documents, with the number of their chunks and the folder they were read from."""
     with opened(Path(settings["store"])) as index:
-        found = index.documents()
+        documents = index.documents()
     if as_json:
-        print_json([asdict(document) for document in found])
+        print_json([asdict(document) for document in documents])
         return
-    print_table(("document", "chunks", "folder"), [(one.doc_id, one.chunks, one.root) for one in found])
-    out.print(f"{len(found)} documents")
+    rows = [(document.doc_id, document.chunks, document.root) for document in documents]
+    print_table(("document", "chunks", "folder"), rows)
+    out.print(f"{len(documents)} documents")
 
 
 @app.command()

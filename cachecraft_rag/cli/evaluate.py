@@ -16,7 +16,7 @@ from cachecraft_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from cachecraft_rag.evaluation.dataset import Dataset
-    from cachecraft_rag.evaluation.formats import Source
+    from cachecraft_rag.evaluation.formats import QuestionFile
     from cachecraft_rag.evaluation.measuring import Method, Record
     from cachecraft_rag.evaluation.origins import OriginCondition
     from cachecraft_rag.evaluation.report import Report
@@ -53,7 +53,7 @@ class Questions:
         check_whole("--answer-tokens", self.answer_tokens, least=1)
         check_whole("--seed", self.seed, least=-MOST - 1)
 
-    def load(self, read: Callable[[Path, str | None], Source] | None = None) -> Dataset:
+    def load(self, read: Callable[[Path, str | None], QuestionFile] | None = None) -> Dataset:
         """Return the questions of a file or of a named test set, or those of the sample handbook if neither is given.
 
         Args:
@@ -116,7 +116,7 @@ class Measuring:
         from cachecraft_rag.evaluation.records import RecordLog
 
         trials = trials_of(methods, numbers(self.ratios))
-        settings = runner.Settings(trials, origin, self.warmup, questions.answer_tokens, questions.seed)
+        settings = runner.EvaluationSettings(trials, origin, self.warmup, questions.answer_tokens, questions.seed)
         settings.measured(dataset)
         options.quiet_libraries()
         with ExitStack() as opened:
@@ -156,8 +156,11 @@ def evaluate(
     from cachecraft_rag.evaluation.origins import condition_named
     from cachecraft_rag.evaluation.report import summarise
 
-    names = list(METHODS) if chosen.methods is None else [name.strip() for name in chosen.methods.split(",")]
-    methods, origin = methods_named(names), condition_named(measuring.origin)
+    names = list(METHODS)
+    if chosen.methods is not None:
+        names = [name.strip() for name in chosen.methods.split(",")]
+    methods = methods_named(names)
+    origin = condition_named(measuring.origin)
     described, records = measuring.run(questions.load(), questions, methods, origin=origin)
     show_report(summarise(records, order=list(METHODS)), described, measuring.out, as_json=as_json)
 
@@ -179,7 +182,7 @@ def show_report(
     try:
         page.write_text(markdown(report, described, figures), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{page} cannot be written: {error}") from error
+        raise ConfigError(f"{page} cannot be written: {error.strerror or error}") from error
     if as_json:
         print_json(report.as_dict())
         return

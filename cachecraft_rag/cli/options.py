@@ -25,6 +25,7 @@ from cachecraft_rag.engine.settings import descriptions, flag_of, known_settings
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types import Metadata, Progress
 
+_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 PROGRESS_S = 10.0  # between two lines of progress without a terminal
 _SHORT = {"store": "-s", "model": "-m", "top_k": "-k", "max_new_tokens": "--max-tokens", "tensor_parallel_size": "-tp"}
 _SHORT |= {"data": "-d", "out": "-o", "quality": "-q"}
@@ -114,61 +115,83 @@ def takes(*keys: str, defaults: Mapping[str, Any] = MappingProxyType({}), **grou
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(command, eval_str=True)
-        left_out = {"settings", "context", *groups}
-        kind = inspect.Parameter.KEYWORD_ONLY
-        parameters = {"context": inspect.Parameter("context", kind, annotation=typer.Context)}
-        parameters |= {one.name: one.replace(kind=kind) for one in own.parameters.values() if one.name not in left_out}
-        names = {key.replace(".", "_"): key for key in keys}
-        parameters |= {name: _parameter_of_setting(name, key, defaults.get(key)) for name, key in names.items()}
-        fields_of = {name: [one.name for one in fields(group)] for name, group in groups.items()}
+        signature = inspect.signature(command, eval_str=True)
+        key_of = {key.replace(".", "_"): key for key in keys}
+        fields_of = {name: [field.name for field in fields(group)] for name, group in groups.items()}
+
+        parameters = {"context": inspect.Parameter("context", _KEYWORD_ONLY, annotation=typer.Context)}
+        for parameter in signature.parameters.values():
+            if parameter.name not in ("settings", "context", *groups):
+                parameters[parameter.name] = parameter.replace(kind=_KEYWORD_ONLY)
+        for name, key in key_of.items():
+            parameters[name] = _parameter_of_setting(name, key, defaults.get(key))
         for group in groups.values():
             parameters |= _parameters_of_group(group, defaults)
 
         @wraps(command)
         def called(*, context: typer.Context, **given: Any) -> None:
-            flags = {key: value for name, key in names.items() if (value := given.pop(name, None)) not in (None, [])}
-            chosen = {name: group(**{one: given[one] for one in fields_of[name]}) for name, group in groups.items()}
-            given = {name: value for name, value in given.items() if name in own.parameters} | chosen
+            flags = {}
+            for name, key in key_of.items():
+                value = given.pop(name, None)
+                if value not in (None, []):
+                    flags[key] = value
+            arguments = {name: value for name, value in given.items() if name in signature.parameters}
+            for name, group in groups.items():
+                arguments[name] = group(**{field: given[field] for field in fields_of[name]})
             if keys:
-                given["settings"] = load_settings(context.obj, flags=flags, defaults=defaults)
-                set_threads(given["settings"]["threads"] if "threads" in keys else None)
-            command(**given)
+                settings = load_settings(context.obj, flags=flags, defaults=defaults)
+                set_threads(settings["threads"] if "threads" in keys else None)
+                arguments["settings"] = settings
+            command(**arguments)
 
         del called.__wrapped__  # whose signature typer would take
-        called.__signature__ = own.replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
-        called.__annotations__ = {name: one.annotation for name, one in parameters.items()}
+        called.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=list(parameters.values())
+        )
+        called.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
         return called
 
     return decorate
 
 
 def _parameter_of_setting(name: str, key: str, default: Any) -> inspect.Parameter:
-    """Text, or a flag, whose absence leaves the other sources of a setting."""
+    """Return a setting as an option of text or a flag; without it, the other sources of the setting decide."""
     known = known_settings()[key]
-    kind: Any = bool | None if known.kind == "bool" else list[str] | None if known.is_list else str | None
+    kind: Any = str | None
+    if known.kind == "bool":
+        kind = bool | None
+    elif known.is_list:
+        kind = list[str] | None
     default = known.default if default is None else default
     shown = False if default in (None, (), frozenset()) else str(default)
     option = option_of(key, show_default=shown)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
+    return inspect.Parameter(name, _KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
 
 
 def _parameters_of_group(group: type, defaults: Mapping[str, Any]) -> dict[str, inspect.Parameter]:
-    """The fields of a dataclass as options."""
+    """Return the fields of a dataclass as options."""
     hints = get_type_hints(group, include_extras=True)
-    texts = {name: text for kind in reversed(group.__mro__) for name, text in descriptions(kind).items()}
-    found = {}
-    for one in fields(group):
-        kind, default = hints[one.name], inspect.Parameter.empty if one.default is MISSING else one.default
-        if one.default_factory is not MISSING:
-            default = one.default_factory()
-        if not hasattr(kind, "__metadata__"):
-            metavar = _METAVARS.get(str(one.type).removesuffix(" | None"))
-            described = typer.Option(*_names(one.name), help=sentence(texts.get(one.name, "")), metavar=metavar)
-            kind = Annotated[kind, described if one.name in texts else option_of(one.name, metavar=metavar)]
-        default = defaults.get(one.name, default)
-        found[one.name] = inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-    return found
+    texts: dict[str, str] = {}
+    for base in reversed(group.__mro__):
+        texts |= descriptions(base)
+
+    parameters = {}
+    for field in fields(group):
+        name = field.name
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        annotation = hints[name]
+        if not hasattr(annotation, "__metadata__"):
+            metavar = _METAVARS.get(str(field.type).removesuffix(" | None"))
+            if name in texts:
+                option = typer.Option(*_names(name), help=sentence(texts[name]), metavar=metavar)
+            else:
+                option = option_of(name, metavar=metavar)
+            annotation = Annotated[annotation, option]
+        default = defaults.get(name, default)
+        parameters[name] = inspect.Parameter(name, _KEYWORD_ONLY, default=default, annotation=annotation)
+    return parameters
 
 
 def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
@@ -177,8 +200,8 @@ def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
     Values are compared as text, and `*`, `?` and `[…]` match as in file names. Raises ConfigError.
 
     >>> allowed = where_of(["source=docs/*", "page=2", "page=3"])
-    >>> [allowed(found) for found in ({"source": "docs/a.pdf", "page": 3}, {"source": "docs/a.pdf", "page": 1}, {})]
-    [True, False, False]
+    >>> allowed({"source": "docs/a.pdf", "page": 3}), allowed({"source": "docs/a.pdf", "page": 1}), allowed({})
+    (True, False, False)
     """
     if not conditions:
         return None
@@ -271,17 +294,22 @@ class ProgressLines:
     """Progress as lines on stderr: the first step, one every `PROGRESS_S` seconds, and the last."""
 
     def __init__(self, text: str, *, remaining: bool) -> None:
-        self._text, self._remaining = text, remaining
-        self._began = self._shown = time.monotonic()
+        self._text = text
+        self._remaining = remaining
+        self._began = time.monotonic()
+        self._shown = self._began
         self._first: Progress | None = None
 
     def __call__(self, step: Progress) -> None:
         """Show the step if it is due."""
-        now, first = time.monotonic(), self._first
-        due = step.what.startswith("expected") or (first is not None and step.done >= step.total > first.done)
-        if first is not None and not due and now < self._shown + PROGRESS_S:
+        now = time.monotonic()
+        first = self._first
+        is_last = first is not None and step.done >= step.total > first.done
+        is_due = is_last or step.what.startswith("expected")
+        if first is not None and not is_due and now < self._shown + PROGRESS_S:
             return
-        self._shown, self._first = now, first or step
+        self._shown = now
+        self._first = first or step
         line = f"{self._text}: {step.done:,} of {step.total:,}, {timedelta(seconds=round(now - self._began))}"
         steps = step.done - self._first.done
         if self._remaining and steps > 0 and step.done < step.total:
@@ -297,12 +325,12 @@ def numbers(text: str) -> list[float]:
     [0.5, 1.0, 2.0]
     """
     try:
-        found = [float(value) for value in text.split(",")]
+        values = [float(value) for value in text.split(",")]
     except ValueError:
-        found = []
-    if not found or not all(map(math.isfinite, found)):
+        values = []
+    if not values or not all(map(math.isfinite, values)):
         raise ConfigError(f"{text!r} is not a list of numbers; write for example 0.5,1,2")
-    return found
+    return values
 
 
 def megabytes(nbytes: float) -> str:

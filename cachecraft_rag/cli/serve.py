@@ -20,6 +20,7 @@ _NOT_HERE = {
     "threads": "vLLM binds its threads itself: set VLLM_CPU_OMP_THREADS_BIND",
     "metrics_port": "the server has its own /metrics",
 }
+_REUSE_KEYS = [f"reuse.{field.name}" for field in fields(ReuseConfig) if field.name != "plain_prompts"]
 _KEYS = [key for key in (*ENGINE_KEYS, "best_last", "private_system") if key not in ("model", "device", "threads")]
 
 
@@ -31,11 +32,11 @@ class ServerOptions:
     port                  port to listen on
     tensor_parallel_size  GPUs that share the model
     max_model_len         most tokens of prompt and answer; the model's without it
-    shared_system         clients' system messages hold nobody's private text: what is captured behind them serves
-                          everybody
-    session_header        header that names a request's session. Only behind a proxy that sets it itself
-    client_settings       settings of reuse that requests may bring: none; safe: those that shape nobody else's
-                          chunk-caches; all
+    shared_system         clients' system messages hold no private text: chunk-caches captured after them serve all
+                          clients
+    session_header        header that names a request's session. Use it only with a proxy that sets it
+    client_settings       settings of reuse that requests may bring: none; safe: those that do not shape the
+                          chunk-caches of other clients; all
     reuse_plain_prompts   of requests without documents, too: reuse passages that come again, see
                           docs/guides/any_application.md
     search_system         with reuse_plain_prompts: search the system message, too, for applications that put the
@@ -61,13 +62,15 @@ class ServerOptions:
 
     def for_vllm(self) -> list[str]:
         """Arguments of vLLM's own server."""
-        own = ["--host", self.host, "--port", str(self.port), "--tensor-parallel-size", str(self.tensor_parallel_size)]
-        return own if self.max_model_len is None else [*own, "--max-model-len", str(self.max_model_len)]
+        arguments = ["--host", self.host]
+        arguments += ["--port", str(self.port)]
+        arguments += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
+        if self.max_model_len is not None:
+            arguments += ["--max-model-len", str(self.max_model_len)]
+        return arguments
 
 
-@takes(
-    *_KEYS, *(f"reuse.{one.name}" for one in fields(ReuseConfig) if one.name != "plain_prompts"), server=ServerOptions
-)
+@takes(*_KEYS, *_REUSE_KEYS, server=ServerOptions)
 def serve(
     model: Annotated[str, typer.Argument(help='Hugging Face name or folder, or "demo" for the bundled one.')],
     arguments: Annotated[
@@ -90,7 +93,7 @@ def serve(
     for key, advice in _NOT_HERE.items():
         if settings[key] is not None:
             raise ConfigError(f"{settings.entries[key].origin}: {key} has no effect here: {advice}")
-    of_clients = {"embeddings", "top_k", *(one.name for one in fields(SamplingParams))}
+    of_clients = {"embeddings", "top_k", *(field.name for field in fields(SamplingParams))}
     for key in sorted(of_clients & settings.given().keys()):  # no error: one file may be the clients', too
         warn(f"{settings.entries[key].origin}: {key} has no effect here: clients decide it")
     plain = server.reuse_plain_prompts or settings.given().get("reuse.plain_prompts") == "reuse"

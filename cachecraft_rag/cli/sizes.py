@@ -53,7 +53,8 @@ def _tokens_of(documents: Path, model: str) -> int:
     from cachecraft_rag.retrievers.documents import list_files, parse_document
     from cachecraft_rag.retrievers.office import MissingReaderError
 
-    bound, total = chunk_bound_of(model), 0
+    bound = chunk_bound_of(model)
+    total = 0
     with waiting(f"Counting tokens of {documents}"):
         for file in list_files(documents).files:
             try:

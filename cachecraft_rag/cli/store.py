@@ -43,8 +43,8 @@ def opened(folder: Path, remote: RemoteConfig | None = None, **settings: Any) ->
             f"{folder} holds no chunk-caches; name the folder with --store, or make some with "
             f"`cachecraft index DIR --prime --store {folder}`"
         )
-    with ChunkCacheStore.open(place, remote=remote, **settings) as store:
-        yield store
+    with ChunkCacheStore.open(place, remote=remote, **settings) as caches:
+        yield caches
 
 
 def begins(chunk: str | None) -> str | None:
@@ -71,27 +71,38 @@ def ls(
     """
     from cachecraft_rag.store import RowFilter
 
-    with opened(Path(settings["store"])) as found:
-        rows = found.rows(RowFilter(chunk_prefix=begins(chunk)), offset=offset, limit=limit)
-        total = found.stats().variants
+    with opened(Path(settings["store"])) as caches:
+        rows = caches.rows(RowFilter(chunk_prefix=begins(chunk)), offset=offset, limit=limit)
+        total = caches.stats().variants
     if as_json:
         print_json([_as_dict(row) for row in rows])
         return
     shown = []
     for row in rows:
-        v, key = row.variant, row.variant.key
-        ids = (v.variant_id[:ID_LETTERS], key.chunk_id[:ID_LETTERS], len(key.origin_prefix), v.tokens)
-        numbers = (f"{v.cci:.3f}", f"{v.exact_share:.0%}", f"{v.reuse_frequency:.1f}", megabytes(v.nbytes))
-        shown.append((*ids, *numbers, key.namespace + (" (private)" if v.session else "")))
-    print_table(("variant", "chunk", "behind", "tokens", "CCI", "exact", "f_r", "size", "namespace"), shown)
+        variant = row.variant
+        key = variant.key
+        shown.append(
+            (
+                variant.variant_id[:ID_LETTERS],
+                key.chunk_id[:ID_LETTERS],
+                len(key.origin_prefix),
+                variant.tokens,
+                f"{variant.cci:.3f}",
+                f"{variant.exact_share:.0%}",
+                f"{variant.reuse_frequency:.1f}",
+                megabytes(variant.nbytes),
+                key.namespace + (" (private)" if variant.session else ""),
+            )
+        )
+    print_table(("variant", "chunk", "prefix", "tokens", "CCI", "exact", "f_r", "size", "namespace"), shown)
     out.print(f"{len(rows)} of {total} variants")
 
 
 def _as_dict(row: Listed) -> dict[str, Any]:
     """A row for --json, without the fields that only a look-up for a model fills in."""
-    found = asdict(row)
-    del found["variant"]["payload"]
-    return found
+    fields_of_row = asdict(row)
+    del fields_of_row["variant"]["payload"]
+    return fields_of_row
 
 
 @app.command()
@@ -105,11 +116,11 @@ def stats(
     from cachecraft_rag.planning.calibration import all_calibrations
 
     store = Path(settings["store"])
-    with opened(store, settings.remote()) as found:
-        numbers = found.stats()
+    with opened(store, settings.remote()) as caches:
+        numbers = caches.stats()
     calibrated = all_calibrations(store)
     if as_json:
-        print_json(asdict(numbers) | {"calibrations": {name: asdict(one) for name, one in calibrated.items()}})
+        print_json(asdict(numbers) | {"calibrations": {name: asdict(value) for name, value in calibrated.items()}})
         return
     out.print(f"{numbers.variants} variants of {numbers.chunks} chunks")
     out.print(f"disk {megabytes(numbers.disk_bytes)} of {megabytes(numbers.disk_budget)}")
@@ -119,8 +130,8 @@ def stats(
             sizes = f"{shared.variants} variants, {megabytes(shared.nbytes)}"
             sizes += f" of {megabytes(shared.budget)}" if shared.budget else ""
         out.print(f"remote {shared.url}: {sizes}", soft_wrap=True)
-    for fingerprint, one in calibrated.items():
-        out.print(f"model {fingerprint[:ID_LETTERS]}: {one}", soft_wrap=True)
+    for fingerprint, calibration in calibrated.items():
+        out.print(f"model {fingerprint[:ID_LETTERS]}: {calibration}", soft_wrap=True)
 
 
 @app.command()
@@ -132,8 +143,8 @@ def check(
     settings: Settings,
 ) -> None:
     """Compare catalog and files and verify every checksum. Exit code 1 if something is wrong and was not repaired."""
-    with opened(Path(settings["store"])) as found, progress_bar("Checking") as show:
-        report = found.check(repair=repair, progress=show)
+    with opened(Path(settings["store"])) as caches, progress_bar("Checking") as show:
+        report = caches.check(repair=repair, progress=show)
     if as_json:
         print_json(asdict(report))
     else:
@@ -150,8 +161,8 @@ def check(
 def limits(as_json: options.Json = False, *, settings: Settings) -> None:
     """Show the store's limits, and set those that are given, for all processes that open it from now on."""
     chosen = {key: value for key, value in settings.flags().items() if key in LIMITS}
-    with opened(Path(settings["store"]), None, **chosen) as found:
-        kept = asdict(found.limits) | {"eviction": found.eviction}
+    with opened(Path(settings["store"]), None, **chosen) as caches:
+        kept = asdict(caches.limits) | {"eviction": caches.eviction}
     if as_json:
         print_json(kept)
     else:
@@ -182,8 +193,8 @@ class EvictOptions:
         """Check what is asked for; raises ConfigError."""
         check_number("--older-than-days", self.older_than_days, optional=True)
         check_number("--down-to-mb", self.down_to_mb, optional=True)
-        if all(getattr(self, one.name) == one.default for one in fields(self)):
-            flags = [f"--{one.name.replace('_', '-')}" for one in fields(self)]
+        if all(getattr(self, option.name) == option.default for option in fields(self)):
+            flags = [f"--{option.name.replace('_', '-')}" for option in fields(self)]
             raise ConfigError(f"say what to evict: {', '.join(flags[:-1])} or {flags[-1]}")
 
 
@@ -199,8 +210,8 @@ def evict(as_json: options.Json = False, *, settings: Settings, chosen: EvictOpt
     down_to = 0 if chosen.all else None
     if chosen.down_to_mb is not None:
         down_to = int(min(chosen.down_to_mb, 1e12) * 1e6)
-    with opened(Path(settings["store"])) as found:
-        gone = found.evict(rows, down_to_bytes=down_to)
+    with opened(Path(settings["store"])) as caches:
+        gone = caches.evict(rows, down_to_bytes=down_to)
     if as_json:
         print_json(asdict(gone))
     else:

@@ -19,7 +19,7 @@ from cachecraft_rag.evaluation.intervals import Interval, mean_interval, ratio_i
 from cachecraft_rag.evaluation.measuring import Method, Record, Trial
 from cachecraft_rag.evaluation.origins import CONDITIONS, DEFAULT_ORIGIN, condition_named
 from cachecraft_rag.evaluation.records import RecordLog
-from cachecraft_rag.evaluation.runner import Run, Settings
+from cachecraft_rag.evaluation.runner import EvaluationSettings, Run
 from cachecraft_rag.planning.calibration import Calibration
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Progress
@@ -133,14 +133,15 @@ def smallest_that_holds(alphas: Sequence[float], holds: Callable[[float], bool])
     >>> smallest_that_holds((0.1, 0.2, 0.5, 1.0), lambda alpha: alpha >= 0.3)
     0.5
     """
-    fails, found = -1, len(alphas) - 1
-    while found - fails > 1:
-        middle = (fails + found) // 2
+    last_failing = -1
+    first_holding = len(alphas) - 1
+    while first_holding - last_failing > 1:
+        middle = (last_failing + first_holding) // 2
         if holds(alphas[middle]):
-            found = middle
+            first_holding = middle
         else:
-            fails = middle
-    return alphas[found]
+            last_failing = middle
+    return alphas[first_holding]
 
 
 def halves(dataset: Dataset, *, seed: int) -> tuple[Dataset, Dataset]:
@@ -183,16 +184,16 @@ def calibrate(
     tries = math.ceil(math.log2(len(ALPHAS))) + 1
     with Validation(engine, dataset, settings, passes=tries, folder=folder, progress=progress) as validation:
         chosen = smallest_that_holds(ALPHAS, lambda alpha: validation.at(alpha).quality.low >= settings.quality)
-        found = validation.at(chosen)
+        point = validation.at(chosen)
         validation.finish()
     config = engine.config
     calibration = Calibration(
         alpha=chosen,
         metric=settings.metric,
         quality=settings.quality,
-        reached=found.quality.mean,
-        low=found.quality.low,
-        recomputed=found.recomputed,
+        reached=point.quality.mean,
+        low=point.quality.low,
+        recomputed=point.recomputed,
         dataset=dataset.name,
         questions=len(dataset.questions),
         origin=settings.origin,
@@ -214,9 +215,9 @@ def check(
 ) -> Point:
     """Measure an α on questions it was not calibrated on; arguments and errors as `calibrate`."""
     with Validation(engine, dataset, settings, folder=folder, progress=progress) as validation:
-        found = validation.at(alpha)
+        point = validation.at(alpha)
         validation.finish()
-    return found
+    return point
 
 
 class Validation(Closeable):
@@ -238,9 +239,11 @@ class Validation(Closeable):
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
         settings.require(dataset)
-        self._engine, self._questions, self._metric = engine, dataset.questions, settings.metric
+        self._engine = engine
+        self._questions = dataset.questions
+        self._metric = settings.metric
         self._points: dict[float, Point] = {}
-        run = Settings(
+        run = EvaluationSettings(
             tuple(self._trial(alpha) for alpha in ALPHAS),
             condition_named(settings.origin),
             answer_tokens=settings.answer_tokens,

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.formats import Place, Source, SourceBuilder, SourceQuestion, read_source
+from cachecraft_rag.evaluation.formats import Place, QuestionFile, SourceBuilder, SourceQuestion, read_source
 from cachecraft_rag.model.demo_model import handbook_folder, handbook_questions
 from cachecraft_rag.retrievers.chunking import split
 from cachecraft_rag.types import Chunk, Document
@@ -21,7 +21,7 @@ BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class EvaluationQuestion:
     """A question, its passages in prompt order as from a retriever, and its gold answers (possibly none)."""
 
     question_id: str
@@ -39,7 +39,7 @@ class Dataset:
 
     name: str
     documents: tuple[tuple[Chunk, ...], ...]
-    questions: tuple[Question, ...]
+    questions: tuple[EvaluationQuestion, ...]
 
     @cached_property
     def _places(self) -> dict[str, Place]:
@@ -67,7 +67,7 @@ def load_dataset(
     limit: int | None,
     seed: int,
     chunk_tokens: int | None = None,
-    read: Callable[[Path, str | None], Source] = read_source,
+    read: Callable[[Path, str | None], QuestionFile] = read_source,
 ) -> Dataset:
     """Draw `limit` questions (None = all) with `passages` chunks each from a file in any format that `read` knows.
 
@@ -101,7 +101,7 @@ def handbook_dataset(*, passages: int, limit: int | None, seed: int) -> Dataset:
         pages[page.name] = {builder.place(page.name, text): text for text in texts}
     for asked in handbook_questions():
         near = pages[asked.page]
-        # Usually one piece holds everything a correct answer must say. For a "no" there is none: take the first.
+        # Usually one piece holds everything a correct answer must say. No piece holds a "no": take the first.
         needed = [place for place, text in near.items() if all(re.search(e, text, re.IGNORECASE) for e in asked.expect)]
         builder.ask(SourceQuestion(asked.question, asked.question, (), tuple(needed or list(near))[:1], tuple(near)))
     return _assemble(builder.source(), "sample handbook", passages=passages, limit=limit, seed=seed)
@@ -113,18 +113,18 @@ def check_draw(*, passages: int, limit: int | None) -> None:
         raise ConfigError(f"asked for {limit} questions with {passages} passages each; both must be at least 1")
 
 
-def _assemble(source: Source, name: str, *, passages: int, limit: int | None, seed: int) -> Dataset:
+def _assemble(source: QuestionFile, name: str, *, passages: int, limit: int | None, seed: int) -> Dataset:
     check_draw(passages=passages, limit=limit)
     draw = random.Random(seed)
     asked = list(source.questions)
     draw.shuffle(asked)
     asked = asked[:limit]
-    own = {number for question in asked for number, _ in (*question.needed, *question.near)}
-    rest = [number for number in range(len(source.documents)) if number not in own]
-    kept = sorted([*own, *draw.sample(rest, min(len(rest), OTHER_DOCUMENTS))])
+    drawn_from = {number for question in asked for number, _ in (*question.needed, *question.near)}
+    rest = [number for number in range(len(source.documents)) if number not in drawn_from]
+    kept = sorted([*drawn_from, *draw.sample(rest, min(len(rest), OTHER_DOCUMENTS))])
     documents, pieces = _split(source, kept)
     everything = [chunk for document in documents for chunk in document]
-    questions: list[Question] = []
+    questions: list[EvaluationQuestion] = []
     times: dict[str, int] = {}
     for question in asked:
         # Results are kept by question id, so each question needs its own.
@@ -133,11 +133,11 @@ def _assemble(source: Source, name: str, *, passages: int, limit: int | None, se
         question_id = question.question_id if again == 1 else f"{question.question_id}#{again}"
         own_draw = random.Random(f"{seed}/{question_id}")
         chosen = _choose(question, pieces, everything, passages=passages, draw=own_draw)
-        questions.append(Question(question_id, question.text, chosen, question.answers))
+        questions.append(EvaluationQuestion(question_id, question.text, chosen, question.answers))
     return Dataset(name, documents, tuple(questions))
 
 
-def _split(source: Source, kept: Sequence[int]) -> tuple[tuple[tuple[Chunk, ...], ...], dict[Place, list[Chunk]]]:
+def _split(source: QuestionFile, kept: Sequence[int]) -> tuple[tuple[tuple[Chunk, ...], ...], dict[Place, list[Chunk]]]:
     """The kept documents in chunks, each chunk once, and the chunks of every passage."""
     first: dict[str, Chunk] = {}
     pieces: dict[Place, list[Chunk]] = {}
@@ -146,13 +146,14 @@ def _split(source: Source, kept: Sequence[int]) -> tuple[tuple[tuple[Chunk, ...]
         document = source.documents[number]
         chunks: list[Chunk] = []
         for place, text in enumerate(document.passages):
-            pieces[number, place] = found = []
+            pieces_of_passage: list[Chunk] = []
+            pieces[number, place] = pieces_of_passage
             for piece in _pieces(text, source.passage_tokens):
                 chunk = Chunk(piece, {"source": document.name, "ordinal": len(chunks)})
                 if chunk.chunk_id not in first:
                     first[chunk.chunk_id] = chunk
                     chunks.append(chunk)
-                found.append(first[chunk.chunk_id])
+                pieces_of_passage.append(first[chunk.chunk_id])
         if chunks:
             documents.append(tuple(chunks))
     return tuple(documents), pieces
@@ -189,10 +190,11 @@ def _choose(
         piece for place in question.needed for piece in (_holding(pieces[place], question.answers) or pieces[place])
     )
     draw.shuffle(near)
-    found = _unique([*needed, *near])
-    if question.fill and len(found) < passages:
-        found = _unique([*found, *draw.sample(everything, min(len(everything), passages + len(found)))])
-    chosen_chunks = found[: max(passages, len(needed))]
+    candidates = _unique([*needed, *near])
+    if question.fill and len(candidates) < passages:
+        fillers = draw.sample(everything, min(len(everything), passages + len(candidates)))
+        candidates = _unique([*candidates, *fillers])
+    chosen_chunks = candidates[: max(passages, len(needed))]
     draw.shuffle(chosen_chunks)
     return tuple(chosen_chunks)
 

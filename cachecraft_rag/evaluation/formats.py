@@ -47,7 +47,7 @@ class SourceQuestion:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class QuestionFile:
     """A whole file, before questions are drawn and passages of more than `passage_tokens` are split."""
 
     documents: tuple[SourceDocument, ...]
@@ -71,10 +71,10 @@ class SourceBuilder:
         """Add a question."""
         self._questions.append(question)
 
-    def source(self, *, passage_tokens: int = PASSAGE_TOKENS) -> Source:
+    def source(self, *, passage_tokens: int = PASSAGE_TOKENS) -> QuestionFile:
         """All documents and questions so far."""
         documents = tuple(SourceDocument(name, tuple(texts)) for name, (_, texts) in self._documents.items())
-        return Source(documents, tuple(self._questions), passage_tokens)
+        return QuestionFile(documents, tuple(self._questions), passage_tokens)
 
 
 def texts_of(values: Sequence[str]) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ def texts_of(values: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class JsonRecord:
     """One JSON object, line or row; `where` locates it, in words, for error messages.
 
     Every method raises DocumentError with the place and the field if the field is missing or of another type.
@@ -98,8 +98,8 @@ class Record:
     def _field(self, name: str, kind: type, wanted: str) -> Any:
         value = self.fields.get(name)
         if not isinstance(value, kind):
-            found = "is missing" if value is None else f"is {json.dumps(value, default=str)[:40]}"
-            raise DocumentError(f'{self.where}: "{name}" {found}; it must be {wanted}. Fix or remove that entry.')
+            problem = "is missing" if value is None else f"is {json.dumps(value, default=str)[:40]}"
+            raise DocumentError(f'{self.where}: "{name}" {problem}; it must be {wanted}. Fix or remove that entry.')
         return value
 
     def text(self, name: str) -> str:
@@ -110,7 +110,7 @@ class Record:
         return text
 
     def label(self, name: str, default: str) -> str:
-        """An identifier: a text or a number, or the default if there is none."""
+        """An identifier: a text or a number, or the default if it is missing."""
         value = self.fields.get(name)
         return str(value) if isinstance(value, str | int) and str(value).strip() else default
 
@@ -119,30 +119,30 @@ class Record:
         if optional and self.fields.get(name) is None:
             return []
         values: list[Any] = self._field(name, list, "a list of texts")
-        items = Record(self.where, {f"{name} {place}": value for place, value in enumerate(values, start=1)})
-        return [items._field(one, str, "a text") for one in items.fields]
+        items = JsonRecord(self.where, {f"{name} {place}": value for place, value in enumerate(values, start=1)})
+        return [items._field(item, str, "a text") for item in items.fields]
 
-    def records(self, name: str) -> list[Record]:
+    def records(self, name: str) -> list[JsonRecord]:
         """A list of objects."""
         values: list[Any] = self._field(name, list, "a list of objects")
         return [as_record(value, f"{self.where}, {name} {place}") for place, value in enumerate(values, start=1)]
 
-    def record(self, name: str) -> Record:
+    def record(self, name: str) -> JsonRecord:
         """An object."""
-        return Record(f"{self.where}, {name}", self._field(name, dict, "an object"))
+        return JsonRecord(f"{self.where}, {name}", self._field(name, dict, "an object"))
 
 
-def as_record(value: Any, where: str) -> Record:
+def as_record(value: Any, where: str) -> JsonRecord:
     """The value as a record. Raises DocumentError if it is not an object."""
     if not isinstance(value, dict):
         raise DocumentError(
             f"{where}: expected an object with named fields, not {json.dumps(value, default=str)[:40]}. Fix or "
             "remove that entry."
         )
-    return Record(where, value)
+    return JsonRecord(where, value)
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[JsonRecord]:
     """The file's records: lines of JSON lines, a JSON list's entries, or one whole JSON object.
 
     Raises:
@@ -163,7 +163,7 @@ def read_records(path: Path) -> list[Record]:
     return _json(path, text)
 
 
-def _json(path: Path, text: str) -> list[Record]:
+def _json(path: Path, text: str) -> list[JsonRecord]:
     try:
         whole = json.loads(text)
     except _NOT_JSON as error:
@@ -178,7 +178,7 @@ def _json(path: Path, text: str) -> list[Record]:
     return [as_record(whole, str(path))]
 
 
-def _lines(path: Path, text: str) -> Iterator[Record]:
+def _lines(path: Path, text: str) -> Iterator[JsonRecord]:
     # Not splitlines(): JSON strings may contain U+2028 and similar characters unescaped.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -193,7 +193,7 @@ def _lines(path: Path, text: str) -> Iterator[Record]:
 # --- SQuAD 1.1 and 2.0, and sets of the same form (XQuAD, MLQA, NewsQA conversions); also Hugging Face's columns ---
 
 
-def is_squad(record: Record) -> bool:
+def is_squad(record: JsonRecord) -> bool:
     """`data` → `paragraphs` → `context`, `qas`; or one row per question with `context`, `question` and `answers`."""
     data = record.fields.get("data")
     if isinstance(data, list):
@@ -201,18 +201,18 @@ def is_squad(record: Record) -> bool:
     return isinstance(record.fields.get("context"), str) and {"question", "answers"} <= record.fields.keys()
 
 
-def read_squad(records: Sequence[Record]) -> Source:
-    """The passages of a question are the paragraphs of its own article; unanswerable questions have no answers."""
+def read_squad(records: Sequence[JsonRecord]) -> QuestionFile:
+    """The passages of a question are the paragraphs of its article; unanswerable questions have no answers."""
     builder = SourceBuilder()
-    found: list[tuple[str, Place, Record, list[str]]] = []  # article, paragraph, question, answers
+    questions: list[tuple[str, Place, JsonRecord, list[str]]] = []  # article, paragraph, question, answers
     paragraphs: dict[str, dict[Place, None]] = {}
     for record in records:
         for article, context, asked, answers in _asked(record) if "data" in record else _row(record):
             place = builder.place(article, context)
             paragraphs.setdefault(article, {})[place] = None
             if asked is not None:
-                found.append((article, place, asked, answers))
-    for number, (article, place, asked, answers) in enumerate(found, start=1):
+                questions.append((article, place, asked, answers))
+    for number, (article, place, asked, answers) in enumerate(questions, start=1):
         near = tuple(paragraphs[article])
         builder.ask(
             SourceQuestion(
@@ -222,9 +222,9 @@ def read_squad(records: Sequence[Record]) -> Source:
     return builder.source()
 
 
-def _asked(record: Record) -> list[tuple[str, str, Record | None, list[str]]]:
+def _asked(record: JsonRecord) -> list[tuple[str, str, JsonRecord | None, list[str]]]:
     """(Article, paragraph, question, answers) of the nested form, and each paragraph once with None as its question."""
-    found: list[tuple[str, str, Record | None, list[str]]] = []
+    found: list[tuple[str, str, JsonRecord | None, list[str]]] = []
     for number, article in enumerate(record.records("data"), start=1):
         title = article.label("title", f"article {number}")
         for paragraph in article.records("paragraphs"):
@@ -236,7 +236,7 @@ def _asked(record: Record) -> list[tuple[str, str, Record | None, list[str]]]:
     return found
 
 
-def _row(record: Record) -> list[tuple[str, str, Record | None, list[str]]]:
+def _row(record: JsonRecord) -> list[tuple[str, str, JsonRecord | None, list[str]]]:
     """The same for one row of Hugging Face's form, whose answers are `{"text": [...], "answer_start": [...]}`."""
     context = record.text("context")
     return [(record.label("title", context), context, record, record.record("answers").texts("text"))]
@@ -247,16 +247,16 @@ def _row(record: Record) -> list[tuple[str, str, Record | None, list[str]]]:
 EXAMPLE = '{"question": "…?", "passages": ["…", "…"], "answers": ["…"], "document": "…"}'
 
 
-def is_own(record: Record) -> bool:
+def is_own(record: JsonRecord) -> bool:
     """`question` beside `passages`."""
     return {"question", "passages"} <= record.fields.keys()
 
 
-def read_own(records: Sequence[Record]) -> Source:
+def read_own(records: Sequence[JsonRecord]) -> QuestionFile:
     """The passages keep their order. `answers`, `id` and `document` are optional.
 
     `document` names the document of all passages of the line, in the document's order. Without it each passage counts
-    as a document of its own, because passages next to each other in a retriever's list are rarely so in a document.
+    as a separate document, because passages next to each other in a retriever's list are rarely so in a document.
     """
     builder = SourceBuilder()
     for number, record in enumerate(records, start=1):
@@ -288,8 +288,8 @@ class Format:
 
     name: str
     description: str
-    recognises: Callable[[Record], bool]
-    read: Callable[[Sequence[Record]], Source]
+    recognises: Callable[[JsonRecord], bool]
+    read: Callable[[Sequence[JsonRecord]], QuestionFile]
 
 
 FORMATS: tuple[Format, ...] = (
@@ -303,8 +303,8 @@ def read_source(
     format: str | None = None,
     *,
     formats: Sequence[Format] = FORMATS,
-    read: Callable[[Path], list[Record]] = read_records,
-) -> Source:
+    read: Callable[[Path], list[JsonRecord]] = read_records,
+) -> QuestionFile:
     """Read a file of questions. If no format is named, it is recognised from the first record.
 
     Raises:

@@ -60,7 +60,8 @@ def share_interval(hits: int, count: int) -> Interval:
     """
     if not 0 <= hits <= count or not count:
         raise ValueError(f"{hits} of {count} is no share")
-    z, share = 1.959963984540054, hits / count
+    z = 1.959963984540054  # 97.5 % of a normal distribution lies below it
+    share = hits / count
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
     return Interval(share, max(middle - half, 0.0) if hits else 0.0, min(middle + half, 1.0) if hits < count else 1.0)
@@ -97,7 +98,8 @@ def _columns(*values: ArrayLike) -> NDArray[np.float64]:
 
 def _resampled(columns: NDArray[np.float64], resamples: int, seed: int) -> NDArray[np.float64]:
     """Means of the resamples, `[methods, resamples]`; one draw of questions serves all methods."""
-    draw, count = np.random.default_rng(seed), columns.shape[1]
+    draw = np.random.default_rng(seed)
+    count = columns.shape[1]
     batch = max(1, _DRAWS_AT_ONCE // count)
     sizes = [min(batch, resamples - done) for done in range(0, resamples, batch)]
     return np.concatenate([columns[:, draw.integers(count, size=(size, count))].mean(-1) for size in sizes], axis=1)

@@ -12,7 +12,7 @@ from importlib import util
 from pathlib import Path
 
 from cachecraft_rag.errors import CacheCraftError, ConfigError
-from cachecraft_rag.evaluation.dataset import Dataset, Question, check_draw
+from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion, check_draw
 from cachecraft_rag.evaluation.metrics import normalised_words
 from cachecraft_rag.types import Chunk
 
@@ -107,7 +107,7 @@ def lookalikes_dataset(
     for question in drawn[:limit]:
         shown = passages_of(question, pages, count=passages)
         questions.append(
-            Question(
+            EvaluationQuestion(
                 question_id=question.question_id,
                 text=question.text,
                 passages=tuple(chunks[page] for page in shown),

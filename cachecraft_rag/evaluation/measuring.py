@@ -16,13 +16,13 @@ from cachecraft_rag.planning.config import ReuseConfig
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine, ScoredAnswer
-    from cachecraft_rag.evaluation.dataset import Question
+    from cachecraft_rag.evaluation.dataset import EvaluationQuestion
     from cachecraft_rag.types import Chunk
 
 # A difference of two probabilities. Below it, rounding can decide between full prefill's two likeliest tokens, so an
 # answer that departs from full prefill's there departs by chance.
 NEAR_TIE = 0.02
-Preparation = Callable[["Engine", "Question", float], AbstractContextManager[Sequence["Chunk"]]]
+Preparation = Callable[["Engine", "EvaluationQuestion", float], AbstractContextManager[Sequence["Chunk"]]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ _FULL_MEANS = "full_recompute (prefill of the whole prompt) or full_cache (all r
 _OFTEN_TRIED = MappingProxyType(dict.fromkeys(("full", "none", "all", "baseline"), _FULL_MEANS))
 # Captures nothing, and loads every stored layer even where computing it would be faster.
 PLAIN = ReuseConfig(capture=False, loading="layerwise")
-_FULL, _PREFIX = replace(PLAIN, reuse=False), replace(PLAIN, scope="prefix")
+_FULL = replace(PLAIN, reuse=False)
+_PREFIX = replace(PLAIN, scope="prefix")
 _NOTHING = replace(PLAIN, recompute_ratio=0.0, drift=0.0)
 FULL_PREFILL = Method("full_recompute", "any engine", lambda _: _FULL)
 
@@ -82,12 +83,14 @@ def label(method: str, ratio: float | None) -> str:
     >>> label("default", 0.15), label("full_cache", None)
     ('default@0.15', 'full_cache')
     """
-    return method if ratio is None else f"{method}@{ratio:g}"
+    if ratio is None:
+        return method
+    return f"{method}@{ratio:g}"
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A method at a recompute ratio; the ratio is None for methods that take none."""
+    """A method at a recompute ratio; the ratio is None for methods without one."""
 
     method: Method
     ratio: float | None = None
@@ -175,12 +178,12 @@ class Record:
 class Reference:
     """Full prefill's answer to a question, of at most `answer_tokens` tokens."""
 
-    question: Question
+    question: EvaluationQuestion
     answer: ScoredAnswer
     answer_tokens: int
 
 
-def reference_of(engine: Engine, question: Question, *, answer_tokens: int) -> Reference:
+def reference_of(engine: Engine, question: EvaluationQuestion, *, answer_tokens: int) -> Reference:
     """Answer with full prefill (FULL-RECOMP) and capture nothing.
 
     Args:
@@ -196,36 +199,38 @@ def measure(engine: Engine, reference: Reference, trial: Trial) -> Record:
     Args:
         engine: the one that made the reference.
     """
-    question, full = reference.question, reference.answer
-    passages, prepare_s = question.passages, 0.0
+    question = reference.question
+    full = reference.answer
+    passages = question.passages
+    prepare_s = 0.0
     with ExitStack() as prepared:
         if trial.method.prepare is not None:
             preparation = trial.method.prepare(engine, question, trial.ratio or 0.0)
             started = time.perf_counter()
             passages = tuple(prepared.enter_context(preparation))
             prepare_s = time.perf_counter() - started
-        found = engine.score_answer(
+        answer = engine.score_answer(
             question.text, passages, target=full.tokens, max_new_tokens=reference.answer_tokens, config=trial.config
         )
-    departure = first_difference(full.tokens, found.tokens)
-    kl, top1 = divergence(full.logits, found.logits)
+    departure = first_difference(full.tokens, answer.tokens)
+    kl, top1 = divergence(full.logits, answer.logits)
     golds = question.answers
     chunk_tokens = sum(chunk.tokens for chunk in full.stats.chunks)
-    spent = sum(chunk.recomputed + chunk.computed for chunk in found.stats.chunks) + found.stats.tokens_refreshed
+    spent = sum(chunk.recomputed + chunk.computed for chunk in answer.stats.chunks) + answer.stats.tokens_refreshed
     return Record(
         question_id=question.question_id,
         method=trial.method.name,
         ratio=trial.ratio,
         kl=kl,
         top1=top1,
-        rouge_l=rouge_l(full.text, found.text),
-        f1=squad_f1(found.text, golds) if golds else None,
+        rouge_l=rouge_l(full.text, answer.text),
+        f1=squad_f1(answer.text, golds) if golds else None,
         reference_f1=squad_f1(full.text, golds) if golds else None,
-        ttft_s=prepare_s + found.stats.ttft_s,
+        ttft_s=prepare_s + answer.stats.ttft_s,
         reference_ttft_s=full.stats.ttft_s,
         recomputed=spent / max(chunk_tokens, 1),
-        text=found.text,
-        right=is_right(found.text, golds) if golds else None,
+        text=answer.text,
+        right=is_right(answer.text, golds) if golds else None,
         reference_right=is_right(full.text, golds) if golds else None,
         margin=None if departure is None else margin_at(full.logits, departure),
     )

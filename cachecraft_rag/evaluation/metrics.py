@@ -39,11 +39,11 @@ def squad_f1(prediction: str, golds: Sequence[str]) -> float:
     return max(_f1(normalised_words(prediction), normalised_words(gold)) for gold in golds)
 
 
-def _f1(found: list[str], gold: list[str]) -> float:
-    if not found or not gold:
-        return float(found == gold)
-    same = sum((Counter(found) & Counter(gold)).values())
-    return 2 * same / (len(found) + len(gold))
+def _f1(words: list[str], gold: list[str]) -> float:
+    if not words or not gold:
+        return float(words == gold)
+    same = sum((Counter(words) & Counter(gold)).values())
+    return 2 * same / (len(words) + len(gold))
 
 
 def is_right(prediction: str, golds: Sequence[str]) -> bool:
@@ -132,8 +132,9 @@ def divergence(reference_logits: Tensor, logits: Tensor) -> tuple[float, float]:
 
     if reference_logits.shape != logits.shape or logits.dim() != 2 or not len(logits):
         raise ValueError(f"cannot compare logits of shapes {tuple(reference_logits.shape)} and {tuple(logits.shape)}")
-    reference, found = reference_logits.double().log_softmax(-1), logits.double().log_softmax(-1)
+    reference = reference_logits.double().log_softmax(-1)  # [positions, vocabulary]
+    method = logits.double().log_softmax(-1)
     share = reference.exp()
-    kl = torch.where(share > 0, share * (reference - found), 0.0).sum(-1).mean()
-    agreement = (reference.argmax(-1) == found.argmax(-1)).double().mean()
+    kl = torch.where(share > 0, share * (reference - method), 0.0).sum(-1).mean()
+    agreement = (reference.argmax(-1) == method.argmax(-1)).double().mean()
     return float(kl), float(agreement)

@@ -22,7 +22,7 @@ from cachecraft_rag.types import Chunk
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine
-    from cachecraft_rag.evaluation.dataset import Dataset, Question
+    from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion
 
 # dataset, chunk, seed → the chunks that it is captured after
 OriginPrefix = Callable[["Dataset", "Chunk", int], Sequence["Chunk"]]
@@ -116,7 +116,7 @@ class Origins:
         self._primed: set[str] = set()  # the first chunk of each document
         self._asked_for = {chunk.chunk_id for question in self.dataset.questions for chunk in question.passages}
 
-    def before(self, question: Question) -> None:
+    def before(self, question: EvaluationQuestion) -> None:
         """Capture the chunks of a question about to be measured; skipped for one that an earlier run has measured."""
         if self.condition.primes_documents:
             for chunk in question.passages:
@@ -141,7 +141,7 @@ class Origins:
         if unused:
             self.engine.store.evict(RowFilter(chunk_ids=unused))
 
-    def after(self, question: Question) -> None:
+    def after(self, question: EvaluationQuestion) -> None:
         """With captures left to the questions, ask this one with the default settings, which capture.
 
         Called after every question, also those of the warm-up and those that an earlier run has measured.

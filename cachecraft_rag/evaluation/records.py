@@ -57,7 +57,9 @@ class RecordLog(Closeable):
             self._file.truncate(len(whole))
             self._file.seek(len(whole))
         except OSError as error:
-            raise ConfigError(f"{self._path} cannot be written ({error}); choose another folder with --out") from error
+            raise ConfigError(
+                f"{self._path} cannot be written ({error.strerror or error}); choose another folder with --out"
+            ) from error
         if not whole:
             self._write({"version": VERSION, "settings": plain})
 
@@ -78,8 +80,8 @@ class RecordLog(Closeable):
         try:
             first, *rest = [json.loads(line) for line in whole.splitlines()]
             same_version = first.get("version") == VERSION
-            found = list(_differences(first["settings"], settings))
-            records = [Record(**line) for line in rest] if same_version and not found else []
+            differences = list(_differences(first["settings"], settings))
+            records = [Record(**line) for line in rest] if same_version and not differences else []
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{self._path} is damaged ({error!r}); choose another folder with --out, or begin again with --restart"
@@ -89,10 +91,12 @@ class RecordLog(Closeable):
                 f"{self._path} was written by another version of this package, and measurements of two versions do not "
                 "belong in one report. Choose another folder with --out, or begin again with --restart."
             )
-        if found:
-            more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        if differences:
+            shown = "; ".join(differences[:_SHOWN])
+            if len(differences) > _SHOWN:
+                shown += f"; and {len(differences) - _SHOWN} more"
             raise ConfigError(
-                f"{self._path.parent} holds an evaluation with other settings ({'; '.join(found[:_SHOWN])}{more}). "
+                f"{self._path.parent} holds an evaluation with other settings ({shown}). "
                 "Choose another folder with --out, or begin again with --restart."
             )
         return records
@@ -101,7 +105,8 @@ class RecordLog(Closeable):
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> Iterator[str]:
     """Each setting that differs, in words."""
     for name in [*old, *(name for name in new if name not in old)]:
-        before, now = old.get(name), new.get(name)
+        before = old.get(name)
+        now = new.get(name)
         if isinstance(before, dict) and isinstance(now, dict):
             yield from _differences(before, now, f"{path}{name}.")
         elif before != now:
@@ -109,7 +114,9 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "")
 
 
 def _short(value: Any) -> str:
-    if value is None or isinstance(value, dict):
-        return "none" if value is None else "some"
+    if value is None:
+        return "none"
+    if isinstance(value, dict):
+        return "some"
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "…"

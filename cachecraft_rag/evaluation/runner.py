@@ -26,7 +26,7 @@ from cachecraft_rag.types import Progress, digest
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine
-    from cachecraft_rag.evaluation.dataset import Dataset, Question
+    from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion
     from cachecraft_rag.serving.config import NewVariants, When
     from cachecraft_rag.store import ChunkCacheStore
 
@@ -36,7 +36,7 @@ _CACHES = ".caches-"
 
 
 @dataclass(frozen=True)
-class Settings:
+class EvaluationSettings:
     """The settings of an evaluation.
 
     warmup         with the origin "stream": the first N questions are asked but not measured (Cache-Craft §5.1.2)
@@ -54,7 +54,7 @@ class Settings:
         if not self.trials or self.answer_tokens < 1 or self.warmup < 0:
             raise ConfigError("an evaluation needs a method, answers of 1 token or more, and a warm-up of 0 or more")
 
-    def measured(self, dataset: Dataset) -> tuple[Question, ...]:
+    def measured(self, dataset: Dataset) -> tuple[EvaluationQuestion, ...]:
         """The questions without those of the warm-up; ConfigError if none is left."""
         warmup = self._warmup
         if warmup >= len(dataset.questions):
@@ -84,7 +84,7 @@ class Settings:
             "device": str(engine.decoder.device),
             "threads": torch.get_num_threads(),
             "dataset": dataset.name,
-            "data_digest": digest(*asked, *(chunk.chunk_id for one in dataset.documents for chunk in one)),
+            "data_digest": digest(*asked, *(chunk.chunk_id for document in dataset.documents for chunk in document)),
             "questions": len(dataset.questions),
             "origin": self.origin.name,
             "warmup": self._warmup,
@@ -134,12 +134,13 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"{_CACHES}*"):
-            if not _lives(left.name.removeprefix(_CACHES).partition("-")[0]):
+            if not _is_running(left.name.removeprefix(_CACHES).partition("-")[0]):
                 shutil.rmtree(left, ignore_errors=True)
         made = tempfile.TemporaryDirectory(prefix=f"{_CACHES}{os.getpid()}-", dir=folder, ignore_cleanup_errors=True)
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be written ({error}); choose another folder with --out, or --store of calibrate"
+            f"{folder} cannot be written ({error.strerror or error}); choose another folder with --out, or --store of "
+            "calibrate"
         ) from error
     with made as name, _signals_as_exits():
         yield Path(name)
@@ -159,7 +160,7 @@ def _signals_as_exits() -> Iterator[None]:
             signal.signal(kind, signal.SIG_DFL)
 
 
-def _lives(pid: str) -> bool:
+def _is_running(pid: str) -> bool:
     """True if a process with this id runs on this machine."""
     try:
         os.kill(int(pid), 0)
@@ -173,7 +174,7 @@ def _lives(pid: str) -> bool:
 def evaluate(
     engine: Engine,
     dataset: Dataset,
-    settings: Settings,
+    settings: EvaluationSettings,
     *,
     log: RecordLog,
     progress: Callable[[Progress], None] = lambda _: None,
@@ -181,8 +182,8 @@ def evaluate(
     """Measure every question with every trial, except for the measurements in the log; return all its records.
 
     Args:
-        engine: from `open_engine`, with an empty store. Every run captures chunk-caches anew; with the origin "stream"
-            that includes those of questions that an earlier run has measured.
+        engine: from `open_engine`, with an empty store. Every run captures its chunk-caches; with the origin "stream"
+            also those of questions that an earlier run has measured.
 
     Raises:
         ConfigError: the warm-up leaves no question to measure, or this data cannot provide the origin condition.
@@ -222,7 +223,7 @@ class Run:
         self,
         engine: Engine,
         dataset: Dataset,
-        settings: Settings,
+        settings: EvaluationSettings,
         *,
         log: RecordLog | None = None,
         progress: Callable[[Progress], None] | None = None,
@@ -230,9 +231,12 @@ class Run:
     ) -> None:
         self.origins = Origins(settings.origin, engine, dataset, settings.seed, settings.answer_tokens)
         self.total = 0
-        self._engine, self._log, self._progress = engine, log, progress
+        self._engine = engine
+        self._log = log
+        self._progress = progress
         self._tokens = settings.answer_tokens
-        self._records = {(one.question_id, one.label): one for one in (log.records if log else ())}
+        earlier = log.records if log else ()
+        self._records = {(record.question_id, record.label): record for record in earlier}
         self._references: dict[str, Reference] | None = {} if keep_references else None
         self._warm = False
 
@@ -241,7 +245,7 @@ class Run:
         if self._progress is not None:
             self._progress(Progress(min(len(self._records), self.total), self.total, what))
 
-    def ask(self, question: Question, trials: Sequence[Trial]) -> list[Record]:
+    def ask(self, question: EvaluationQuestion, trials: Sequence[Trial]) -> list[Record]:
         """The records of one question, one per trial, in that order; measures those that are missing."""
         missing = [trial for trial in trials if (question.question_id, trial.label) not in self._records]
         reference = self._reference(question) if missing else None
@@ -254,7 +258,7 @@ class Run:
                 self._log.append(record)
         return [self._records[question.question_id, trial.label] for trial in trials]
 
-    def _reference(self, question: Question) -> Reference:
+    def _reference(self, question: EvaluationQuestion) -> Reference:
         """Full prefill's answer, over chunk-caches that are ready for trials."""
         if self._references is not None and (kept := self._references.get(question.question_id)):
             return kept
@@ -263,12 +267,12 @@ class Run:
         self.show("computing chunk-caches")
         self.origins.before(question)
         self.show("full prefill")
-        found = reference_of(self._engine, question, answer_tokens=self._tokens)
+        reference = reference_of(self._engine, question, answer_tokens=self._tokens)
         if self._references is not None:
-            self._references[question.question_id] = found
-        return found
+            self._references[question.question_id] = reference
+        return reference
 
-    def _warm_up(self, question: Question) -> None:
+    def _warm_up(self, question: EvaluationQuestion) -> None:
         """Answer once before anything counts, because the first requests of a process take longer."""
         self._warm = True
         self.show("warming up")
@@ -281,7 +285,7 @@ class Run:
         self.show(f"expected to take {timedelta(seconds=round(seconds))}")
 
 
-def _ids(question: Question) -> list[str]:
+def _ids(question: EvaluationQuestion) -> list[str]:
     return [chunk.chunk_id for chunk in question.passages]
 
 

@@ -15,7 +15,7 @@ from benchmarks.formats import FORMATS, SEGMENT_TOKENS
 from benchmarks.formats import read as read_source
 from benchmarks.formats import read_rows as read_records
 from cachecraft_rag.errors import ConfigError, DocumentError
-from cachecraft_rag.evaluation.formats import Record, Source, SourceQuestion
+from cachecraft_rag.evaluation.formats import JsonRecord, QuestionFile, SourceQuestion
 
 SQUAD = {
     "version": "v2.0",
@@ -151,11 +151,11 @@ def write(tmp_path: Path) -> Write:
     return written
 
 
-def passages(source: Source, question: SourceQuestion, kind: str = "near") -> list[str]:
+def passages(source: QuestionFile, question: SourceQuestion, kind: str = "near") -> list[str]:
     return [source.documents[document].passages[place] for document, place in getattr(question, kind)]
 
 
-def named(source: Source) -> dict[str, SourceQuestion]:
+def named(source: QuestionFile) -> dict[str, SourceQuestion]:
     return {question.question_id: question for question in source.questions}
 
 
@@ -377,7 +377,7 @@ def test_parquet_without_pyarrow_says_what_to_type(write: Write, monkeypatch: py
 
 
 def test_labels_take_numbers_and_nothing_else() -> None:
-    record = Record("here", {"text": "a", "number": 7, "blank": " ", "list": [1]})
+    record = JsonRecord("here", {"text": "a", "number": 7, "blank": " ", "list": [1]})
     assert [record.label(name, "-") for name in ("text", "number", "blank", "list", "none")] == [
         "a",
         "7",

@@ -18,7 +18,7 @@ from benchmarks.evaluate import Similar, chosen
 from benchmarks.methods import ABLATIONS, methods_for
 from cachecraft_rag.engine.engine import Engine, ScoredAnswer
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.dataset import Dataset, Question
+from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion
 from cachecraft_rag.evaluation.measuring import Method
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.model.decoder import Decoder
@@ -65,7 +65,7 @@ def by(engine: Engine, methods: dict[str, Method]) -> Ask:
         method = methods[name]
         config = method.config(ratio)
         assert not config.capture
-        question = Question("q", "What?", tuple(chunks), ())
+        question = EvaluationQuestion("q", "What?", tuple(chunks), ())
         if method.prepare is None:
             return engine.score_answer("What?", chunks, max_new_tokens=2, config=config)
         with method.prepare(engine, question, ratio) as passages:
@@ -140,7 +140,7 @@ def test_without_positions_keys_are_as_they_would_be_behind_the_instruction(
     raw = engine.store.load(variant).kv[2, 0]
     prepare = methods["no_position"].prepare
     assert prepare is not None
-    with prepare(engine, Question("q", "What?", tuple(chunks), ()), 0.0):
+    with prepare(engine, EvaluationQuestion("q", "What?", tuple(chunks), ()), 0.0):
         (turned,) = engine.store.open_variants([variant])
     here = engine.decoder.rope(torch.arange(start, start + length))
     behind_instruction = engine.decoder.rope(torch.arange(prompt.bounds[1], prompt.bounds[1] + length))

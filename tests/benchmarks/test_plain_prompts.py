@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.plain_prompts import TEMPLATES, first_time, measure
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.evaluation.dataset import Question
+from cachecraft_rag.evaluation.dataset import EvaluationQuestion
 from cachecraft_rag.evaluation.measuring import PLAIN
 from cachecraft_rag.types import Chunk
 
@@ -16,7 +16,7 @@ PASSAGES = tuple(
     Chunk(f"The mill of {town} dates from {year} and leaks, which nobody in {town} has minded since {year + 40}. " * 2)
     for town, year in (("Arden", 1701), ("Brook", 1802), ("Corry", 1903))
 )
-QUESTION = Question("q", "When was the mill of Brook built, and does it leak?", PASSAGES, ("1802",))
+QUESTION = EvaluationQuestion("q", "When was the mill of Brook built, and does it leak?", PASSAGES, ("1802",))
 
 
 @pytest.mark.parametrize("template", [None, *TEMPLATES.values()])

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.formats import read as read_published
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation import dataset as module
-from cachecraft_rag.evaluation.dataset import Dataset, Question, handbook_dataset, load_dataset
+from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion, handbook_dataset, load_dataset
 from cachecraft_rag.model.demo_model import handbook_questions
 from cachecraft_rag.types import Chunk
 
@@ -41,11 +41,11 @@ def lines(path: Path, *entries: dict[str, Any]) -> Path:
     return path
 
 
-def texts(question: Question) -> list[str]:
+def texts(question: EvaluationQuestion) -> list[str]:
     return [chunk.text for chunk in question.passages]
 
 
-def unrelated(data: Dataset, question: Question) -> tuple[Chunk, ...]:
+def unrelated(data: Dataset, question: EvaluationQuestion) -> tuple[Chunk, ...]:
     """The passages of all documents other than those of the question's passages."""
     own = [data.document_of(chunk.chunk_id) for chunk in question.passages]
     return tuple(chunk for document in data.documents if document not in own for chunk in document)
@@ -97,7 +97,7 @@ def test_neighbours_and_document_of_a_passage(squad: Path) -> None:
     assert bridge[2].metadata == {"source": "bridge", "ordinal": 2}
     with pytest.raises(KeyError):
         data.neighbours("nothing")
-    question = Question("q", "?", (bridge[1], data.documents[3][0]), ())
+    question = EvaluationQuestion("q", "?", (bridge[1], data.documents[3][0]), ())
     assert unrelated(data, question) == tuple(c for place in (0, 2, 4, 5) for c in data.documents[place])
 
 
@@ -126,7 +126,7 @@ def test_long_passages_are_split_and_the_piece_with_the_answer_comes_along(tmp_p
     path.write_text(json.dumps({"data": [{"title": "x", "paragraphs": [{"context": context, "qas": qas}]}]}))
     data = load_dataset(path, passages=2, limit=None, seed=0)
     (document,) = data.documents
-    assert all(len(chunk.text) <= 4 * module.Source((), ()).passage_tokens for chunk in document)
+    assert all(len(chunk.text) <= 4 * module.QuestionFile((), ()).passage_tokens for chunk in document)
     assert " ".join(" ".join(chunk.text for chunk in document).split()) == context
     for question in data.questions:
         assert len(question.passages) == 2

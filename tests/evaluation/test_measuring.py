@@ -11,7 +11,7 @@ import pytest
 
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.dataset import Dataset, Question
+from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion
 from cachecraft_rag.evaluation.measuring import (
     METHODS,
     NEAR_TIE,
@@ -130,7 +130,7 @@ def test_without_gold_answers_there_is_nothing_to_compare_with(
 
 
 @contextmanager
-def halved(question: Question) -> Iterator[list[Chunk]]:
+def halved(question: EvaluationQuestion) -> Iterator[list[Chunk]]:
     """Keep the first half of each chunk and none of the second chunk, and take some time."""
     time.sleep(0.2)
     yield [Chunk(chunk.text[: len(chunk.text) // 2]) for i, chunk in enumerate(question.passages) if i != 1]

@@ -22,7 +22,7 @@ from cachecraft_rag.evaluation.origins import CONDITIONS
 from cachecraft_rag.evaluation.records import FILE, RecordLog
 from cachecraft_rag.evaluation.runner import (
     VARIANTS_PER_CHUNK,
-    Settings,
+    EvaluationSettings,
     evaluate,
     open_engine,
     scratch_folder,
@@ -33,7 +33,7 @@ from cachecraft_rag.types import Progress
 
 MakeEngine = Callable[[], AbstractContextManager[Engine]]
 TRIALS = trials_of(methods_named(["full_recompute", "full_cache", "prefix_cache", "default"]), [0.2, 0.5])
-SETTINGS = Settings(TRIALS, warmup=2, answer_tokens=6, seed=5)
+SETTINGS = EvaluationSettings(TRIALS, warmup=2, answer_tokens=6, seed=5)
 
 
 @pytest.fixture
@@ -52,7 +52,9 @@ def new_engine(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> MakeEngi
     return opened
 
 
-def run(new_engine: MakeEngine, dataset: Dataset, settings: Settings, folder: Path, **how: Any) -> list[Record]:
+def run(
+    new_engine: MakeEngine, dataset: Dataset, settings: EvaluationSettings, folder: Path, **how: Any
+) -> list[Record]:
     with new_engine() as engine, RecordLog(folder, settings.describe(engine, dataset)) as log:
         return list(evaluate(engine, dataset, settings, log=log, **how))
 
