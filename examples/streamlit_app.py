@@ -30,8 +30,10 @@ from cachecraft_rag.cli.first_sentence import first_sentence
 
 STYLE = Path(__file__).parent / "streamlit_style.css"
 WELCOME = (
-    "The first answer is computed in full. What was computed is stored, so answers over the same text begin sooner."
+    "Ask questions about your documents: {model} answers on this server, and answers begin sooner where the same text "
+    "was read before."
 )
+DEMO_MODEL = "the small demo model SmolLM2-135M-Instruct"
 REMEMBERED_TURNS = 3
 AUTOMATIC = "automatic"
 FULL_PREFILL = ReuseConfig.full_prefill()
@@ -73,7 +75,8 @@ def main() -> None:
         documents = documents_section(shared)
         with st.sidebar:
             choose_settings(shared, documents, small=model == "demo")
-        conversation(shared, turns, documents, str(typed or "").strip())
+        welcome = WELCOME.format(model=DEMO_MODEL if model == "demo" else plain(model))
+        conversation(shared, turns, documents, str(typed or "").strip(), welcome)
     except CacheCraftError as error:
         st.error(f"This did not work: {plain(str(error))}", icon=":material/error:")
 
@@ -94,18 +97,20 @@ def resume(shared: Shared) -> list[Turn]:
 def choose_settings(shared: Shared, documents: list[str], *, small: bool) -> None:
     """The settings, in the session under their keys; by default `small` models stop after their first sentence."""
     state = st.session_state
-    off = not st.toggle("Reuse what was computed before", True, key="reuse")
-    label = "How much of a reused passage is recomputed, in %"
-    help = "Automatic: the more, the more a passage depended on text that stands elsewhere now."
-    st.select_slider(label, [AUTOMATIC, *range(0, 101, 5)], key="ratio", disabled=off, help=help)
-    st.toggle("Recompute only passages that the question needs", False, key="focus", disabled=off)
-    st.toggle("Time each prompt without reuse too", True, key="compare", help="After the answer, to the first token.")
     state.picked = [name for name in state.get("picked", []) if name in documents]  # others may have removed some
     st.multiselect("Ask only about", documents, key="picked", placeholder="all documents")
-    st.slider("Passages per question", 1, 10, 5, key="top_k")
+    st.toggle(f"Remember the last {REMEMBERED_TURNS} turns", True, key="remember")
     st.slider("Maximum length in tokens", 16, 512, 96, 16, key="length", help="About ¾ of a word each.")
     st.toggle("Stop after the first sentence", small, key="brief", help="Small models go on to invent.")
-    st.toggle(f"Include the last {REMEMBERED_TURNS} turns", False, key="remember")
+    with st.expander("Expert settings", icon=":material/tune:"):
+        off = not st.toggle("Reuse what was computed before", True, key="reuse")
+        label = "How much of a reused passage is recomputed, in %"
+        help = "Automatic: the more, the more a passage depended on text that stands elsewhere now."
+        st.select_slider(label, [AUTOMATIC, *range(0, 101, 5)], key="ratio", disabled=off, help=help)
+        st.toggle("Recompute only passages that the question needs", False, key="focus", disabled=off)
+        help = "After the answer, to the first token; left out if something else runs on this server."
+        st.toggle("Time each prompt without reuse too", True, key="compare", help=help)
+        st.slider("Passages per question", 1, 10, 5, key="top_k")
     if st.button("New conversation", icon=":material/restart_alt:", key="restart"):
         del st.query_params["c"]
         st.rerun()
@@ -113,12 +118,15 @@ def choose_settings(shared: Shared, documents: list[str], *, small: bool) -> Non
     st.caption(f"{stats.variants} chunk-caches: {size(stats.disk_bytes)} of {size(stats.disk_budget)} on disk")
 
 
-def conversation(shared: Shared, turns: list[Turn], documents: list[str], question: str) -> None:
-    """The new question if there is one, then the earlier turns, the newest first."""
+def conversation(shared: Shared, turns: list[Turn], documents: list[str], question: str, welcome: str) -> None:
+    """Show the new question if there is one, then the earlier turns, the newest first.
+
+    A baseline is timed when everything is shown, so nobody waits for it.
+    """
     question = question or suggestion(turns, documents)
     fresh = st.empty()
     if not turns:
-        fresh.caption(WELCOME)
+        fresh.caption(welcome)
     for number in range(len(turns), 0, -1):
         turn = turns[number - 1]
         asked_line(turn.question, number)
@@ -134,6 +142,10 @@ def conversation(shared: Shared, turns: list[Turn], documents: list[str], questi
                 st.info("There is nothing to ask about yet: add a document, or the sample handbook.")
             elif answer(shared, turns, question):
                 st.rerun()
+    elif turns and turns[-1].whole and turns[-1].compare:
+        with fresh.container():
+            time_full_prefill(shared, turns[-1])
+        st.rerun()
 
 
 def suggestion(turns: list[Turn], documents: list[str]) -> str:
@@ -147,13 +159,14 @@ def suggestion(turns: list[Turn], documents: list[str]) -> str:
 
 
 def answer(shared: Shared, turns: list[Turn], question: str) -> bool:
-    """Stream one answer into the page, then time full prefill; False if there was only an error to show.
+    """Stream one answer into the page; False if there was only an error to show.
 
     A user who clicks before the end interrupts the script at any line that touches the page or its state; the answer so
     far is kept.
     """
     state = st.session_state
-    picked, brief, compare = list(state.picked), state.brief, state.compare and state.reuse
+    picked = list(state.picked)
+    brief = state.brief
     earlier = [turn for turn in turns[-REMEMBERED_TURNS:] if state.remember and turn.answer]
     history = [said for turn in earlier for said in (("user", turn.question), ("assistant", turn.answer.text))]
     arguments: dict[str, Any] = {
@@ -165,13 +178,13 @@ def answer(shared: Shared, turns: list[Turn], question: str) -> bool:
     }
     ratio = None if state.ratio == AUTOMATIC else state.ratio / 100
     reuse = ReuseConfig(reuse=state.reuse, recompute_ratio=ratio, early_termination=state.focus)
-    turn = Turn(question, arguments)
+    turn = Turn(question, arguments, compare=state.compare and state.reuse)
     turns.append(turn)
     asked_line(question, len(turns))
     place, picture = st.empty(), st.empty()
     place.markdown(":gray[Reading …]")
     try:
-        with closing(shared.rag.stream(question, config=reuse, **arguments)) as stream:
+        with shared.activity.running(), closing(shared.rag.stream(question, config=reuse, **arguments)) as stream:
             for piece in stream:
                 sentence = first_sentence(stream.text) if brief else None
                 turn.answer = Answer((sentence or stream.text).strip(), stream.sources, stream.stats)
@@ -187,21 +200,26 @@ def answer(shared: Shared, turns: list[Turn], question: str) -> bool:
         turns.remove(turn)
         place.warning(f"This question could not be answered: {plain(str(error))}", icon=":material/error:")
         return False
-    if compare:
-        place.markdown(markdown_safe(turn.answer.text))
-        time_full_prefill(shared, turn)
     return True
 
 
 def time_full_prefill(shared: Shared, turn: Turn) -> None:
-    """Ask again without reuse and stop after the first piece; the prompt is the same, trimmed chunks included."""
+    """Ask again without reuse and stop after the first piece; the prompt is the same, trimmed chunks included.
+
+    The time is discarded if anything else ran on this server meanwhile: both would have shared the processor.
+    """
     with st.spinner("The same without reuse …"):
         engine = shared.rag.engine  # its captures would share the processor with this pass
         engine.write_back.wait_for([engine.prompts.system.segment_id, *(s.chunk_id for s in turn.answer.sources)])
         engine.store.flush(timeout=20)
-        with closing(shared.rag.stream(turn.question, config=FULL_PREFILL, **turn.arguments)) as stream:
-            next(stream, "")
-            turn.full_ttft_s = stream.stats.ttft_s
+        mark = shared.activity.idle_mark()
+        if mark is not None:
+            with closing(shared.rag.stream(turn.question, config=FULL_PREFILL, **turn.arguments)) as stream:
+                next(stream, "")
+                full_ttft_s = stream.stats.ttft_s
+            if shared.activity.idle_since(mark):
+                turn.full_ttft_s = full_ttft_s
+        turn.compare = False
 
 
 def asked_line(question: str, number: int) -> None:

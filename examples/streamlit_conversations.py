@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ class Turn:
     arguments    repeat the call
     full_ttft_s  seconds to the first token without reuse; None until it is measured
     whole        the answer has ended, by itself or where it should
+    compare      the same prompt is still to be timed without reuse
     """
 
     question: str
@@ -31,6 +34,38 @@ class Turn:
     answer: Answer | None = None
     full_ttft_s: float | None = None
     whole: bool = False
+    compare: bool = False
+
+
+class Activity:
+    """Everything that keeps the processor of this server busy, so that a baseline is timed alone or discarded."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._begun = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the block as activity."""
+        with self._lock:
+            self._running += 1
+            self._begun += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+
+    def idle_mark(self) -> int | None:
+        """Return a mark for `idle_since`; None if something runs now."""
+        with self._lock:
+            return None if self._running else self._begun
+
+    def idle_since(self, mark: int) -> bool:
+        """Return whether nothing has run since the mark."""
+        with self._lock:
+            return self._begun == mark
 
 
 class Conversations:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import streamlit as st
-from streamlit_conversations import Conversations
+from streamlit_conversations import Activity, Conversations
 from streamlit_picture import plain
 
 from cachecraft_rag import CacheCraft
@@ -25,6 +25,7 @@ class Shared:
     uploads: Path
     indexing: threading.Lock
     conversations: Conversations
+    activity: Activity = field(default_factory=Activity)
 
 
 def documents_section(shared: Shared) -> list[str]:
@@ -51,7 +52,7 @@ def documents_section(shared: Shared) -> list[str]:
         for document in stored:
             choices.setdefault(SAMPLE if document.root == handbook else document.doc_id, []).append(document.doc_id)
         if SAMPLE not in choices and st.button("Add the sample handbook", icon=":material/menu_book:", key="sample"):
-            with st.spinner("Reading the handbook …"), shared.indexing:
+            with st.spinner("Reading the handbook …"), shared.indexing, shared.activity.running():
                 shared.rag.add_documents(HANDBOOK)
             changed()
         if choices:
@@ -88,7 +89,7 @@ def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> list[str]:
     """
     problems = []
     stored: list[Path] = []
-    with shared.indexing:
+    with shared.indexing, shared.activity.running():
         for given, data in files:
             path = shared.uploads / file_name(given)
             try:

@@ -404,6 +404,39 @@ def test_switches_do_what_they_say(visit: Open) -> None:
     assert fixed == pytest.approx(0.4 * tokens, abs=len(moved))  # one budget for all of them
 
 
+def test_a_baseline_is_discarded_if_anything_else_ran() -> None:
+    from streamlit_conversations import Activity
+
+    activity = Activity()
+    mark = activity.idle_mark()
+    assert mark is not None
+    assert activity.idle_since(mark)
+    with activity.running():
+        assert activity.idle_mark() is None  # an upload, or another visitor's answer
+        assert not activity.idle_since(mark)
+    assert not activity.idle_since(mark)  # it has ended, but it ran meanwhile
+    assert activity.idle_mark() is not None
+
+
+def test_a_busy_server_times_no_baseline(visit: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    from streamlit_conversations import Activity
+
+    app = visit()
+    upload(app, ("kettle.md", KETTLE.encode()))
+    with monkeypatch.context() as patched:
+        patched.setattr(Activity, "idle_mark", lambda _: None)
+        ask(app, QUESTIONS[0])
+    (turn,) = app.session_state.turns
+    assert turn.whole
+    assert (turn.full_ttft_s, turn.compare) == (None, False)
+    assert not any("without reuse" in element.value for element in app.html)
+
+
+def test_the_page_says_which_model_answers(visit: Open) -> None:
+    (welcome,) = [note.value for note in visit().caption if note.value.startswith("Ask questions about your documents")]
+    assert "SmolLM2-135M-Instruct" in welcome
+
+
 def test_visitors_share_chunk_caches_but_no_conversation(visit: Open) -> None:
     one, other = visit(), visit("0" * 32)
     upload(one, ("kettle.md", KETTLE.encode()))
