@@ -23,6 +23,8 @@ from cachecraft_rag.cli.console import err, print_error
 from cachecraft_rag.errors import CacheCraftError
 
 INTERRUPTED = (129, 130, 143)  # 128 + SIGHUP, SIGINT and SIGTERM, as in shells
+# Of a write to stdout, which names no file. Errors of the package's own files are CacheCraftErrors.
+OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 _ASKING = "Documents and questions"
 _MEASURING = "Measuring"
@@ -33,7 +35,7 @@ _OPERATING = "Operating"
 class CommandEntry:
     """A command that is imported when it runs.
 
-    summary    the first sentence of its own help
+    summary    the first sentence of the command's help
     panel      the group of commands that it is listed in
     attribute  its function, or a typer application with commands; by default the function with the module's name
     """
@@ -208,21 +210,12 @@ def main() -> None:
         print_error(error)
         sys.exit(2)
     except OSError as error:
-        if not _output_is_closed():
+        if error.errno not in OUTPUT_ERRORS or error.filename is not None:
             raise
-        print_error(CacheCraftError(f"the output cannot be written: {os.strerror(error.errno or errno.EIO)}"))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to write at the exit
+        print_error(CacheCraftError(f"the output cannot be written: {os.strerror(error.errno)}"))
         sys.exit(2)
     except SystemExit as leaving:
         if leaving.code in INTERRUPTED:  # typer's exit code for Ctrl-C is 130
             err.print("interrupted; finished work is kept")
         raise
-
-
-def _output_is_closed() -> bool:
-    """Return whether stdout takes no more output; the interpreter then has nothing left to write at its end."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False

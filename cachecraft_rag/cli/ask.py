@@ -284,7 +284,7 @@ def print_comparison(comparison: Comparison, *, brief: bool, as_json: bool) -> N
     full_s = comparison.full.stats.ttft_s
     out.print(
         f"{agreement}; first token after {reused_s:.2f} s with reuse, {full_s:.2f} s with full prefill: "
-        f"{comparison.speedup:.1f} times faster",
+        f"{comparison.speedup:.1f} times as fast with reuse",
         style="dim",
     )
     print_stats(comparison.reused.stats)

@@ -90,7 +90,7 @@ def label(method: str, ratio: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A method at a recompute ratio; the ratio is None for methods without one."""
+    """A method at a recompute ratio; methods without a ratio have None."""
 
     method: Method
     ratio: float | None = None

@@ -38,7 +38,7 @@ class OriginCondition:
     questions capture.
 
     meaning            what the condition stands for, in one phrase
-    origin_prefix      the chunks that a chunk is captured after, each chunk in a pass of its own
+    origin_prefix      the chunks that a chunk is captured after, each chunk in a separate pass
     primes_documents   the documents of a question's passages are primed as `CacheCraft.prime` primes them
     """
 
