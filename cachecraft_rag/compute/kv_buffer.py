@@ -10,6 +10,7 @@ from torch import Tensor
 from cachecraft_rag.compute.stack import RotaryTables, Stack
 from cachecraft_rag.kernels.gather import place, place_all
 from cachecraft_rag.kernels.gpu.choice import uses_triton
+from cachecraft_rag.kernels.gpu.streams import copy_stream
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,6 @@ class KVBuffer:
         self._device = stack.device
         self._ranks = stack.ranks
         self.rotary = RotaryTables.of(stack, torch.arange(capacity, device=stack.device))
-        self._copies: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            self._copies = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
         """Write one layer of a chunk-cache, `[2, tokens, all kv_heads, head_dim]`, at its new position."""
@@ -70,11 +68,12 @@ class KVBuffer:
 
     def _on_device(self, chunk: Tensor) -> Tensor:
         """Return the chunk on this device. On a GPU the copy runs beside the layers that are computed."""
-        if self._copies is None or chunk.device == self._device:
+        if self._device.type != "cuda" or chunk.device == self._device:
             return chunk.to(self._device, non_blocking=True)
-        with torch.cuda.stream(self._copies):
+        copies = copy_stream(self._device)
+        with torch.cuda.stream(copies):
             moved = chunk.to(self._device, non_blocking=True)
         computing = torch.cuda.current_stream(self._device)
-        computing.wait_stream(self._copies)
+        computing.wait_stream(copies)
         moved.record_stream(computing)  # its memory is reused only after this stream has read it
         return moved

@@ -224,6 +224,7 @@ class OverlappedPrefill:
         for layer in range(self._layers):
             self._place(layer, resident_before_edge, below=edge)
             yield from self._run_layer(row_pass)
+        row_pass.wait()
         self._measured(positions, computing_s(), "piece")
         self._rows = self._rows.finish(positions)
 
@@ -259,6 +260,7 @@ class OverlappedPrefill:
             yield from self._run_layer(row_pass)
             if focus is not None and focus.decide(layer):
                 row_pass.keep(self._rows_to_keep(row_pass.positions, focus.monitor))
+        row_pass.wait()
         seconds = computing_s()
 
         has_terminated_early = focus is not None and focus.monitor.focused is not None

@@ -23,6 +23,7 @@ from cachecraft_rag.compute.timing import Timer, untimed
 from cachecraft_rag.kernels.attention import attention
 from cachecraft_rag.kernels.cpu.calls import LayerRow
 from cachecraft_rag.kernels.gather import scatter_rows
+from cachecraft_rag.kernels.gpu.streams import LayersInFlight
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.kernels.visibility import Visibility
 
@@ -101,6 +102,7 @@ class RowPass:
         self._hidden_keys = None if absent is None else self._on_device(absent)
 
         self.layer = 0
+        self._in_flight = LayersInFlight(stack.device)
         self._started_layer = -1  # the last layer in which `attend` began its changes
         self._finished_layer = -1  # the last layer in which `attend` finished its changes
         self._set_rows(positions)
@@ -135,6 +137,16 @@ class RowPass:
         """Change the reasons of the rows, after stored keys and values of a running row failed to load."""
         self._rows = rows
         self._locate_drift()
+
+    def layer_launched(self, hidden: Tensor) -> None:
+        """Take the output of the layer that was just launched, `[streams, rows, hidden]`, as input of the next one."""
+        self.hidden = hidden
+        self.layer += 1
+        self._in_flight.add()
+
+    def wait(self) -> None:
+        """Block until every launched layer is computed; on a CPU it is already."""
+        self._in_flight.wait()
 
     def join(self, other: RowPass) -> None:
         """Add the rows of another pass that has reached the same layer."""
@@ -274,5 +286,4 @@ def advance(stack: Stack, passes: Sequence[RowPass]) -> None:
         outputs = torch.split(output, [len(row_pass.positions) for row_pass in passes], dim=1)
 
     for row_pass, rows_output in zip(passes, outputs, strict=True):
-        row_pass.hidden = rows_output
-        row_pass.layer += 1
+        row_pass.layer_launched(rows_output)

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.captures.capture import AttentionAccumulator, CaptureRecorder, RecordedChunk
 from cachecraft_rag.compute.driver import Call, Work
+from cachecraft_rag.kernels.gpu.streams import launched, wait_on_host, wait_on_stream
 from cachecraft_rag.planning.found_text import text_mark
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import (
@@ -115,6 +117,7 @@ class WriteBackQueue:
     def submit(self, recorder: CaptureRecorder, keys: Tensor, context: CaptureContext) -> None:
         """Queue the captures of a prefill and return at once.
 
+        Call it in the thread that computed the prefill, because captures wait for the work launched by this thread.
         Captures are dropped after `close` and while more than `max_bytes` are waiting. The answer is not affected.
 
         Args:
@@ -122,6 +125,7 @@ class WriteBackQueue:
             keys: `[layers, keys, kv_heads, head_dim]`, rotated; must not change up to the last capture's end.
             context: facts about the prompt.
         """
+        computed = launched(keys.device)
         for capture in recorder.captures:
             chunk_id = context.segments[capture.segment].segment_id
             refusal = self._refusal(capture, context)
@@ -133,17 +137,32 @@ class WriteBackQueue:
             with self._guard:
                 self._pending[chunk_id] = job
                 self._waiting_bytes += capture.nbytes
-            steps = self.steps(capture, recorder, keys, context=context)
+            steps = self.steps(capture, recorder, keys, context=context, computed=computed)
             self._start(steps, partial(self._ended, chunk_id, capture.nbytes, job))
 
     def steps(
-        self, capture: RecordedChunk, recorder: CaptureRecorder, keys: Tensor, *, context: CaptureContext
+        self,
+        capture: RecordedChunk,
+        recorder: CaptureRecorder,
+        keys: Tensor,
+        *,
+        context: CaptureContext,
+        computed: torch.cuda.Event | None = None,
     ) -> Work[Variant | Unavailable]:
-        """Describe and store one capture, a layer at a time; arguments as in `submit`."""
+        """Describe and store one capture, a layer at a time.
+
+        Args:
+            capture: the capture.
+            recorder: see `submit`.
+            keys: see `submit`.
+            context: see `submit`.
+            computed: event after the prefill, if another thread may run these steps on another stream of the GPU.
+        """
         key = self._key(capture, context)
+        wait_on_stream(computed, capture.kv, keys, *capture.queries.values())
         describer = AttentionAccumulator(capture, recorder.settings, bounds=context.bounds)
         for layer in range(self._layout.layers):
-            yield Call(partial(describer.add_layer, layer, keys[layer]))
+            yield Call(partial(_describe_layer, describer, layer, keys[layer]))
 
         if key.chunk_id in context.removed:  # a removal from here on waits for this capture
             reason = "its chunk was removed meanwhile"
@@ -226,6 +245,12 @@ class WriteBackQueue:
         chunk_id = context.segments[capture.segment].segment_id
         prefix = tuple(segment.segment_id for segment in context.segments[: capture.segment])
         return VariantKey(self._namespace, self._fingerprint, chunk_id, prefix)
+
+
+def _describe_layer(describer: AttentionAccumulator, layer: int, keys: Tensor) -> None:
+    """Add one layer and wait for it: drivers decide by the time that a call takes."""
+    describer.add_layer(layer, keys)
+    wait_on_host(keys.device)
 
 
 def _is_private(capture: RecordedChunk, context: CaptureContext) -> bool:

@@ -1,0 +1,198 @@
+"""Order of work on a GPU, on a device that computes as late as CUDA permits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cachecraft_rag.compute import overlapped
+from cachecraft_rag.compute.balance.speed import ComputeSpeed
+from cachecraft_rag.compute.captures.write_back import CaptureContext, Ended, WriteBackQueue
+from cachecraft_rag.compute.driver import Work, prefill, run
+from cachecraft_rag.compute.job import PrefillJob
+from cachecraft_rag.compute.kv_buffer import ResidentKV
+from cachecraft_rag.compute.overlapped import OverlappedPrefill
+from cachecraft_rag.compute.row_pass import RowPass, advance
+from cachecraft_rag.compute.rows import Rows
+from cachecraft_rag.kernels.gather import place_all
+from cachecraft_rag.kernels.visibility import Visibility
+from cachecraft_rag.model.decoder import Decoder
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.loading.pending import PendingLoads
+from cachecraft_rag.types import LoadedVariant, Segment
+from tests.async_device.late_device import Device
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.version.cuda is not None, reason="a build for CUDA has kernels that would run instead"),
+]
+
+BOUNDS = [0, 8, 20, 36, 40]
+SEGMENTS = (
+    Segment("system", "the system", tuple(range(8))),
+    Segment("chunk", "first", tuple(range(12))),
+    Segment("chunk", "second", tuple(range(16))),
+    Segment("question", "question", tuple(range(4)), private=True),
+)
+IDS = [token for segment in SEGMENTS for token in segment.token_ids]
+WHOLE = PrefillJob(IDS, Rows.of(BOUNDS, new=range(40)), captures=[0, 1, 2])
+
+
+def test_nothing_is_computed_before_something_waits_for_it(device: Device) -> None:
+    computing = torch.cuda.Stream("cuda:1")
+    with torch.cuda.stream(computing):
+        doubled = torch.ones(3, device="cuda:1") * 2
+    assert doubled.cpu().isnan().all(), "the default stream does not wait for another one"
+    torch.cuda.current_stream("cuda:1").wait_stream(computing)
+    assert doubled.cpu().tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_prefill_on_a_late_device_gives_the_same_hidden_states(decoder: Decoder, decoder_on_device: Decoder) -> None:
+    expected = prefill(decoder, WHOLE)
+    result = prefill(decoder_on_device, WHOLE)
+    torch.testing.assert_close(result.hidden.cpu(), expected.hidden)
+
+
+def test_chunk_caches_are_copied_beside_computing_and_placed_when_they_have_arrived(
+    decoder: Decoder, decoder_on_device: Decoder, device: Device
+) -> None:
+    resident = [ResidentKV(8, prefill(decoder, WHOLE).recorder.captures[1].kv)]
+    job = PrefillJob(IDS, Rows.of(BOUNDS, new=[*range(8), *range(20, 40)]), resident=resident)
+    expected = prefill(decoder, job)
+    result = prefill(decoder_on_device, job)
+    torch.testing.assert_close(result.hidden.cpu(), expected.hidden)
+
+
+@pytest.fixture
+def describing() -> Callable[[Work[Any], Ended], None]:
+    """Run captures in a thread that computes on the default stream, as a server does."""
+    thread = ThreadPoolExecutor(1)
+    lock = threading.Lock()
+
+    def start(steps: Work[Any], ended: Ended) -> None:
+        def work() -> None:
+            try:
+                stored = run(None, steps, lambda: lock)  # type: ignore[arg-type]  # captures have no layers to run
+            except Exception as error:  # noqa: BLE001
+                ended(None, error)
+            else:
+                ended(stored, None)
+
+        thread.submit(work)
+
+    return start
+
+
+def test_captures_of_a_side_stream_hold_what_was_computed_there(
+    decoder: Decoder,
+    decoder_on_device: Decoder,
+    device: Device,
+    store: ChunkCacheStore,
+    describing: Callable[[Work[Any], Ended], None],
+) -> None:
+    expected = {capture.segment: capture.kv for capture in prefill(decoder, WHOLE).recorder.captures}
+    queue = WriteBackQueue(
+        store,
+        namespace="default",
+        fingerprint=decoder.fingerprint,
+        layout=decoder.layout,
+        start=describing,
+    )
+    torch.cuda.set_stream(torch.cuda.Stream("cuda:1"))  # as vLLM's worker does, for its main thread only
+    result = prefill(decoder_on_device, WHOLE)
+    # Tensor-parallel ranks gather all heads after the pass, so these copies are not computed yet.
+    with torch.inference_mode():
+        recorder = result.recorder.with_all_heads(torch.clone)
+        keys = result.buffer.kv[:, 0].clone()
+    queue.submit(recorder, keys, CaptureContext(SEGMENTS, BOUNDS, [1.0] * 4, None))
+    queue.close()
+
+    names = [segment.segment_id for segment in SEGMENTS[:3]]
+    stored = store.lookup("default", decoder.fingerprint, names, session=None)
+    for segment, name in enumerate(names):
+        (variant,) = stored[name]
+        (loaded,) = store.open_variants([variant])
+        assert isinstance(loaded, LoadedVariant)
+        torch.testing.assert_close(loaded.kv, expected[segment])
+        assert 0.5 <= variant.cci <= 1.0
+    memory = keys.memory.untyped_storage().data_ptr()  # type: ignore[attr-defined]
+    default_stream = device.default[1]
+    assert (memory, id(default_stream)) in device.kept_for, "the allocator could reuse the keys while they are read"
+
+
+def test_the_speed_of_computing_is_that_of_the_device_and_not_that_of_launching(
+    decoder_on_device: Decoder, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overlapped, "time", SimpleNamespace(perf_counter=lambda: device.clock))
+    speed = ComputeSpeed(decoder_on_device.keys_per_row)
+    no_loads = PendingLoads.of_nothing(decoder_on_device.layout.layers)
+    steps = OverlappedPrefill(decoder_on_device, WHOLE, no_loads, speed).steps()
+    run(decoder_on_device, steps)
+    stream = device.stream_of(1)
+    assert speed.whole_s(speed.rows(range(40))) >= 0.9 * stream.queued * Device.operation_s
+
+
+@torch.inference_mode()
+def test_few_layers_are_launched_before_the_device_has_computed_them(
+    decoder_on_device: Decoder, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cachecraft_rag.compute.kv_buffer import KVBuffer
+
+    buffer = KVBuffer(decoder_on_device, 40)
+    positions = torch.arange(8, 40).numpy()
+    row_pass = RowPass(decoder_on_device, buffer, torch.tensor(IDS[8:], device="cuda:1"), positions)
+    stream = device.stream_of(1)
+    launched = []
+    for _layer in range(decoder_on_device.layout.layers):
+        advance(decoder_on_device, [row_pass])
+        launched.append(stream.record_event())
+        in_flight = [event for event in launched if not event.query()]
+        assert len(in_flight) <= 2
+    row_pass.wait()
+    assert all(event.query() for event in launched)
+
+
+def test_every_kernel_is_launched_on_the_device_of_its_tensors(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from triton.runtime.jit import JITFunction
+
+    from cachecraft_rag.kernels.gpu import attention, choice, drift, place, received, rope, tiles
+
+    launches: list[tuple[str, int]] = []
+
+    def launcher(kernel: Any, _grid: object) -> Callable[..., None]:
+        return lambda *_arguments, **_constants: launches.append((kernel.__name__, torch.cuda.current_device()))
+
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
+    monkeypatch.setattr(JITFunction, "__getitem__", launcher)
+    monkeypatch.setattr(choice, "_installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    tiles._processors.cache_clear()
+    tiles._shared_bytes.cache_clear()
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device="cuda:1")
+
+    q = zeros(4, 8, 64)
+    k = zeros(1024, 2, 64)
+    visible = Visibility(torch.arange(4, device="cuda:1"))
+    bounds = torch.arange(0, 1025, 512, device="cuda:1")
+    cos = zeros(1024, 64)
+    merged = zeros(2, 2, 1024, 2, 64)
+    attention.attend(q, k, k, visible, scale=1.0, bounds=bounds, splits=4)
+    received.received(q, k, zeros(4, 8), visible, scale=1.0)
+    rope.rotate(q, cos[:4], cos[:4])
+    place.place(merged, zeros(2, 2, 16, 2, 64), 3, cos=cos, sin=cos)
+    place_all(merged, zeros(2, 2, 16, 2, 64), 3, cos=cos, sin=cos, layers=[0, 1])
+    drift.shift_stale(merged[0], zeros(1, 2, 2, 64), zeros(1024, dtype=torch.int32), cos=cos, sin=cos)
+
+    assert torch.cuda.current_device() == 0
+    names = {name for name, _device in launches}
+    assert names == {"_attend", "_combine", "_received", "_rotate", "_place", "_shift_stale"}
+    assert {current for _name, current in launches} == {1}
