@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs")
 CODE = (
     "docs/site",
+    "cachecraft_rag/client",
     "cachecraft_rag/compute/captures",
     "cachecraft_rag/compute/stale_tokens",
     "cachecraft_rag/observability",
