@@ -209,8 +209,7 @@ def compare(
     """
     found: list[dict[str, Any]] = []
     for name, method in methods.items():
-        # However few rows are left, all runs probe: otherwise they would differ in more than that.
-        config = replace(method.config(search.ratio), probe_min_rows=0)
+        config = method.config(search.ratio)
         trials: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in search.cells}
         chosen: Sequence[Cell] = search.cells
         tuned: dict[Cell, Compared] = {}

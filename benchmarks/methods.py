@@ -24,7 +24,7 @@ _CRAFT = "Cache-Craft §5.1.4"
 
 
 def _paper(selector: str = "cache_craft") -> Config:
-    return lambda ratio: replace(_PAPER, selector=selector, probe_min_rows=0, recompute_ratio=ratio)
+    return lambda ratio: replace(_PAPER, selector=selector, recompute_ratio=ratio)
 
 
 def _ours(**changes: Any) -> Config:
@@ -53,6 +53,7 @@ _ABLATIONS = (
     Method("no_position_no_causality", "Cache-Craft Table 3", _fixed(_paper()(0.0)), prepare=no_positions),
     Method("no_causality", "Cache-Craft Table 3", _fixed(_paper()(0.0))),
     Method("no_drift", "this package", _ours(drift=0.0), takes_ratio=True),
+    Method("no_nearest", "this package", _ours(nearest_share=0.0), takes_ratio=True),
     Method("no_shared_budget", "this package", _ours(budget_scope="chunk"), takes_ratio=True),
     Method(
         "craft_drift",
@@ -86,12 +87,11 @@ def methods_for(dataset: Dataset, *, lingua2_model: str | None = None) -> dict[s
         Method(
             "question_alone",
             "ProphetKV, QCFuse",
-            _ours(probe_min_rows=0, drift=0.0),
+            _ours(drift=0.0, nearest_share=0.0),
             takes_ratio=True,
             prepare=question_alone,
         ),
         METHODS["default"],
-        Method("question", "this package", _ours(probe_min_rows=0), takes_ratio=True),
         Method("mapreduce", _CRAFT, FULL_PREFILL.config, takes_ratio=True, prepare=preparation(MapReduce)),
     ]
     if lingua2_model is not None:

@@ -369,7 +369,15 @@ class CacheCraft(Retriever, Closeable):
     def _primer(self, alone: bool) -> DocumentPrimer:
         from cachecraft_rag.serving.priming import Primer
 
-        return Primer(self.engine, alone=True) if alone else self.engine.primer()
+        if alone:
+            return Primer(self.engine, alone=True)
+        return self.engine.primer(related=self._similar_chunks)
+
+    def _similar_chunks(self, chunk: Chunk) -> list[Chunk]:
+        """Return the other chunks of the index that are most similar to this one, best first."""
+        from cachecraft_rag.serving.priming import SIMILAR_CHUNKS
+
+        return self.index.similar(chunk.chunk_id, SIMILAR_CHUNKS)
 
     def _texts(self) -> list[tuple[str, list[Chunk]]]:
         return [(document.doc_id, self.index.chunks_of(document.doc_id)) for document in self.index.documents()]

@@ -20,7 +20,7 @@ from cachecraft_rag.errors import ServerError, UnsupportedCallError
 from cachecraft_rag.model.facts import DiskSpace
 from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.serving.answer_text import answer_text
-from cachecraft_rag.serving.priming import DocumentPrimer, Primer
+from cachecraft_rag.serving.priming import DocumentPrimer, Primer, Related
 from cachecraft_rag.serving.request import Request, RequestProgress
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.store.durable import Caches, Evicted
@@ -129,9 +129,9 @@ class HTTPEngine(AnswerEngine):
             opened.pop_all()
         return engine
 
-    def primer(self) -> DocumentPrimer:
+    def primer(self, *, related: Related | None = None) -> DocumentPrimer:
         """Return the `ServerPrimer` of this engine."""
-        return ServerPrimer(self, self._link)
+        return ServerPrimer(self, self._link, related=related)
 
     def disk_space(self) -> DiskSpace:
         """Return the space of the server's store."""
@@ -227,17 +227,21 @@ class ServerPrimer:
     """Primes chunks in the server, as many in one request as it takes; see `Primer`.
 
     If a document needs several requests, each begins after the instruction only.
+
+    Args:
+        related: see `Primer`.
     """
 
-    def __init__(self, engine: HTTPEngine, link: Link) -> None:
+    def __init__(self, engine: HTTPEngine, link: Link, *, related: Related | None = None) -> None:
         self.engine = engine
         self._link = link
+        self._related = related
 
     def prime(self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = lambda _count: None) -> int:
         """See `Primer.prime`; `captured` is called once a request."""
         total = 0
         for part in request_sized(chunks):
-            reply = self._link.call(_PRIME, _documents(part), patient=True)
+            reply = self._link.call(_PRIME, self._body(part), patient=True)
             with checked_reply(self._link.url, "a number of captures"):
                 count = replies.whole_of(replies.mapping_of(reply)["captured"])
             captured(count)
@@ -248,7 +252,7 @@ class ServerPrimer:
         """See `Primer.missing`."""
         missing: dict[str, int] = {}
         for part in request_sized(chunks):
-            reply = self._link.call(_PRIME, _documents(part) | {"estimate": True})
+            reply = self._link.call(_PRIME, self._body(part) | {"estimate": True})
             with checked_reply(self._link.url, "an estimate"):
                 missing |= replies.missing_variants(reply)
         return missing
@@ -256,6 +260,13 @@ class ServerPrimer:
     def fits(self, chunk: Chunk) -> bool:
         """See `Primer.fits`."""
         return Primer(self.engine).fits(chunk)
+
+    def _body(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+        """Return the body of a request to prime: the chunks, and what a document of one chunk is captured after."""
+        body = _documents(chunks)
+        if len(chunks) == 1 and self._related is not None:
+            body["related"] = _documents(self._related(chunks[0]))["documents"]
+        return body
 
 
 class ServerCaches(Caches):

@@ -28,7 +28,7 @@ from cachecraft_rag.prompt.builder import PromptBuilder, Turn
 from cachecraft_rag.prompt.tools import Tool, checked_tools
 from cachecraft_rag.prompt.unmarked import Recognise, session_of
 from cachecraft_rag.serving.generation import Generation
-from cachecraft_rag.serving.priming import DocumentPrimer, Primer
+from cachecraft_rag.serving.priming import DocumentPrimer, Primer, Related
 from cachecraft_rag.serving.request import Request, RequestProgress, check_asked
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
@@ -259,9 +259,13 @@ class AnswerEngine(ABC):
 
     # -- chunk-caches -------------------------------------------------------------------------------------------------
 
-    def primer(self) -> DocumentPrimer:
-        """Return what captures documents for this engine before the first question."""
-        return Primer(self)
+    def primer(self, *, related: Related | None = None) -> DocumentPrimer:
+        """Return a primer, which captures documents for this engine before the first question.
+
+        Args:
+            related: see `Primer`.
+        """
+        return Primer(self, related=related)
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
         """Compute a prompt, capture these of its segments, and return when they are stored.

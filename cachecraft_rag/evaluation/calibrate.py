@@ -200,6 +200,7 @@ def calibrate(
         selector=config.selector,
         budget_scope=config.budget_scope,
         drift=config.drift,
+        nearest_share=config.nearest_share,
     )
     return Calibrated(calibration, validation.curve)
 

@@ -13,9 +13,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.lookalikes import similarities
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import STAND_IN
-from cachecraft_rag.serving.priming import Primer
+from cachecraft_rag.serving.priming import SIMILAR_CHUNKS, Primer
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.types import Chunk
@@ -112,7 +113,7 @@ class Origins:
     answer_tokens: int
 
     def __post_init__(self) -> None:
-        self._primer = Primer(self.engine)
+        self._primer = Primer(self.engine, related=self._similar_chunks)
         self._primed: set[str] = set()  # the first chunk of each document
         self._asked_for = {chunk.chunk_id for question in self.dataset.questions for chunk in question.passages}
 
@@ -140,6 +141,17 @@ class Origins:
         unused = tuple(chunk.chunk_id for chunk in document if chunk.chunk_id not in self._asked_for)
         if unused:
             self.engine.store.evict(RowFilter(chunk_ids=unused))
+
+    def _similar_chunks(self, chunk: Chunk) -> list[Chunk]:
+        """Return the first chunks of other documents that are most similar to this chunk, best first.
+
+        Similarity is that of `similarities`, which needs no embedding model. `CacheCraft.prime` asks its index.
+        """
+        firsts = {document[0].chunk_id: document[0] for document in self.dataset.documents}
+        firsts.pop(chunk.chunk_id, None)
+        similarity = similarities(chunk.text, {name: other.text for name, other in firsts.items()})
+        ranked = sorted(firsts, key=lambda name: (-similarity[name], name))
+        return [firsts[name] for name in ranked[:SIMILAR_CHUNKS]]
 
     def after(self, question: EvaluationQuestion) -> None:
         """With captures left to the questions, ask this one with the default settings, which capture.

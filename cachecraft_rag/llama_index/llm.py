@@ -29,19 +29,19 @@ from llama_index.core.callbacks import CallbackManager
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.schema import BaseNode, MetadataMode
 from pydantic import BaseModel, ValidationError
 
 from cachecraft_rag.checks import check_kind, check_text
 from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.llama_index.stock_statistics import note_answer, observe_synthesizers
 from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.prompt.output_schema import asking_for
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types import CHUNK_ID, Chunk
 
 Model = TypeVar("Model", bound=BaseModel)
 _ASSISTANTS = (MessageRole.ASSISTANT, MessageRole.CHATBOT, MessageRole.MODEL)
@@ -58,8 +58,7 @@ class CacheCraftLLM(CustomLLM):
     the engine's own instruction precedes every chunk.
 
     Statistics are in `raw` of a whole response and of a stream's last one: `raw["usage"]`, by which LlamaIndex counts
-    tokens, and `raw["cachecraft"]`. Of a stock engine (`index.as_query_engine(llm=…)`) they are in
-    `response.metadata["cachecraft"]`, with those of the calls before the last in "earlier_calls".
+    tokens, and `raw["cachecraft"]`.
 
     Args:
         engine: you close it yourself.
@@ -93,9 +92,7 @@ class CacheCraftLLM(CustomLLM):
             session=session,
             callback_manager=callback_manager or CallbackManager([]),
         )
-        self._engine = engine
-        self._sampling = sampling
-        observe_synthesizers()
+        self._engine, self._sampling = engine, sampling
 
     @classmethod
     def class_name(cls) -> str:
@@ -142,10 +139,9 @@ class CacheCraftLLM(CustomLLM):
         """The engine's answer, without LlamaIndex's events; the model starts with the first piece.
 
         Args:
-            document_ids: the chunk id of each document, empty where it is not known. A text that was edited after
-                its id was noted is hashed again (`ChunkStats.stale_id`).
+            document_ids: the chunk id of each document, empty where it is not known.
 
-        Raises `ConfigError` for unknown options, and for `documents` or `document_ids` that are not texts.
+        Raises `ConfigError` for unknown options, for `documents` that are not texts, and for ids that are not theirs.
         """
         if unknown:
             raise ConfigError(
@@ -160,16 +156,9 @@ class CacheCraftLLM(CustomLLM):
         if len(ids) != len(given):
             raise ConfigError(f"{len(ids)} document_ids for {len(given)} documents; give one for each")
         chunks = [Chunk(text, known_id=name) for text, name in zip(given, ids, strict=True) if text.strip()]
-        generation = self._engine.stream(
-            question,
-            chunks,
-            history=history,
-            session=self.session,
-            sampling=sampling or self._sampling,
-            config=config,
+        return self._engine.stream(
+            question, chunks, history=history, session=self.session, sampling=sampling or self._sampling, config=config
         )
-        note_answer(generation)
-        return generation
 
     def structured_predict(
         self,
@@ -251,6 +240,13 @@ class CacheCraftLLM(CustomLLM):
     def _begin_chat(self, messages: Sequence[ChatMessage], options: dict[str, Any]) -> Generation:
         question, history = question_of(messages)
         return self.begin(question, history=history, **options)
+
+
+def documents_of(nodes: Iterable[BaseNode]) -> dict[str, list[str]]:
+    """The texts that the model sees of nodes, and the chunk ids that a retriever noted, as options of `begin`."""
+    nodes = list(nodes)
+    texts = [node.get_content(metadata_mode=MetadataMode.LLM) for node in nodes]
+    return {"documents": texts, "document_ids": [node.metadata.get(CHUNK_ID, "") for node in nodes]}
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:

@@ -30,7 +30,7 @@ class Calibration:
     recomputed                share of chunk tokens that were recomputed, on average (E[CFO])
     dataset, questions        the validation set
     origin                    context of the chunks at capture, a name of `evaluation.origins`
-    selector, budget_scope, drift  settings of the calibration
+    selector, budget_scope, drift, nearest_share  settings of the calibration
     """
 
     alpha: float
@@ -45,14 +45,16 @@ class Calibration:
     selector: str
     budget_scope: str
     drift: float
+    nearest_share: float = 0.0  # calibrations of versions before 0.2 have no such field
 
     def fits(self, config: ReuseConfig) -> bool:
         """True if α was calibrated with this way of choosing tokens, and nothing else lowers quality."""
         plain = not config.early_termination and config.scope == "anywhere"
-        return plain and (self.selector, self.budget_scope, self.drift) == (
+        return plain and (self.selector, self.budget_scope, self.drift, self.nearest_share) == (
             config.selector,
             config.budget_scope,
             config.drift,
+            config.nearest_share,
         )
 
     def __str__(self) -> str:

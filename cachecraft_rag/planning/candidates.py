@@ -67,6 +67,8 @@ def _spent(planned: SegmentPlan, config: ReuseConfig) -> int:
     """Tokens that fixing a segment adds to those recomputed, in this chunk or in others (`budget_scope`)."""
     if not planned.to_fix or planned.variant is None:
         return 0
+    if planned.in_full:
+        return planned.variant.tokens
     share = planned.cfo if config.recompute_ratio is None else config.recompute_ratio
     return math.ceil((share or 0.0) * planned.variant.tokens)
 

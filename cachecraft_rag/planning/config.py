@@ -33,7 +33,11 @@ class ReuseConfig:
                      a chunk
     selector         method of choosing the recomputed tokens, a name in `selectors.SELECTORS`
     probe_min_rows   smallest number of computed rows for which a selector's probe runs. A probe reads half of the
-                     weights once more, which costs too large a share of a small pass
+                     weights once more: a tenth of the time of a prompt of 700 tokens
+    nearest_share    largest part of the prompt's passage tokens that the passage nearest to the question may be for it
+                     to be recomputed in full; 0 = never, as in the paper. The best passage is next to the question,
+                     and tokens of one passage that were computed in two contexts are easily confused with those of a
+                     similar passage (docs/decisions/look-alike-pages.md)
     budget_scope     "chunk": each chunk spends its own budget, as in the paper; "prompt": the budgets are added and
                      spent on the best tokens of the whole prompt
     drift            strength of drift correction, in [0, 1]: the part of the mean change of a chunk's recomputed
@@ -57,7 +61,8 @@ class ReuseConfig:
     alpha: float | None = None
     recompute_ratio: float | None = None
     selector: str = "question"
-    probe_min_rows: int = 128
+    probe_min_rows: int = 0
+    nearest_share: float = 0.35
     budget_scope: BudgetScope = "prompt"
     drift: float = 0.4
     refresh_rows: int = 0
@@ -83,6 +88,7 @@ class ReuseConfig:
         """
         published: dict[str, Any] = {
             "selector": "cache_craft",
+            "nearest_share": 0.0,
             "budget_scope": "chunk",
             "drift": 0.0,
             "early_termination": True,
@@ -131,6 +137,7 @@ class ReuseConfig:
         check_text("selector", self.selector)
         selector_named(self.selector)
         check_whole("probe_min_rows", self.probe_min_rows)
+        check_number("nearest_share", self.nearest_share, most=1)
         check_choice("budget_scope", self.budget_scope, get_args(BudgetScope))
         check_number("drift", self.drift, most=1)
         check_whole("refresh_rows", self.refresh_rows)

@@ -48,6 +48,8 @@ class SegmentPlan:
     cfo         CFO, eq. 12
     recompute   offsets in the segment of the tokens to recompute, ascending
     not_loaded  number of tokens that were computed because loading failed or computing them was faster
+    in_full     True if all tokens of a reused segment are recomputed, because it is nearest to the question
+                (`ReuseConfig.nearest_share`)
     at_origin   True for a segment after its origin prefix that is inexact because of a lossy codec only; none of its
                 tokens are recomputed
     """
@@ -62,6 +64,7 @@ class SegmentPlan:
     cfo: float | None = None
     recompute: tuple[int, ...] = ()
     not_loaded: int = 0
+    in_full: bool = False
     at_origin: bool = False
 
     @property
@@ -128,7 +131,28 @@ def make_plan(
         plans.append(plan)
         if segment.kind == "chunk":
             places[segment.segment_id] = index
-    return Plan(tuple(plans))
+    return Plan(tuple(_with_nearest_in_full(segments, plans, config)))
+
+
+def _with_nearest_in_full(
+    segments: Sequence[Segment], plans: Sequence[SegmentPlan], config: ReuseConfig
+) -> list[SegmentPlan]:
+    """Return the plans with the chunk nearest to the question marked for full recomputation, if it is small enough.
+
+    The chunk must be reused in a new context, and be at most `config.nearest_share` of the prompt's chunk tokens.
+    """
+    marked = list(plans)
+    lengths = {index: len(segment.token_ids) for index, segment in enumerate(segments) if segment.kind == "chunk"}
+    if not lengths:
+        return marked
+
+    nearest = max(lengths)
+    planned = plans[nearest]
+    ratio = planned.cfo if config.recompute_ratio is None else config.recompute_ratio
+    is_small = lengths[nearest] <= config.nearest_share * sum(lengths.values())
+    if planned.to_fix and ratio and is_small:
+        marked[nearest] = replace(planned, reason=Reason.NEAREST, in_full=True)
+    return marked
 
 
 def _best(
@@ -298,7 +322,8 @@ def with_selection(
 ) -> Plan:
     """Return the plan with the tokens to recompute.
 
-    Their number is ⌈CFO · |C|⌉ for each chunk (§3.2.1), or ⌈r · |C|⌉ if a fixed ratio r is set.
+    Their number is ⌈CFO · |C|⌉ for each chunk (§3.2.1), or ⌈r · |C|⌉ if a fixed ratio r is set. Of a chunk that is
+    marked `in_full`, all tokens are chosen.
 
     Args:
         plan: a plan from `make_plan`.
@@ -314,6 +339,7 @@ def with_selection(
     done: list[frozenset[int]] = []
     spent: list[int] = []
     fixed_indices: list[int] = []
+    segments = list(plan.segments)
     empty: frozenset[int] = frozenset()
 
     for index, planned in enumerate(plan.segments):
@@ -324,17 +350,22 @@ def with_selection(
         scores = token_scores.get(variant.variant_id, TokenScores())
         seed = int(variant.key.chunk_id[:8], 16)
         already_recomputed = recomputed.get(index, empty)
+        already_computed = excluded.get(index, empty)
+
+        if planned.in_full:
+            every_offset = (offset for offset in range(variant.tokens) if offset not in already_computed)
+            segments[index] = replace(planned, recompute=tuple(every_offset))
+            continue
 
         facts.append(TokenFacts(variant.tokens, seed, scores.inter, probed.get(index)))
         budgets.append(math.ceil((ratio or 0.0) * variant.tokens))
-        done.append(already_recomputed | excluded.get(index, empty))
+        done.append(already_recomputed | already_computed)
         spent.append(len(already_recomputed))
         fixed_indices.append(index)
 
     selector = selector_named(config.selector)
     selection = select(facts, budgets, selector, budget_scope=config.budget_scope, done=done, spent=spent)
 
-    segments = list(plan.segments)
     for index, offsets in zip(fixed_indices, selection, strict=True):
         all_offsets = sorted({*offsets.tolist(), *recomputed.get(index, empty)})
         segments[index] = replace(segments[index], recompute=tuple(all_offsets))

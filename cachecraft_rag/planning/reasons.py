@@ -29,6 +29,7 @@ class Reason(StrEnum):
     OTHER_TOKENS = "other_tokens", "stored chunk-caches were tokenised differently"
     OTHER_PREFIX = "other_prefix", "stored behind other chunks only"
     NOT_WORTH_FIXING = "not_worth_fixing", "CFO is 1: fixing it costs as much as computing it"
+    NEAREST = "nearest", "nearest to the question, so all of it was recomputed"
     LOSSY_CODEC = "lossy_codec", "behind its origin prefix, but stored by a lossy codec"
     NOT_LOADED = "not_loaded", "it could not be loaded"
     COMPUTED_FASTER = "computed_faster", "computing it was faster than loading it"

@@ -1,7 +1,8 @@
 """Priming: capture a document's chunks before the first question, each after its neighbours in the document.
 
 Its neighbours are the chunks before it. The first chunk has none, so it is also captured after the next ones, in a
-separate pass. A document of one chunk is captured after a fixed passage.
+separate pass. A document of one chunk is captured after the chunks of other documents that are most similar to it,
+because a question retrieves them together; without any, it is captured after a fixed passage.
 
 A chunk captured after neighbours from the same document loses less, on most questions, than a chunk captured after
 unrelated chunks (median KL divergence 0.67 times as large), and one pass captures many chunks. docs/results/quality.md
@@ -22,6 +23,8 @@ from cachecraft_rag.store.row_checks import Found
 from cachecraft_rag.types import Chunk, Progress, Prompt, Segment, VariantKey
 
 _NEXT_CHUNKS = 2  # chunks after which a document's first chunk is captured
+SIMILAR_CHUNKS = 4  # chunks of other documents after which a document of one chunk is captured
+Related = Callable[[Chunk], Sequence[Chunk]]
 Texts = Sequence[tuple[str, Sequence[Chunk]]]  # documents: the id and the chunks of each
 
 
@@ -106,11 +109,21 @@ class Primer:
         window: most tokens computed in one pass; a longer document is cut into overlapping windows.
         alone: capture each chunk after a fixed passage (`prompt.STAND_IN`) instead of its document's chunks. No other
             text shapes such captures, and they do not change with their neighbours.
+        related: returns the chunks of other documents that a chunk is likely to be retrieved with, best first. A
+            document of one chunk is captured after the first `SIMILAR_CHUNKS` of them.
     """
 
-    def __init__(self, engine: PrimableEngine, *, window: int = 2048, alone: bool = False) -> None:
+    def __init__(
+        self,
+        engine: PrimableEngine,
+        *,
+        window: int = 2048,
+        alone: bool = False,
+        related: Related | None = None,
+    ) -> None:
         self.engine = engine
         self._alone = alone
+        self._related = related
         self._window = min(window, engine.decoder.context_length)
 
     def prime(self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = lambda _count: None) -> int:
@@ -216,9 +229,14 @@ class Primer:
         """
         segments = list(dict.fromkeys(self.engine.prompts.chunk_segment(chunk) for chunk in chunks))
         room = self._room(segments)
-        if self._alone or len(segments) < 2:
+        if self._alone:
             for segment in segments:
                 yield self._fitting([self.engine.prompts.stand_in], segment), 0
+            return
+        if len(segments) == 1:
+            yield from self._single_chunk_window(chunks[0], segments[0])
+            return
+        if not segments:
             return
 
         window: list[Segment] = []
@@ -239,6 +257,26 @@ class Primer:
         window = self._fitting(segments[1 : 1 + _NEXT_CHUNKS], segments[0])
         if len(window) > 1:
             yield window, len(window) - 1
+
+    def _single_chunk_window(self, chunk: Chunk, segment: Segment) -> Iterator[tuple[list[Segment], int]]:
+        """Yield the window of a document of one chunk, in the form of `_windows`.
+
+        Yields nothing if the chunk has been captured after other chunks already: documents that are added to the index
+        change its most similar chunks, and need not make it be captured again.
+        """
+        prompts = self.engine.prompts
+        related = [] if self._related is None else self._related(chunk)[:SIMILAR_CHUNKS]
+        if not related:
+            yield self._fitting([prompts.stand_in], segment), 0
+            return
+
+        variants = self.engine.look_up([segment]).variants.get(segment.segment_id, ())
+        if any(variant.primed and len(variant.key.origin_prefix) > 1 for variant in variants):
+            return
+        # The most similar chunk is placed next to this one.
+        before = [prompts.chunk_segment(other) for other in reversed(related)]
+        window = self._fitting(before, segment)
+        yield window, len(window) - 1
 
     def _fitting(self, before: Sequence[Segment], segment: Segment) -> list[Segment]:
         """Return a segment after as many of the others as fit a pass with it."""

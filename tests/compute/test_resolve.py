@@ -364,13 +364,15 @@ def test_a_probe_goes_ahead_of_large_passes_where_it_may_choose(
         assert job.probe.question == range(218, 226)
 
 
-@pytest.mark.parametrize(("ratio", "rows", "probes"), [(0.96, 127, False), (0.97, 128, True)])
-def test_by_default_a_pass_of_128_rows_has_a_probe(shelf: Shelf, ratio: float, rows: int, probes: bool) -> None:
+@pytest.mark.parametrize(("least", "probes"), [(0, True), (53, True), (54, False)])
+def test_a_pass_of_few_rows_has_a_probe_by_default(shelf: Shelf, least: int, probes: bool) -> None:
     shelf.put("a", SYSTEM)  # exact, so it needs no fixing
     shelf.put("b", ("system", "d"))
     shelf.put("c", SYSTEM)
-    job = shelf.resolve(config=ReuseConfig(recompute_ratio=ratio, capture=False)).job
-    assert len(job.rows.open()) == rows  # the system segment, the question, and what is recomputed of b and c
+    config = ReuseConfig(recompute_ratio=0.3, nearest_share=0.0, capture=False)
+    assert config.probe_min_rows == 0
+    job = shelf.resolve(config=replace(config, probe_min_rows=least)).job
+    assert len(job.rows.open()) == 53  # the system segment, the question, and what is recomputed of b and c
     assert (job.probe is not None) == probes
 
 

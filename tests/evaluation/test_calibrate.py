@@ -29,9 +29,9 @@ from cachecraft_rag.evaluation.origins import Origins, condition_named
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types import Progress
 
-SETTINGS = CalibrationSettings(quality=0.9, metric="top1", answer_tokens=5)
+SETTINGS = CalibrationSettings(quality=0.9, metric="top1", answer_tokens=5, origin="unrelated")
 # A way of choosing under which the tiny model's quality falls below 1 wherever anything is reused.
-CRUDE = ReuseConfig(budget_scope="chunk", drift=0.0)
+CRUDE = ReuseConfig(budget_scope="chunk", drift=0.0, nearest_share=0.0)
 
 
 def searched(holds: Callable[[float], bool]) -> tuple[float, dict[float, bool]]:
@@ -134,7 +134,9 @@ def test_a_point_is_what_the_engine_does_with_that_alpha(evaluation_engine: Engi
 
 def test_the_engine_s_own_way_of_choosing_is_calibrated(evaluation_engine: Engine, town_dataset: Dataset) -> None:
     settings = replace(SETTINGS, quality=0.0)
-    evaluation_engine.config = ReuseConfig(selector="leading", budget_scope="chunk", drift=0.0, recompute_ratio=0.9)
+    evaluation_engine.config = ReuseConfig(
+        selector="leading", budget_scope="chunk", drift=0.0, nearest_share=0.0, recompute_ratio=0.9
+    )
     found = calibrate(evaluation_engine, town_dataset, settings)
     assert found.calibration.fits(evaluation_engine.config)
     assert not found.calibration.fits(ReuseConfig())

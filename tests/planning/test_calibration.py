@@ -38,6 +38,7 @@ FOUND = Calibration(
     selector=DEFAULT.selector,
     budget_scope=DEFAULT.budget_scope,
     drift=DEFAULT.drift,
+    nearest_share=DEFAULT.nearest_share,
 )
 
 

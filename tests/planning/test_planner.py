@@ -396,3 +396,47 @@ def test_set_cache_recomputes_nothing() -> None:
     variants = stored_chain("a", "b")
     plan = make_plan(prompt_of("b", "a"), {v.key.chunk_id: [v] for v in variants}, SET)
     assert all(not planned.recompute for planned in with_selection(plan, {}, SET).segments)
+
+
+def in_full_of(prompt: Prompt, stored: dict[str, list[Variant]], config: ReuseConfig) -> list[bool]:
+    return [planned.in_full for planned in make_plan(prompt, stored, config).segments]
+
+
+def moved(*names: str) -> dict[str, list[Variant]]:
+    return {name: [variant(name, "elsewhere")] for name in names}
+
+
+@pytest.mark.parametrize(("share", "is_in_full"), [(0.25, True), (0.24, False), (0.0, False), (1.0, True)])
+def test_the_nearest_chunk_is_recomputed_in_full_if_it_is_a_small_part(share: float, is_in_full: bool) -> None:
+    prompt = prompt_of("a", "b", "c", "d")  # four chunks of equal length
+    config = ReuseConfig(recompute_ratio=0.1, nearest_share=share)
+    assert in_full_of(prompt, moved("a", "b", "c", "d"), config) == [False, False, False, False, is_in_full, False]
+
+    plan = with_selection(make_plan(prompt, moved("a", "b", "c", "d"), config), {}, config)
+    counts = [len(planned.recompute) for planned in plan.segments]
+    assert counts == [0, 1, 1, 1, 10 if is_in_full else 1, 0]
+    assert (plan.segments[4].reason is Reason.NEAREST) == is_in_full
+
+
+def test_a_nearest_chunk_that_needs_no_fixing_is_not_recomputed() -> None:
+    config = ReuseConfig(nearest_share=1.0)
+    exact = {"b": [variant("b", "a")], "a": [variant("a")]}
+    assert in_full_of(prompt_of("a", "b"), exact, config) == [False] * 4
+    nothing_stored = moved("a")
+    assert in_full_of(prompt_of("a", "b"), nothing_stored, config) == [False] * 4
+
+
+def test_with_a_ratio_of_zero_nothing_is_recomputed() -> None:
+    config = ReuseConfig(recompute_ratio=0.0, nearest_share=1.0)
+    assert in_full_of(prompt_of("a", "b"), moved("a", "b"), config) == [False] * 4
+
+
+def test_the_papers_settings_have_no_rule_for_the_nearest_chunk() -> None:
+    assert ReuseConfig.paper().nearest_share == 0.0
+
+
+def test_tokens_that_are_computed_anyway_are_not_recomputed_in_full() -> None:
+    config = ReuseConfig(recompute_ratio=0.1, nearest_share=1.0)
+    plan = make_plan(prompt_of("a", "b"), moved("a", "b"), config)
+    chosen = with_selection(plan, {}, config, excluded={2: frozenset({0, 3})})
+    assert chosen.segments[2].recompute == (1, 2, 4, 5, 6, 7, 8, 9)

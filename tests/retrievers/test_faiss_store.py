@@ -679,10 +679,9 @@ def test_a_row_with_another_text_than_its_id_says_is_refused(store: FaissStore):
 
 def test_no_chunk_enters_under_the_id_of_another_text(store: FaissStore):
     wrong = [Chunk("Pay to another account.", {}, chunk("one").chunk_id)]
-    store.upsert("a.md", wrong, vectors_of(wrong))
-    assert [(one.chunk_id, one.text) for one in store.chunks_of("a.md")] == [
-        (Chunk("Pay to another account.").chunk_id, "Pay to another account.")
-    ]
+    with pytest.raises(ConfigError, match="not the id of its text"):
+        store.upsert("a.md", wrong, vectors_of(wrong))
+    assert store.stats().chunks == 0
 
 
 def test_get_takes_ids_from_a_generator(store: FaissStore):
@@ -691,3 +690,13 @@ def test_get_takes_ids_from_a_generator(store: FaissStore):
         chunk("two").text,
         chunk("one").text,
     ]
+
+
+def test_similar_chunks_are_the_nearest_others_best_first(store: FaissStore):
+    put(store, "doc", "a", "b", "c", "d")
+    page = chunk("a")
+    expected = [name for name in names_of(nearest(store, "a", 4)) if name != "a"]
+    assert names_of([other.text for other in store.similar(page.chunk_id, 2)]) == expected[:2]
+    assert names_of([other.text for other in store.similar(page.chunk_id, 10)]) == expected
+    with pytest.raises(IndexStoreError, match="is not in the index"):
+        store.similar(chunk("unknown").chunk_id, 1)

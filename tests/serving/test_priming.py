@@ -169,3 +169,30 @@ def test_a_private_instruction_cannot_be_primed(make_engine: Callable[..., Engin
         primer(engine).prime(DOCUMENT)
     with pytest.raises(ConfigError, match="private"):
         primer(engine).capture(DOCUMENT[0])
+
+
+def similar_to(*others: Chunk) -> Callable[[Chunk], list[Chunk]]:
+    return lambda _chunk: list(others)
+
+
+def test_a_document_of_one_chunk_is_captured_after_similar_chunks(engine: Engine) -> None:
+    page, most_similar, next_similar = DOCUMENT[:3]
+    similar = Primer(engine, related=similar_to(most_similar, next_similar))
+    assert len(similar.missing([page])) == 2  # and the instruction
+    assert similar.prime([page]) == 2
+    assert prefixes(engine, page) == [(2, 1)]  # the most similar chunk is next to it
+    assert prefixes(engine, most_similar) == []  # computed as context only
+
+
+def test_new_similar_chunks_do_not_capture_a_document_again(engine: Engine) -> None:
+    page, first, second = DOCUMENT[:3]
+    Primer(engine, related=similar_to(first)).prime([page])
+    later = Primer(engine, related=similar_to(second))
+    assert later.missing([page]) == {}
+    assert later.prime([page]) == 0
+
+
+def test_without_similar_chunks_a_document_of_one_chunk_is_captured_after_the_fixed_passage(engine: Engine) -> None:
+    Primer(engine, related=similar_to()).prime(DOCUMENT[:1])
+    (row,) = engine.store.rows(RowFilter(chunk_ids=(DOCUMENT[0].chunk_id,)))
+    assert row.variant.key.origin_prefix == (engine.prompts.system.segment_id, engine.prompts.stand_in.segment_id)

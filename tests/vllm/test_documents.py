@@ -15,6 +15,7 @@ from cachecraft_rag.vllm.server.documents import (
     MOST_DOCUMENTS,
     MOST_PRIMED,
     Asked,
+    PrimingRequest,
     check_documents,
     read_priming,
 )
@@ -62,17 +63,7 @@ def test_chunks_history_and_question() -> None:
     assert (plain.system, plain.config, plain.reserve, plain.history) == (None, None, 128, ())
     assert read(tools=[{}], tool_choice="none").question == "How?"
     assert read(documents=[]).chunks == ()
-    stale = [{"text": "a", "id": "mine"}]
-    (chunk,) = read(documents=stale).chunks
-    assert (chunk.chunk_id, chunk.stale_id) == (Chunk("a").chunk_id, "mine")
-    assert read(documents=stale, model_extra={"cachecraft": {"strict_ids": False}}).config is None
-    strict = {"cachecraft": {"strict_ids": True, "recompute_ratio": 0.2}}
-    known = [{"text": "a", "id": Chunk("a").chunk_id}]
-    assert read(documents=known, model_extra=strict).config == asked.config
-    with pytest.raises(ConfigError, match="not the id of its text"):
-        read(documents=stale, model_extra=strict)
-    with pytest.raises(ConfigError, match="strict_ids"):
-        read(documents=stale, model_extra={"cachecraft": {"strict_ids": "yes"}})
+    assert read(documents=[{"text": "a", "id": "mine"}]).chunks[0].chunk_id == "mine"  # refused where it is laid out
 
 
 @pytest.mark.parametrize(
@@ -116,19 +107,23 @@ def test_documents_are_checked_before_anything_else() -> None:
         check_documents(None)
 
 
-def priming(body: object) -> tuple[list[Chunk], bool]:
+def priming(body: object) -> PrimingRequest:
     return read_priming(body if isinstance(body, bytes) else json.dumps(body).encode(), context_length=100)
 
 
 def test_what_is_primed_and_what_is_too_much() -> None:
-    assert priming({"documents": DOCUMENTS, "estimate": True}) == ([Chunk("Vinegar."), Chunk("Crumbs.")], True)
-    assert priming({"documents": []}) == ([], False)
+    vinegar, crumbs = Chunk("Vinegar."), Chunk("Crumbs.")
+    assert priming({"documents": DOCUMENTS, "estimate": True}) == PrimingRequest((vinegar, crumbs), (), True)
+    assert priming({"documents": []}) == PrimingRequest((), (), False)
+    after = priming({"documents": DOCUMENTS[:1], "related": DOCUMENTS[1:]})
+    assert after == PrimingRequest((vinegar,), (crumbs,), False)
     many = [{"text": "k" * 6400}] * (MOST_PRIMED // 6400)
-    assert len(priming({"documents": many})[0]) == len(many)
+    assert len(priming({"documents": many}).chunks) == len(many)
     for body, advice in (
         ({"documents": [{"text": "k" * 6401}]}, r"documents\[0\] has 6401 characters.*at most 6400"),
         ({"documents": [*many, {"text": "k" * 6400}]}, f"send at most {MOST_PRIMED} in one request"),
         ({"documents": [{"text": "k"}] * 1001}, "send at most 1000"),
+        ({"documents": [], "related": "k"}, "documents must be a list"),
         ({"documents": DOCUMENTS, "estimate": 1}, "estimate must be True or False"),
         ({"documents": DOCUMENTS, "session": "bob"}, "the body must be a JSON object: session: no such field"),
         ([], "the body must be"),

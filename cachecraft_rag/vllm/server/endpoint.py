@@ -281,10 +281,11 @@ async def prime(raw_request: Request) -> dict[str, Any]:
     engine = endpoint.engine
 
     def act() -> dict[str, Any]:
-        chunks, estimate = read_priming(body, context_length=engine.decoder.context_length)
-        if estimate:
-            return {"missing": engine.primer().missing(chunks), "disk": asdict(engine.disk_space())}
-        return {"captured": engine.primer().prime(chunks)}
+        asked = read_priming(body, context_length=engine.decoder.context_length)
+        primer = engine.primer(related=lambda _: asked.related)
+        if asked.estimate:
+            return {"missing": primer.missing(asked.chunks), "disk": asdict(engine.disk_space())}
+        return {"captured": primer.prime(asked.chunks)}
 
     return await endpoint.in_thread(act, slow=True)
 
