@@ -10,7 +10,11 @@ from torch import Tensor
 from cachecraft_rag.compute.stack import RotaryTables, Stack
 from cachecraft_rag.kernels.gather import place, place_all
 from cachecraft_rag.kernels.gpu.choice import uses_triton
-from cachecraft_rag.kernels.gpu.streams import copy_stream
+from cachecraft_rag.kernels.gpu.streams import copy_stream, launched, wait_on_stream
+
+# Layers of a chunk-cache that one copy moves to a GPU. With one copy per layer, launching takes longer than the bus.
+# With one copy of all layers, the GPU would wait for whole chunk-caches before the first layer.
+LAYERS_PER_COPY = 4
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class KVBuffer:
         self.kv = stack.memory.empty(stack.layout.shape(capacity), stack.dtype, stack.device)
         self._device = stack.device
         self._ranks = stack.ranks
+        # Groups of layers on their way to the GPU, by the chunk's position and the first layer, with events.
+        self._copied: dict[tuple[int, int], tuple[Tensor, torch.cuda.Event | None]] = {}
         self.rotary = RotaryTables.of(stack, torch.arange(capacity, device=stack.device))
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
@@ -53,14 +59,45 @@ class KVBuffer:
         """Write one layer of a chunk-cache in memory at its place. Call it for each layer, beginning with the first.
 
         A chunk-cache on this GPU is placed in all layers at the first call: one launch per layer would take longer
-        than the work. There is one launch for each kind of layer.
+        than the work. One in main memory is copied to a GPU in groups of layers, the next group while the layers of the
+        current one are computed. There is one launch for each kind of layer.
         """
-        if not self._is_on_this_gpu(resident.kv):
+        if self._is_on_this_gpu(resident.kv):
+            if layer == 0:
+                self._place_layers(resident.kv, resident.start, 0)
+        elif self._device.type != "cuda":
             self.place(layer, resident.kv[layer], resident.start)
-        elif layer == 0:
-            for kind, (cos, sin) in enumerate(self.rotary.tables):
-                layers = self.rotary.layers(kind)
-                place_all(self.kv, resident.kv, resident.start, cos=cos, sin=sin, layers=layers)
+        elif layer % LAYERS_PER_COPY == 0:
+            self._place_copied(layer, resident)
+
+    def _place_copied(self, first: int, resident: ResidentKV) -> None:
+        """Place the group of layers that begins with `first`, and start to copy the next group."""
+        key = (resident.start, first)
+        if key not in self._copied:
+            self._copied[key] = self._start_copy(first, resident)
+        layers, arrived = self._copied.pop(key)
+        following = first + LAYERS_PER_COPY
+        if following < len(self.kv):
+            self._copied[(resident.start, following)] = self._start_copy(following, resident)
+        wait_on_stream(arrived, layers)
+        self._place_layers(layers, resident.start, first)
+
+    def _start_copy(self, first: int, resident: ResidentKV) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Start to copy a group of layers; return it, `[layers, 2, tokens, own kv_heads, head_dim]`, with an event."""
+        chunk = resident.kv[first : first + LAYERS_PER_COPY]
+        layers = len(chunk)
+        own_heads = self._ranks.own_heads(chunk.flatten(0, 1))  # keys and values of each layer along dimension 0
+        with torch.cuda.stream(copy_stream(self._device)):
+            moved = own_heads.to(self._device, non_blocking=True)
+            return moved.unflatten(0, (layers, 2)), launched(self._device)
+
+    def _place_layers(self, chunk: Tensor, start: int, first: int) -> None:
+        """Write several layers of a chunk-cache on this device, the first of which is layer `first`."""
+        merged = self.kv[first : first + len(chunk)]
+        for kind, (cos, sin) in enumerate(self.rotary.tables):
+            layers = [layer - first for layer in self.rotary.layers(kind) if 0 <= layer - first < len(chunk)]
+            if layers:
+                place_all(merged, chunk, start, cos=cos, sin=sin, layers=layers)
 
     def _is_on_this_gpu(self, kv: Tensor) -> bool:
         """Return True for a chunk-cache on this GPU with the heads of this rank only."""

@@ -114,11 +114,11 @@ class Event:
 class Device:
     """The state that `torch.cuda` would have: streams, and the current device and stream of each thread.
 
-    clock         time in seconds on the device: each operation that has run takes `operation_s`
-    copies        number of copies from the host and to it
-    copied_bytes  their bytes
-    launches      number of other operations
-    kept_for      (address of a tensor's memory, stream) of each `record_stream`
+    clock            time in seconds on the device: each operation that has run takes `operation_s`
+    sizes_to_device  bytes of each copy from the host
+    sizes_to_host    bytes of each copy to the host
+    launches         number of other operations
+    kept_for         (address of a tensor's memory, stream) of each `record_stream`
     """
 
     operation_s = 1e-3
@@ -126,8 +126,8 @@ class Device:
     lock: threading.RLock = field(default_factory=threading.RLock)
     local: threading.local = field(default_factory=threading.local)
     default: dict[int, Stream] = field(default_factory=dict)
-    copies: int = 0
-    copied_bytes: int = 0
+    sizes_to_device: list[int] = field(default_factory=list)
+    sizes_to_host: list[int] = field(default_factory=list)
     launches: int = 0
     clock: float = 0.0
     kept_for: set[tuple[int, int]] = field(default_factory=set)
@@ -236,8 +236,7 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return tree_map(lambda x: DeviceTensor(x, where) if isinstance(x, Tensor) else x, result)
 
     if name == "_to_copy" and torch.device(kwargs.get("device") or where).type == "cpu":
-        device.copies += 1
-        device.copied_bytes += args[0].memory.nbytes
+        device.sizes_to_host.append(args[0].memory.nbytes)
         if not kwargs.get("non_blocking"):
             stream.run()
             result = with_memory()
@@ -327,8 +326,8 @@ def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     stream = device.stream_of(device_of((target, source), {}).index or 0)
     crosses = isinstance(target, DeviceTensor) != isinstance(source, DeviceTensor)
     if crosses:
-        device.copies += 1
-        device.copied_bytes += source.nbytes
+        sizes = device.sizes_to_device if isinstance(target, DeviceTensor) else device.sizes_to_host
+        sizes.append(source.nbytes)
     else:
         device.launches += 1
     if not isinstance(target, DeviceTensor):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cachecraft_rag.compute import overlapped
+from cachecraft_rag.compute import kv_buffer, overlapped
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.captures.write_back import CaptureContext, Ended, WriteBackQueue
 from cachecraft_rag.compute.driver import Work, prefill, run
@@ -59,14 +59,26 @@ def test_a_prefill_on_a_late_device_gives_the_same_hidden_states(decoder: Decode
     torch.testing.assert_close(result.hidden.cpu(), expected.hidden)
 
 
-def test_chunk_caches_are_copied_beside_computing_and_placed_when_they_have_arrived(
-    decoder: Decoder, decoder_on_device: Decoder, device: Device
+@pytest.mark.parametrize(("layers_per_copy", "copies"), [(1, 4), (2, 2), (3, 2), (4, 1)])
+def test_chunk_caches_are_copied_in_groups_of_layers_and_placed_when_they_have_arrived(
+    decoder: Decoder,
+    decoder_on_device: Decoder,
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    layers_per_copy: int,
+    copies: int,
 ) -> None:
-    resident = [ResidentKV(8, prefill(decoder, WHOLE).recorder.captures[1].kv)]
-    job = PrefillJob(IDS, Rows.of(BOUNDS, new=[*range(8), *range(20, 40)]), resident=resident)
-    expected = prefill(decoder, job)
-    result = prefill(decoder_on_device, job)
+    monkeypatch.setattr(kv_buffer, "LAYERS_PER_COPY", layers_per_copy)
+    kv = prefill(decoder, WHOLE).recorder.captures[1].kv
+    rows = Rows.of(BOUNDS, new=[*range(8), *range(20, 40)])
+    expected = prefill(decoder, PrefillJob(IDS, rows, resident=[ResidentKV(8, kv)]))
+    result = prefill(decoder_on_device, PrefillJob(IDS, rows, resident=[ResidentKV(8, kv)]))
     torch.testing.assert_close(result.hidden.cpu(), expected.hidden)
+    placed = slice(8, 20)
+    torch.testing.assert_close(result.buffer.kv.cpu()[:, :, placed], expected.buffer.kv[:, :, placed])
+    sizes = [size for size in device.sizes_to_device if size >= kv.nbytes // 4]
+    assert len(sizes) == copies
+    assert sum(sizes) == kv.nbytes
 
 
 @pytest.fixture
