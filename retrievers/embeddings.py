@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 
 from cachecraft_rag.checks import check_flag, check_path, check_text, check_whole
 from cachecraft_rag.errors import ConfigError, IndexStoreError, ModelNotFoundError
-from cachecraft_rag.model.hub_check import require_hub
+from cachecraft_rag.model.hub_check import require_hub, without_bars
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.types import Progress
 
@@ -185,7 +186,8 @@ def _load(source: str, *, device: str | None, local_files_only: bool) -> Sentenc
         try:
             if not local:
                 require_hub([source] if "/" in source else [source, f"sentence-transformers/{source}"])
-            return SentenceTransformer(source, device=device, local_files_only=local)
+            with without_bars() if local else nullcontext():
+                return SentenceTransformer(source, device=device, local_files_only=local)
         except (OSError, ValueError) as error:
             failure = error
     where = "on this machine" if local_files_only else "on this machine or on the Hugging Face hub"

@@ -27,7 +27,7 @@ from cachecraft_rag.model.chunk_bound import MODEL_TOKENS, ModelTokens
 from cachecraft_rag.model.demo_model import demo_model_folder
 from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, model_fingerprint, snapshot_folder
 from cachecraft_rag.model.fused_layers import FusedLayer, fused_layers, product
-from cachecraft_rag.model.hub_check import require_hub
+from cachecraft_rag.model.hub_check import require_hub, without_bars
 from cachecraft_rag.model.layer_survey import ModelSurvey, SeenAttention, SurveyError, in_order, survey_model
 from cachecraft_rag.types import KVLayout
 
@@ -165,7 +165,7 @@ class Decoder:
             if getattr(config, "is_encoder_decoder", False):  # the next lines would not even know its class
                 raise _refusal(name, config.model_type, _ENCODER_DECODER)
             tokenizer = AutoTokenizer.from_pretrained(source)
-            with _quiet_if_local(source):
+            with _loading_bars(source):
                 model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind)
             _refuse_unsupported(model, name)  # before all weights are read once more
             folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
@@ -330,22 +330,13 @@ def config_of(name: str) -> Any:
         return AutoConfig.from_pretrained(source)
 
 
-@contextlib.contextmanager
-def _quiet_if_local(source: str) -> Iterator[None]:
-    """Switch off transformers' bars while weights on this disk are read; a download keeps its bars."""
+def _loading_bars(source: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context without transformers' bars if the weights are on this disk; a download keeps its bars."""
     from huggingface_hub import try_to_load_from_cache
-    from transformers.utils import logging as bars
 
     files = ("model.safetensors", "model.safetensors.index.json")
     is_local = os.path.isdir(source) or any(isinstance(try_to_load_from_cache(source, file), str) for file in files)
-    if not is_local or not bars.is_progress_bar_enabled():
-        yield
-        return
-    bars.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        bars.enable_progress_bar()  # type: ignore[no-untyped-call]
+    return without_bars() if is_local else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -1,8 +1,12 @@
-"""A quick check that the Hugging Face hub is reachable: its libraries retry each file for half a minute."""
+"""A quick check that the Hugging Face hub is reachable, and loading from this disk without progress bars.
+
+The hub's libraries retry each file for half a minute, and draw bars into the output of every program.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 _TIMEOUT_S = 5.0
 
@@ -33,3 +37,18 @@ def require_hub(names: Sequence[str]) -> None:
                 f"the Hugging Face hub cannot be reached ({type(error).__name__}: {error})"
             ) from error
     raise FileNotFoundError(f"the Hugging Face hub has no model {' or '.join(names)}") from missing
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Switch off transformers' progress bars in the block."""
+    from transformers.utils import logging as bars
+
+    if not bars.is_progress_bar_enabled():
+        yield
+        return
+    bars.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        bars.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Other engines beside `bench ttft`: their weights, what is refused, what the report says."""
+"""Other engines next to `python -m benchmarks ttft`: their weights, what is refused, what the report says."""
 
 from __future__ import annotations
 
