@@ -113,6 +113,7 @@ def choose_settings(shared: Shared, documents: list[str], *, small: bool) -> Non
         st.slider("Passages per question", 1, 10, 5, key="top_k")
     if st.button("New conversation", icon=":material/restart_alt:", key="restart"):
         del st.query_params["c"]
+        state.waiting = []
         st.rerun()
     stats = shared.rag.engine.store.stats()
     st.caption(f"{stats.variants} chunk-caches: {size(stats.disk_bytes)} of {size(stats.disk_budget)} on disk")
@@ -123,7 +124,7 @@ def conversation(shared: Shared, turns: list[Turn], documents: list[str], questi
 
     A baseline is timed when everything is shown, so nobody waits for it.
     """
-    question = question or suggestion(turns, documents)
+    question = next_question(turns, question or suggestion(turns, documents))
     fresh = st.empty()
     if not turns:
         fresh.caption(welcome)
@@ -136,16 +137,36 @@ def conversation(shared: Shared, turns: list[Turn], documents: list[str], questi
             st.html(headline(turn) + bar + sources(turn.answer, unfolded=number == len(turns)))
         if not turn.whole and st.button("Ask again", key=f"again-{number}", icon=":material/replay:"):
             question = turn.question
-    if question:
+    if question and not documents:
+        fresh.info("There is nothing to ask about yet: add a document, or the sample handbook.")
+    elif question:
         with fresh.container():
-            if not documents:
-                st.info("There is nothing to ask about yet: add a document, or the sample handbook.")
-            elif answer(shared, turns, question):
-                st.rerun()
+            while question:
+                for waiting in st.session_state.waiting:
+                    st.caption(f"Next: {plain(waiting)}")
+                if answer(shared, turns, question):
+                    st.rerun()
+                question = next_question(turns, "")
     elif turns and turns[-1].whole and turns[-1].compare:
         with fresh.container():
             time_full_prefill(shared, turns[-1])
         st.rerun()
+
+
+def next_question(turns: list[Turn], asked: str) -> str:
+    """Return the question to answer now; the others wait in the session.
+
+    A question that is asked during an answer makes Streamlit interrupt that answer. Its question is answered once more,
+    before the new one.
+    """
+    state = st.session_state
+    waiting: list[str] = state.setdefault("waiting", [])
+    interrupted = state.pop("answering", None)
+    if asked:
+        if turns and turns[-1] is interrupted:
+            waiting.append(turns.pop().question)
+        waiting.append(asked)
+    return waiting.pop(0) if waiting else ""
 
 
 def suggestion(turns: list[Turn], documents: list[str]) -> str:
@@ -180,6 +201,7 @@ def answer(shared: Shared, turns: list[Turn], question: str) -> bool:
     reuse = ReuseConfig(reuse=state.reuse, recompute_ratio=ratio, early_termination=state.focus)
     turn = Turn(question, arguments, compare=state.compare and state.reuse)
     turns.append(turn)
+    state.answering = turn
     asked_line(question, len(turns))
     place, picture = st.empty(), st.empty()
     place.markdown(":gray[Reading …]")
@@ -197,9 +219,11 @@ def answer(shared: Shared, turns: list[Turn], question: str) -> bool:
             stream.close()
             turn.answer = Answer(turn.answer.text if turn.answer else "", stream.sources, stream.stats)
     except CacheCraftError as error:
+        del state.answering
         turns.remove(turn)
         place.warning(f"This question could not be answered: {plain(str(error))}", icon=":material/error:")
         return False
+    del state.answering
     return True
 
 
