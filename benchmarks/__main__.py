@@ -22,6 +22,7 @@ COMMANDS = {
     "load": "Read speed against dd, and the loading time hidden behind computing",
     "memory": "Peak memory of a request",
     "papers": "The papers' figures, with our verdicts and the command for each",
+    "prompt-forms": "What prompts in the forms of common applications reuse, passages in a new order each time",
     "plain-prompts": "Prompts that nobody marked against the same passages as documents",
     "premises": "What the papers presuppose, looked at on a model and data",
     "same-answers": "The same answers and statistics as another checkout, on 200 requests",

@@ -1,9 +1,10 @@
 """Segments found by content in text that nobody marked: content-defined chunking over token ids, as in rsync.
 
 The text is cut where its own content says so, so that the same passage gives the same segments wherever it stands. Firm
-ends are blank lines, lines without a word (`-----`) and tags; longer passages are cut again where a rolling hash of the
-last tokens says so, at a line end if there is one. What separates segments belongs to none: a passage that ends with a
-blank line here and with a tag there is still the same.
+ends are blank lines, lines without a word (`-----`), tags, short lines in brackets (`[CONTEXT 1]:`), the ends of lines
+that are long enough for a segment, and in JSON the quotation marks. Longer passages are cut again where a rolling hash
+of the last tokens says so, at a line end if there is one. What separates segments belongs to none: a passage that ends
+with a blank line here and with a tag there is still the same.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 LEAST, MOST = 64, 512  # tokens of a segment
 _WHOLE = 256  # a passage of at most so many tokens is not cut
+_LONG_LINE = 96  # tokens of a line that is a passage by itself
 _WINDOW = 16  # tokens that a hash looks at
 _ONE_IN, _LINE_ENDS_ONE_IN = 64, 4  # positions, and line ends, at which the hash cuts
 _LONGEST_TAG = 32
@@ -31,12 +33,18 @@ class TokenKinds:
     newlines       uint8 `[vocabulary]`: line ends that it closes with
     words          bool `[vocabulary]`: whether it holds a letter or digit
     opens, closes  bool `[vocabulary]`: whether it holds `<`, and `>`
+    opens_line     bool `[vocabulary]`: whether its text begins with `[` or `{`
+    closes_line    bool `[vocabulary]`: whether its text ends with `]` or `]:`
+    quotes         bool `[vocabulary]`: whether it holds a quotation mark that is not escaped
     """
 
     newlines: NDArray[np.uint8]
     words: NDArray[np.bool_]
     opens: NDArray[np.bool_]
     closes: NDArray[np.bool_]
+    opens_line: NDArray[np.bool_]
+    closes_line: NDArray[np.bool_]
+    quotes: NDArray[np.bool_]
 
     @classmethod
     def of(cls, tokens: Iterable[str | None]) -> Self:
@@ -47,6 +55,9 @@ class TokenKinds:
             np.array([any(map(str.isalnum, text)) for text in texts], dtype=np.bool_),
             np.array(["<" in text for text in texts], dtype=np.bool_),
             np.array([">" in text for text in texts], dtype=np.bool_),
+            np.array([text.lstrip().startswith(("[", "{")) for text in texts], dtype=np.bool_),
+            np.array([text.rstrip().endswith(("]", "]:")) for text in texts], dtype=np.bool_),
+            np.array(['"' in text.replace('\\"', "") for text in texts], dtype=np.bool_),
         )
 
 
@@ -109,12 +120,17 @@ def _passages(ids: NDArray[np.int64], kinds: TokenKinds, line_ends: list[tuple[i
     """What stands between firm ends, in order; never empty."""
     words = np.concatenate(([0], np.cumsum(kinds.words[ids])))
     firm = list(_tags(ids, kinds))
+    if kinds.opens_line[ids[0]]:  # JSON, whose strings are passages
+        firm += [(int(quote), int(quote) + 1) for quote in np.flatnonzero(kinds.quotes[ids])]
     last = start = 0  # the line end before, and where it stops
     for begin, end, count in [*line_ends, (len(ids), len(ids), 0)]:
-        if words[begin] == words[start]:  # a line without a word
+        is_heading = _is_bracketed(ids[start:begin], kinds)
+        if words[begin] == words[start] or is_heading:  # a line without a word, or `[CONTEXT 1]:`
             firm.append((last, end))
         elif count > 1:
             firm.append((begin, end))
+        if begin - start >= _LONG_LINE:  # a whole passage or paragraph: applications join them by single line ends
+            firm += [(last, start), (begin, end)]
         last, start = begin, end
     is_line_end = kinds.newlines[ids] > 0
     begin = 0
@@ -134,6 +150,13 @@ def _without_line_ends(passage: range, is_line_end: NDArray[np.bool_]) -> range:
     while start < stop and is_line_end[stop - 1]:
         stop -= 1
     return range(start, stop)
+
+
+def _is_bracketed(line: NDArray[np.int64], kinds: TokenKinds) -> bool:
+    """Return whether a line is a short heading in brackets."""
+    if not 0 < len(line) <= _LONGEST_TAG:
+        return False
+    return bool(kinds.opens_line[line[0]] and kinds.closes_line[line[-1]])
 
 
 def _tags(ids: NDArray[np.int64], kinds: TokenKinds) -> Iterator[tuple[int, int]]:

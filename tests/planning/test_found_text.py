@@ -14,9 +14,9 @@ from cachecraft_rag.planning.found_text import LEAST, MOST, TokenKinds, find_seg
 
 # Ids 0–99 are words, then: two kinds of line ends, a dash, a dot that ends a paragraph, the two halves of a tag.
 KINDS = TokenKinds.of(
-    [*(f"\u0120word{i}" for i in range(100)), "\u010a", "\u010a\u010a", "-", ".\u010a\u010a", "<", ">"]
+    [*(f"\u0120word{i}" for i in range(100)), "\u010a", "\u010a\u010a", "-", ".\u010a\u010a", "<", ">", "[", "]:", '"']
 )
-LINE, BLANK, DASH, DOT, OPEN, CLOSE = range(100, 106)
+LINE, BLANK, DASH, DOT, OPEN, CLOSE, BRACKET, UNBRACKET, QUOTE = range(100, 109)
 
 
 def words(rng: random.Random, count: int) -> list[int]:
@@ -37,6 +37,22 @@ def test_the_marks_of_vocabularies_are_understood() -> None:
     assert kinds.closes.nonzero()[0].tolist() == [6]
 
 
+def test_long_lines_are_passages() -> None:
+    rng = random.Random(0)
+    passages = [words(rng, length) for length in (100, 130, 256)]
+    assert contents([*passages[0], LINE, *passages[1], LINE, 7, 8, LINE, *passages[2]]) == [*map(tuple, passages)]
+
+
+def test_strings_in_json_are_passages() -> None:
+    rng = random.Random(0)
+    passages = [words(rng, 120) for _ in range(3)]
+    json = [BRACKET]
+    for score, passage in enumerate(passages):
+        json += [QUOTE, 5, QUOTE, score, QUOTE, *passage, QUOTE, 9]
+    assert contents(json) == [tuple(passage) for passage in passages]
+    assert contents(json[1:]) != contents(json)  # elsewhere quotation marks belong to the text
+
+
 @given(st.lists(st.integers(0, 105), max_size=1500), st.integers(0, 2**32))
 def test_segments_are_in_order_and_of_the_lengths_that_are_allowed(some: list[int], seed: int) -> None:
     rng = random.Random(seed)
@@ -47,7 +63,8 @@ def test_segments_are_in_order_and_of_the_lengths_that_are_allowed(some: list[in
     assert not found or (found[0].start >= 0 and found[-1].stop <= len(ids))
 
 
-@pytest.mark.parametrize("separator", [[BLANK], [DOT], [LINE, LINE], [LINE, DASH, DASH, LINE], [OPEN, 7, CLOSE]])
+@pytest.mark.parametrize("separator", [[BLANK], [DOT], [LINE, LINE], [LINE, DASH, DASH, LINE], [OPEN, 7, CLOSE],
+                                        [LINE, BRACKET, 7, 8, UNBRACKET, LINE]])  # fmt: skip
 @pytest.mark.parametrize("length", [64, 100, 256, 300, 900])
 def test_a_passage_between_firm_ends_gives_the_same_segments_among_any_others(
     separator: list[int], length: int

@@ -22,7 +22,7 @@ from cachecraft_rag.store.catalog_records import Listed
 from cachecraft_rag.types import Prompt, Segment, chunk_id_of
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.records import Records
-from cachecraft_rag.vllm.server.unmarked import Origin, PlainPrompts, ServedPrompts, marked
+from cachecraft_rag.vllm.server.unmarked import Origin, PlainPrompts, ServedPrompts, marked, searched_messages
 from tests.prompt.test_unmarked import passage, prompt_of
 from tests.vllm.http_server import START_S, ServerProcess
 
@@ -92,18 +92,30 @@ def test_a_mistake_behind_an_answer_is_logged(caplog: pytest.LogCaptureFixture) 
     assert "of this test" in caplog.text
 
 
-def test_the_last_message_of_a_role_is_marked() -> None:
-    first, answer = {"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}
-    parts = {"role": "user", "content": [{"type": "text", "text": "Three?"}]}
-    assert marked([first, answer], "user") == [{"role": "user", "content": "?"}, answer]
-    assert marked([first, answer], "assistant") == [first, {"role": "assistant", "content": "?"}]
-    assert marked([first, answer, parts], "user") == [
-        first,
-        answer,
-        {"role": "user", "content": [{"type": "text", "text": "?"}]},
+LONG = "The mill of Arden dates from 1701 and leaks. " * 5
+
+
+def test_messages_of_the_user_and_of_tools_are_searched() -> None:
+    messages = [
+        {"role": "system", "content": LONG},
+        {"role": "user", "content": LONG},
+        {"role": "assistant", "content": LONG},
+        {"role": "tool", "content": [{"type": "text", "text": LONG}]},
+        {"role": "user", "content": [{"type": "image_url"}]},
+        {"role": "user", "content": "A short one."},
+        {"role": "tool", "content": "The last one."},
     ]
-    assert marked([first, {"role": "user", "content": [{"type": "image_url"}]}], "user") is None
-    assert marked([answer], "user") is None
+    assert searched_messages(messages, search_system=False) == [1, 3, 6]
+    assert searched_messages(messages, search_system=True) == [0, 1, 3, 6]
+    assert searched_messages([{"role": "assistant", "content": LONG}], search_system=True) == []
+    assert searched_messages(messages[1:2] * 40, search_system=False) == list(range(24, 40))
+
+
+def test_a_marked_message_keeps_its_form() -> None:
+    first = {"role": "user", "content": "One?"}
+    parts = {"role": "tool", "content": [{"type": "text", "text": "Three?"}]}
+    assert marked([first, parts], 0) == [{"role": "user", "content": "?"}, parts]
+    assert marked([first, parts], 1) == [first, {"role": "tool", "content": [{"type": "text", "text": "?"}]}]
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------

@@ -46,7 +46,16 @@ from cachecraft_rag.vllm.server.documents import (
     read_priming,
 )
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
-from cachecraft_rag.vllm.server.unmarked import Locate, Origin, PlainPrompts, SearchingClient, marked, text_in
+from cachecraft_rag.vllm.server.unmarked import (
+    Locate,
+    Origin,
+    PlainPrompts,
+    Searched,
+    SearchingClient,
+    marked,
+    searched_messages,
+    text_in,
+)
 from cachecraft_rag.vllm.settings import ConnectorSettings
 
 T = TypeVar("T")
@@ -173,16 +182,18 @@ async def _with_documents(request: ChatCompletionRequest, raw_request: Request) 
 @with_cancellation  # type: ignore[untyped-decorator]
 @load_aware_call  # type: ignore[untyped-decorator]
 async def _plain_chat(request: ChatCompletionRequest, raw_request: Request, origin: Origin) -> Any:
-    async def locate(ids: Sequence[int]) -> list[range]:
-        """Where the prompt differs from the same one with another text in a message."""
-        found = []
-        for role in ("system", "user") if settings.search_system else ("user",):
-            if (messages := marked(request.messages, role)) is not None:
-                asked = request.model_copy(update={"messages": messages}, deep=True)
-                rendered = await stock.online_renderer.render_chat(asked)
-                if not isinstance(rendered, ErrorResponse):
-                    found.append(text_in(ids, rendered[1][0]["prompt_token_ids"]))
-        return found
+    async def locate(ids: Sequence[int]) -> Searched:
+        """Find each message where the prompt differs from the same one with another text in it."""
+        texts = []
+        places = searched_messages(request.messages, search_system=settings.search_system)
+        for place in places:
+            changed = {"messages": marked(request.messages, place)}
+            rendered = await stock.online_renderer.render_chat(request.model_copy(update=changed, deep=True))
+            if not isinstance(rendered, ErrorResponse):
+                texts.append(text_in(ids, rendered[1][0]["prompt_token_ids"]))
+        last = len(request.messages) - 1
+        ends_with_question = last in places and request.messages[last]["role"] == "user"
+        return Searched(tuple(texts), ends_with_question)
 
     settings = _endpoint(raw_request).engine.settings
     stock = raw_request.app.state.openai_serving_chat
@@ -201,8 +212,8 @@ async def create_completion(request: CompletionRequest, raw_request: Request) ->
 @with_cancellation  # type: ignore[untyped-decorator]
 @load_aware_call  # type: ignore[untyped-decorator]
 async def _plain_completion(request: CompletionRequest, raw_request: Request, origin: Origin) -> Any:
-    async def locate(ids: Sequence[int]) -> list[range]:
-        return [range(len(ids))]
+    async def locate(ids: Sequence[int]) -> Searched:
+        return Searched((range(len(ids)),))
 
     handler = _searching(raw_request.app.state.openai_serving_completion, raw_request, origin, locate)
     return await _answer(handler.create_completion, request, raw_request)

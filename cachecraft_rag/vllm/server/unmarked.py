@@ -1,7 +1,8 @@
 """Reuse in requests without `documents`: any client's prompts, as vLLM has rendered them (`prompt.unmarked`).
 
 vLLM's own handlers lay out and tokenise such a prompt. Its token ids are searched on their way to vLLM's engine: the
-last user message, and the system message if asked for; all else is prefix or computed. vLLM's prefix cache goes first.
+user's messages, results of tools, and system messages if asked for; all else is prefix or computed. vLLM's prefix cache
+goes first.
 A prompt is served from chunk-caches only where those hold more of it than the prefix cache has of an earlier prompt,
 and vLLM computes all others itself, as if there were no chunk-caches.
 """
@@ -36,7 +37,6 @@ from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
 
-Locate = Callable[[Sequence[int]], Awaitable[Sequence[range]]]  # the messages to search in a prompt's token ids
 Notes = Callable[[], Mapping[str, Candidate]]
 
 logger = logging.getLogger("cachecraft_rag.vllm")
@@ -47,6 +47,10 @@ _LEAST_REUSED = 128  # tokens; for fewer, a prompt is not taken from vLLM
 _LEAST_SHARE = 1 / 8  # of a prompt
 _THREADS = 4
 _MARK = "?"
+
+
+_LEAST_CHARACTERS = 200  # of a message that is searched; less is no passage
+_MOST_MESSAGES = 16  # searched in one prompt; each is found by rendering the prompt once more
 
 
 @dataclass(frozen=True)
@@ -130,19 +134,50 @@ def text_in(ids: Sequence[int], marked: Sequence[int]) -> range:
     return range(first, len(ids) - behind)
 
 
-def marked(messages: Sequence[Any], role: str) -> list[Any] | None:
-    """The messages with another text in the last one of a role; None where there is no text."""
-    for place in reversed(range(len(messages))):
-        content = messages[place].get("content")
-        if messages[place].get("role") != role:
-            continue
-        if not isinstance(content, str):
-            parts = list(content or ())
-            if not parts or not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
-                return None
-        mark = _MARK if isinstance(content, str) else [{"type": "text", "text": _MARK}]
-        return [*messages[:place], {**messages[place], "content": mark}, *messages[place + 1 :]]
-    return None
+def searched_messages(messages: Sequence[Any], *, search_system: bool) -> list[int]:
+    """Return the places of the messages to search: the user's, results of tools, and system messages if asked for.
+
+    Short ones hold no passage, except that the last message always counts; of many, the latest ones are searched.
+    """
+    roles = ("user", "tool", "function", *(("system", "developer") if search_system else ()))
+    places = []
+    for place, message in enumerate(messages):
+        text = _text_of(message.get("content")) if message.get("role") in roles else None
+        if text and (len(text) >= _LEAST_CHARACTERS or place == len(messages) - 1):
+            places.append(place)
+    return places[-_MOST_MESSAGES:]
+
+
+def _text_of(content: Any) -> str | None:
+    """Return the text of a message; None if it holds anything else."""
+    if isinstance(content, str):
+        return content
+    parts = list(content or ())
+    if not parts or not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+        return None
+    return "".join(str(part.get("text") or "") for part in parts)
+
+
+def marked(messages: Sequence[Any], place: int) -> list[Any]:
+    """Return the messages with another text in the one at this place."""
+    is_text = isinstance(messages[place].get("content"), str)
+    mark = _MARK if is_text else [{"type": "text", "text": _MARK}]
+    return [*messages[:place], {**messages[place], "content": mark}, *messages[place + 1 :]]
+
+
+@dataclass(frozen=True)
+class Searched:
+    """Parts of a prompt's token ids that are searched.
+
+    texts               the messages to search
+    ends_with_question  the last of them ends with what the user asks, which is always computed
+    """
+
+    texts: tuple[range, ...] = ()
+    ends_with_question: bool = True
+
+
+Locate = Callable[[Sequence[int]], Awaitable[Searched]]  # finds the parts to search in a prompt's token ids
 
 
 class PlainPrompts:
@@ -157,15 +192,11 @@ class PlainPrompts:
         self._served = ServedPrompts(cached_tokens)
         self._threads = ThreadPoolExecutor(_THREADS, "cachecraft-found-texts")
 
-    def prepare(self, ids: Sequence[int], texts: Sequence[range], origin: Origin) -> Prepared | None:
-        """Find segments in a prompt, and decide how it is served; None where nothing is reused or worth noting.
-
-        Args:
-            texts: the messages to search.
-        """
+    def prepare(self, ids: Sequence[int], searched: Searched, origin: Origin) -> Prepared | None:
+        """Find segments in a prompt, and decide how it is served; None where nothing is reused or worth noting."""
         started = time.perf_counter()
         cached, before = self._served.longest(ids, origin)
-        prompt, notes, reused, moved = self._laid_out(ids, texts, origin)
+        prompt, notes, reused, moved = self._laid_out(ids, searched, origin)
         ask: Ask | None = None
         if before is not None and cached >= reused and (moved or 2 * reused < cached):
             ask = _behind(before, ids)
@@ -181,15 +212,15 @@ class PlainPrompts:
         return Prepared(request, None if ask is None else replace(ask, name=request.request_id), notes)
 
     def _laid_out(
-        self, ids: Sequence[int], texts: Sequence[range], origin: Origin
+        self, ids: Sequence[int], searched: Searched, origin: Origin
     ) -> tuple[Prompt | None, Notes, int, bool]:
         """The prompt in segments (None: nothing is found), what to note of it, how many tokens of it are stored, and
         whether those were moved.
         """
         engine, owner = self._engine, origin.owner
-        head = tuple(ids[: max(1, min((text.start for text in texts), default=0))])
+        head = tuple(ids[: max(1, min((text.start for text in searched.texts), default=0))])
         look_up = partial(engine.store.marked_texts, engine.namespace, engine.decoder.fingerprint, session=owner)
-        pieces = _pieces(ids, texts, len(head))
+        pieces = _pieces(ids, searched, len(head))
         recognise = partial(recognise_captured, look_up=look_up)
         tail = segments_of(pieces, engine.prompts.kinds, recognise, private=owner is not None)
         if tail is None:
@@ -241,21 +272,25 @@ class PlainPrompts:
             self._engine.new_variants.answered(0, found[name])
 
 
-def _pieces(ids: Sequence[int], texts: Sequence[range], start: int) -> list[PromptPiece]:
-    """What follows the first tokens, in pieces; those of the texts are searched. A text that is not in the prompt, such
-    as a system message that the template leaves out, is empty.
+def _pieces(ids: Sequence[int], searched: Searched, start: int) -> list[PromptPiece]:
+    """Return what follows the first tokens, in pieces; those of the texts are searched.
 
-    >>> [tuple(piece) for piece in _pieces([5, 6, 7, 8, 9], [range(5, 5), range(3, 4), range(1, 2)], 1)]
+    A text that is not in the prompt, such as a system message that the template leaves out, is empty.
+
+    >>> pieces = _pieces([5, 6, 7, 8, 9], Searched((range(5, 5), range(3, 4), range(1, 2))), 1)
+    >>> [tuple(piece) for piece in pieces]
     [((), False), ((6,), True), ((7,), False), ((8,), True), ((9,), False)]
     """
     pieces: list[PromptPiece] = []
-    for text in sorted(filter(len, texts), key=attrgetter("start")):
-        begin, stop = max(start, text.start), max(start, text.stop)
+    for text in sorted(filter(len, searched.texts), key=attrgetter("start")):
+        begin = max(start, text.start)
+        stop = max(start, text.stop)
         pieces.append(PromptPiece(tuple(ids[start:begin]), is_searched=False))
         pieces.append(PromptPiece(tuple(ids[begin:stop]), is_searched=True))
         start = stop
-    pieces.append(PromptPiece(tuple(ids[start:]), is_searched=False))
-    return pieces
+    if not searched.ends_with_question:  # an empty text in its place: none of a passage's last tokens are left out
+        pieces.append(PromptPiece((), is_searched=True))
+    return [*pieces, PromptPiece(tuple(ids[start:]), is_searched=False)]
 
 
 def _behind(before: Ask, ids: Sequence[int]) -> Ask:
@@ -283,8 +318,8 @@ class SearchingClient:
         prompts, client, prepared = self._prompts, self._client, None
         ids = prompt["prompt_token_ids"] if _searchable(prompt, params, options) else []
         if ids:
-            texts = await self._locate(ids)
-            prepared = await prompts.aside(partial(prompts.prepare, ids, texts, self._origin))
+            searched = await self._locate(ids)
+            prepared = await prompts.aside(partial(prompts.prepare, ids, searched, self._origin))
         if prepared is not None:
             client = RecordingClient(client, prompts.record(prepared), prompts.records)
             if prepared.ask is not None:
