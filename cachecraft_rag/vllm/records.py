@@ -46,6 +46,7 @@ class RequestRecord:
     begun    it was handed to vLLM
     counted  its end was counted
     alone    vLLM computes it without chunk-caches
+    remark   for the client, beside the statistics; "" for none
     """
 
     request: Request
@@ -56,6 +57,7 @@ class RequestRecord:
     begun: bool = False
     counted: bool = False
     alone: bool = False
+    remark: str = ""
 
     def note(self, output: Any) -> None:
         """Note one of vLLM's outputs: new tokens, or all of them at once where the answer is not streamed."""
@@ -103,6 +105,7 @@ class RequestRecord:
             "stats": self.stats().as_dict(),
             "report": None if refused is not None or not self.report else self.report,
             "refused": refused,
+            "note": self.remark or None,
         }
 
 

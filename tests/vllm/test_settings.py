@@ -27,7 +27,7 @@ from cachecraft_rag.vllm.plugin import register
 from cachecraft_rag.vllm.records import RequestRecord
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.server import launch as server
-from cachecraft_rag.vllm.server.documents import Asked, plain_config
+from cachecraft_rag.vllm.server.documents import Asked, plain_config, uncaptured_note
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
 from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings, check_config
 from cachecraft_rag.vllm.versions import require_vllm
@@ -262,9 +262,15 @@ def test_a_request_may_bring_what_the_operator_allows() -> None:
         if name in ("reuse", "capture", "loading"):
             assert read({name: other}, "safe") == replace(default, **{name: other})
         else:
-            with pytest.raises(ConfigError, match=f"{name} would shape chunk-caches that serve others"):
-                read({name: other}, "safe")
-            assert read({name: other, "capture": False}, "safe") == replace(default, capture=False, **{name: other})
+            uncaptured = replace(default, capture=False, **{name: other})
+            assert read({name: other}, "safe") == read({name: other, "capture": False}, "safe") == uncaptured
+            assert f"{name} would shape chunk-caches that serve others" in uncaptured_note(uncaptured, default)
+
+
+def test_a_request_that_captures_as_usual_has_no_note() -> None:
+    default = ReuseConfig()
+    for config in (None, default, replace(default, capture=False), replace(default, reuse=False)):
+        assert uncaptured_note(config, default) == ""
 
 
 def test_settings_of_requests_without_documents() -> None:

@@ -231,10 +231,22 @@ def _config(given: object, default: ReuseConfig, allowed: ClientSettings) -> Reu
     changed = [name for name in names if getattr(config, name) != getattr(default, name)]
     if changed and allowed == "none":
         raise ConfigError(f"{FIELD}: this server sets {', '.join(changed)} itself; leave it out")
-    shaping = [name for name in changed if name not in _HARMLESS]
-    if shaping and config.capture and allowed == "safe":
-        raise ConfigError(
-            f'{FIELD}: {", ".join(shaping)} would shape chunk-caches that serve others, too; add "capture": false, or '
-            "have the server started with --client-settings all"
-        )
+    if allowed == "safe" and config.capture and shaping_settings(config, default):
+        return replace(config, capture=False)  # what it would capture would be shaped by them, and serve others too
     return config
+
+
+def shaping_settings(config: ReuseConfig, default: ReuseConfig) -> list[str]:
+    """Return the settings that differ from the server's and change captured values."""
+    names = [field.name for field in fields(ReuseConfig)]
+    return [name for name in names if name not in _HARMLESS and getattr(config, name) != getattr(default, name)]
+
+
+def uncaptured_note(config: ReuseConfig | None, default: ReuseConfig) -> str:
+    """Return why a request with these settings captures nothing, for its statistics; "" if it captures as usual."""
+    if config is None or config.capture or not default.capture:
+        return ""
+    shaping = shaping_settings(config, default)
+    if not shaping:
+        return ""
+    return f"nothing was captured: {', '.join(shaping)} would shape chunk-caches that serve others, too"

@@ -44,6 +44,7 @@ from cachecraft_rag.vllm.server.documents import (
     plain_config,
     read_body,
     read_priming,
+    uncaptured_note,
 )
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
 from cachecraft_rag.vllm.server.unmarked import (
@@ -120,7 +121,7 @@ class Endpoint:
 
 def bad_request(error: CacheCraftError) -> HTTPException:
     """A 400 in vLLM's own form."""
-    return HTTPException(status_code=400, detail=str(error))
+    return HTTPException(status_code=400, detail=str(error).replace("max_new_tokens", "max_tokens"))
 
 
 async def _documents_are_well_formed(raw_request: Request) -> None:
@@ -158,7 +159,8 @@ async def _with_documents(request: ChatCompletionRequest, raw_request: Request) 
             allowed=endpoint.engine.settings.client_settings,
         )
         prepared, ask = engine.prepare(asked, session=session)
-        record = RequestRecord(prepared, engine.decoder.layout.layers, ask.name)
+        remark = uncaptured_note(asked.config, engine.config)
+        record = RequestRecord(prepared, engine.decoder.layout.layers, ask.name, remark=remark)
         return record, engine.transfer(ask), ask.cache_salt(engine.namespace)
 
     try:
