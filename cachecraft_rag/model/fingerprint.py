@@ -25,7 +25,7 @@ from cachecraft_rag.model.demo_model import cache_folder
 from cachecraft_rag.store.small_file import replace_file
 from cachecraft_rag.types import IDENTITY_VERSION, LAYOUT_VERSION, digest
 
-# Keys of a config that differ from one save to the next and shape no number; the dtype in use is a part of its own.
+# Keys of a config that differ between saves and change no number; the dtype in use is digested separately.
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"})
 _CALL_STATE = frozenset({"padding", "truncation"})  # of a tokenizer: changes with every call and shapes no token
 _TOKENIZER_FILES = (  # of a tokenizer without tokenizer.json
@@ -38,12 +38,14 @@ _SETTLED_NS = 2_000_000_000  # a file changed later than this ago may change aga
 
 
 def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
-    """The fingerprint of the checkpoint in `folder` when it is used in `dtype` ("float32", "bfloat16", "float16").
+    """Return the fingerprint of the checkpoint in `folder` used in `dtype` ("float32", "bfloat16", "float16").
 
-    None where the folder holds no config or no weights of a kind that is known here. Raises OSError where a file cannot
-    be read, ValueError where it is damaged.
+    Returns None if the folder has no config or no weights of a known kind. Raises OSError if a file cannot be read,
+    ValueError if it is damaged. Quantised weights and their scales are tensors of the checkpoint, and the kind of
+    quantisation is in its config, so both are digested.
     """
-    files, config = _weight_files(folder), folder / "config.json"
+    files = _weight_files(folder)
+    config = folder / "config.json"
     if not files or not config.is_file():
         return None
     tensors: dict[str, str] = {}
@@ -54,11 +56,11 @@ def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
 
 
 def model_fingerprint(model: Any, tokenizer: Any) -> str:
-    """The fingerprint of a Hugging Face model that came as an object, without files: digests of its own tensors."""
+    """Return the fingerprint of a Hugging Face model that is given as an object, from digests of its tensors."""
     tensors = {}
     for name, tensor in model.state_dict().items():
-        state = xxhash.xxh3_128(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
-        state.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        state = xxhash.xxh3_128()
+        _update_by_tensor(state, tensor)
         tensors[name] = state.hexdigest()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = tokenizer.get_vocab() if backend is None else _without(json.loads(backend.to_str()), _CALL_STATE)
@@ -67,14 +69,29 @@ def model_fingerprint(model: Any, tokenizer: Any) -> str:
     return _fingerprint("model", weights=tensors, config=config, tokenizer=words, dtype=dtype)
 
 
+def _update_by_tensor(state: Any, tensor: torch.Tensor) -> None:
+    """Feed dtype, shape and bytes of a tensor to a digest.
+
+    Of a quantised tensor, the name of its class and the tensors that it consists of.
+    """
+    state.update(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
+    if hasattr(tensor, "__tensor_flatten__"):
+        parts, _context = tensor.__tensor_flatten__()
+        for part in parts:
+            state.update(f"{type(tensor).__name__}.{part}\n".encode())
+            _update_by_tensor(state, getattr(tensor, part))
+        return
+    state.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+
 def snapshot_folder(source: str, *, revision: str | None = None) -> Path | None:
     """The folder that holds the files of a model: `source` itself, or where the hub's client keeps what it loaded."""
     if os.path.isdir(source):
         return Path(source)
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(source, "config.json", revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
+    path = try_to_load_from_cache(source, "config.json", revision=revision)
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def _fingerprint(kind: str, *, weights: Mapping[str, str], config: Any, tokenizer: Any, dtype: str) -> str:
@@ -100,8 +117,9 @@ def _weight_files(folder: Path) -> list[Path]:
                 {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
             )
     for pattern in ("*.safetensors", "pytorch_model*.bin", "*.gguf"):
-        if found := sorted(folder.glob(pattern)):
-            return found
+        files = sorted(folder.glob(pattern))
+        if files:
+            return files
     return []
 
 
@@ -123,7 +141,7 @@ def _digests(file: Path) -> dict[str, str]:
         tensors: dict[str, str] = {str(name): str(value) for name, value in entry["tensors"].items()}
         if tensors and entry["stamp"] == stamp and entry["check"] == _check(stamp, tensors):
             return tensors
-    # By the name in the checkpoint: the file behind a link has none that says anything.
+    # By the name in the checkpoint: in the hub's cache it is a link to a file with a meaningless name.
     tensors = _read_safetensors(path) if file.suffix == ".safetensors" else {file.name: _whole(path)}
     after = path.stat()
     unchanged = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
@@ -149,15 +167,15 @@ def _read_safetensors(path: Path) -> dict[str, str]:
             raise ValueError(f"{path} is damaged: its header is too long")
         entries = json.loads(file.read(length))
         entries.pop("__metadata__", None)
-        found = {}
+        digests = {}
         for name, entry in entries.items():
             begin, end = entry["data_offsets"]
             file.seek(8 + length + begin)
             state = xxhash.xxh3_128(f"{entry['dtype']} {entry['shape']}\n".encode())
             if _update(state, file, end - begin) != end - begin:
                 raise ValueError(f"{path} is truncated: it ends in the tensor {name}")
-            found[name] = state.hexdigest()
-    return found
+            digests[name] = state.hexdigest()
+    return digests
 
 
 def _whole(path: Path) -> str:

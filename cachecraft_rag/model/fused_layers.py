@@ -1,9 +1,9 @@
 """Decoder layers with compiled norms, gates and residual sums, in place of transformers' own on a CPU.
 
-Between its products a layer runs some twenty small operations, each dispatched and woken alone. Where the class of a
-model's layers is known, three compiled ones take their place (`kernels/cpu`), and for few rows, such as decode steps,
-one call computes the whole layer and reads its weights at the memory's speed. Products stay the modules of the model
-where they are no plain linear layers: adapters, quantised ones. A layer with hooks runs as it is.
+Between its products a layer runs some twenty small operations, each dispatched separately. If the class of a model's
+layers is known, three compiled operations replace them (`kernels/cpu`). For few rows, such as decode steps, one call
+computes the whole layer and reads its weights at the memory's speed. Products that are no plain linear layers
+(adapters, quantised weights) stay the modules of the model. A layer with hooks runs as it is.
 """
 
 from __future__ import annotations
@@ -20,17 +20,25 @@ from cachecraft_rag.kernels.cpu import calls
 from cachecraft_rag.kernels.cpu.library import kernels_for
 
 KNOWN = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
+
 _CHECKED_ROWS = 3
-_FEW_ROWS = 8  # of more rows torch's products are faster
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # of the norm of what the model's own layer gives
+
+# Most rows of the compiled products: torch's are faster for more.
+_FEW_ROWS = 8
+
+# Largest error, relative to the norm of the output of the model's own layer.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 
 def _plain_linear(module: Any) -> bool:
-    return type(module) is torch.nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)
+    """Return True for a linear layer whose weight is a plain tensor: a quantised one has no floats at its address."""
+    if type(module) is not torch.nn.Linear or type(module.weight) is not torch.nn.Parameter:
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def product(module: Any, x: Tensor) -> Tensor:
-    """What a linear module makes of `[1, rows, width]`."""
+    """Apply a linear module to `[1, rows, width]`."""
     if x.shape[1] > _FEW_ROWS or not _plain_linear(module):
         return cast(Tensor, module(x))
     run = kernels_for(x, module.weight)
@@ -40,99 +48,140 @@ def product(module: Any, x: Tensor) -> Tensor:
 
 
 class FusedLayer:
-    """One layer of a known class; its settings of attention are those that transformers calls ours with."""
+    """A layer of a known class.
+
+    Args:
+        layer: the model's own layer.
+        index: its number.
+        settings: the attention settings that transformers passes to our attention function.
+        rotary_dim: dimensions of a head that the layer rotates.
+    """
 
     def __init__(self, layer: Any, index: int, settings: AttentionSettings, *, rotary_dim: int) -> None:
         self.rotary_dim = rotary_dim
-        self._layer, self._index, self._settings = layer, index, settings
+        self._layer = layer
+        self._index = index
+        self._settings = settings
         self._call: calls.LayerCall | None = None
-        self._held: list[tuple[dict[str, Any], str, Any]] = []  # modules and tensors whose addresses the call has
+        self._held: list[tuple[dict[str, Any], str, Any]] = []  # modules and tensors that the call points to
         self._hooks: list[dict[int, Any]] = []  # of these modules
 
     def _whole(self, hidden: Tensor) -> calls.LayerCall | None:
-        """The call that computes the whole layer at once; None where a product is not a plain linear layer's."""
-        own = self._layer
-        attention, mlp = own.self_attn, own.mlp
+        """Return the call that computes the whole layer; None if a product is not a plain linear layer's."""
+        attention = self._layer.self_attn
+        mlp = self._layer.mlp
         linear = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
         linear += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        if not all(_plain_linear(one) for one in linear):
+        if not all(_plain_linear(module) for module in linear):
             return None
-        norms = [own.input_layernorm, own.post_attention_layernorm]
-        norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-        weights = [one.weight for one in (*linear, *norms)] + [one.bias for one in linear if one.bias is not None]
-        if any(one.dtype != hidden.dtype or not one.is_contiguous() for one in weights):
+
+        norms = [self._layer.input_layernorm, self._layer.post_attention_layernorm]
+        if hasattr(attention, "q_norm"):
+            norms += [attention.q_norm, attention.k_norm]
+        weights = [module.weight for module in (*linear, *norms)]
+        weights += [module.bias for module in linear if module.bias is not None]
+        if any(weight.dtype != hidden.dtype or not weight.is_contiguous() for weight in weights):
             return None
-        dim, queries = attention.head_dim, linear[0].out_features
-        call = calls.LayerCall(
-            hidden_size=hidden.shape[2], inner_size=linear[4].out_features, heads=queries // dim, dim=dim
-        )
-        call.kv_heads = linear[1].out_features // dim
-        call.width, call.key_row = self.rotary_dim, call.kv_heads * dim
-        if call.heads // call.kv_heads > calls.FEW or dim > calls.MOST_DIM or dim % 2:
+
+        call = self._call_for(hidden, linear, norms)
+        heads_per_key = call.heads // call.kv_heads
+        if heads_per_key > calls.FEW or call.dim > calls.MOST_DIM or call.dim % 2:
             return None
-        for number, one in enumerate(linear):
-            call.weights[number] = one.weight.data_ptr()
-            call.biases[number] = None if one.bias is None else one.bias.data_ptr()
-        for name, number, one in zip(("norm", "after_norm", "q_norm", "k_norm"), range(4), norms, strict=False):
-            setattr(call, name, one.weight.data_ptr())
-            call.eps[number] = one.variance_epsilon
-        call.scale, call.softcap = self._settings.scale, self._settings.softcap or 0.0
-        call.window, call.bfloat = self._settings.window or 0, hidden.dtype == torch.bfloat16
-        modules = (own, attention, mlp, mlp.act_fn, *linear, *norms)
-        self._hooks = [table for one in modules for table in (one._forward_hooks, one._forward_pre_hooks)]
-        tables = [one._modules for one in (own, attention, mlp)] + [one._parameters for one in (*linear, *norms)]
+
+        modules = (self._layer, attention, mlp, mlp.act_fn, *linear, *norms)
+        self._hooks = []
+        for module in modules:
+            self._hooks += [module._forward_hooks, module._forward_pre_hooks]
+        tables = [module._modules for module in (self._layer, attention, mlp)]
+        tables += [module._parameters for module in (*linear, *norms)]
         self._held = [(table, name, part) for table in tables for name, part in table.items()]
         self._call = call
         return call
 
+    def _call_for(self, hidden: Tensor, linear: Sequence[Any], norms: Sequence[Any]) -> calls.LayerCall:
+        """Return the call with the layer's shapes, and with the addresses of its weights."""
+        dim = self._layer.self_attn.head_dim
+        call = calls.LayerCall(
+            hidden_size=hidden.shape[2],
+            inner_size=linear[4].out_features,
+            heads=linear[0].out_features // dim,
+            dim=dim,
+        )
+        call.kv_heads = linear[1].out_features // dim
+        call.width = self.rotary_dim
+        call.key_row = call.kv_heads * dim
+        for number, module in enumerate(linear):
+            call.weights[number] = module.weight.data_ptr()
+            call.biases[number] = None if module.bias is None else module.bias.data_ptr()
+        norm_fields = ("norm", "after_norm", "q_norm", "k_norm")
+        for number, norm in enumerate(norms):
+            setattr(call, norm_fields[number], norm.weight.data_ptr())
+            call.eps[number] = norm.variance_epsilon
+        call.scale = self._settings.scale
+        call.softcap = self._settings.softcap or 0.0
+        call.window = self._settings.window or 0
+        call.bfloat = hidden.dtype == torch.bfloat16
+        return call
+
     @property
     def _known(self) -> calls.LayerCall | None:
-        """The call of the last time, if the layer is still the same and nobody watches it; takes a few microseconds."""
-        if (
-            self._call is None
-            or any(self._hooks)
-            or any(table.get(name) is not part for table, name, part in self._held)
-        ):
+        """The last call, if the layer is still the same and has no hooks. The test takes a few microseconds."""
+        if self._call is None or any(self._hooks):
+            return None
+        if any(table.get(name) is not part for table, name, part in self._held):
             return None
         return self._call
 
     @property
     def hooked(self) -> bool:
-        """True if somebody watches the layer or a part that is replaced here."""
-        own = self._layer
-        parts = (own, own.self_attn, own.mlp, own.input_layernorm, own.post_attention_layernorm, own.mlp.act_fn)
+        """True if the layer or a part that is replaced here has hooks."""
+        layer = self._layer
+        parts = (
+            layer,
+            layer.self_attn,
+            layer.mlp,
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+            layer.mlp.act_fn,
+        )
         return any(part._forward_hooks or part._forward_pre_hooks for part in parts)
 
     def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor | None:
-        """What the layer makes of `[1, rows, hidden]`; None where the kernels do not take it."""
-        few = hidden.shape[1] <= _FEW_ROWS
-        if few and (call := self._known) is not None and call.bfloat == (hidden.dtype == torch.bfloat16):
-            run, rows = kernels_for(hidden), plain_rows(layer_pass, self._index)
+        """Run the layer over `[1, rows, hidden]`; returns None if the kernels cannot."""
+        is_few = hidden.shape[1] <= _FEW_ROWS
+        if is_few and (call := self._known) is not None and call.bfloat == (hidden.dtype == torch.bfloat16):
+            run = kernels_for(hidden)
+            rows = plain_rows(layer_pass, self._index)
             if run is not None and rows:
                 return calls.layer(run, call, hidden, rows)
-        own, attention = self._layer, self._layer.self_attn
-        norm = own.input_layernorm
-        run = kernels_for(hidden, norm.weight, own.post_attention_layernorm.weight)
+
+        layer = self._layer
+        run = kernels_for(hidden, layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
         if run is None or self.hooked:
             return None
-        if few and (rows := plain_rows(layer_pass, self._index)) and (call := self._whole(hidden)) is not None:
+        if is_few and (rows := plain_rows(layer_pass, self._index)) and (call := self._whole(hidden)) is not None:
             return calls.layer(run, call, hidden, rows)
+
+        attention = layer.self_attn
         hidden = hidden.contiguous()
-        x = calls.norm(run, hidden, norm.weight, norm.variance_epsilon)
+        x = calls.norm(run, hidden, layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
         heads = (x.shape[1], -1, attention.head_dim)
-        q, k, v = (
-            product(project, x).view(heads) for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        if (of_queries := getattr(attention, "q_norm", None)) is not None:
-            q = calls.norm(run, q, of_queries.weight, of_queries.variance_epsilon)
+        q = product(attention.q_proj, x).view(heads)
+        k = product(attention.k_proj, x).view(heads)
+        v = product(attention.v_proj, x).view(heads)
+        query_norm = getattr(attention, "q_norm", None)
+        if query_norm is not None:
+            q = calls.norm(run, q, query_norm.weight, query_norm.variance_epsilon)
             k = calls.norm(run, k, attention.k_norm.weight, attention.k_norm.variance_epsilon)
         out = layer_pass.attend(self._index, q, k, v, self._settings)
+
         hidden = hidden.clone()  # a joint forward may be repeated
-        norm, mlp = own.post_attention_layernorm, own.mlp
         added = product(attention.o_proj, out.reshape(1, len(q), -1)).contiguous()
+        norm = layer.post_attention_layernorm
         x = calls.norm(run, hidden, norm.weight, norm.variance_epsilon, added)
-        inner = calls.gated(run, product(mlp.gate_proj, x).contiguous(), product(mlp.up_proj, x).contiguous())
-        return hidden.add_(product(mlp.down_proj, inner))
+        gate = product(layer.mlp.gate_proj, x).contiguous()
+        up = product(layer.mlp.up_proj, x).contiguous()
+        return hidden.add_(product(layer.mlp.down_proj, calls.gated(run, gate, up)))
 
 
 @torch.inference_mode()
@@ -155,25 +204,27 @@ def fused_layers(
     hidden = torch.randn(1, _CHECKED_ROWS, hidden_size, generator=generator, dtype=torch.float32).to(dtype)
     if kernels_for(hidden) is None or dtype not in _TOLERANCE:
         return None
-    found = []
+    fused_layers: list[FusedLayer] = []
     for index, layer in enumerate(layers):
         if type(layer).__name__ not in KNOWN or not isinstance(layer.mlp.act_fn, torch.nn.Module):
             return None
         if type(layer.mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
             return None
-        seen = _Recorder()
-        own = run(index, hidden, torch.arange(_CHECKED_ROWS), seen)
-        assert seen.settings is not None, "each layer attends"
-        fused = FusedLayer(layer, index, seen.settings, rotary_dim=rotary_dims[index])
-        ours = fused(hidden, _Recorder())
-        if ours is None or not float((ours - own).norm()) <= _TOLERANCE[dtype] * float(own.norm()):
+        recorder = _Recorder()
+        expected = run(index, hidden, torch.arange(_CHECKED_ROWS), recorder)
+        assert recorder.settings is not None, "each layer attends"
+        if recorder.settings.sinks is not None:  # the compiled layer knows none
             return None
-        found.append(fused)
-    return found
+        fused = FusedLayer(layer, index, recorder.settings, rotary_dim=rotary_dims[index])
+        out = fused(hidden, _Recorder())
+        if out is None or not float((out - expected).norm()) <= _TOLERANCE[dtype] * float(expected.norm()):
+            return None
+        fused_layers.append(fused)
+    return fused_layers
 
 
 class _Recorder:
-    """A pass that notes how a layer attends; its attention gives the mean of values and queries."""
+    """A pass that records a layer's attention settings; its attention returns the mean of queries, keys and values."""
 
     def __init__(self) -> None:
         self.settings: AttentionSettings | None = None
