@@ -18,6 +18,7 @@ COMMANDS = {
     "cake": "Computing, loading, and both at once (Cake), at limited disk speeds",
     "early-termination": "Early termination against a smaller recompute ratio of the same cost",
     "eval": "Every method of the papers and of this package against full prefill",
+    "families": "Model families of the installed transformers: served, or refused with the reason",
     "follow-ups": "Hit rates of follow-up questions, with and without their conversation",
     "load": "Read speed against dd, and the loading time hidden behind computing",
     "memory": "Peak memory of a request",

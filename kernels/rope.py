@@ -1,8 +1,9 @@
 """Rotary position embedding as its own step, so that a stored raw key can be placed at any position.
 
 RoFormer, eq. 34, in the half-split form of the Llama family: dimension i is paired with dimension i + rotary_dim / 2.
-Dimensions past `rotary_dim` (partial rotary) pass through. `cos` and `sin` come from the model's own rotary module,
-so every rope scaling it knows is honoured here too.
+Dimensions past `rotary_dim` (partial rotary) pass through; a `rotary_dim` of 0 rotates nothing. `cos` and `sin` are
+those of the model's own rotary module, so every rope scaling that it knows is honoured here too. Models that pair other
+dimensions have their heads put into this order first (`model/layer_survey.py`).
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
     Args:
         x: `[tokens, heads, head_dim]`, raw (before rotary embedding).
         cos, sin: `[tokens, rotary_dim]`, the rows of the positions wanted, in the dtype of `x`; rotary_dim ≤ head_dim.
-        out: where to write, same shape and dtype as `x`, not overlapping it; a new tensor where it is None.
+        out: where to write, same shape and dtype as `x`, not overlapping it; None = a new tensor.
 
     Returns:
         `out`, `[tokens, heads, head_dim]`.
 
-    >>> one = torch.tensor([[[1.0, 0.0]]])  # a token, a head, two dimensions
+    >>> x = torch.tensor([[[1.0, 0.0]]])  # a token, a head, two dimensions
     >>> turn = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]])  # cos and sin of 90 degrees
-    >>> rotate(one, *turn).tolist()
+    >>> rotate(x, *turn).tolist()
     [[[0.0, 1.0]]]
     """
     if uses_triton(x):
@@ -42,7 +43,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
         return out
     width = cos.shape[-1]
     half = width // 2
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [tokens, 1, rotary_dim]
+    cos = cos.unsqueeze(1)  # [tokens, 1, rotary_dim]
+    sin = sin.unsqueeze(1)
     torch.mul(x[..., :width], cos, out=out[..., :width])  # in one piece: halves of a head are slow to walk
     out[..., :half].addcmul_(x[..., half:width], sin[..., :half], value=-1)
     out[..., half:width].addcmul_(x[..., :half], sin[..., half:])

@@ -262,7 +262,7 @@ def tiny_decoder(byte_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Decod
                 shape |= {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 512}
             config = getattr(transformers, f"{family}Config")(**(shape | settings))
             torch.manual_seed(seed)
-            model = getattr(transformers, f"{family}ForCausalLM")(config).to(getattr(torch, dtype))
+            model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).to(getattr(torch, dtype))
             with torch.no_grad():  # the usual initialisation is so small that every token would look alike
                 for parameter in model.parameters():
                     if parameter.dim() > 1:

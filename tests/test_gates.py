@@ -21,11 +21,13 @@ from cachecraft_rag.compute.job import EarlyTermination, PrefillJob, PrefillResu
 from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.model.decoder import Decoder
+from cachecraft_rag.model.layer_survey import in_order
 from cachecraft_rag.planning import early_termination
 
 pytestmark = pytest.mark.gate
 
 FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma2"]
+TWO_KINDS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 VARIATIONS: list[tuple[str, dict[str, Any]]] = [
     ("Mistral", {"sliding_window": 24}),
     ("Phi3", {"sliding_window": 24}),
@@ -43,6 +45,11 @@ VARIATIONS: list[tuple[str, dict[str, Any]]] = [
             }
         },
     ),
+    # Local and global rotary tables; layers without rotation; adjoining pairs; sinks.
+    ("Gemma3Text", {"head_dim": 16, "sliding_window": 24, "layer_types": TWO_KINDS}),
+    ("SmolLM3", {"no_rope_layer_interval": 2}),
+    ("Cohere", {}),
+    ("GptOss", {"head_dim": 16, "num_local_experts": 4, "sliding_window": 24, "layer_types": TWO_KINDS}),
     ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
 ]
 BOUNDS = [0, 20, 70, 150, 190, 210]  # system, three chunks of different lengths, question
@@ -133,6 +140,7 @@ def test_g3_a_moved_key_is_the_key_computed_there(decoder: Decoder) -> None:
     with decoder.stock() as model, torch.inference_mode():
         cache = model(input_ids=torch.tensor([ids]), use_cache=True).past_key_values
     own = cache.layers[0].keys[0].transpose(0, 1)  # [keys, kv_heads, head_dim]; layer 0 knows no neighbours
+    own = in_order(own, decoder.survey.kinds[decoder.rotary_kinds[0]].form.order)
     seen = own.shape[0]  # a sliding-window layer keeps only its last keys
     assert (moved.buffer.kv[0, 0, 110 - seen : 110] - own)[-50:-10].abs().max() <= 1e-4
 

@@ -29,7 +29,7 @@ class AttentionSettings:
     scale    factor on the scores
     window   sliding window in tokens; None = every earlier token is visible
     softcap  scores become softcap · tanh(scores / softcap); None = as they are
-    sinks    `[heads]`, the score of a position without a value that each head may attend to; None = there is none
+    sinks    `[heads]`, the score of a position without a value that each head may attend to; None = no sinks
     """
 
     scale: float

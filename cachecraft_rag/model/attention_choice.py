@@ -28,7 +28,9 @@ logger = logging.getLogger("cachecraft_rag")
 FILE_NAME = "attention-paths.json"
 _SHAPES: Mapping[ShapeClass, tuple[int, int]] = {"few": (32, 1024), "some": (256, 2048), "front": (1280, 1280)}
 _ROUNDS = 5
-_WORTH = 0.95  # of the time of the first path, or that one stays: measuring is not exact
+
+# A path replaces the first one only if it takes less than this share of its time: measuring is not exact.
+_WORTH = 0.95
 
 
 def measured_paths(
@@ -40,24 +42,28 @@ def measured_paths(
     folder: Path | None = None,
     clock: Callable[[], float] = time.process_time,
 ) -> AttentionPaths:
-    """The fastest path of each class of shapes: from the file in `folder` (None = `cache_folder()`), or measured now.
+    """Return the fastest path of each class of shapes, from the file in `folder` or measured now.
 
-    Measuring takes a fraction of a second. A file that cannot be read or written costs nothing but measuring again.
-    The clock is that of the process: on a busy machine the time of day took one path for another.
+    Measuring takes a fraction of a second. If the file cannot be read or written, paths are measured again each time.
+    Time is that of the process, because other programs disturb the time of day.
+
+    Args:
+        folder: the file's folder; None = `cache_folder()`.
     """
     file = (folder or cache_folder()) / FILE_NAME
     key = machine_key(dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     kept = _read(file)
-    if (found := _valid(kept.get(key))) is not None:
-        return found
-    found = _measure(dtype, heads, kv_heads, head_dim, clock)
-    logger.debug("attention on this CPU (%s): %s", key, dict(found.names))
-    _write(file, kept | {key: dict(found.names)})
-    return found
+    known_paths = _valid(kept.get(key))
+    if known_paths is not None:
+        return known_paths
+    paths = _measure(dtype, heads, kv_heads, head_dim, clock)
+    logger.debug("attention on this CPU (%s): %s", key, dict(paths.names))
+    _write(file, kept | {key: dict(paths.names)})
+    return paths
 
 
 def machine_key(dtype: torch.dtype, *, heads: int, kv_heads: int, head_dim: int) -> str:
-    """All that a choice depends on."""
+    """Return everything that a choice depends on, as text."""
     limits = [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")]
     used = [f"{description()} kernels", f"{torch.get_num_threads()} threads"]
     machine = [cpu_instructions(), torch.__version__, *used, *limits]
@@ -65,7 +71,7 @@ def machine_key(dtype: torch.dtype, *, heads: int, kv_heads: int, head_dim: int)
 
 
 def cpu_instructions() -> str:
-    """The vector instructions that torch found on this CPU."""
+    """Return the vector instructions that torch found on this CPU."""
     known = torch.cpu.get_capabilities()
     names = [name for name, there in sorted(known.items()) if there is True and name.startswith(("avx", "amx", "sve"))]
     return " ".join([str(known.get("architecture", "")), torch.backends.cpu.get_cpu_capability(), *names])
@@ -75,7 +81,7 @@ def cpu_instructions() -> str:
 def _measure(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, clock: Callable[[], float]
 ) -> AttentionPaths:
-    """Each class's fastest path: the shortest of a few rounds in which all take turns, since other programs disturb."""
+    """Return the fastest path of each class: by the shortest of a few rounds, in which all paths take turns."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
@@ -83,21 +89,24 @@ def _measure(
 
     names: dict[ShapeClass, str] = {}
     for shape, (rows, keys) in _SHAPES.items():
-        q, k, v = noise(rows, heads, head_dim), noise(keys, kv_heads, head_dim), noise(keys, kv_heads, head_dim)
+        q = noise(rows, heads, head_dim)
+        k = noise(keys, kv_heads, head_dim)
+        v = noise(keys, kv_heads, head_dim)
         visible = Visibility(torch.arange(rows) * (keys // rows) + keys // rows - 1)
         best: dict[str, float] = {}
-        for _ in range(1 + _ROUNDS):  # in the first one masks are made
+        for _ in range(1 + _ROUNDS):  # masks are made in the first round
             for name in paths_for(shape):
                 started = clock()
                 attend(q, k, v, visible, PATHS[name], scale=head_dim**-0.5, softcap=None)
                 best[name] = min(best.get(name, float("inf")), clock() - started)
-        first, fastest = paths_for(shape)[0], min(best, key=best.__getitem__)
+        first = paths_for(shape)[0]
+        fastest = min(best, key=best.__getitem__)
         names[shape] = fastest if best[fastest] < _WORTH * best[first] else first
     return AttentionPaths(names)
 
 
 def _valid(kept: object) -> AttentionPaths | None:
-    """Content of a file, if this version knows all of it."""
+    """Return the paths of a file's entry; None if this version does not know all of them."""
     if not isinstance(kept, dict) or kept.keys() != _SHAPES.keys():
         return None
     known = all(kept[shape] in paths_for(shape) for shape in _SHAPES)
@@ -106,10 +115,10 @@ def _valid(kept: object) -> AttentionPaths | None:
 
 def _read(file: Path) -> dict[str, object]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _write(file: Path, content: Mapping[str, object]) -> None:

@@ -1,8 +1,8 @@
 """A decoder-only Hugging Face model taken apart: its stock layers, run one by one with raw keys and our own attention.
 
-Each stock decoder layer is called with the identity as rotary embedding (cos = 1, sin = 0), so that queries and keys
-reach the attention function *raw*; the attention function is ours and finds the running pass among the layer's
-keyword arguments. Nothing of the model is patched, no inverse rotation is needed and nothing is lost to rounding.
+Each stock decoder layer is called with the identity as rotary embedding (cos = 1, sin = 0), so queries and keys reach
+the attention function *raw*. The attention function is ours and passes them to the running pass. Nothing of the model
+is patched, and raw keys are stored without the rounding error of an inverse rotation.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
@@ -95,12 +96,19 @@ class Decoder:
         context_length: most tokens of prompt and answer together.
         attention_paths: the fastest ways to attend on this CPU, measured by `load`.
         fused_layers: layers in part compiled; None = the model's own run.
+        survey: how the model calls its layers, and how each of them rotates and attends.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, name: str, fingerprint: str | None = None) -> None:
-        """Take a loaded model apart; `fingerprint` is that of its checkpoint (None: made from the model's tensors).
+        """Take a loaded model apart.
 
-        Raises UnsupportedModelError with the reason where it has no raw keys to store.
+        Args:
+            model: a causal LM of transformers.
+            tokenizer: the model's own.
+            name: the name that messages call it by.
+            fingerprint: that of its checkpoint; None = made from the model's tensors.
+
+        Raises UnsupportedModelError with the reason if it has no raw keys to store.
         """
         _refuse_unsupported(model, name)
         from transformers import AttentionInterface
@@ -115,24 +123,27 @@ class Decoder:
         self.memory = Recycler()
         config = model.config
         self.keys_per_row = keys_per_row_of(config)
-        self._base = model.model
-        self._layers = self._base.layers
-        self._norm = next(getattr(self._base, norm) for norm in _NORMS if hasattr(self._base, norm))
+        parts = _parts_of(model)
+        assert parts is not None, "refused above"
+        self._parts = parts
+        self._norms_embeddings = False
+        self._layers = parts.layers
         capped = getattr(config, "attn_logit_softcapping", None)
         self._stock_attention = "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
         parameter = next(model.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
-        self._survey = self._surveyed()
-        self._orders = [self._survey.kinds[kind].form.order for kind in self._survey.kind_of]
+        self.device = parameter.device
+        self.dtype = parameter.dtype
+        self.survey = self._survey_layers()
+        self._orders = [self.survey.kinds[kind].form.order for kind in self.survey.kind_of]
         self.layout = KVLayout(
             layers=len(self._layers),
-            kv_heads=max(self._survey.heads),
-            head_dim=max(max(dims) for dims in self._survey.dims),
+            kv_heads=max(self.survey.heads),
+            head_dim=max(max(dims) for dims in self.survey.dims),
             dtype=cast(Any, str(self.dtype).removeprefix("torch.")),
         )
         self.fused_layers: list[FusedLayer] | None = None
         if self.device.type == "cpu" and not any(order is not None for order in self._orders):
-            rotary_dims = [self._survey.kinds[kind].form.rotary_dim for kind in self._survey.kind_of]
+            rotary_dims = [self.survey.kinds[kind].form.rotary_dim for kind in self.survey.kind_of]
             self.fused_layers = fused_layers(
                 self._layers, config.hidden_size, self.dtype, rotary_dims=rotary_dims, run=self._stock_layer
             )
@@ -173,9 +184,11 @@ class Decoder:
             fingerprint = None if folder is None else checkpoint_fingerprint(folder, dtype=used)
         decoder = cls(model.to(place), tokenizer, name=name, fingerprint=fingerprint)
         if place.type == "cpu":
-            heads, own = config.num_attention_heads, decoder.layout
             decoder.attention_paths = measured_paths(
-                decoder.dtype, heads=heads, kv_heads=own.kv_heads, head_dim=own.head_dim
+                decoder.dtype,
+                heads=config.num_attention_heads,
+                kv_heads=decoder.layout.kv_heads,
+                head_dim=decoder.layout.head_dim,
             )
         return decoder
 
@@ -185,30 +198,36 @@ class Decoder:
         return ModelTokens.of(self.tokenizer, context_length=self.context_length)
 
     @torch.no_grad()
-    def _surveyed(self) -> ModelSurvey:
+    def _survey_layers(self) -> ModelSurvey:
         """Return how the model calls its layers. Raises UnsupportedModelError with the reason if they cannot be run."""
         try:
             survey = survey_model(self.model, self._layers, stock=self.stock, watch=_attention_calls)
-            expected = self.embed(survey.ids[0])
-            if not torch.allclose(survey.embedded, expected, rtol=1e-2, atol=1e-5):
-                raise SurveyError("something other than its token embeddings enters its first layer")
+            for self._norms_embeddings in (False, True):
+                expected = self.embed(survey.ids[0])
+                if torch.allclose(survey.embedded, expected, rtol=1e-2, atol=1e-5):
+                    return survey
+            raise SurveyError("something other than its token embeddings enters its first layer")
         except SurveyError as error:
-            raise _refusal(self.name, self.model.config.model_type, str(error)) from error
-        return survey
+            raise self._refusal(str(error)) from error
+
+    def _refusal(self, reason: str) -> UnsupportedModelError:
+        return _refusal(self.name, self.model.config.model_type, reason)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids `[rows]` to the first layer's input `[1, rows, hidden]`."""
-        hidden: Tensor = self._base.embed_tokens(ids[None])
+        hidden: Tensor = self._parts.embed(ids[None])
+        if self._norms_embeddings:  # NanoChat
+            hidden = self._parts.norm(hidden)
         return hidden * getattr(self.model.config, "embedding_multiplier", 1.0)  # Granite
 
     @property
     def rotary_kinds(self) -> Sequence[int]:
         """See `Stack.rotary_kinds`."""
-        return self._survey.kind_of
+        return self.survey.kind_of
 
     def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
         """cos and sin of one rotary table at these positions, each `[tokens, rotary_dim]`; see `Stack.rope`."""
-        return self._survey.kinds[kind].tables(positions, self.dtype)
+        return self.survey.kinds[kind].tables(positions, self.dtype)
 
     def layer(self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass) -> Tensor:
         """See `Stack.layer`: one stock layer over `[1, rows, hidden]`."""
@@ -223,8 +242,13 @@ class Decoder:
         order = self._orders[index]
         kv_heads = self.layout.kv_heads
         head_dim = self.layout.head_dim
+        attended = False
 
         def attend(seen: SeenAttention) -> Tensor:
+            nonlocal attended
+            if attended:
+                raise self._refusal("its layers attend more than once, and a layer has room for one key per token")
+            attended = True
             q = in_order(seen.query[0].transpose(0, 1), order)
             k = in_order(seen.key[0].transpose(0, 1), order)
             v = seen.value[0].transpose(0, 1)
@@ -239,19 +263,19 @@ class Decoder:
             return out[None, ..., :value_dim]
 
         with _attention_calls(attend):
-            return self._survey.calls[index].run(hidden, positions)
+            return self.survey.calls[index].run(hidden, positions)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[rows, vocabulary]` (float32) of last-layer hidden states `[1, rows, hidden]`."""
-        scores: Tensor = self._to_logits(self._norm(hidden))[0].float()
+        scores: Tensor = self._to_logits(self._parts.norm(hidden))[0].float()
         scores = scores / getattr(self.model.config, "logits_scaling", 1.0)  # Granite
         scores = scores * (getattr(self.model.config, "logit_scale", None) or 1.0)  # Cohere
         cap = getattr(self.model.config, "final_logit_softcapping", None)
         return cap * torch.tanh(scores / cap) if cap else scores
 
     def _to_logits(self, hidden: Tensor) -> Tensor:
-        head = self.model.lm_head
+        head = self._parts.head
         return product(head, hidden) if self.fused_layers is not None else cast(Tensor, head(hidden))
 
     def next_logits(self, hidden: Tensor) -> Tensor:
@@ -259,10 +283,9 @@ class Decoder:
         return self.logits(hidden[:, -1:])[0]
 
     def own_logits(self, ids: Sequence[int], *, keep: int = 1) -> Tensor:
-        """The unmodified model's own forward: logits of the last `keep` positions `[keep, vocabulary]`; the reference
-        of every gate.
+        """Return the logits of the last `keep` positions `[keep, vocabulary]` by the unmodified model's own forward.
 
-        It runs transformers' stock attention (sdpa; eager where scores are soft-capped, which sdpa cannot do).
+        Every gate compares with it. It runs transformers' stock attention: sdpa, or eager for what sdpa cannot do.
         """
         with self.stock(), torch.inference_mode():
             batch = torch.tensor([list(ids)], device=self.device)
@@ -271,7 +294,7 @@ class Decoder:
 
     @contextlib.contextmanager
     def stock(self) -> Iterator[Any]:
-        """The model with transformers' own attention while the block lasts; no other pass may run meanwhile."""
+        """Provide the model with transformers' own attention. No pass may run inside the block."""
         self.model.set_attn_implementation(self._stock_attention)
         try:
             yield self.model
@@ -280,9 +303,9 @@ class Decoder:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Collects, while the block lasts, what goes into each layer and what its attention makes of it.
+        """Record the input of each layer and the output of its attention while the block runs.
 
-        Yields a list that fills with pairs of `[1, rows, hidden]` in the order of the layers that run.
+        Yields a list that fills with pairs of `[1, rows, hidden]`, in the order in which layers run.
         """
         seen: list[tuple[Tensor, Tensor]] = []
         inputs: list[Tensor] = []
@@ -294,7 +317,7 @@ class Decoder:
             seen.append((inputs[-1], out[0] if isinstance(out, tuple) else out))
 
         with contextlib.ExitStack() as hooks:
-            for call in self._survey.calls:
+            for call in self.survey.calls:
                 hooks.callback(call.layer.register_forward_pre_hook(before, with_kwargs=True).remove)
                 hooks.callback(call.attention.register_forward_hook(after).remove)
             yield seen
@@ -314,9 +337,10 @@ def chunk_bound_of(name: str) -> ModelTokens:
     from transformers import AutoTokenizer
 
     with _loading(name) as source:
-        config, tokenizer = config_of(name), AutoTokenizer.from_pretrained(source)
-    known = hasattr(config, "max_position_embeddings")  # models that cannot be served may not say
-    return ModelTokens.of(tokenizer, context_length=context_length_of(config) if known else 4 * MODEL_TOKENS)
+        config = config_of(name)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    has_length = hasattr(config, "max_position_embeddings")  # configs of models that cannot be served may lack it
+    return ModelTokens.of(tokenizer, context_length=context_length_of(config) if has_length else 4 * MODEL_TOKENS)
 
 
 def config_of(name: str) -> Any:
@@ -341,7 +365,7 @@ def _loading_bars(source: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _loading(name: str) -> Iterator[str]:
-    """Where a model's files are: its folder, or its name on the hub. Errors of its loader are ModelNotFoundError."""
+    """Provide a model's folder, or its name on the hub. Errors of its loader become ModelNotFoundError."""
     try:
         if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
             raise FileNotFoundError("there is no such folder")
@@ -354,7 +378,7 @@ def _loading(name: str) -> Iterator[str]:
 
 
 def _device(name: str) -> torch.device:
-    """The device of that name, `auto` being CUDA if there is one. Raises ConfigError if it is not there."""
+    """Return the device of that name; `auto` is CUDA if available. Raises ConfigError if it is not available."""
     try:
         place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
         torch.empty(1, device=place)
@@ -365,17 +389,18 @@ def _device(name: str) -> torch.device:
 
 
 def auto_dtype(config: Any, place: torch.device) -> str:
-    """The dtype that `auto` stands for: the checkpoint's own, but bfloat16 instead of float32 on a CPU that has
-    instructions for it. There it takes less than half the time, and chunk-caches take half the space.
+    """Return the dtype for `auto`: the checkpoint's own, but bfloat16 for float32 on a CPU with instructions for it.
+
+    There bfloat16 takes less than half the time, and chunk-caches take half the space.
     """
     own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     return "bfloat16" if own == "float32" and place.type == "cpu" and computes_bfloat16() else own
 
 
 def computes_bfloat16() -> bool:
-    """True for a CPU that computes bfloat16 faster than float32, and does not emulate it."""
-    found = torch.cpu.get_capabilities()
-    return any(found.get(name) for name in _FAST_BFLOAT16)
+    """Return True for a CPU that computes bfloat16 faster than float32, and does not emulate it."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name) for name in _FAST_BFLOAT16)
 
 
 def layout_of(config: Any, dtype: str) -> KVLayout:
@@ -406,11 +431,11 @@ def _latent_head_dim(config: Any) -> int | None:
 
 
 def context_length_of(config: Any) -> int:
-    """Most positions that one set of rotary frequencies serves.
+    """Return the number of positions that one set of rotary frequencies serves.
 
-    LongRoPE has two sets and changes all keys when a prompt passes the original length, so a chunk-cache captured on
-    one side of it is wrong on the other; only the near side is used. Rejected: a fingerprint for each side, which would
-    capture every chunk twice.
+    LongRoPE has two sets and changes all keys if a prompt exceeds the original length, so a chunk-cache captured on one
+    side of it is wrong on the other. Only prompts up to the original length are served. Rejected: a fingerprint for
+    each side, which would capture every chunk twice.
     """
     longest = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -420,16 +445,44 @@ def context_length_of(config: Any) -> int:
 
 
 def end_tokens_of(*holders: Any) -> frozenset[int]:
-    """Ids that end an answer, as the generation config, the config and the tokenizer name them."""
-    found: set[int] = set()
+    """Return the ids that end an answer, of the generation config, the config and the tokenizer together."""
+    end_tokens: set[int] = set()
     for holder in holders:
         ids = getattr(holder, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or [])
-    return frozenset(found)
+        end_tokens.update([ids] if isinstance(ids, int) else ids or [])
+    return frozenset(end_tokens)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Parts of a causal LM between which its layers run.
+
+    embed   token ids to hidden states
+    layers  the decoder layers
+    norm    applied to the last layer's output
+    head    hidden states to logits
+    """
+
+    embed: Any
+    layers: Any
+    norm: Any
+    head: Any
+
+
+def _parts_of(model: Any) -> _Parts | None:
+    """Return the parts of a causal LM; None if they are not where most models have them."""
+    base = model.base_model
+    norm = next((getattr(base, name) for name in _NORMS if hasattr(base, name)), None)
+    layers = getattr(base, "layers", None)
+    embed = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    if norm is None or not isinstance(layers, torch.nn.ModuleList) or embed is None or head is None:
+        return None
+    return _Parts(embed, layers, norm, head)
 
 
 def _refuse_unsupported(model: Any, name: str) -> None:
-    """Raise UnsupportedModelError with the reason unless the model is of the Llama build."""
+    """Raise UnsupportedModelError with the reason if the model cannot be taken apart."""
     reason = _unsupported_reason(model)
     if reason is not None:
         raise _refusal(name, getattr(model.config, "model_type", type(model).__name__), reason)
@@ -438,19 +491,17 @@ def _refuse_unsupported(model: Any, name: str) -> None:
 def _refusal(name: str, kind: str, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{name} ({kind}) cannot be served from chunk-caches: {reason}. "
-        "Use a decoder-only model with rotary embeddings: Llama, Mistral, Qwen2, Qwen3, Phi-3, Gemma-2 or one of "
-        "the same build."
+        "Use a decoder-only model with rotary embeddings, such as Llama, Mistral, Qwen, Gemma, Phi or gpt-oss; "
+        "docs/models.md lists the families."
     )
 
 
 def _unsupported_reason(model: Any) -> str | None:
-    base = getattr(model, "model", None)
     parameter = next(model.parameters())
     known = _position_reason(model)
     if known is not None:
         return known
-    has_norm = any(hasattr(base, norm) for norm in _NORMS)
-    if getattr(base, "layers", None) is None or not hasattr(model, "lm_head") or not has_norm:
+    if _parts_of(model) is None:
         return "its parts are not laid out like Llama's (model.layers, model.norm, lm_head)"
     if str(parameter.dtype).removeprefix("torch.") not in _DTYPES:
         return f"its weights are {parameter.dtype}, and chunk-caches hold {', '.join(_DTYPES)}"
@@ -460,11 +511,11 @@ def _unsupported_reason(model: Any) -> str | None:
 
 
 def _position_reason(model: Any) -> str | None:
-    """Reason why the model has no keys that could be moved, if its kind is known for that."""
+    """Return the reason if models of this kind have no keys that could be moved; else None."""
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return _ENCODER_DECODER
-    if getattr(config, "index_topk", None):
+    if getattr(config, "index_topk", None) or any("indexer" in name for name, _ in model.named_modules()):
         return "an indexer chooses the keys that each token attends to, and it would have to be moved with them"
     if getattr(config, "alibi", False) or any(map(_BUILDS_ALIBI.fullmatch, dir(model.base_model))):
         return "ALiBi puts positions into the scores, not into keys that could be moved"

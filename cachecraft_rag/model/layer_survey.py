@@ -15,6 +15,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class RotaryCall:
 
 @dataclass(frozen=True)
 class RotationForm:
-    """How a layer rotates its heads, given the cos and sin of its rotary module.
+    """Form in which a layer rotates its heads, given the cos and sin of its rotary module.
 
     head_dim     dimensions of a head of queries and keys
     rotary_dim   dimensions that are rotated; 0 = none
@@ -92,6 +93,7 @@ class RotationForm:
     last         the rotated dimensions are a head's last ones instead of its first
     table        cos and sin hold each angle once ("half"), all angles twice in a row ("halves"), or each angle twice
                  side by side ("pairs")
+    backwards    rotates by the negative angles (NanoChat)
     """
 
     head_dim: int
@@ -99,6 +101,7 @@ class RotationForm:
     interleaved: bool = False
     last: bool = False
     table: str = "halves"
+    backwards: bool = False
 
     @property
     def order(self) -> Tensor | None:
@@ -121,6 +124,8 @@ class RotationForm:
         """Return cos and sin `[tokens, rotary_dim]` for heads in the order of all models."""
         if self.rotary_dim == 0:
             return cos[:, :0].contiguous(), sin[:, :0].contiguous()
+        if self.backwards:
+            sin = -sin
         if self.table == "half":
             return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
         if self.table == "pairs":
@@ -130,12 +135,11 @@ class RotationForm:
     @classmethod
     def candidates(cls, head_dim: int, width: int) -> Iterator[RotationForm]:
         """Return all forms that cos and sin `[tokens, width]` allow, the usual ones first."""
-        for table, rotary_dim in (("halves", width), ("half", 2 * width), ("pairs", width)):
-            if rotary_dim > head_dim or rotary_dim % 2:
+        tables = (("halves", width), ("half", 2 * width), ("pairs", width))
+        for (table, rotary_dim), interleaved, last, backwards in product(tables, *[(False, True)] * 3):
+            if rotary_dim > head_dim or rotary_dim % 2 or (last and rotary_dim == head_dim):
                 continue
-            for interleaved in (False, True):
-                for last in (False, True) if rotary_dim < head_dim else (False,):
-                    yield cls(head_dim, rotary_dim, interleaved, last, table)
+            yield cls(head_dim, rotary_dim, interleaved, last, table, backwards)
         yield cls(head_dim, rotary_dim=0)
 
 
@@ -235,7 +239,8 @@ def cos_and_sin(given: Any) -> tuple[Tensor, Tensor]:
     Raises SurveyError if it is neither a pair of tensors nor a complex tensor.
     """
     if isinstance(given, Tensor) and given.is_complex():
-        cos, sin = given.real, given.imag
+        cos = given.real
+        sin = given.imag
     elif isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, Tensor) for part in given):
         cos, sin = given
     else:

@@ -1,8 +1,7 @@
-"""A short self-check when a model is loaded: is reuse exact on this very model?
+"""A short self-check when a model is loaded: is reuse exact on this model?
 
-Structure can look right and still be wrong: a layer without rotary embedding, a sink parameter in the attention,
-another order of dimensions. Garbled answers are the worst way to find out, so a model whose numbers do not agree with
-its own forward is refused.
+Structure can look right and still be wrong: a window that only the mask knows, a factor in the attention. Users must
+not find out by garbled answers, so a model is refused if its numbers differ from those of its own forward.
 """
 
 from __future__ import annotations
@@ -22,17 +21,18 @@ from cachecraft_rag.model.decoder import Decoder
 
 logger = logging.getLogger("cachecraft_rag")
 PROBE_TOKENS = 48
-# Largest relative errors (L2) taken for rounding: of the logits, and of one layer's attention given the same input. The
-# largest seen on sound models in bf16: 0.021 and 0.006.
+
+# Largest relative errors (L2) that count as rounding: of the logits, and of one layer's attention for the same input.
+# The largest seen on sound models in bf16: 0.021 and 0.006.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.1}
 LAYER_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.005, torch.bfloat16: 0.02}
 
 
 def load_checked(name: str, *, dtype: str = "auto", device: str = "auto") -> Decoder:
-    """Load a model that passes `self_check`; where `dtype="auto"` chose bfloat16 and it does not, in float32.
+    """Load a model and check it. If it fails in a bfloat16 that `dtype="auto"` chose, it is loaded in float32.
 
     Raises:
-        UnsupportedModelError: it passes in neither; others as `Decoder.load`.
+        UnsupportedModelError: it fails the check; others as `Decoder.load`.
     """
     decoder = Decoder.load(name, dtype=dtype, device=device)
     try:
@@ -47,8 +47,9 @@ def load_checked(name: str, *, dtype: str = "auto", device: str = "auto") -> Dec
 
 
 def self_check(decoder: Decoder) -> float:
-    """Compare recomputing everything (gate G1), reusing everything (gate G2) and each layer's attention with the
-    model's own forward on a few tokens.
+    """Compare with the model's own forward on a few tokens.
+
+    Compared are recomputing everything (gate G1), reusing everything (gate G2) and the attention of each layer.
 
     Returns:
         The larger relative error of the logits.
@@ -66,11 +67,11 @@ def self_check(decoder: Decoder) -> float:
     half = PROBE_TOKENS // 2
     bounds = (0, half, PROBE_TOKENS)
     full = prefill(decoder, PrefillJob(ids, Rows.of(bounds, new=range(PROBE_TOKENS)), captures=[0]))
-    stored = [ResidentKV(one.start, one.kv) for one in full.recorder.captures]
+    stored = [ResidentKV(capture.start, capture.kv) for capture in full.recorder.captures]
     partial = prefill(decoder, PrefillJob(ids, Rows.of(bounds, new=range(half, PROBE_TOKENS)), resident=stored))
     logits = [decoder.next_logits(out.hidden) for out in (full, partial)]
-    # Not max() over floats: it passes over a NaN that does not come first.
-    error = float(torch.stack([(found - own).norm() / own.norm() for found in logits]).max())
+    # Not max() over floats: it misses a NaN that is not the first.
+    error = float(torch.stack([(ours - own).norm() / own.norm() for ours in logits]).max())
     if not error <= TOLERANCE[decoder.dtype]:
         raise _refusal(decoder, f"the logits differ by {error:.1%}")
     _check_windows(decoder, full)
@@ -79,9 +80,9 @@ def self_check(decoder: Decoder) -> float:
 
 @torch.inference_mode()
 def _worst_layer(decoder: Decoder, ids: list[int]) -> tuple[int, float]:
-    """The layer whose attention errs most, given what the model's own layer was given, and its relative error.
+    """Return the layer with the largest error of its attention for the input of the model's own layer, and the error.
 
-    The logits alone are too blunt in half precision: rounding adds up over the layers until a wrong one hides in it.
+    The logits alone are too blunt in half precision: rounding adds up over the layers, and can hide a wrong layer.
     """
     with decoder.watched() as own:
         decoder.own_logits(ids)
@@ -97,14 +98,14 @@ def _worst_layer(decoder: Decoder, ids: list[int]) -> tuple[int, float]:
 
 
 def _check_windows(decoder: Decoder, output: PrefillResult) -> None:
-    """Sliding windows are longer than the probe, so that its numbers say nothing about them."""
+    """Compare each layer's window with the config: windows longer than the probe do not show in its numbers."""
     config = decoder.model.config
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
-    for layer, found in enumerate(output.recorder.settings):
+    for layer, settings in enumerate(output.recorder.settings):
         expected = window if kinds is None or kinds[layer] == "sliding_attention" else None
-        if found.window != expected:
-            raise _refusal(decoder, f"layer {layer} attends within a window of {found.window}, not {expected}")
+        if settings.window != expected:
+            raise _refusal(decoder, f"layer {layer} attends within a window of {settings.window}, not {expected}")
 
 
 def _refusal(decoder: Decoder, finding: str) -> UnsupportedModelError:

@@ -57,7 +57,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen3Next", HYBRID | {"num_experts": 2, "num_experts_per_tok": 1}, "one running state"),
     ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "one running state"),
     ("GPTJ", {"n_embd": 32, "n_head": 2, "n_layer": 2, "rotary_dim": 8}, "not laid out like Llama's"),
-    ("GPTNeoX", {}, "not laid out like Llama's"),
 ]
 EXACT: list[tuple[str, dict[str, Any]]] = [
     ("Gemma", {"head_dim": 16}),

@@ -43,10 +43,10 @@ def test_one_layer_that_forgets_its_rotary_embedding_in_passes_is_refused(
     # In bf16 the logits alone would not show a single layer.
     def forget_rotation(decoder: Decoder) -> None:
         kinds = list(decoder.rotary_kinds)
-        form = decoder._survey.kinds[kinds[2]].form
+        form = decoder.survey.kinds[kinds[2]].form
         unrotated = RotaryKind(None, RotationForm(form.head_dim, rotary_dim=0))
         kinds[2] = 1
-        decoder._survey = replace(decoder._survey, kinds=[*decoder._survey.kinds, unrotated], kind_of=kinds)
+        decoder.survey = replace(decoder.survey, kinds=[*decoder.survey.kinds, unrotated], kind_of=kinds)
 
     decoder = tampered(tiny_decoder("Llama", dtype=dtype), lambda model: None)
     forget_rotation(decoder)
