@@ -21,6 +21,7 @@ COMMANDS = {
     "families": "Model families of the installed transformers: served, or refused with the reason",
     "follow-ups": "Hit rates of follow-up questions, with and without their conversation",
     "load": "Read speed against dd, and the loading time hidden behind computing",
+    "loader-bookkeeping": "CPU time that the loader spends on its own lists",
     "memory": "Peak memory of a request",
     "papers": "The papers' figures, with our verdicts and the command for each",
     "prompt-forms": "What prompts in the forms of common applications reuse, passages in a new order each time",

@@ -160,7 +160,7 @@ class OverlappedPrefill:
             return Wait(loads, lambda: loads.depth() >= layers, condition.timeout_s)
         ready: dict[str, Callable[[], bool]] = {
             "nothing": lambda: True,
-            "all": lambda: not loads.incomplete(),
+            "all": loads.is_complete,
             "all soon": lambda: self._split().loads_soon,
         }
         return Wait(loads, ready[enough], condition.timeout_s)

@@ -62,11 +62,14 @@ class Throttle:
 class _Descriptor:
     """An open file, closed when nobody holds it any more: a read must not meet another file under its number."""
 
+    number = -1  # until it is set: Ctrl-C may come first
+
     def __init__(self, number: int) -> None:
         self.number = number
 
     def __del__(self) -> None:
-        os.close(self.number)
+        if self.number >= 0:
+            os.close(self.number)
 
 
 class _File:

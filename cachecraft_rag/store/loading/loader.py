@@ -54,8 +54,8 @@ class Loader:
             tier = tiers.pop()
             self._bytes_per_s[tier] = loads.meter.bytes_per_s
             self._cpu_s_per_byte[tier] = loads.meter.cpu_s_per_byte
-        for stored in {id(extent.stored): extent.stored for extent in loads.extents}.values():
-            extents = [extent for extent in loads.extents if extent.stored is stored]
+        for stored in loads.chunks():
+            extents = loads.of(stored)
             if (lost := loads.lost(stored)) is not None:
                 self._store.lost(stored.variant, lost)
             elif any(extent.layers for extent in extents):

@@ -3,10 +3,14 @@
 Both work on one list of extents under one lock. Readers take extents from the back, the front takes tokens from the
 first extent that is not complete; what either has taken the other leaves alone. An extent that the front takes whole
 while it is being read is dropped when its layer is through.
+
+A prompt of 16,384 tokens has 256 extents of 32 layers, and each read asks what is next. So counts and cursors are kept
+up to date instead of searching the list again; `python -m benchmarks loader-bookkeeping` measures it.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,6 +49,8 @@ class Extent:
     lost         reason why the rest failed to load, or None
     kept         whether memory keeps the chunk-cache when it has come whole
     waiting      of what memory does not keep: how many first layers came before there was a place for them
+    index        place in the list of extents
+    is_open      whether layers are missing and will still be read: it is not complete, lost or taken
     """
 
     stored: StoredVariant
@@ -58,6 +64,13 @@ class Extent:
     lost: Unavailable | None = None
     kept: bool = True
     waiting: int = 0
+    index: int = 0
+    is_open: bool = True
+
+    @property
+    def is_taken(self) -> bool:
+        """True if all tokens are computed instead."""
+        return self.taken >= self.last - self.first
 
     @property
     def positions(self) -> range:
@@ -110,6 +123,31 @@ class PendingLoads:
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition(self._lock)
+        self._by_chunk: dict[int, list[Extent]] = {}
+        for index, extent in enumerate(self.extents):
+            extent.index = index
+            extent.is_open = extent.layers < self.layers and extent.lost is None and not extent.is_taken
+            self._by_chunk.setdefault(id(extent.stored), []).append(extent)
+        self._stretches: list[tuple[StoredVariant, int, int, int]] | None = None
+        self._has_lost = any(extent.lost is not None for extent in self.extents)
+
+        self._tokens = sum(extent.last - extent.first for extent in self.extents)
+
+        # Counts of incomplete extents: all, those not being read, and by the number of layers that are there.
+        incomplete = list(self._incomplete())
+        self._left = len(incomplete)
+        self._free = sum(not extent.busy for extent in incomplete)
+        self._at_depth = [0] * (self.layers + 1)
+        for extent in incomplete:
+            self._at_depth[extent.layers] += 1
+        self._depth = 0
+
+        # Cursors. No extent before `_front` and none from `_back` on is incomplete. No free extent has fewer layers
+        # than `_level`, and those that have as many are before `_cursor`.
+        self._front = 0
+        self._back = len(self.extents)
+        self._level = 0
+        self._cursor = len(self.extents)
 
     @classmethod
     def of_nothing(cls, layers: int) -> Self:
@@ -151,9 +189,7 @@ class PendingLoads:
                     self._put(job, out, self._sink)
                 except READ_ERRORS as error:
                     lost = unreadable(extents[0].stored.variant.variant_id, error)
-            for extent in extents:
-                extent.busy = False
-                extent.layers += lost is None
+            self._was_read(extents, came=lost is None)
             if lost is not None and not self._closed and any(extent.positions for extent in extents):
                 self._lose(extents[0].stored, lost)
             self._changed.notify_all()
@@ -174,41 +210,120 @@ class PendingLoads:
     def fail(self, code: LoadFailure, reason: str) -> None:
         """Mark everything incomplete as failed, when nothing is being read."""
         with self._lock:
-            for extent in self.extents:
-                self._lose(extent.stored, Unavailable(extent.stored.variant.variant_id, code, reason))
+            for extents in self._by_chunk.values():
+                stored = extents[0].stored
+                self._lose(stored, Unavailable(stored.variant.variant_id, code, reason))
             self._changed.notify_all()
         if self.on_change is not None:
             self.on_change()
 
     def _next(self) -> _Read | None:
         with self._lock:
-            left = list(self._incomplete())
-            free = [extent for extent in left if not extent.busy]
-            if not left:
+            if not self._left:
                 self.meter.stop()
-            if self._closed or not free:
+            if self._closed or not self._free:
                 return None
-            if self.layer_first:
-                first = min(extent.layers for extent in free)  # from the back: a front may still be computed
-                chosen = next(_runs(one for one in reversed(free) if one.layers == first))[::-1]
-            else:
-                most = max(1, min(_RUN, len(free) // _PARTS))
-                chosen = next(_runs(free[: -most - 1 : -1]))[::-1]
-            chosen = chosen[-((len(left) + 1) // 2) :]  # at most half of what is left: both readers share a layer
+            # At most half of what is left: both readers share a layer.
+            most = (self._left + 1) // 2
             if not (self.reads or self.meter.warm):
-                chosen = chosen[-1:]  # the less is asked for, the sooner it is known how fast it comes
+                most = 1  # the less is asked for, the sooner it is known how fast it comes
+            if self.layer_first:
+                chosen = self._lowest_layer(most)
+            else:
+                chosen = self._last_extents(min(most, max(1, min(_RUN, self._free // _PARTS))))
             for extent in chosen:
                 extent.busy = True
+            self._free -= len(chosen)
             layer, stored = chosen[0].layers, chosen[0].stored
             if not chosen[0].kept and self._sink is not None:
                 return _Read(chosen, layer, None)
             return _Read(chosen, layer, stored.own(layer, chosen[0].first, chosen[-1].last))
 
+    def _lowest_layer(self, most: int) -> list[Extent]:
+        """The last adjoining extents, `most` of them, among the free ones with the fewest layers; there are some."""
+        chosen = self._at_level(most)
+        if not chosen:
+            self._level = min(extent.layers for extent in self.extents if extent.is_open and not extent.busy)
+            self._cursor = len(self.extents)
+            chosen = self._at_level(most)
+        return chosen
+
+    def _at_level(self, most: int) -> list[Extent]:
+        """The same, among those with `_level` layers; they are before the cursor, which moves to the first of them."""
+        chosen: list[Extent] = []
+        extents = self.extents
+        level = self._level
+        cursor = self._cursor
+        while cursor and len(chosen) < most:
+            extent = extents[cursor - 1]
+            is_candidate = extent.layers == level and extent.is_open and not extent.busy
+            if chosen and not (is_candidate and extent.adjoins(chosen[-1])):
+                break
+            if is_candidate:
+                chosen.append(extent)
+            cursor -= 1
+        self._cursor = cursor
+        return chosen[::-1]
+
+    def _last_extents(self, most: int) -> list[Extent]:
+        """The last adjoining extents, at most `most` of them, among the free ones; there are some."""
+        while not self.extents[self._back - 1].is_open:
+            self._back -= 1
+        chosen: list[Extent] = []
+        for index in range(self._back - 1, -1, -1):
+            extent = self.extents[index]
+            if extent.busy or not extent.is_open:
+                continue
+            if chosen and not extent.adjoins(chosen[-1]):
+                break
+            chosen.append(extent)
+            if len(chosen) == most:
+                break
+        return chosen[::-1]
+
     def _lose(self, stored: StoredVariant, lost: Unavailable) -> None:
         """Mark the rest of this chunk as lost; complete, verified extents stay good."""
-        for extent in self.extents:
-            if extent.stored is stored and extent.layers < self.layers:
+        self._has_lost = True
+        for extent in self._by_chunk[id(stored)]:
+            if extent.layers < self.layers:
                 extent.lost = lost
+                if extent.is_open:
+                    self._leave(extent)
+
+    # -- counts and cursors; the caller holds the lock ----------------------------------------------------------------
+
+    def _incomplete(self) -> Iterator[Extent]:
+        return (extent for extent in self.extents if extent.is_open)
+
+    def _leave(self, extent: Extent) -> None:
+        """Count an extent out that is complete, lost or taken."""
+        extent.is_open = False
+        self._left -= 1
+        self._at_depth[extent.layers] -= 1
+        if not extent.busy:
+            self._free -= 1
+
+    def _was_read(self, extents: Sequence[Extent], *, came: bool) -> None:
+        """Record the end of a read of extents that have equally many layers, and put them where readers look next."""
+        layers = extents[0].layers + came
+        open_extents = 0
+        for extent in extents:
+            extent.busy = False
+            extent.layers = layers
+            open_extents += extent.is_open
+        self._free += open_extents
+        if not came:
+            return
+        self._at_depth[layers - 1] -= open_extents
+        self._at_depth[layers] += open_extents
+        if layers == self.layers:
+            for extent in extents:
+                if extent.is_open:
+                    self._leave(extent)
+        last = extents[-1].index
+        if layers < self._level or (layers == self._level and last >= self._cursor):
+            self._level = layers
+            self._cursor = last + 1
 
     # -- for the pass that computes -----------------------------------------------------------------------------------
 
@@ -219,21 +334,27 @@ class PendingLoads:
         """
         with self._lock:
             self._sink = sink
+            self._stretches = None
             for extent in self.extents:
                 extent.waiting = 0 if extent.kept or extent.placed else extent.layers
 
     def take(self, tokens: float) -> list[int]:
         """Take up to this many tokens from the front of what is incomplete, to be computed; returns their positions."""
         positions: list[int] = []
+        wanted = round(tokens) if tokens < math.inf else self._tokens
         with self._lock:
-            room = round(min(tokens, sum(len(extent.positions) for extent in self._incomplete())))
-            for extent in self._incomplete():
-                left = room - len(positions)
-                if left <= 0:
-                    break
-                positions += extent.positions[:left]
-                extent.taken += min(left, len(extent.positions))
-                if not extent.positions and extent.stored.sequential:  # what is in flight would hold a connection
+            self._stretches = None
+            while self._left and len(positions) < wanted:
+                extent = self.extents[self._front]
+                if not extent.is_open:
+                    self._front += 1
+                    continue
+                taken = extent.positions[: wanted - len(positions)]
+                positions += taken
+                if len(taken) == len(extent.positions):
+                    self._leave(extent)
+                extent.taken += len(taken)
+                if extent.is_taken and extent.stored.sequential:  # what is in flight would hold a connection
                     extent.stored.close()
         return positions
 
@@ -241,11 +362,20 @@ class PendingLoads:
         """Positions that failed to load; each is returned once and must be computed from then on."""
         positions: list[int] = []
         with self._lock:
+            if not self._has_lost:
+                return positions
+            self._stretches = None
             for extent in self.extents:
                 if extent.lost is not None:
                     positions += extent.positions
                     extent.taken = extent.last - extent.first
+            self._has_lost = False
         return positions
+
+    def is_complete(self) -> bool:
+        """Return True if nothing is left to be read."""
+        with self._lock:
+            return not self._left
 
     def incomplete(self) -> list[int]:
         """Positions that are not complete and are not computed."""
@@ -267,12 +397,22 @@ class PendingLoads:
     def depth(self) -> int:
         """Number of layers that are there of everything that will come."""
         with self._lock:
-            return min((extent.layers for extent in self._incomplete()), default=self.layers)
+            while self._depth < self.layers and not self._at_depth[self._depth]:
+                self._depth += 1
+            return self._depth
 
     def lost(self, stored: StoredVariant) -> Unavailable | None:
         """Reason why a part of this chunk failed to load, or None."""
-        found = (extent.lost for extent in self.extents if extent.stored is stored and extent.lost is not None)
-        return next(found, None)
+        reasons = (extent.lost for extent in self.of(stored) if extent.lost is not None)
+        return next(reasons, None)
+
+    def chunks(self) -> list[StoredVariant]:
+        """The chunk-caches, in prompt order."""
+        return [extents[0].stored for extents in self._by_chunk.values()]
+
+    def of(self, stored: StoredVariant) -> Sequence[Extent]:
+        """Extents of this chunk-cache, in order."""
+        return self._by_chunk[id(stored)]
 
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until `ready`, which is asked whenever something has come; False after `timeout` seconds."""
@@ -287,7 +427,14 @@ class PendingLoads:
         """Put one layer of what has come into `sink`; of what stands before the position `below`, only if complete."""
         self._place_waiting()
         with self._lock:
-            stretches = list(_stretches(self._to_place(layer, below)))
+            if below is None and not self._has_lost and layer < self.depth():
+                # This layer of everything is there: the same stretches as before, until something is taken or placed.
+                if self._stretches is None:
+                    self._stretches = list(_stretches(self._to_place(layer, None)))
+                stretches = self._stretches
+            else:
+                self._stretches = None
+                stretches = list(_stretches(self._to_place(layer, below)))
         for stored, start, first, last in stretches:
             sink.place(layer, stored.own(layer, first, last), start + first)
 
@@ -295,11 +442,13 @@ class PendingLoads:
         """Place all layers of what came before `send_to`, chunk by chunk, and let go of it."""
         if self._sink is None:
             return
-        for stored in {id(one.stored): one.stored for one in self.extents if not one.kept}.values():
+        for stored in self.chunks():
+            if self.of(stored)[0].kept:
+                continue
             with self._lock:
-                early = [one for one in self.extents if one.stored is stored and one.waiting]
+                early = [extent for extent in self.of(stored) if extent.waiting]
             for layer in range(max((extent.waiting for extent in early), default=0)):
-                for _, start, first, last in _stretches(one for one in early if one.waiting > layer):
+                for _, start, first, last in _stretches(extent for extent in early if extent.waiting > layer):
                     self._sink.place(layer, stored.own(layer, first, last), start + first)
             for extent in early:
                 extent.waiting = 0
@@ -319,32 +468,30 @@ class PendingLoads:
     def close(self) -> None:
         """Read no more. What is in flight ends soon."""
         with self._lock:
-            self._closed, self._sink = True, None
+            self._closed = True
+            self._sink = None
+            self._stretches = None
             self._changed.notify_all()
-        for stored in {id(extent.stored): extent.stored for extent in self.extents}.values():
+        for stored in self.chunks():
             stored.close()
-
-    def _incomplete(self) -> Iterator[Extent]:
-        return (
-            extent
-            for extent in self.extents
-            if extent.layers < self.layers and extent.lost is None and extent.positions
-        )
-
-
-def _runs(extents: Iterable[Extent]) -> Iterator[list[Extent]]:
-    """Cut extents, ascending or descending, into runs that adjoin."""
-    run: list[Extent] = []
-    for one in extents:
-        if run and not one.adjoins(run[-1]):
-            yield run
-            run = []
-        run.append(one)
-    if run:
-        yield run
 
 
 def _stretches(extents: Iterable[Extent]) -> Iterator[tuple[StoredVariant, int, int, int]]:
-    """(chunk, its place in the prompt, first token, token behind the last) of what adjoins and is not computed."""
-    for run in _runs(one for one in extents if one.positions):
-        yield run[0].stored, run[0].start, run[0].first + run[0].taken, run[-1].last
+    """Yield (chunk, its place in the prompt, first token, token after the last) of what adjoins and is not computed."""
+    stored: StoredVariant | None = None
+    start = first = last = 0
+    for extent in extents:
+        taken = extent.taken
+        if stored is extent.stored and not taken and extent.first == last:
+            last = extent.last
+            continue
+        if taken >= extent.last - extent.first:
+            continue
+        if stored is not None:
+            yield stored, start, first, last
+        stored = extent.stored
+        start = extent.start
+        first = extent.first + taken
+        last = extent.last
+    if stored is not None:
+        yield stored, start, first, last
