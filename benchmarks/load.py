@@ -37,7 +37,7 @@ from cachecraft_rag.planning.config import Loading, ReuseConfig
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.disk import DiskTier
+from cachecraft_rag.store.files.disk import DiskTier
 from cachecraft_rag.types import Chunk, LoadedVariant, Progress, Variant
 
 _LOAD_SHARE = 0.4

@@ -317,7 +317,7 @@ class LoadFailure(StrEnum):
     NO_MEMORY = "no_memory"
     NO_REMOTE = "no_remote"  # it is on a remote, and this store has none
     NOT_OFFERED = "not_offered"  # no look-up on the remote gave it
-    LEFT_ALONE = "left_alone"  # the remote, after repeated failures
+    CIRCUIT_OPEN = "circuit_open"  # the remote, after repeated failures
     CLOSED = "closed"
 
 

@@ -24,7 +24,7 @@ from cachecraft_rag.planning.selectors import selector_named
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.pending import PendingLoads
-from cachecraft_rag.store.row_checks import Found
+from cachecraft_rag.store.row_checks import LookupResult
 from cachecraft_rag.types import LoadedVariant, Prompt, TierName, TokenScores, Unavailable
 
 
@@ -57,7 +57,7 @@ class Resolved:
 
 def resolve(
     prompt: Prompt,
-    found: Found,
+    found: LookupResult,
     config: ReuseConfig,
     *,
     store: ChunkCacheStore,

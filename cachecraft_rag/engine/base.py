@@ -34,7 +34,7 @@ from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.durable import Caches
 from cachecraft_rag.store.processes import HomeProcess
-from cachecraft_rag.store.row_checks import Found, RowBounds
+from cachecraft_rag.store.row_checks import LookupResult, RowBounds
 from cachecraft_rag.types import Chunk, Prompt, Segment
 
 PathLike = str | os.PathLike[str]
@@ -282,7 +282,7 @@ class AnswerEngine(ABC):
         assert self._capturer is not None, "engines with this capability have one"
         self._capturer.capture(prompt, captures, primed=primed)
 
-    def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> Found:
+    def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> LookupResult:
         """Return the stored variants of these segments for this model; variants that do not fit are left out.
 
         Raises UnsupportedCallError if the chunk-caches are a server's, see `capabilities`.

@@ -37,7 +37,7 @@ from cachecraft_rag.serving.token_queue import AnswerPiece, TokenQueue
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
-from cachecraft_rag.store.row_checks import Found
+from cachecraft_rag.store.row_checks import LookupResult
 from cachecraft_rag.types import Segment
 
 logger = logging.getLogger("cachecraft_rag")
@@ -210,7 +210,7 @@ class Answering:
     def _resolve(self, request: Request, progress: RequestProgress) -> Resolved:
         """Look up and plan."""
         prompt = request.prompt
-        found = Found({})
+        found = LookupResult({})
         with self.loop.timer("planning"):
             if request.config.reuse:
                 segments = [segment for segment in prompt.segments if segment.kind != "question"]

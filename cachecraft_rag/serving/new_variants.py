@@ -30,7 +30,7 @@ from cachecraft_rag.serving.step_loop import LoopTask, Priority, StepLoop
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
-from cachecraft_rag.store.row_checks import Found
+from cachecraft_rag.store.row_checks import LookupResult
 from cachecraft_rag.types import CaptureDrop, Prompt, Unavailable
 
 logger = logging.getLogger("cachecraft_rag.new_variants")
@@ -125,7 +125,7 @@ class WantedVariants:
             self._dropped[reason] += times
 
 
-def exact_only(found: Found) -> Found:
+def exact_only(found: LookupResult) -> LookupResult:
     """Keep the variants that may precede an exact capture: those that are exact to the bit."""
     exact = {
         name: [variant for variant in variants if variant.lossless and variant.exact_share >= 1.0]
@@ -134,13 +134,13 @@ def exact_only(found: Found) -> Found:
     return replace(found, variants=exact)
 
 
-def missing_of(candidate: Candidate, found: Found) -> list[int]:
+def missing_of(candidate: Candidate, found: LookupResult) -> list[int]:
     """Return the indices of the segments that are not stored after their prefix."""
     plan = make_plan(Prompt(candidate.segments), found.variants, EXACT)
     return [index for index in candidate.fixed if plan.segments[index].variant is None]
 
 
-LookUp = Callable[..., Found]  # `AnswerEngine.look_up`
+LookUp = Callable[..., LookupResult]  # `AnswerEngine.look_up`
 
 
 @dataclass(eq=False)

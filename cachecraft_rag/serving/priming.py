@@ -19,7 +19,7 @@ from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.model.facts import DiskSpace, ModelFacts
 from cachecraft_rag.model.sizes import cache_bytes
 from cachecraft_rag.prompt.builder import PromptBuilder
-from cachecraft_rag.store.row_checks import Found
+from cachecraft_rag.store.row_checks import LookupResult
 from cachecraft_rag.types import Chunk, Progress, Prompt, Segment, VariantKey
 
 _NEXT_CHUNKS = 2  # chunks after which a document's first chunk is captured
@@ -52,7 +52,7 @@ class PrimableEngine(Protocol):
             primed: see `types.Variant`.
         """
 
-    def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> Found:
+    def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> LookupResult:
         """Return the stored variants of these segments for this model; variants that do not fit are left out."""
 
     def disk_space(self) -> DiskSpace:

@@ -21,7 +21,7 @@ from cachecraft_rag.store.eviction import Use
 from cachecraft_rag.store.layout import Encoded, encode
 from cachecraft_rag.store.memory import Memory
 from cachecraft_rag.store.remote import RemoteTier
-from cachecraft_rag.store.row_checks import unsound, unsound_scores
+from cachecraft_rag.store.row_checks import row_error, scores_are_wrong
 from cachecraft_rag.types import Capture, CaptureDrop, TokenScores, Unavailable, Variant, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.store")
@@ -256,8 +256,8 @@ class BackgroundWriter:
         if queued_bytes + variant.nbytes > self._queue_bytes:
             why = f"too many captures are waiting: {queued_bytes} bytes; a larger queue_bytes would hold more"
             return Unavailable(variant.variant_id, CaptureDrop.QUEUE_FULL, why)
-        flaw = unsound(variant)  # a look-up would refuse its row
-        if unsound_scores(capture.token_scores, variant.tokens):
+        flaw = row_error(variant)  # a look-up would refuse its row
+        if scores_are_wrong(capture.token_scores, variant.tokens):
             flaw = "its token scores do not fit its tokens"
         return Unavailable(variant.variant_id, CaptureDrop.FLAWED, flaw) if flaw else None
 

@@ -25,18 +25,18 @@ from cachecraft_rag.checks import (
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.store.background_writer import BackgroundWriter, log_mistake
 from cachecraft_rag.store.catalog import Catalog
+from cachecraft_rag.store.catalog.found_texts import MarkedText
 from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, RowFilter, Totals
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig, StoreStats
-from cachecraft_rag.store.disk import Throttle
 from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted
 from cachecraft_rag.store.eviction import Use, policy_named
-from cachecraft_rag.store.found_texts import MarkedText
+from cachecraft_rag.store.files.disk import Throttle
 from cachecraft_rag.store.layout import READ_ERRORS, StoredVariant, open_source, unreadable
 from cachecraft_rag.store.memory import Memory
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStats, RemoteStream, RemoteTier
-from cachecraft_rag.store.row_checks import Found, RowBounds
+from cachecraft_rag.store.row_checks import LookupResult, RowBounds
 from cachecraft_rag.types import (
     Capture,
     CaptureDrop,
@@ -143,7 +143,7 @@ class ChunkCacheStore(Closeable):
         *,
         session: str | None = None,
         bounds: RowBounds | None = None,
-    ) -> Found:
+    ) -> LookupResult:
         """Look up, with the reasons for refusing a stored variant. Raises StoreError only after `close`.
 
         With `bounds`, a row that cannot be of this model and these chunks is refused, and leaves the catalog or the
@@ -152,12 +152,12 @@ class ChunkCacheStore(Closeable):
         self._check_open()
         check_text("namespace", namespace)
         check_text("session", session, optional=True)
-        found = Found({chunk_id: [] for chunk_id in chunk_ids})
+        found = LookupResult({chunk_id: [] for chunk_id in chunk_ids})
         self._find_here(found, namespace, fingerprint, session=session, bounds=bounds)
         if self._remote is not None:
             # After the catalog, not beside it: the catalog takes a millisecond, and its chunks need not be asked for.
             few = [name for name, here in found.variants.items() if len(here) < self._remote.config.ask_below]
-            there = self._remote.find(namespace, fingerprint, few, bounds) if few else Found({})
+            there = self._remote.find(namespace, fingerprint, few, bounds) if few else LookupResult({})
             for chunk_id, offers in there.variants.items():  # a variant that is here too stays as it is
                 here = {variant.variant_id for variant in found.variants[chunk_id]}
                 found.variants[chunk_id] += [variant for variant in offers if variant.variant_id not in here]
@@ -168,7 +168,7 @@ class ChunkCacheStore(Closeable):
         return found
 
     def _find_here(
-        self, found: Found, namespace: str, fingerprint: str, *, session: str | None, bounds: RowBounds | None
+        self, found: LookupResult, namespace: str, fingerprint: str, *, session: str | None, bounds: RowBounds | None
     ) -> None:
         """Fill in the variants of the catalog."""
         payload = Payload(bounds.layout if bounds is not None else None)

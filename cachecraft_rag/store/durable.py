@@ -27,10 +27,10 @@ from typing import Literal, Protocol, runtime_checkable
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog import Catalog, DiskFullError, OtherVersionError
 from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, RowFilter
-from cachecraft_rag.store.disk import DiskTier, Throttle
 from cachecraft_rag.store.eviction import Policy
+from cachecraft_rag.store.files.disk import DiskTier, Throttle
+from cachecraft_rag.store.files.writers import Writers
 from cachecraft_rag.store.layout import Encoded
-from cachecraft_rag.store.writers import Writers
 from cachecraft_rag.types import (
     CaptureDrop,
     Damaged,
@@ -341,7 +341,7 @@ class DurableVariants:
             if finished:
                 self.catalog.settle(finished)
         if repair:
-            self._writers.bury_dead()
+            self._writers.remove_stale_locks()
         return findings
 
     def _check_row(self, row: Listed | DamagedRow, *, repair: bool) -> list[Finding]:

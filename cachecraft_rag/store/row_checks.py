@@ -1,6 +1,6 @@
 """Checks of a stored row before use: rows come from files and servers that others may write.
 
-`unsound` looks at the row alone, `RowBounds` compares it with model and prompt. Both return the first flaw in words, or
+`row_error` looks at the row alone, `RowBounds` compares it with model and prompt. Both return the first flaw, or
 "". A checksum proves that a row is as somebody wrote it, not that it is true. So every field that decides how much is
 allocated, or which positions count as filled, is compared with the model and the segment.
 """
@@ -20,7 +20,7 @@ _ROUNDING = 1.001  # sums of attention, which is 1 per token at most
 
 
 @dataclass(frozen=True)
-class Found:
+class LookupResult:
     """Result of a look-up.
 
     variants  by chunk id; every asked id is a key
@@ -77,7 +77,7 @@ class RowBounds:
         return replace(variant, payload=replace(variant.payload, layout=self.layout))
 
 
-def unsound(variant: Variant) -> str:
+def row_error(variant: Variant) -> str:
     """Reason why no model writes a row like this, or "". Short, because every look-up checks every row."""
     key, tokens, nbytes, inter = variant.key, variant.tokens, variant.nbytes, variant.inter
     most = _MOST_COUNT
@@ -105,7 +105,7 @@ def unsound(variant: Variant) -> str:
     return ""
 
 
-def unsound_scores(scores: TokenScores, tokens: int) -> bool:
+def scores_are_wrong(scores: TokenScores, tokens: int) -> bool:
     """Return True if token scores are of another number of tokens, or no attention."""
     inter = scores.inter
     if inter is None:

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.store.row_checks import Found
+from cachecraft_rag.store.row_checks import LookupResult
 from cachecraft_rag.types import Prompt, Segment, TokenScores, digest
 
 FIELD = "cachecraft"  # of `kv_transfer_params`, in both directions
@@ -143,7 +143,7 @@ class Fill:
 
     request_id: str
     ask: Ask
-    found: Found
+    found: LookupResult
     scores: Mapping[str, TokenScores]
     first: int
     last: int

@@ -33,7 +33,7 @@ from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import Loading
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.disk import DiskTier, Throttle
+from cachecraft_rag.store.files.disk import DiskTier, Throttle
 from cachecraft_rag.store.layout import StoredVariant, encode
 from cachecraft_rag.store.loading import rate as rate_module
 from cachecraft_rag.store.loading.loader import Loader

@@ -26,11 +26,11 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.disk import DiskTier
+from cachecraft_rag.store.files.disk import DiskTier
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
-from cachecraft_rag.store.row_checks import Found
+from cachecraft_rag.store.row_checks import LookupResult
 from cachecraft_rag.types import Capture, KVLayout, Prompt, Segment, TokenScores, Unavailable, Variant, VariantKey
 
 MakeDecoder = Callable[..., Decoder]
@@ -100,7 +100,7 @@ class Shelf:
     def path(self, variant: Variant) -> Path:
         return DiskTier(self.folder / "variants").path(variant.variant_id, variant.created)
 
-    def found(self, prompt: Prompt = PROMPT) -> Found:
+    def found(self, prompt: Prompt = PROMPT) -> LookupResult:
         names = [one.segment_id for one in prompt.segments[:-1]]
         return self.store.find("default", self.fingerprint, names)
 

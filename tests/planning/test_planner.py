@@ -18,8 +18,8 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan, exact_shares, make_plan, with_selection
 from cachecraft_rag.planning.reasons import Reason, explain
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.catalog import _INSERT, Catalog, _scope_of
-from cachecraft_rag.store.catalog_rows import row_of, sum_of_scores
+from cachecraft_rag.store.catalog.catalog import _INSERT, Catalog, _scope_of
+from cachecraft_rag.store.catalog.rows import row_of, sum_of_scores
 from cachecraft_rag.types import Prompt, Segment, TokenScores, Variant, VariantKey, digest
 
 CONFIG = ReuseConfig(alpha=0.5)

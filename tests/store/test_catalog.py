@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cachecraft_rag.errors import StoreError
-from cachecraft_rag.store.catalog import _INSERT, Catalog
+from cachecraft_rag.store.catalog.catalog import _INSERT, Catalog
+from cachecraft_rag.store.catalog.rows import COLUMNS, CatalogRow, pack_ids, row_of, sum_of, sum_of_scores, unpack_ids
 from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, RowFilter, Totals
-from cachecraft_rag.store.catalog_rows import COLUMNS, CatalogRow, pack_ids, row_of, sum_of, sum_of_scores, unpack_ids
 from cachecraft_rag.store.eviction import Use, policy_named
 from cachecraft_rag.types import TokenScores, Variant, VariantKey, digest
 

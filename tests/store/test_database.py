@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cachecraft_rag.errors import StoreError
-from cachecraft_rag.store.catalog import _KIND, DiskFullError
+from cachecraft_rag.store.catalog.schema import CATALOG_KIND, DiskFullError
 from cachecraft_rag.store.database import Database
 
 FIRST = ("CREATE TABLE words (word TEXT NOT NULL UNIQUE)",)
@@ -22,7 +22,7 @@ SECOND = ("ALTER TABLE words ADD COLUMN uses INTEGER NOT NULL DEFAULT 7",)
 
 def open_database(path: Path, *migrations: tuple[str, ...], busy_timeout_s: float = 5.0) -> Database:
     migrations = migrations or (FIRST,)
-    kind = replace(_KIND, migrations=migrations, newest=len(migrations))
+    kind = replace(CATALOG_KIND, migrations=migrations, newest=len(migrations))
     return Database(path, kind=kind, busy_timeout_s=busy_timeout_s)
 
 

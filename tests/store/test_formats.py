@@ -20,7 +20,7 @@ import xxhash
 
 from cachecraft_rag.store.catalog import Catalog
 from cachecraft_rag.store.catalog_records import Limits
-from cachecraft_rag.store.disk import DiskTier
+from cachecraft_rag.store.files.disk import DiskTier
 from cachecraft_rag.store.layout import Header, encode
 from cachecraft_rag.store.remote.rows import Row, decode_row, framed, unframed
 from cachecraft_rag.types import (

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cachecraft_rag.store.row_checks import RowBounds, unsound, unsound_scores
+from cachecraft_rag.store.row_checks import RowBounds, row_error, scores_are_wrong
 from cachecraft_rag.types import KVLayout, TokenScores, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
@@ -22,7 +22,7 @@ def make(prefix: tuple[str, ...] = ("system", "a"), tokens: int = 10) -> Variant
 
 
 def test_a_sound_row_passes() -> None:
-    assert (unsound(make()), BOUNDS.flaw(make())) == ("", "")
+    assert (row_error(make()), BOUNDS.flaw(make())) == ("", "")
     assert BOUNDS.with_layout(make()).payload.layout == LAYOUT
 
 
@@ -56,14 +56,14 @@ def test_another_tokenisation_is_left_to_the_planner() -> None:
     ],
 )  # fmt: skip
 def test_fields_out_of_range_or_of_another_kind_are_unsound(change: dict[str, Any]) -> None:
-    assert unsound(replace(make(), **change))
+    assert row_error(replace(make(), **change))
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), 3e38])
 def test_token_scores_are_attention(value: float) -> None:
     right = np.linspace(0.0, 1.0, 10, dtype=np.float32)
-    assert not unsound_scores(TokenScores(right), 10)
-    assert unsound_scores(TokenScores(right), 9)
+    assert not scores_are_wrong(TokenScores(right), 10)
+    assert scores_are_wrong(TokenScores(right), 9)
     wrong = right.copy()
     wrong[3] = value
-    assert unsound_scores(TokenScores(wrong), 10)
+    assert scores_are_wrong(TokenScores(wrong), 10)

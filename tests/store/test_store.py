@@ -21,7 +21,7 @@ from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
 from cachecraft_rag.store.background_writer import variant_of
 from cachecraft_rag.store.catalog import Catalog
-from cachecraft_rag.store.disk import DiskTier
+from cachecraft_rag.store.files.disk import DiskTier
 from cachecraft_rag.store.layout import StoredVariant, encode
 from cachecraft_rag.store.memory import MemoryTier
 from cachecraft_rag.store.row_checks import RowBounds

@@ -24,11 +24,11 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.store.catalog_records import FileRef
 from cachecraft_rag.store.codecs import CODECS, codec_named
-from cachecraft_rag.store.disk import DiskTier, Throttle
 from cachecraft_rag.store.eviction import Use
+from cachecraft_rag.store.files.disk import DiskTier, Throttle
+from cachecraft_rag.store.files.writers import Writers
 from cachecraft_rag.store.layout import Encoded, Header, StoredVariant, encode, memory_of
 from cachecraft_rag.store.memory import MemoryTier
-from cachecraft_rag.store.writers import Writers
 from cachecraft_rag.types import (
     Damaged,
     KVLayout,
@@ -430,7 +430,7 @@ def test_extents_are_read_and_verified_alone(tmp_path: Path, codec: str, dtype: 
 def test_a_throttle_holds_its_rate_and_takes_a_new_one_in_the_middle(
     tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cachecraft_rag.store.disk.time", clock)
+    monkeypatch.setattr("cachecraft_rag.store.files.disk.time", clock)
     layout = replace(LAYOUT, kv_heads=8, head_dim=64, layers=4)
     variant = make(tokens=250, layout=layout)  # 4 MB
     throttle = Throttle(20e6)
@@ -659,7 +659,7 @@ def test_a_writer_is_alive_until_it_leaves(tmp_path: Path) -> None:
         writer.enter()
     assert one.token != two.token
     assert one.is_alive(one.token)
-    one.bury_dead()
+    one.remove_stale_locks()
     assert one.is_alive(two.token)
     two.leave()
     assert not one.is_alive(two.token)
@@ -671,6 +671,6 @@ def test_a_writer_is_alive_until_it_leaves(tmp_path: Path) -> None:
 def test_a_lock_file_nobody_holds_is_of_a_dead_writer(tmp_path: Path) -> None:
     (tmp_path / "cafe.lock").touch()
     writers = Writers(tmp_path)
-    writers.bury_dead()
+    writers.remove_stale_locks()
     assert list(writers.folder.iterdir()) == []
     writers.leave()

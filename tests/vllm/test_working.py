@@ -22,7 +22,7 @@ from cachecraft_rag.serving.new_variants import EXACT
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.loading.pending import PendingLoads
-from cachecraft_rag.store.row_checks import Found
+from cachecraft_rag.store.row_checks import LookupResult
 from cachecraft_rag.types import Chunk, KVLayout
 from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, News
 from cachecraft_rag.vllm.served_model import ModelIdentity
@@ -652,7 +652,7 @@ def test_text_that_nobody_marked_does_not_wait_for_ever(
     variant, text = request_of(ask, "variant"), request_of(replace(ask, first=(1,)), "text")
     find = engine.store.find
 
-    def approximated(*what: Any, **how: Any) -> Found:
+    def approximated(*what: Any, **how: Any) -> LookupResult:
         found = find(*what, **how)
         some = {name: [replace(one, exact_share=0.5) for one in ones] for name, ones in found.variants.items()}
         return replace(found, variants=some)

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from cachecraft_rag.store.remote.base import LONGEST_ROWS
-from cachecraft_rag.store.row_checks import unsound, unsound_scores
+from cachecraft_rag.store.row_checks import row_error, scores_are_wrong
 from cachecraft_rag.types import LAYOUT_VERSION, Payload, TokenScores, Variant, VariantKey, digest
 
 ROOT = f"cachecraft/v{LAYOUT_VERSION}"  # another layout version is another world
@@ -132,11 +132,11 @@ def _decoded(text: str | None) -> np.ndarray | None:
 def _require(row: Row) -> None:
     """Raise ValueError unless every field has the type and range that the planner needs."""
     variant, payload_bytes = row.variant, row.variant.payload.nbytes
-    if flaw := unsound(variant):
+    if flaw := row_error(variant):
         raise ValueError(flaw)
     if variant.variant_id != variant.key.variant_id:
         raise ValueError("id")
     if type(payload_bytes) is not int or not 0 < payload_bytes < 1 << 62:
         raise ValueError("payload")
-    if unsound_scores(row.token_scores, variant.tokens):
+    if scores_are_wrong(row.token_scores, variant.tokens):
         raise ValueError("token scores")

@@ -24,7 +24,7 @@ from cachecraft_rag.store.remote.outbox import Outbox
 from cachecraft_rag.store.remote.rows import Row, decode_row, name_of, place_of
 from cachecraft_rag.store.remote.signing import DIGEST_BYTES, SLICE_BYTES, Signer
 from cachecraft_rag.store.remote.stream import End, RemoteStream
-from cachecraft_rag.store.row_checks import Found, RowBounds
+from cachecraft_rag.store.row_checks import LookupResult, RowBounds
 from cachecraft_rag.types import LoadFailure, Payload, TokenScores, Unavailable, Variant, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.store")
@@ -86,7 +86,7 @@ class RemoteTier(Closeable):
 
     def find(
         self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], bounds: RowBounds | None = None
-    ) -> Found:
+    ) -> LookupResult:
         """Shared variants of these chunks within `bounds`, and why others are refused; waits `config.lookup_limit_s`.
 
         Refused rows are removed from the remote, except those without a valid signature: a wrong key here must not
@@ -94,7 +94,7 @@ class RemoteTier(Closeable):
         """
         places = {chunk_id: place_of(VariantKey(namespace, fingerprint, chunk_id, ())) for chunk_id in chunk_ids}
         outcome, answer = self._ask_rows(list(places.values()))
-        found = Found({chunk_id: [] for chunk_id in places}, remote=outcome)
+        found = LookupResult({chunk_id: [] for chunk_id in places}, remote=outcome)
         left, damaged = MOST_ROW_BYTES, 0
         for chunk_id, rows in zip(places, answer, strict=False):
             for name, raw in rows.items():
@@ -133,7 +133,7 @@ class RemoteTier(Closeable):
         if not facts.nbytes:
             return Unavailable(name, LoadFailure.NOT_OFFERED, "no look-up on the remote gave it")
         if self._closed or not self._connection.allows():
-            return Unavailable(name, LoadFailure.LEFT_ALONE, "the remote is left alone after repeated failures")
+            return Unavailable(name, LoadFailure.CIRCUIT_OPEN, "the remote is left alone after repeated failures")
         timeout_s, signer = self.config.read_timeout_s, self._signer
         try:
             return RemoteStream(

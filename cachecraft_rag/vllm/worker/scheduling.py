@@ -19,7 +19,7 @@ from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.serving.admission import FutureCaptures, FutureVariant
 from cachecraft_rag.serving.new_variants import exact_only
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.row_checks import Found, RowBounds
+from cachecraft_rag.store.row_checks import LookupResult, RowBounds
 from cachecraft_rag.types import TokenScores
 from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, News
 from cachecraft_rag.vllm.records import cached_report
@@ -32,7 +32,7 @@ _WAIT_S = 10.0  # longest wait for chunks that others compute, until the speed o
 _PATIENCE_S = 10.0  # longest wait for an idle server of text that nobody marked
 _REMEMBERED = 10_000  # prompts that were filled
 
-Looked = tuple[Found, Mapping[str, TokenScores]]
+Looked = tuple[LookupResult, Mapping[str, TokenScores]]
 
 
 @dataclass
@@ -256,7 +256,7 @@ class Scheduling:
         logger.info("Request %s is computed as any other: %s", request.request_id, reason)
         return Pending(None, refused=reason)
 
-    def _others_compute(self, known: Pending, ask: Ask, found: Found) -> bool:
+    def _others_compute(self, known: Pending, ask: Ask, found: LookupResult) -> bool:
         """Return whether it waits for chunks that others compute or capture; what it computes itself, it announces
         once its filling begins.
 
@@ -297,7 +297,7 @@ class Scheduling:
 
     def _found(self, ask: Ask) -> Looked:
         if not ask.config.reuse:
-            return Found({}), {}
+            return LookupResult({}), {}
         segments = [one for one in ask.prompt.segments if one.kind != "question"]
         tokens = {one.segment_id: (len(one.token_ids), one.tokens_digest) for one in segments}
         bounds = RowBounds(self._identity.layout, self._identity.context_length, tokens)

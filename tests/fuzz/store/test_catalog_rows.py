@@ -18,7 +18,7 @@ import torch
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.store.catalog_rows import COLUMNS, CatalogRow, pack_ids, sum_of, sum_of_scores
+from cachecraft_rag.store.catalog.rows import COLUMNS, CatalogRow, pack_ids, sum_of, sum_of_scores
 from cachecraft_rag.store.layout import Header, encode
 from cachecraft_rag.types import KVLayout, Variant, VariantKey
 

@@ -61,7 +61,7 @@ class Writers:
             os.close(descriptor)
         return False
 
-    def bury_dead(self) -> None:
+    def remove_stale_locks(self) -> None:
         """Delete the lock files of writers that were killed; call it after their files are removed."""
         for path in self.folder.glob("*.lock"):
             if not self.is_alive(path.stem):

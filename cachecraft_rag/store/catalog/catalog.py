@@ -26,10 +26,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cachecraft_rag.errors import StoreError
-from cachecraft_rag.store import found_texts
-from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, RowFilter, Totals
-from cachecraft_rag.store.catalog_rows import (
+from cachecraft_rag.store.catalog import found_texts
+from cachecraft_rag.store.catalog.rows import (
     COLUMNS,
     NOTHING,
     CatalogRow,
@@ -39,53 +37,16 @@ from cachecraft_rag.store.catalog_rows import (
     unpacked,
     variant_of_row,
 )
-from cachecraft_rag.store.database import Database, Kind, fetched
+from cachecraft_rag.store.catalog.schema import CATALOG_KIND
+from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, RowFilter, Totals
+from cachecraft_rag.store.database import Database, fetched
 from cachecraft_rag.store.eviction import POLICIES, Policy, Saving, Use, VariantFacts, ticked, ticked_by_return
-from cachecraft_rag.store.row_checks import unsound, unsound_scores
-from cachecraft_rag.types import IDENTITY_VERSION, LAYOUT_VERSION, EvictionReason, Payload, TokenScores, Variant
+from cachecraft_rag.store.row_checks import row_error, scores_are_wrong
+from cachecraft_rag.types import EvictionReason, Payload, TokenScores, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
 _LEAST_REMEMBERED = 1000
 _FORGET_EVERY = 64  # rows of `departed` that are too old are deleted when this many more have left
-
-# A store of another version is set aside and built anew. The last digits go up whenever a table changes.
-_VERSION = IDENTITY_VERSION * 10_000 + LAYOUT_VERSION * 100 + 3
-_TABLES = (
-    """CREATE TABLE scopes (
-         scope INTEGER PRIMARY KEY, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL,
-         UNIQUE (namespace, fingerprint))""",
-    # The score is not NOT NULL: of a damaged row it may be no number.
-    """CREATE TABLE variants (
-         scope INTEGER NOT NULL, chunk_id TEXT NOT NULL, variant_id TEXT NOT NULL,
-         origin_prefix BLOB NOT NULL, tokens INTEGER NOT NULL, tokens_digest TEXT NOT NULL,
-         inter BLOB NOT NULL, intra REAL NOT NULL, cci REAL NOT NULL, exact_share REAL NOT NULL,
-         session TEXT, codec TEXT NOT NULL, nbytes INTEGER NOT NULL, file_bytes INTEGER NOT NULL,
-         reuse_frequency REAL NOT NULL, created REAL NOT NULL, primed INTEGER NOT NULL DEFAULT 0,
-         row_sum INTEGER, scores_sum INTEGER, score REAL, saved REAL NOT NULL DEFAULT 0.0,
-         PRIMARY KEY (scope, chunk_id, variant_id)) WITHOUT ROWID""",
-    "CREATE UNIQUE INDEX variants_by_id ON variants (variant_id)",
-    "CREATE INDEX variants_by_score ON variants (score, created)",
-    "CREATE TABLE token_scores (variant_id TEXT PRIMARY KEY, scores BLOB NOT NULL)",
-    """CREATE TABLE files_at_risk (
-         variant_id TEXT NOT NULL, created REAL NOT NULL, writer TEXT NOT NULL, reserved_bytes INTEGER NOT NULL,
-         PRIMARY KEY (variant_id, created)) WITHOUT ROWID""",
-    # Kept by triggers, so the sums are exact in every transaction of every process and cost nothing to read.
-    "CREATE TABLE totals (variants INTEGER NOT NULL, file_bytes INTEGER NOT NULL)",
-    "INSERT INTO totals VALUES (0, 0)",
-    "CREATE TABLE limits (name TEXT PRIMARY KEY, value INTEGER NOT NULL)",
-    """CREATE TRIGGER variant_added AFTER INSERT ON variants BEGIN
-         UPDATE totals SET variants = variants + 1, file_bytes = file_bytes + new.file_bytes; END""",
-    """CREATE TRIGGER variant_removed AFTER DELETE ON variants BEGIN
-         UPDATE totals SET variants = variants - 1, file_bytes = file_bytes - old.file_bytes;
-         DELETE FROM token_scores WHERE variant_id = old.variant_id; END""",
-    # The clock that scores are counted from, and the uses of chunks that had to leave.
-    "CREATE TABLE eviction (policy TEXT NOT NULL, clock REAL NOT NULL)",
-    "INSERT INTO eviction VALUES ('', 0.0)",
-    """CREATE TABLE departed (
-         place INTEGER PRIMARY KEY, scope INTEGER NOT NULL, chunk_id TEXT NOT NULL,
-         reuse_frequency REAL NOT NULL, saved REAL NOT NULL, UNIQUE (scope, chunk_id))""",
-    *found_texts.TABLES,
-)
 
 _LISTED = f"""SELECT s.namespace, s.fingerprint, {COLUMNS}, v.scores_sum, i.scores
   FROM variants AS v JOIN scopes AS s USING (scope) LEFT JOIN token_scores AS i ON i.variant_id = v.variant_id"""
@@ -116,14 +77,6 @@ _COUNTED_SUMS = f"SELECT count(*), coalesce(sum({_BYTES}), 0) FROM variants"
 _RESERVED = "SELECT coalesce(sum(iif(typeof(reserved_bytes) = 'integer', reserved_bytes, 0)), 0) FROM files_at_risk"
 _CLOCK = "SELECT clock FROM eviction WHERE typeof(clock) = 'real'"
 _REMEMBER = "INSERT OR REPLACE INTO departed (scope, chunk_id, reuse_frequency, saved) VALUES (?,CAST(? AS TEXT),?,?)"
-
-
-class OtherVersionError(StoreError):
-    """The catalog was made by another version of the package."""
-
-
-class DiskFullError(StoreError):
-    """The catalog cannot be changed because the disk has no room."""
 
 
 class _Candidate(NamedTuple):
@@ -159,7 +112,7 @@ class Catalog:
         should have the same.
         """
         self.path = path
-        self._db = Database(path, kind=_KIND, busy_timeout_s=busy_timeout_s)
+        self._db = Database(path, kind=CATALOG_KIND, busy_timeout_s=busy_timeout_s)
         self.read_only = self._db.read_only
         self.texts = found_texts.FoundTexts(self._db)
         try:
@@ -582,7 +535,7 @@ def _read(namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = 
     """The variant of a row, or the damaged row."""
     try:
         variant = variant_of_row(namespace, fingerprint, row, payload)
-        if not (flaw := unsound(variant)):
+        if not (flaw := row_error(variant)):
             return variant
         reason = f"its row in the catalog is damaged: {flaw}"
     except ValueError as error:
@@ -606,39 +559,6 @@ def _read_scores(tokens: Any, checksum: Any, inter: Any) -> TokenScores | str:
         if checksum != sum_of_scores(inter):
             return "their checksum is wrong"
         scores = TokenScores(unpacked(inter))
-        return "they do not fit its tokens" if unsound_scores(scores, tokens) else scores
+        return "they do not fit its tokens" if scores_are_wrong(scores, tokens) else scores
     except (ValueError, TypeError) as error:
         return str(error)
-
-
-def _message(path: Path, error: sqlite3.Error) -> str:
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code; the upper bits refine it
-    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        advice = "is locked by another process. Wait until its `store check` or `store evict` ends, or stop it"
-    elif code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        advice = (
-            f"is damaged. It only indexes a cache: delete the folder {path.parent} to start again; no document is lost"
-        )
-    elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
-        advice = "cannot be written. Make the folder writable for this user or choose another one for the store"
-    elif code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
-        advice = "cannot grow: the disk is full or broken. Free some space, or run `cachecraft store evict`"
-    else:
-        advice = "cannot be used. Check the disk, then try `store check`"
-    return f"{path} {advice} ({type(error).__name__}: {error})."
-
-
-# `synchronous=NORMAL` with WAL never corrupts; after a power cut the last commits may be gone, which costs a cache an
-# entry and never gives it a wrong one. 8 KiB pages: a row has some 600 bytes, and a page should hold more than a
-# handful of them. The connection that writes keeps up to 32 MiB of pages: SQLite's own 2 MiB hold three thousand rows.
-# The effect of that alone was not measured.
-_KIND = Kind(
-    migrations=(_TABLES,),
-    newest=_VERSION,
-    pragmas=("page_size = 8192", "synchronous = NORMAL", "journal_size_limit = 16777216", "cache_size = -32768"),
-    error=StoreError,
-    other_version=OtherVersionError,
-    disk_full=DiskFullError,
-    what=str,
-    message=_message,
-)

@@ -1,0 +1,4 @@
+"""The folder on disk: where a chunk-cache's file is, how it is written and read, and which writers are alive.
+
+Import the modules. The contents of a file (`store.layout`) and the rows of the catalog do not belong here.
+"""
