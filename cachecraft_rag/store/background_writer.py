@@ -50,8 +50,12 @@ class BackgroundWriter:
         codec: str,
         warn_once: Callable[..., None],
     ) -> None:
-        self._durable, self._memory, self._remote = durable, memory, remote
-        self._queue_bytes, self._codec, self._warn_once = queue_bytes, codec, warn_once
+        self._durable = durable
+        self._memory = memory
+        self._remote = remote
+        self._queue_bytes = queue_bytes
+        self._codec = codec
+        self._warn_once = warn_once
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._closed = False
         self._last_created = 0.0
@@ -148,7 +152,9 @@ class BackgroundWriter:
     def write_uses(self) -> None:
         """Write the uses noted so far; after a failure they are written with the next."""
         with self._lock:
-            uses, self._uses, self._uses_scheduled = self._uses, {}, False
+            uses = self._uses
+            self._uses = {}
+            self._uses_scheduled = False
         if self._durable.read_only or self._durable.gone():
             return
         try:
@@ -279,7 +285,8 @@ def log_mistake(future: Future[T]) -> None:
 
 def variant_of(capture: Capture, *, codec: str, created: float) -> Variant:
     """The variant that the catalog will list. Raises StoreError when its tensor does not have its layout."""
-    kv, layout = capture.kv, capture.layout
+    kv = capture.kv
+    layout = capture.layout
     tokens = kv.shape[2] if kv.dim() == 5 else 0
     dtype = str(kv.dtype).removeprefix("torch.")
     wrong = tuple(kv.shape) != layout.shape(tokens) or dtype != layout.dtype or kv.numel() == 0

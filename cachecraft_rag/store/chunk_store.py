@@ -76,7 +76,8 @@ class ChunkCacheStore(Closeable):
         policy = self._durable.catalog.policy
         self._memory.follow(policy)
         self.throttle = self._durable.disk.throttle
-        self.config, self.limits = replace(config, **asdict(self._durable.limits)), self._durable.limits
+        self.config = replace(config, **asdict(self._durable.limits))
+        self.limits = self._durable.limits
         self.eviction = policy.name
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._closed = False
@@ -445,7 +446,8 @@ class ChunkCacheStore(Closeable):
         """
         self._home.require()
         check_number("timeout", timeout, most=MOST_SECONDS, optional=True)
-        done, until = threading.Event(), None if timeout is None else time.monotonic() + timeout
+        done = threading.Event()
+        until = None if timeout is None else time.monotonic() + timeout
         written = self._writer.submit(done.set) is None or done.wait(timeout)
         left = None if until is None else max(0.0, until - time.monotonic())
         return written and (self._remote is None or self._remote.flush(left))

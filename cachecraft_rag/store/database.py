@@ -255,10 +255,12 @@ class Database:
             raise self._other_version(version)
 
     def _other_version(self, version: int) -> CacheCraftError:
-        kind, error = self._kind, self._kind.other_version or self._kind.error
+        kind = self._kind
+        error = self._kind.other_version or self._kind.error
         advice = "Upgrade the package or choose another folder" if version > kind.newest else "Choose another folder"
         if self.read_only:
-            advice, error = "It cannot be written: open it once where it can be, or use that version", kind.error
+            advice = "It cannot be written: open it once where it can be, or use that version"
+            error = kind.error
         age = "a newer" if version > kind.newest else "another"
         text = f"was made by {age} version of cachecraft-rag (schema {version}, this one knows {kind.newest}). {advice}"
         return error(f"{kind.what(self.path)} {text}.")

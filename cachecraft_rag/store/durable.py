@@ -177,7 +177,9 @@ class DurableVariants:
             return Unavailable(variant.variant_id, CaptureDrop.READ_ONLY, "the store is read-only")
         if self.gone():
             return Unavailable(variant.variant_id, CaptureDrop.FOLDER_GONE, "the store's folder is gone")
-        writer, limits, nbytes = self._writers.token, self.limits, encoded.nbytes
+        writer = self._writers.token
+        limits = self.limits
+        nbytes = encoded.nbytes
         if nbytes > limits.disk_bytes:
             return too_large(variant, nbytes, limits)
         self._writers.enter()
@@ -312,7 +314,8 @@ class DurableVariants:
         ]
         findings += self._sweep(repair=repair)
         files = list(self.disk.scan())  # before the rows: a file younger than this list is no leftover
-        total, rows = self.catalog.totals().variants, 0
+        total = self.catalog.totals().variants
+        rows = 0
         for rows, row in enumerate(self.catalog.scan(), start=1):
             findings += self._check_row(row, repair=repair)
             if progress is not None:
@@ -347,7 +350,8 @@ class DurableVariants:
     def _check_row(self, row: Listed | DamagedRow, *, repair: bool) -> list[Finding]:
         if isinstance(row, DamagedRow):
             kind: FindingKind = "damaged row"
-            file, reason = row.file, row.reason
+            file = row.file
+            reason = row.reason
             path = self.disk.path(file.variant_id, file.created)
         else:
             file = FileRef(row.variant.variant_id, row.variant.created)
@@ -357,7 +361,8 @@ class DurableVariants:
                 return []
             if not isinstance(found, Damaged):
                 return [Finding("damaged file", path, found.reason, "left alone: this may pass")]
-            kind, reason = "damaged file" if path.exists() else "missing file", found.reason
+            kind = "damaged file" if path.exists() else "missing file"
+            reason = found.reason
         if repair:
             self._remove([file], EvictionReason.DAMAGED)
         return [_finding(kind, path, reason, repair=repair)]

@@ -274,14 +274,18 @@ class StoredVariant:
         if layout not in (None, header.layout):
             raise ValueError("file is of another model: its header contradicts the model's layout")
         self._blocks = header.blocks()
-        size, needed = source.nbytes, self._begin + sum(self._blocks[-1])
+        size = source.nbytes
+        needed = self._begin + sum(self._blocks[-1])
         if size != needed:
             word = "truncated" if size < needed else "too long"
             raise ValueError(f"file is {word}: {size} bytes instead of {needed}")
         if layout is None and header.layout.nbytes(header.tokens) > _MOST_GROWTH * size:
             raise OSError(errno.EFBIG, "it would grow too large, and no model says that it must")
-        self.source, self._header, self.variant = source, header, variant
-        self.tier, self.sequential = source.tier, source.sequential
+        self.source = source
+        self._header = header
+        self.variant = variant
+        self.tier = source.tier
+        self.sequential = source.sequential
         self._pieces = extents(self._codec, header.layout, header.tokens)
         self.extents = [(0, header.tokens)] if source.sequential else self._pieces
         self.token_bytes = (needed - self._begin) / header.tokens
@@ -292,7 +296,8 @@ class StoredVariant:
 
         from cachecraft_rag.kernels.memory import empty
 
-        shape, dtype = self._header.layout.shape(self._header.tokens), getattr(torch, self._header.layout.dtype)
+        shape = self._header.layout.shape(self._header.tokens)
+        dtype = getattr(torch, self._header.layout.dtype)
         self.kv = empty(shape, dtype, pinned=pinned)
 
     def release(self) -> None:
@@ -311,7 +316,8 @@ class StoredVariant:
         from cachecraft_rag.kernels.memory import empty
 
         layout = self._header.layout
-        shape, dtype = layout.shape(tokens)[1:], getattr(torch, layout.dtype)
+        shape = layout.shape(tokens)[1:]
+        dtype = getattr(torch, layout.dtype)
         if old is None or old.dtype != dtype or old.untyped_storage().nbytes() < math.prod(shape) * dtype.itemsize:
             return empty(shape, dtype)
         return old.as_strided(shape, torch.empty(shape, device="meta").stride())
@@ -326,7 +332,9 @@ class StoredVariant:
         """
         import torch
 
-        layout, codec, tokens = self._header.layout, self._codec, self._header.tokens
+        layout = self._header.layout
+        codec = self._codec
+        tokens = self._header.tokens
         offset, nbytes = self._blocks[layer]
         whole = stop - start == tokens
         slices = (slice(0, nbytes),) if whole else codec.run(layout, tokens, start, stop)

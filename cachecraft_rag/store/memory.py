@@ -54,8 +54,10 @@ class MemoryTier:
         on_leave: Callable[[Variant, torch.Tensor], object] | None = None,
         policy: Policy | None = None,
     ) -> None:
-        self.budget_bytes, self.name = budget_bytes, name
-        self._on_leave, self.policy = on_leave, policy or Saving()
+        self.budget_bytes = budget_bytes
+        self.name = name
+        self._on_leave = on_leave
+        self.policy = policy or Saving()
         self._clock = 0.0
         self._departed: OrderedDict[str, Use] = OrderedDict()  # uses of what had to leave, by variant id
         self._lock = threading.Lock()
@@ -99,7 +101,8 @@ class MemoryTier:
             return False
         leaving: list[_Held] = []  # dealt with after the lock is released: returning 50 MB to the system takes a while
         with self._lock:
-            nbytes, self._bytes = self._sum() + held.nbytes, None
+            nbytes = self._sum() + held.nbytes
+            self._bytes = None
             if (old := self._held.pop(variant.variant_id, None)) is not None:
                 nbytes -= old.nbytes
                 held.used = max(held.used, old.used, key=lambda used: used.frequency)
@@ -131,7 +134,8 @@ class MemoryTier:
         with self._lock:
             held = self._held.get(variant_id)
             if held is not None and held.variant.created == created:
-                nbytes, self._bytes = self._sum() - held.nbytes, None
+                nbytes = self._sum() - held.nbytes
+                self._bytes = None
                 del self._held[variant_id]
                 self._bytes = nbytes
 

@@ -12,7 +12,8 @@ class HomeProcess:
 
     def __init__(self, what: str) -> None:
         """`what` names the object in messages."""
-        self._what, self._pid = what, os.getpid()
+        self._what = what
+        self._pid = os.getpid()
 
     @property
     def here(self) -> bool:

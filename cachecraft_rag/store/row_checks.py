@@ -79,7 +79,10 @@ class RowBounds:
 
 def row_error(variant: Variant) -> str:
     """Reason why no model writes a row like this, or "". Short, because every look-up checks every row."""
-    key, tokens, nbytes, inter = variant.key, variant.tokens, variant.nbytes, variant.inter
+    key = variant.key
+    tokens = variant.tokens
+    nbytes = variant.nbytes
+    inter = variant.inter
     most = _MOST_COUNT
     try:
         names = (key.namespace, key.fingerprint, key.chunk_id, variant.variant_id, variant.tokens_digest, variant.codec)

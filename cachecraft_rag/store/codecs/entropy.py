@@ -80,7 +80,8 @@ class Entropy(Codec):
         import torch
 
         _, _, kv_heads, head_dim = out.shape
-        steps, anchors = 2 * kv_heads * 4, 2 * kv_heads * head_dim * 2
+        steps = 2 * kv_heads * 4
+        anchors = 2 * kv_heads * head_dim * 2
         frames = memoryview(block.numpy())[steps + anchors + 4 :]  # type: ignore[arg-type]  # as in `disk.memory_of`
         if not len(frames):
             raise ValueError(f"block has only {len(block)} bytes")

@@ -36,7 +36,8 @@ class Int8(Codec):
 
     def run(self, layout: KVLayout, tokens: int, start: int, stop: int) -> tuple[slice, ...]:
         """Scales of keys, scales of values, payload of keys, payload of values."""
-        scale, payload = layout.kv_heads * _SCALE_BYTES, layout.kv_heads * layout.head_dim
+        scale = layout.kv_heads * _SCALE_BYTES
+        payload = layout.kv_heads * layout.head_dim
         scales = [slice(scale * (half + start), scale * (half + stop)) for half in (0, tokens)]
         first = 2 * tokens * scale
         values = [slice(first + payload * (half + start), first + payload * (half + stop)) for half in (0, tokens)]

@@ -18,7 +18,8 @@ from cachecraft_rag.types import Damaged, LoadedVariant, LoadFailure, TierName, 
 
 # Of a file, or of a temporary one, which begins with a dot and names its writer.
 _NAME = re.compile(r"(\.)?(?P<id>[0-9a-f]{32})-(?P<created>[0-9a-f]{16})\.safetensors(?(1)\.[0-9a-f]+\.tmp)")
-_ID, _WRITER = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]+")
+_ID = re.compile(r"[0-9a-f]{32}")
+_WRITER = re.compile(r"[0-9a-f]+")
 
 _BURST_S = 0.005  # of reading at the full rate after a pause
 _PIECE_BYTES = 64 << 10  # a throttled read is handed out in such pieces, so that a new rate is felt soon
@@ -34,7 +35,8 @@ class Throttle:
     def __init__(self, bytes_per_s: float = math.inf) -> None:
         self.bytes_per_s = bytes_per_s
         self._lock = threading.Lock()
-        self._tokens, self._filled = 0.0, time.perf_counter()
+        self._tokens = 0.0
+        self._filled = time.perf_counter()
 
     def pieces(self, buffer: memoryview) -> Iterator[tuple[memoryview, int]]:
         """`buffer` in pieces and their offsets, each handed out when the rate allows it."""
@@ -51,7 +53,8 @@ class Throttle:
         with self._lock:
             now = time.perf_counter()
             filled = self._tokens + (now - self._filled) * self.bytes_per_s
-            self._tokens, self._filled = min(filled, self.bytes_per_s * _BURST_S) - nbytes, now
+            self._tokens = min(filled, self.bytes_per_s * _BURST_S) - nbytes
+            self._filled = now
             due = now - self._tokens / self.bytes_per_s if self._tokens < 0 else now
         while (left := due - time.perf_counter()) > 0:
             time.sleep(min(left, 0.05))

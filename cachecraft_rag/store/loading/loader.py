@@ -22,7 +22,8 @@ class Loader:
     """
 
     def __init__(self, store: ChunkCacheStore, layers: int) -> None:
-        self._store, self._layers = store, layers
+        self._store = store
+        self._layers = layers
         self._bytes_per_s: dict[str, float] = {}
         self._cpu_s_per_byte: dict[str, float] = {}
 

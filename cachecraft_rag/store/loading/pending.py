@@ -160,7 +160,9 @@ class PendingLoads:
         """Read until nothing is left to be read; several threads may run this at once."""
         scratch: Tensor | None = None
         while (job := self._next()) is not None:
-            extents, layer, out = job.extents, job.layer, job.own
+            extents = job.extents
+            layer = job.layer
+            out = job.own
             stored = extents[0].stored
             lost: Unavailable | None = Unavailable(
                 stored.variant.variant_id, LoadFailure.UNREADABLE, "reading it failed"
@@ -234,7 +236,8 @@ class PendingLoads:
             for extent in chosen:
                 extent.busy = True
             self._free -= len(chosen)
-            layer, stored = chosen[0].layers, chosen[0].stored
+            layer = chosen[0].layers
+            stored = chosen[0].stored
             if not chosen[0].kept and self._sink is not None:
                 return _Read(chosen, layer, None)
             return _Read(chosen, layer, stored.own(layer, chosen[0].first, chosen[-1].last))

@@ -25,8 +25,11 @@ class Meter:
         self._at = time.perf_counter()
         self._in_flight = 0.0
         self._rate = expected or 0.0  # as it was when something came last
-        self._stopped, self._known = False, expected is not None
-        self._expected_cpu, self._read_bytes, self._cpu_s = cpu_s_per_byte, 0.0, 0.0
+        self._stopped = False
+        self._known = expected is not None
+        self._expected_cpu = cpu_s_per_byte
+        self._read_bytes = 0.0
+        self._cpu_s = 0.0
 
     def stop(self) -> None:
         """End the measurement: silence counts no longer."""

@@ -20,7 +20,9 @@ class Breaker:
     """
 
     def __init__(self, *, failures: int, cool_down_s: float, clock: Callable[[], float]) -> None:
-        self._limit, self._cool_down_s, self._clock = failures, cool_down_s, clock
+        self._limit = failures
+        self._cool_down_s = cool_down_s
+        self._clock = clock
         self._lock = threading.Lock()
         self._failures: Counter[str] = Counter()
         self._state: State = "closed"
@@ -65,5 +67,6 @@ class Breaker:
             if opens or (kind == "probe" and self._state == "probing"):
                 self._pause_s = min(max(2 * self._pause_s, self._cool_down_s), LONGEST_PAUSE * self._cool_down_s)
                 self.opened += opens
-                self._state, self._since = "open", self._clock()
+                self._state = "open"
+                self._since = self._clock()
             return opens

@@ -16,7 +16,8 @@ OBJECT_SCHEMES = frozenset({"s3", "gs", "az", "file", "memory"})
 _EXAMPLES = "redis://host:6379/0, rediss://…, unix:///path, s3://bucket/prefix, gs://…, az://…, file:///shared/folder"
 
 
-KEY_VARIABLE, KEY_FILE_VARIABLE = "CACHECRAFT_REMOTE_KEY", "CACHECRAFT_REMOTE_KEY_FILE"
+KEY_VARIABLE = "CACHECRAFT_REMOTE_KEY"
+KEY_FILE_VARIABLE = "CACHECRAFT_REMOTE_KEY_FILE"
 SHORTEST_KEY = 16
 _MAKE_KEY = "make one with `openssl rand -hex 32`"
 _FILE_BYTES = 1 << 16
@@ -116,7 +117,8 @@ class RemoteConfig:
         """Check URL and ranges; raises ConfigError."""
         check_text("url", self.url)
         for setting in fields(self)[1:]:
-            name, value = setting.name, getattr(self, setting.name)
+            name = setting.name
+            value = getattr(self, setting.name)
             if name in ("key", "key_file"):
                 continue
             if name.endswith("_s"):
@@ -162,9 +164,11 @@ class RemoteConfig:
         Raises ConfigError when a key is empty or too short, or the file cannot be read; no key is ever part of the
         message.
         """
-        key, path = self.key, self.key_file
+        key = self.key
+        path = self.key_file
         if key is None and path is None:
-            key, path = os.environ.get(KEY_VARIABLE), os.environ.get(KEY_FILE_VARIABLE)
+            key = os.environ.get(KEY_VARIABLE)
+            path = os.environ.get(KEY_FILE_VARIABLE)
         if "" in (key, path):
             raise ConfigError(
                 f"the remote's key is empty: leave it out (or unset its variable) to sign nothing, or {_MAKE_KEY}"

@@ -28,7 +28,8 @@ class Connection(Closeable):
 
     def __init__(self, config: RemoteConfig, *, clock: Callable[[], float]) -> None:
         """Connect in the background. Raises ConfigError."""
-        self.config, self.backend = config, _backend_of(config)
+        self.config = config
+        self.backend = _backend_of(config)
         self.breaker = Breaker(failures=config.failures, cool_down_s=config.cool_down_s, clock=clock)
         self._closing = self._warned = False
         self._loop = asyncio.new_event_loop()

@@ -22,7 +22,8 @@ class Outbox:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection, self._config = connection, connection.config
+        self._connection = connection
+        self._config = connection.config
         self._lock = threading.Lock()
         self._turn = asyncio.Lock()
         self._under_way: set[Future[None]] = set()
@@ -69,7 +70,8 @@ class Outbox:
                 self.captures[outcome] += 1
 
     async def _deliver(self, parcel: Parcel) -> str:
-        backend, variant = self._connection.backend, parcel.name.rpartition("-")[0]
+        backend = self._connection.backend
+        variant = parcel.name.rpartition("-")[0]
         there = [name for name in await backend.names(parcel.place) if name != parcel.replaces]
         if any(name.startswith(variant) for name in there):
             return "already there"

@@ -55,7 +55,8 @@ class RedisBackend:
 
     def __init__(self, config: RemoteConfig) -> None:
         """Connects when first asked something. Raises ValueError when the URL makes no sense to the library."""
-        self._config, self._prefix = config, ROOT + ":"
+        self._config = config
+        self._prefix = ROOT + ":"
         self._redis: Any = aioredis.Redis.from_url(
             config.url,
             socket_connect_timeout=config.connect_timeout_s,
@@ -79,7 +80,8 @@ class RedisBackend:
 
     async def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
         """See `Backend.read`."""
-        start, step = 0, _FIRST_PIECE
+        start = 0
+        step = _FIRST_PIECE
         while True:
             asking = self._redis.getrange(f"{self._prefix}data/{name}", start, start + step - 1)
             try:
@@ -90,7 +92,8 @@ class RedisBackend:
                 yield piece
             if len(piece) < step:
                 return
-            start, step = start + step, min(4 * step, PIECE_BYTES)
+            start = start + step
+            step = min(4 * step, PIECE_BYTES)
 
     async def write(self, parcel: Parcel) -> bool:
         """See `Backend.write`; one transaction."""

@@ -131,7 +131,8 @@ def _decoded(text: str | None) -> np.ndarray | None:
 
 def _require(row: Row) -> None:
     """Raise ValueError unless every field has the type and range that the planner needs."""
-    variant, payload_bytes = row.variant, row.variant.payload.nbytes
+    variant = row.variant
+    payload_bytes = row.variant.payload.nbytes
     if flaw := row_error(variant):
         raise ValueError(flaw)
     if variant.variant_id != variant.key.variant_id:

@@ -39,7 +39,8 @@ class Signer:
 
     def seal(self, payload: Iterable[memoryview]) -> bytes:
         """The digests of a payload's slices; its parts follow each other."""
-        seal, rest = bytearray(), bytearray()
+        seal = bytearray()
+        rest = bytearray()
         for part in payload:
             at = 0
             while at < part.nbytes:

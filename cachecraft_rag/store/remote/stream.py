@@ -45,11 +45,15 @@ class RemoteStream(Closeable):
         `submit` hands a coroutine to the tier's event loop. `ended` is called once with the outcome, unless the stream
         is closed before. `confirms` verifies each slice of `SLICE_BYTES` by its number before any of it is handed out.
         """
-        self._confirms, self._slices, self._unconfirmed = confirms, 0, memoryview(b"")
+        self._confirms = confirms
+        self._slices = 0
+        self._unconfirmed = memoryview(b"")
         self.nbytes = nbytes
         self._pieces: AsyncIterator[Piece] | None = pieces
-        self._submit, self._ended = submit, ended
-        self._timeout_s, self._first_timeout_s = timeout_s, first_timeout_s
+        self._submit = submit
+        self._ended = ended
+        self._timeout_s = timeout_s
+        self._first_timeout_s = first_timeout_s
         self._lock = threading.Lock()
         self._over = False
         self._left = memoryview(b"")

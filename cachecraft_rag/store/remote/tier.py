@@ -95,7 +95,8 @@ class RemoteTier(Closeable):
         places = {chunk_id: place_of(VariantKey(namespace, fingerprint, chunk_id, ())) for chunk_id in chunk_ids}
         outcome, answer = self._ask_rows(list(places.values()))
         found = LookupResult({chunk_id: [] for chunk_id in places}, remote=outcome)
-        left, damaged = MOST_ROW_BYTES, 0
+        left = MOST_ROW_BYTES
+        damaged = 0
         for chunk_id, rows in zip(places, answer, strict=False):
             for name, raw in rows.items():
                 left -= len(raw)
@@ -129,12 +130,14 @@ class RemoteTier(Closeable):
 
     def open(self, variant: Variant) -> RemoteStream | Unavailable:
         """Begin to read the payload of a variant that a look-up gave, here or in another process; close the stream."""
-        facts, name = variant.payload, variant.variant_id
+        facts = variant.payload
+        name = variant.variant_id
         if not facts.nbytes:
             return Unavailable(name, LoadFailure.NOT_OFFERED, "no look-up on the remote gave it")
         if self._closed or not self._connection.allows():
             return Unavailable(name, LoadFailure.CIRCUIT_OPEN, "the remote is left alone after repeated failures")
-        timeout_s, signer = self.config.read_timeout_s, self._signer
+        timeout_s = self.config.read_timeout_s
+        signer = self._signer
         try:
             return RemoteStream(
                 self._connection.backend.read(name_of(variant)),
@@ -213,7 +216,8 @@ class RemoteTier(Closeable):
 
     def _ask_rows(self, places: list[str]) -> tuple[str, list[dict[str, bytes]]]:
         """Outcome of the remote look-up, and its rows by place."""
-        outcome, rows = "answered", list[dict[str, bytes]]()
+        outcome = "answered"
+        rows = list[dict[str, bytes]]()
         if self._closed or not self._connection.allows():
             outcome = "left alone"
         elif places:
