@@ -6,7 +6,7 @@ in step.
         loaded = store.load(variants[chunk_ids[0]][0])              # from memory, else disk, else the remote
         store.put(capture)                                          # returns at once; a background thread writes
 
-A variant that cannot be served is a miss with a reason. A store of another version is set aside and built anew.
+A variant that cannot be served is a miss with a reason. A store of another version is set aside and built again.
 A capture that cannot be written is dropped with a logged reason. Neither raises an error. Only `open` and the
 administrator's methods (`stats`, `rows`, `evict`, `check`) raise `StoreError`.
 

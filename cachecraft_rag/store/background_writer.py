@@ -197,7 +197,7 @@ class BackgroundWriter:
                 self._mark(capture.key, capture.mark)
             with self._lock:
                 self._captures["stored"] += 1
-        if self._remote is not None and capture.session is None:  # also what the disk has no room for
+        if self._remote is not None and capture.session is None:  # even if the disk has no room for it
             self._remote.put(variant, encoded, capture.token_scores)
         return refused or variant
 

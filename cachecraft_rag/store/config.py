@@ -29,14 +29,14 @@ class StoreConfig:
                         of a chunk (M bounds no single chunk, as in the paper); after it was lowered, a chunk follows
                         when it gets its next variant
     eviction            what leaves first: saving, or f_r as published; scores are
-                        made anew when it changes, so all processes on a folder should have the same
+                        computed again when it changes, so all processes on a folder should have the same
     host_bytes          memory for chunk-caches; 0 switches the host tier off
     device, device_bytes  where the model runs, as torch calls it, and tensors kept there; None: it runs on the host
-    queue_bytes         captures waiting to be written; what comes while it is full is dropped
+    queue_bytes         captures waiting to be written; a capture that does not fit is dropped
     readers             threads that read files, shared by all requests
     read_bytes_per_s    limit on reading files, for a disk that others need too
     codec               how captures are written: raw (exact), int8 or entropy (smaller); what is stored already keeps
-                        its own, and the instruction is always raw, because every chunk is computed behind it. Memory
+                        its own, and the instruction is always raw, because every chunk is computed after it. Memory
                         keeps a capture as it was computed: a lossy codec shows once it has left memory
     busy_timeout_s      how long a background write waits for another process's transaction
     remote              what is shared with other engines, and where: a URL or a whole `RemoteConfig`

@@ -1,7 +1,7 @@
 """One SQLite file shared by threads and processes: connections, transactions, migrations, errors that say what to do.
 
 The catalog of chunk-caches and the retrieval index are such files. WAL, `BEGIN IMMEDIATE` and a busy timeout let
-several processes use one. Within a process one connection reads and another writes, each behind its own lock: a reader
+several processes use one. Within a process one connection reads and another writes, each under its own lock: a reader
 never waits for a write.
 
 On a full disk SQLite finds no room for the small file that its processes share. Each call then opens a connection for
@@ -30,7 +30,7 @@ class Kind:
     """Properties of one kind of file.
 
     migrations  statements that bring a file from one version to the next. Append-only: a released migration never
-                changes, a new one is added behind it
+                changes, a new one is added after it
     pragmas     settings of a connection that writes, besides WAL
     error       raised for every failure
     what        name of the file at this path, in messages

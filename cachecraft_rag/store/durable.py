@@ -2,7 +2,7 @@
 
 The order of a write: make room, note the file as at risk, bytes to a temporary name, sync, rename, row, commit. The
 order of an eviction: row away, commit, unlink, settle. So at any moment a kill leaves either a whole chunk-cache with
-its row, or bytes that the catalog knows to have no row, which the next opening removes. Those count until then, and so
+its row, or bytes that the catalog lists without a row, which the next opening removes. Those count until then, and so
 do files that are about to be deleted: the byte budget holds at every moment, in all processes.
 
 On a full disk SQLite cannot remove a row. Then files are deleted first, which makes room; a row without its file is a
@@ -149,7 +149,7 @@ class DurableVariants:
     def gone(self) -> bool:
         """Return True if the folder was deleted or replaced since it was opened; that is for good.
 
-        SQLite goes on with a deleted file unaware, and new files would lie in a folder without a catalog.
+        SQLite goes on with a deleted file unaware, and new files would be in a folder without a catalog.
         """
         try:
             self._gone = self._gone or _identity(self.catalog.path) != self._file
@@ -171,7 +171,7 @@ class DurableVariants:
 
         `extra_variant`: see `types.Capture`.
 
-        Raises OSError or StoreError when the disk or the catalog refuses; nothing is left behind then.
+        Raises OSError or StoreError when the disk or the catalog refuses; no file is left then.
         """
         if self.read_only:
             return Unavailable(variant.variant_id, CaptureDrop.READ_ONLY, "the store is read-only")
@@ -390,7 +390,7 @@ class DurableVariants:
 def _opened(open_it: Callable[[], Catalog], path: Path) -> Catalog:
     """Open the catalog at `path`; one of another version is set aside with its files, and a new one made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(OtherVersionError), _locked(path.parent, fcntl.LOCK_SH):  # nobody sets its files aside meanwhile
+    with suppress(OtherVersionError), _locked(path.parent, fcntl.LOCK_SH):  # no process sets its files aside meanwhile
         return open_it()
     with _locked(path.parent, fcntl.LOCK_EX):
         try:
@@ -405,7 +405,7 @@ def _opened(open_it: Callable[[], Catalog], path: Path) -> Catalog:
                 with suppress(FileNotFoundError):
                     path.with_name(name).rename(aside / name)
         logger.warning(
-            "%s was made by another version of cachecraft-rag: its chunk-caches are computed again. The old ones lie "
+            "%s was made by another version of cachecraft-rag: its chunk-caches are computed again. The old ones are "
             "in %s, which may be deleted",
             path.parent,
             aside,

@@ -66,7 +66,7 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str:
-        """Name in the catalog, which computes scores of another policy anew when it is opened."""
+        """Name in the catalog, which computes scores of another policy again when it is opened."""
 
     def score(self, standing: VariantFacts, clock: float) -> float:
         """The score from now on; `clock` is 0 at first and moves as `ticked` and `ticked_by_return` say."""
@@ -86,7 +86,7 @@ def worth(*, saved: float, exact_share: float) -> float:
 
 
 def ticked(clock: float, score: float, *, used: bool) -> float:
-    """The clock after something with this score had to leave: all the way to it, or a tenth where nobody used it.
+    """The clock after something with this score had to leave: all the way to it, or a tenth of it if it was never used.
 
     GreedyDual always goes all the way. Then a run of chunks that are asked for once ages the others, and soon evicts
     them (docs/decisions/eviction.md has the numbers).
@@ -113,8 +113,8 @@ class Saving:
     """The clock, and the computation saved so far per byte, less for inexact captures. The default.
 
     Saved is counted in tokens: with one model, seconds are the same times a constant. f_r counts 1 / CFO for a use, so
-    one use behind the origin prefix counts as much as the chunk has tokens; here it counts 1, as one that had to fix
-    a tenth counts 0.9. What comes enters at the clock plus what it was worth when it left, so a chunk that is asked for
+    one use after the origin prefix counts as much as the chunk has tokens; here it counts 1, as one that had to fix
+    a tenth counts 0.9. A new chunk enters at the clock plus its worth when it left, so a chunk that is asked for
     once is the next to leave, and one that comes back soon is not.
 
     >>> Saving().score(VariantFacts("c", "v", tokens=100, nbytes=400, exact_share=1.0, used=Use(9.0, 3.0)), clock=5.0)

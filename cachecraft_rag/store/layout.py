@@ -219,7 +219,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def extents(codec: Codec, layout: KVLayout, tokens: int) -> list[tuple[int, int]]:
-    """The pieces of a layer that can be read and verified alone: (first token, token behind the last) of each."""
+    """The pieces of a layer that can be read and verified alone: (first token, token after the last) of each."""
     if not codec.run(layout, tokens, 0, tokens):  # decodes as a whole only
         return [(0, tokens)]
     return [(start, min(start + EXTENT_TOKENS, tokens)) for start in range(0, tokens, EXTENT_TOKENS)]
@@ -460,7 +460,7 @@ def _cut(memory: memoryview, slices: Sequence[slice]) -> list[memoryview]:
 
 
 def _sum_of(codec: Codec, layout: KVLayout, tokens: int, run: tuple[int, int], parts: Sequence[memoryview]) -> int:
-    """Checksum of one run in a block of `tokens`, whose bytes are those of `parts`, one behind the other."""
+    """Checksum of one run in a block of `tokens`, whose bytes are those of `parts`, one after the other."""
     state = xxhash.xxh3_64()
     for where in codec.run(layout, tokens, *run) or (slice(0, sum(map(len, parts))),):
         at = where.start

@@ -37,7 +37,7 @@ class MemoryTier:
     read from farther away. The tensor that has just come is spared: it is about to be used.
 
     Ctrl-C may end a change between any two lines. The dictionary of tensors is the truth: the heap is a hint, and the
-    sum of bytes is void during a change, so whoever comes next adds it up again.
+    sum of bytes is void during a change, so the next caller adds it up again.
 
     Args:
         budget_bytes: of all tensors together; 0 switches the tier off.
@@ -174,8 +174,8 @@ class Memory:
     A tensor used on the host is copied to the device for the next time (`promote`); the lowest-scored goes back.
 
     Attributes:
-        host, device: the tiers; the device's has a budget of 0 where there is none.
-        pinned: tensors read for this device should lie in page-locked memory.
+        host, device: the tiers; the device's has a budget of 0 if there is no device.
+        pinned: tensors read for this device should be in page-locked memory.
     """
 
     def __init__(self, host_bytes: int, *, device: str | None = None, device_bytes: int = 0) -> None:

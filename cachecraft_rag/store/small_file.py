@@ -9,7 +9,7 @@ from pathlib import Path
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a file in one step: a reader sees the old content or the new, and of two writers one wins.
 
-    Its folder is made where it is missing. Raises OSError, and leaves nothing behind.
+    Creates its folder if it is missing. Raises OSError and leaves no temporary file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")

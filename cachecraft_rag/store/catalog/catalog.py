@@ -7,9 +7,9 @@ It serves two hard duties:
   every variant then costs a second descent, most of them to a page that is not in SQLite's cache. Ids of an origin
   prefix are packed to 16 bytes each and scores to float32. Token scores, needed for winners only, live in tables of
   their own.
-* *A truth that survives a kill.* A row is the only proof that a file counts. The table `files_at_risk` names every file
+* *Consistency after a kill.* A file counts only if it has a row. The table `files_at_risk` names every file
   that may exist without a row: it is filled before a file is created and, in the same transaction as the row's removal,
-  before one is deleted. Whoever opens the store next removes what a dead process left, without listing any folder. The
+  before one is deleted. The next opening removes what a dead process left, without listing any folder. The
   same entries reserve space, so two processes that write at once cannot exceed the byte budget together.
 
 `database` lets several threads and processes share the file; `eviction` has the rules, which are pure functions.

@@ -1,4 +1,4 @@
-"""What the catalog knows of text that nobody marked: what was seen before, and how to recognise what was captured."""
+"""Facts about unmarked text: which texts were seen before, and how to recognise captured ones."""
 
 from __future__ import annotations
 

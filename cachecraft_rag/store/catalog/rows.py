@@ -62,7 +62,7 @@ def pack_ids(ids: Sequence[str]) -> bytes | str:
         packed = bytes.fromhex(text := "".join(ids))
     except ValueError:
         return json.dumps(ids)
-    # Only what comes back unchanged may be packed: not upper case, not blanks, not ids of another length.
+    # Only ids that unpack unchanged may be packed: not upper case, not blanks, not ids of another length.
     unchanged = packed.hex() == text and all(map((2 * _ID_BYTES).__eq__, map(len, ids)))
     return packed if unchanged else json.dumps(ids)
 

@@ -30,7 +30,7 @@ CODECS: Mapping[str, type[Raw | Int8 | Entropy]] = MappingProxyType({"raw": Raw,
 
 
 def codec_named(name: str) -> Codec:
-    """The codec of that name. Raises ConfigError when there is none, or when a package that it needs is missing."""
+    """The codec of that name. Raises ConfigError if it is unknown, or if a package that it needs is missing."""
     try:
         make = CODECS[name]
     except KeyError:

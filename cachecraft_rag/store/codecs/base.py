@@ -86,7 +86,7 @@ class Codec(ABC):
 def stretches(out: Tensor) -> Iterator[slice]:
     """Runs of tokens of `out` `[2, tokens, kv_heads, head_dim]`, so short that torch works on each in one thread.
 
-    Larger ones it would share among as many threads as it has, for every reader anew. Those and the threads of a pass
+    Larger ones it would share among as many threads as it has, again for every reader. Those and the threads of a pass
     that computes meanwhile wait for each other: on two cores both take several times as long.
 
     >>> import torch

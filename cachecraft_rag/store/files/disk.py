@@ -63,7 +63,7 @@ class Throttle:
 
 
 class _Descriptor:
-    """An open file, closed when nobody holds it any more: a read must not meet another file under its number."""
+    """An open file, closed when its last reader lets go of it: a read must not meet another file under its number."""
 
     number = -1  # until it is set: Ctrl-C may come first
 
@@ -115,7 +115,7 @@ class DiskTier:
     def path(self, variant_id: str, created: float) -> Path:
         """Path of this variant's file.
 
-        `created` is part of the name: a replacement gets a file of its own, so an old row never meets a new file.
+        `created` is part of the name: a replacement gets another file, so an old row never meets a new file.
         """
         if not (isinstance(created, float | int) and isinstance(variant_id, str) and _ID.fullmatch(variant_id)):
             return self.root / "none"  # of a damaged row: what is no id must not lead out of the folder

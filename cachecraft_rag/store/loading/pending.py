@@ -43,7 +43,7 @@ class Extent:
     """A stretch of one stored chunk-cache.
 
     start        position in the prompt of the chunk's first token
-    first, last  the extent's tokens, counted in the chunk; `last` is behind them
+    first, last  the extent's tokens, counted in the chunk; `last` is the one after them
     taken        how many of them, from the first on, are computed instead
     layers       how many layers are there, from the first on
     lost         reason why the rest failed to load, or None
@@ -100,7 +100,7 @@ class _Read:
 class PendingLoads:
     """The extents of one request, in prompt order. Every method may be called from any thread.
 
-    meter        of what comes
+    meter        measures the rate of loading
     layer_first  True: layer by layer, in few large reads; False: whole extents, while a front is computed. Both from
                  the back.
     reads        how many have ended: while this stands still, nothing comes
@@ -117,7 +117,7 @@ class PendingLoads:
     on_change: Callable[[], object] | None = None
     _closed: bool = False
     _sink: KVSink | None = None
-    # Taken by itself and not through the condition, whose `__exit__` is Python: Ctrl-C in its first line would lose it.
+    # Taken directly and not through the condition, whose `__exit__` is Python: Ctrl-C in its first line would lose it.
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _changed: threading.Condition = field(init=False)
 
@@ -171,7 +171,7 @@ class PendingLoads:
             self.meter.begin(nbytes)
             started = time.thread_time()
             try:
-                if out is None:  # the disk's copy of what a remote sends is made of the buffers that it filled
+                if out is None:  # buffers that a remote filled become the disk's copy
                     old = None if stored.sequential else scratch
                     out = scratch = stored.scratch(extents[-1].last - extents[0].first, old)
                 stored.read(layer, extents[0].first, extents[-1].last, out=out)

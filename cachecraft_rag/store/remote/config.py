@@ -24,7 +24,7 @@ _FILE_BYTES = 1 << 16
 _HIDDEN = "(its text is left out: it may hold a part of the URL)"
 _SECRET_LETTERS = 3  # shorter pieces of a URL are in every text, and no secret
 _PART = 5
-# Behind the scheme: user and password, host and port, path; then what may hold more secrets. No @ but the one.
+# After the scheme: user and password, host and port, path; then what may hold more secrets. No @ but the one.
 _PARTS = re.compile(
     r"//((?P<user>[^/?#@]*)@)?(?P<place>[\w.\-\[\]]*(:[0-9]{1,5})?)(?P<path>(/[\w.,+~%\-]*)*)(?P<rest>([?#][^@]*)?)",
     re.DOTALL | re.ASCII,
@@ -32,7 +32,7 @@ _PARTS = re.compile(
 
 
 def shown_url(url: str) -> str:
-    """A URL for people and logs: without what stands before the host's @ and behind ? or #.
+    """A URL for people and logs: without the part before the host's @ and after ? or #.
 
     Of an ambiguous or unknown URL only the scheme is shown, or nothing: a typo may put a password anywhere.
 
@@ -89,7 +89,7 @@ class RemoteConfig:
     read_timeout_s      longest wait for the next piece (1 MiB) of a transfer that is under way
     put_timeout_s       longest upload of one chunk-cache
     close_timeout_s     how long `close` waits for what is still to be sent
-    queue_bytes         chunk-caches waiting to be sent; what comes while it is full is dropped
+    queue_bytes         chunk-caches waiting to be sent; one that does not fit is dropped
     failures            time-outs or errors of one kind in a row after which the remote is left alone
     cool_down_s         … for so long; then one try in the background, with twice the pause after each that fails
     key                 a secret that all engines share: what is sent is signed with it, and nothing else is used.

@@ -1,4 +1,4 @@
-"""The connection to one remote: an event loop in a thread of its own, with a circuit breaker before it."""
+"""The connection to one remote: an event loop in its own thread, with a circuit breaker before it."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class ObjectBackend:
             used -= sum(one["size"] for one in entries[name])
 
     async def _require_folder(self) -> None:
-        """Raise OSError where the folder has vanished: listing would find nothing, and writing make it anew."""
+        """Raise OSError where the folder has vanished: listing would find nothing, and writing create it."""
         if self._folder is not None and not await asyncio.to_thread(os.path.isdir, self._folder):
             raise FileNotFoundError(f"the folder {self._folder} is not there any more; is it mounted?")
 
@@ -150,7 +150,7 @@ class ObjectBackend:
         await self._list("probe")
 
     async def close(self) -> None:
-        """See `Backend.close`; obstore lets go of its connections by itself."""
+        """See `Backend.close`; obstore closes its own connections."""
 
     async def _list(self, place: str) -> dict[str, _Entry]:
         """Entries by name, also halves of one; objects with other names are somebody else's."""

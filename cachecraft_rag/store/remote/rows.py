@@ -4,7 +4,7 @@ A row is 16 hex digits of `created`, 16 of an xxh3 over the rest, JSON, and on a
 signature. What is not exactly as it was written, or does not belong under the name it was found at, is no row.
 
 The names in the JSON are the format, frozen by a test. A field that is not known is ignored, so a later version may
-add some. Rows of another layout lie in another folder (`ROOT`).
+add some. Rows of another layout are in another folder (`ROOT`).
 """
 
 from __future__ import annotations

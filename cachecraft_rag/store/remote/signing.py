@@ -5,7 +5,7 @@ bits) of each slice of 256 KiB, in order. The stream verifies a slice before any
 by layer goes on as before; one digest over the whole payload would have to wait for its end. xxh3 is fast and keyless:
 who changes bytes can change it too.
 
-Row and payload are bound to each other and to their identity. What is not: that the row is the newest one. Whoever can
+Row and payload are bound to each other and to their identity. Not bound: that the row is the newest one. Whoever can
 write can bring back an older chunk-cache of the same identity, with its row.
 """
 

@@ -72,7 +72,7 @@ class RemoteStream(Closeable):
         return Encoded(bytes(self._parts[0]), tuple(self._parts[1:])) if self._taken == self.nbytes else None
 
     def read_into(self, buffer: memoryview) -> None:
-        """Fill the whole buffer (bytes, writable) with what comes next.
+        """Fill the whole buffer (bytes, writable) with the next bytes.
 
         Raises TimeoutError when the remote pauses for too long, OSError when it fails, has too few bytes, or the stream
         is closed, ValueError when it is not what was signed. After an error the rest is lost.
@@ -95,7 +95,7 @@ class RemoteStream(Closeable):
     def close(self) -> None:
         """Cancel the transfer at once."""
         with self._lock:
-            self._pieces = None  # the loop closes a generator that nobody holds any more
+            self._pieces = None  # the loop closes a generator without references
             under_way = self._next
         under_way.cancel()
 
@@ -148,6 +148,6 @@ class RemoteStream(Closeable):
 
 
 async def _step(pieces: AsyncIterator[Piece], timeout_s: float) -> Piece:
-    """The next piece, or an empty one behind the last."""
+    """The next piece, or an empty one after the last."""
     async with asyncio.timeout(timeout_s):
         return await anext(pieces, b"")
