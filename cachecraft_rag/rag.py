@@ -288,7 +288,7 @@ class CacheCraft(Retriever, Closeable):
             ConfigError: names file or variable, key, and what to do; else as `from_pretrained`.
         """
         settings = load_settings(path)
-        arguments = {
+        arguments: dict[str, Any] = {
             "model": settings["model"],
             "store": settings["store"],
             "embeddings": settings["embeddings"] or BUNDLED_EMBEDDER,
