@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from benchmarks.late_device import Device, installed, to_device
 from cachecraft_rag.model.decoder import Decoder
-from tests.async_device.late_device import Device, installed, to_device
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+def device() -> Iterator[Device]:
     """In place of `torch.cuda`: two GPUs that compute only what something waits for."""
-    with installed(monkeypatch) as made:
+    with installed() as made:
         yield made
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.late_device import Device
 from cachecraft_rag.compute import kv_buffer, overlapped
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.captures.write_back import CaptureContext, Ended, WriteBackQueue
@@ -26,7 +27,6 @@ from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.types import LoadedVariant, Segment
-from tests.async_device.late_device import Device
 
 pytestmark = [
     pytest.mark.slow,

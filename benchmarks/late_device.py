@@ -1,4 +1,4 @@
-"""A device that computes late, for tests without a GPU.
+"""A device that computes late: for tests and counts without a GPU.
 
 Its tensors call themselves CUDA tensors. Every operation on them is queued on the current stream of the calling thread
 and runs only when something forces it: a copy to the host, an event that is waited for, or a synchronisation. Until
@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -25,7 +25,16 @@ from torch.utils._pytree import tree_map
 GARBAGE = {True: float("nan"), False: 0}  # by is_floating_point
 
 # Operations whose result depends on values: the host waits for them, as on a GPU.
-BLOCKING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim"}
+BLOCKING = {
+    "_local_scalar_dense",
+    "nonzero",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "repeat_interleave",
+}
 
 
 # Methods that return a Python value.
@@ -154,6 +163,7 @@ class DeviceTensor(Tensor):
 
     @staticmethod
     def __new__(cls, memory: Tensor, device: torch.device) -> DeviceTensor:
+        """Make a tensor without memory of its own on the device."""
         made = Tensor._make_wrapper_subclass(
             cls,
             memory.shape,
@@ -348,8 +358,8 @@ def to_device(tensor: Tensor, device: str) -> Tensor:
 
 
 @contextlib.contextmanager
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    """Replace `torch.cuda` by a device that computes late."""
+def installed() -> Iterator[Device]:
+    """Replace the parts of `torch.cuda` that the package uses by a device that computes late."""
     device = Device()
     THE[:] = [device]
     library = torch.library.Library("aten", "IMPL")
@@ -431,13 +441,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         "synchronize": synchronize,
         "is_available": lambda: True,
     }
-    with monkeypatch.context() as patch:
-        for name, value in replacements.items():
-            patch.setattr(torch.cuda, name, value)
-        patch.setattr(torch, "tensor", tensor)
-        from cachecraft_rag.kernels.gpu import choice, streams
+    from cachecraft_rag.kernels.gpu import choice, streams
 
-        patch.setattr(choice, "_installed", lambda: False)  # Triton needs a real device
+    with contextlib.ExitStack() as patches:
+        for name, value in replacements.items():
+            patches.enter_context(patch.object(torch.cuda, name, value))
+        patches.enter_context(patch.object(torch, "tensor", tensor))
+        patches.enter_context(patch.object(choice, "_installed", lambda: False))  # Triton needs a real device
         streams.copy_stream.cache_clear()
         try:
             yield device
