@@ -29,7 +29,10 @@ IDENTITY_VERSION = 2
 
 Scalar = str | int | float | bool | None
 Metadata = Mapping[str, Scalar]
-CHUNK_ID = "cachecraft_chunk_id"  # metadata key of a framework's document or node: the id of its chunk, if it is known
+# Metadata keys of a framework's documents and nodes. Models and embedders never see them.
+CHUNK_ID_KEY = "cachecraft_chunk_id"  # the id of its chunk, from our stores and retrievers
+OUTCOME_KEY = "cachecraft_outcome"  # the fields of `ChunkStats`, once an answer has used it
+NOTE_KEYS = frozenset({CHUNK_ID_KEY, OUTCOME_KEY})
 
 
 def digest(*parts: str) -> str:
@@ -41,6 +44,11 @@ def digest(*parts: str) -> str:
     encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
     whole = b"".join([piece for part in encoded for piece in (len(part).to_bytes(8, "little"), part)])
     return hashlib.blake2b(whole, digest_size=16).hexdigest()
+
+
+def noted_chunk_id(metadata: Mapping[str, object]) -> str:
+    """Return the chunk id in a document's or node's metadata, or "" if there is none; it may be another text's."""
+    return str(metadata.get(CHUNK_ID_KEY) or "")
 
 
 def digest_of_tokens(token_ids: Sequence[int]) -> str:
@@ -58,14 +66,19 @@ def chunk_id_of(text: str) -> str:
 class Chunk:
     """A piece of a document's text; `metadata` (source, heading …) travels with it and is no part of its identity.
 
-    known_id   the id under which a retriever found it; engine and index refuse one that is not that of the text
-    chunk_id   its identity: `known_id`, or else the hash of the text
+    The id is always that of the text: a wrong one would store or serve another text's chunk-cache. A `known_id` is
+    compared with the text's digest here, once, and used as it is; nothing hashes the text again.
+
+    known_id   the id that a retriever gave with the text
+    chunk_id   its identity, the digest of its text: `known_id`, unless the text was edited after it was retrieved
+    stale_id   `known_id` if it is the id of another text, else ""
     """
 
     text: str
     metadata: Metadata = field(default_factory=dict)
     known_id: InitVar[str] = ""
     chunk_id: str = field(init=False, compare=False, repr=False)
+    stale_id: str = field(init=False, compare=False, repr=False)
 
     def __post_init__(self, known_id: str) -> None:
         given: object = self.text
@@ -73,7 +86,10 @@ class Chunk:
             raise ConfigError(f"a chunk's text must be a str, not {type(given).__name__}: write Chunk(text)")
         if not isinstance(known_id, str):
             raise ConfigError(f"a chunk's id must be a str, not {type(known_id).__name__}: write Chunk(text)")
-        object.__setattr__(self, "chunk_id", known_id or chunk_id_of(self.text))
+        text_id = chunk_id_of(self.text)
+        is_stale = known_id not in ("", text_id)
+        object.__setattr__(self, "chunk_id", text_id if is_stale else known_id or text_id)
+        object.__setattr__(self, "stale_id", known_id if is_stale else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +130,14 @@ class Prompt:
     trimmed   ids of all that were left out, in the order they were ranked
     too_long  (id, tokens) of those among them that would not have fitted alone either
     room      tokens that the context had for chunks
+    stale_ids  (id, id that the chunk brought) of chunks whose text was edited after they were retrieved
     """
 
     segments: tuple[Segment, ...]
     trimmed: tuple[str, ...] = ()
     too_long: tuple[tuple[str, int], ...] = ()
     room: int = 0
+    stale_ids: tuple[tuple[str, str], ...] = ()
 
     @property
     def token_ids(self) -> list[int]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from cachecraft_rag.checks import check_path, check_whole
-from cachecraft_rag.errors import ConfigError, IndexStoreError
+from cachecraft_rag.errors import IndexStoreError
 from cachecraft_rag.retrievers.filters import Where, accepts, check_where, encoded, fragments
 from cachecraft_rag.retrievers.schema import DATABASE as DATABASE
 from cachecraft_rag.retrievers.schema import chunk_of, model_name, open_database, verify
@@ -31,7 +31,7 @@ from cachecraft_rag.retrievers.vector_index import VectorIndex
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.database import Database
 from cachecraft_rag.store.processes import HomeProcess
-from cachecraft_rag.types import Chunk, Scalar, SearchHit, chunk_id_of
+from cachecraft_rag.types import Chunk, Scalar, SearchHit
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -344,8 +344,6 @@ class FaissStore(Closeable):
         names: Sequence[str | None] = keys if keys is not None else [None] * len(chunks)
         for ordinal, (chunk, vector, key) in enumerate(zip(chunks, matrix, names, strict=True), first):
             chunk_id = chunk.chunk_id
-            if chunk_id != chunk_id_of(chunk.text):
-                raise ConfigError(f"chunk {chunk_id}: this is not the id of its text; make the chunk with Chunk(text)")
             row = db.execute("SELECT number FROM chunks WHERE chunk_id = ?", (chunk_id,)).fetchone()
             if row is None:
                 insert = "INSERT INTO chunks VALUES (random() & 9223372036854775807, ?, ?, ?) RETURNING number"

@@ -19,7 +19,7 @@ from cachecraft_rag.retrievers.removal import Evictions
 from cachecraft_rag.retrievers.retriever import Retriever
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.durable import Caches
-from cachecraft_rag.types import CHUNK_ID, Chunk, Metadata, SearchHit, chunk_id_of, digest
+from cachecraft_rag.types import CHUNK_ID_KEY, NOTE_KEYS, Chunk, Metadata, SearchHit, digest, noted_chunk_id
 
 try:
     from langchain_core.documents import Document
@@ -224,10 +224,12 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         check_whole("k", k, least=1)
         check_whole("fetch_k", fetch_k, least=1)
         check_number("lambda_mult", lambda_mult, most=1)
-        found = [document for document, _ in self._search(embedding, fetch_k, filter=filter)]
-        known = self.index.known_vectors(chunk_id_of(document.page_content) for document in found)
-        vectors = [known[chunk_id_of(document.page_content)].tolist() for document in found]
-        return [found[at] for at in maximal_marginal_relevance(unit_vectors(embedding), vectors, lambda_mult, k)]
+        nearest = [document for document, _ in self._search(embedding, fetch_k, filter=filter)]
+        chunk_ids = [noted_chunk_id(document.metadata) for document in nearest]
+        known = self.index.known_vectors(chunk_ids)
+        vectors = [known[chunk_id].tolist() for chunk_id in chunk_ids]
+        chosen = maximal_marginal_relevance(unit_vectors(embedding), vectors, lambda_mult, k)
+        return [nearest[row] for row in chosen]
 
     def _search(
         self, embedding: list[float], k: int, *, filter: Filter | None = None, **unknown: Any
@@ -243,9 +245,11 @@ class CacheCraftVectorStore(Closeable, VectorStore):
 def _chunk(document: Document, name: str) -> Chunk:
     """A document as a chunk: scalar metadata as it is, so that filters reach it, and the rest as JSON."""
     plain = {
-        key: value for key, value in document.metadata.items() if isinstance(value, str | int | float | bool | None)
+        key: value
+        for key, value in document.metadata.items()
+        if key not in NOTE_KEYS and isinstance(value, str | int | float | bool | None)
     }
-    rest = {key: value for key, value in document.metadata.items() if key not in plain}
+    rest = {key: value for key, value in document.metadata.items() if key not in plain and key not in NOTE_KEYS}
     try:
         ours = json.dumps({"id": name, "rest": rest})
     except TypeError as error:
@@ -264,9 +268,37 @@ def _values(metadata: Metadata) -> dict[str, Any]:
     return {key: value for key, value in metadata.items() if key != _OURS} | rest
 
 
-def _document(found: Chunk | SearchHit) -> Document:
-    """A document as it was added through LangChain; any other has its chunk id as id and in the metadata."""
-    if _OURS in found.metadata:
-        name = json.loads(str(found.metadata[_OURS]))["id"]
-        return Document(found.text, id=name, metadata=_values(found.metadata))
-    return Document(found.text, id=found.chunk_id, metadata={**found.metadata, CHUNK_ID: found.chunk_id})
+class NotedMetadata(dict[str, Any]):
+    """Metadata of a document with notes of this package, which a comparison ignores.
+
+    LangChain expects a store to return documents equal to those that were added. The chunk id and the outcome are about
+    this package's caches, not about the document.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, dict) and _without_notes(self) == _without_notes(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None  # type: ignore[assignment]  # as of any dict
+
+
+def _without_notes(metadata: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in metadata.items() if key not in NOTE_KEYS}
+
+
+def note(document: Document, notes: Mapping[str, Any]) -> None:
+    """Add notes to a document's metadata."""
+    document.metadata = NotedMetadata({**document.metadata, **notes})
+
+
+def _document(chunk: Chunk | SearchHit) -> Document:
+    """Return a document as it was added, with its chunk id; one that LangChain did not add has that as its id too."""
+    if _OURS in chunk.metadata:
+        name = json.loads(str(chunk.metadata[_OURS]))["id"]
+        document = Document(chunk.text, id=name, metadata=_values(chunk.metadata))
+    else:
+        document = Document(chunk.text, id=chunk.chunk_id, metadata=dict(chunk.metadata))
+    note(document, {CHUNK_ID_KEY: chunk.chunk_id})
+    return document

@@ -55,7 +55,7 @@ from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
 from cachecraft_rag.retrievers.schema import UNKNOWN_EMBEDDING
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.durable import Caches
-from cachecraft_rag.types import CHUNK_ID, Chunk, SearchHit
+from cachecraft_rag.types import CHUNK_ID_KEY, NOTE_KEYS, Chunk, SearchHit
 
 # Of no use to the model, and part of the text by default: a folder that is moved would lose all its chunk-caches.
 PATH_KEYS = frozenset({"file_path"})
@@ -382,8 +382,8 @@ class CacheCraftRetriever(BaseRetriever):
 
 
 def _chunk_of(node: BaseNode) -> Chunk:
-    """A node as a chunk: the text the model will see of it, and the node itself in the metadata."""
-    metadata = node_to_metadata_dict(node)
+    """Return a node as a chunk: the text the model will see of it, and the node itself in the metadata."""
+    metadata = node_to_metadata_dict(_without_notes(node))
     # From the node as it is read back: JSON turns a date in the metadata into a text, and that is what the model sees.
     text = without_paths(metadata_dict_to_node(metadata)).get_content(metadata_mode=MetadataMode.LLM)
     return Chunk(text, {key: value for key, value in metadata.items() if isinstance(value, str | int | float | None)})
@@ -397,18 +397,41 @@ def without_paths(node: BaseNode) -> BaseNode:
     return node.model_copy(update={"excluded_llm_metadata_keys": [*node.excluded_llm_metadata_keys, *sorted(seen)]})
 
 
-def _node_of(found: Chunk | SearchHit) -> BaseNode:
-    """The node that was added; for a chunk that `CacheCraft` indexed, a node whose metadata the model does not see."""
-    if NODE in found.metadata:
-        return metadata_dict_to_node(dict(found.metadata))
-    metadata = {**found.metadata, CHUNK_ID: found.chunk_id}
-    node = TextNode(
-        id_=found.chunk_id,
-        text=found.text,
-        metadata=metadata,
-        excluded_llm_metadata_keys=list(metadata),
-        excluded_embed_metadata_keys=list(metadata),
+def with_notes(node: BaseNode, notes: Mapping[str, Any]) -> BaseNode:
+    """Return a copy of a node with more metadata, which neither the model nor the embedding model sees."""
+    hidden_from_llm = dict.fromkeys((*node.excluded_llm_metadata_keys, *notes))
+    hidden_from_embedder = dict.fromkeys((*node.excluded_embed_metadata_keys, *notes))
+    return node.model_copy(
+        update={
+            "metadata": {**node.metadata, **notes},
+            "excluded_llm_metadata_keys": list(hidden_from_llm),
+            "excluded_embed_metadata_keys": list(hidden_from_embedder),
+        }
     )
-    if source := metadata.get("source"):
+
+
+def _without_notes(node: BaseNode) -> BaseNode:
+    """Return the node without what this package noted in its metadata: an index would keep an outdated note."""
+    if not NOTE_KEYS & node.metadata.keys():
+        return node
+    return node.model_copy(
+        update={
+            "metadata": {key: value for key, value in node.metadata.items() if key not in NOTE_KEYS},
+            "excluded_llm_metadata_keys": [key for key in node.excluded_llm_metadata_keys if key not in NOTE_KEYS],
+            "excluded_embed_metadata_keys": [key for key in node.excluded_embed_metadata_keys if key not in NOTE_KEYS],
+        }
+    )
+
+
+def _node_of(chunk: Chunk | SearchHit) -> BaseNode:
+    """Return the node that was added, with its chunk id.
+
+    A chunk that `CacheCraft` indexed becomes a node whose metadata the model does not see.
+    """
+    note = {CHUNK_ID_KEY: chunk.chunk_id}
+    if NODE in chunk.metadata:
+        return with_notes(metadata_dict_to_node(dict(chunk.metadata)), note)
+    node = TextNode(id_=chunk.chunk_id, text=chunk.text)
+    if source := chunk.metadata.get("source"):
         node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id=str(source))
-    return node
+    return with_notes(node, {**chunk.metadata, **note})

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from operator import itemgetter
 from typing import Any, Literal, Self
 
@@ -38,10 +39,11 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.prompt.output_schema import asking_for
 from cachecraft_rag.prompt.tools import CallReader
+from cachecraft_rag.retrievers.langchain import note
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types import CHUNK_ID, Chunk
+from cachecraft_rag.types import OUTCOME_KEY, Chunk, noted_chunk_id
 
 SEARCHED = "cachecraft_searched"  # metadata key of a follow-up's documents: what was searched for
 _FINISH = {"end": "stop", "stop": "stop", "length": "length", "closed": "closed"}  # in the words of other chat models
@@ -59,7 +61,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     newly captured chunk-caches (`cache_creation`). Of messages without documents, what was captured before and passages
     that come again are reused as well (`ReuseConfig.plain_prompts`); those are captured later, in idle time.
     `response_metadata["cachecraft"]` is `RequestStats.as_dict()` plus "documents": the `id` of each document, in the
-    order given, and the `chunk_id` of the text the model read of it.
+    order given, and the `chunk_id` of the text the model read of it. The same `ChunkStats` are in the metadata of each
+    document, as "cachecraft_outcome".
     "searched" is what `ConversationRetriever` searched for.
 
     The conversation follows the documents in the prompt, so no chunk-cache depends on it. The same goes for system
@@ -206,47 +209,53 @@ class ChatCacheCraft(Closeable, BaseChatModel):
             "default_stop": list(self.stop),
         }
 
-    def _open(
-        self, messages: list[BaseMessage], stop: list[str] | None, given: dict[str, Any]
-    ) -> tuple[Generation, dict[str, Any], CallReader | None]:
-        """The generation for a conversation, not started yet, what its statistics say of the documents, and what finds
-        the calls of tools in it.
-
-        given  settings of this call
-        """
-        given = dict(given)
-        documents = documents_of(given.pop("documents", None) or (), "documents")
-        session = given.pop("session", self.session)
-        tools, choice, schema = given.pop("tools", ()), given.pop("tool_choice", None), given.pop("json_schema", None)
-        if unknown := given.keys() - _SAMPLING:
-            known = ", ".join(
-                sorted({"documents", "json_schema", "session", "stop", "tools", "tool_choice"} | _SAMPLING)
+    def _open(self, messages: list[BaseMessage], stop: list[str] | None, given: Mapping[str, Any]) -> _Call:
+        """Return a call whose model has not started yet; `given` are the settings that it brings."""
+        settings = dict(given)
+        documents = documents_of(settings.pop("documents", None) or (), "documents")
+        session = settings.pop("session", self.session)
+        tools = settings.pop("tools", ())
+        choice = settings.pop("tool_choice", None)
+        schema = settings.pop("json_schema", None)
+        if unknown := settings.keys() - _SAMPLING:
+            known = sorted({"documents", "json_schema", "session", "stop", "tools", "tool_choice"} | _SAMPLING)
+            raise ConfigError(
+                f"{', '.join(sorted(unknown))}: no setting of this model; a call may bring {', '.join(known)}"
             )
-            raise ConfigError(f"{', '.join(sorted(unknown))}: no setting of this model; a call may bring {known}")
-        values: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING} | given
-        chosen: Any = self.stop if stop is None else stop  # `SamplingParams` refuses a string in place of a list
         history, question = conversation(messages)
         if schema is not None and question:
             question += asking_for(json.dumps(schema, ensure_ascii=False))
+
         calls = None
         if tools and choice != "none":
-            form, offered = self.engine.prompts_with(tools).calls, tools
-            if choice not in ("auto", None):
+            call_format = self.engine.prompts_with(tools).calls
+            is_forced = choice not in ("auto", None)
+            offered = tools
+            if is_forced:
                 offered = [tool for tool in tools if choice in ("any", tool["function"]["name"])]
-                schema = form.schema(offered)
+                schema = call_format.schema(offered)
             names = [tool["function"]["name"] for tool in offered]
-            calls = CallReader(form, names, forced=choice not in ("auto", None))
-        sampling = SamplingParams(max_new_tokens=values.pop("max_tokens"), stop=chosen, json_schema=schema, **values)
-        chunks = [Chunk(document.page_content, known_id=document.metadata.get(CHUNK_ID, "")) for document in documents]
-        read = [
-            {"id": document.id, "chunk_id": chunk.chunk_id} for document, chunk in zip(documents, chunks, strict=True)
-        ]
-        # As `ConversationRetriever` notes it; a first question is its own search, as far as this model knows.
-        searched = next((tuple(one.metadata[SEARCHED]) for one in documents if SEARCHED in one.metadata), ())
-        generation = self.engine.stream(
-            question, chunks, history=history, session=session, sampling=sampling, config=self.reuse, tools=tools
+            calls = CallReader(call_format, names, forced=is_forced)
+
+        values: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING} | settings
+        stop_strings: Any = self.stop if stop is None else stop  # `SamplingParams` refuses a string in place of a list
+        sampling = SamplingParams(
+            max_new_tokens=values.pop("max_tokens"),
+            stop=stop_strings,
+            json_schema=schema,
+            **values,
         )
-        return generation, {"documents": read, "searched": searched}, calls
+        chunks = [Chunk(document.page_content, known_id=noted_chunk_id(document.metadata)) for document in documents]
+        generation = self.engine.stream(
+            question,
+            chunks,
+            history=history,
+            session=session,
+            sampling=sampling,
+            config=self.reuse,
+            tools=tools,
+        )
+        return _Call(generation, documents, chunks, calls, session)
 
     def _stream(
         self,
@@ -256,16 +265,17 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         """Stream the answer; the last chunk has no text, only the statistics. LangChain itself calls the callbacks."""
-        generation, read, calls = self._open(messages, stop, kwargs)
+        call = self._open(messages, stop, kwargs)
         try:
-            for piece in generation:
-                if text := piece if calls is None else calls.push(piece):
+            for piece in call.generation:
+                if text := call.visible(piece):
                     yield ChatGenerationChunk(message=AIMessageChunk(content=text))
         finally:
-            generation.close()
-        if calls is not None:
-            yield _rest_of(calls, generation)
-        yield self._last(generation, read, session=kwargs.get("session", self.session))
+            call.generation.close()
+            call.note_outcomes()
+        if call.calls is not None:
+            yield _rest_of(call.calls, call.generation)
+        yield self._last(call)
 
     async def _astream(
         self,
@@ -275,16 +285,17 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         """`_stream` that never blocks the event loop; tokenisation of the prompt runs in a thread."""
-        generation, read, calls = await asyncio.to_thread(self._open, messages, stop, kwargs)
+        call = await asyncio.to_thread(self._open, messages, stop, kwargs)
         try:
-            async for piece in generation:
-                if text := piece if calls is None else calls.push(piece):
+            async for piece in call.generation:
+                if text := call.visible(piece):
                     yield ChatGenerationChunk(message=AIMessageChunk(content=text))
         finally:
-            generation.close()
-        if calls is not None:
-            yield _rest_of(calls, generation)
-        yield self._last(generation, read, session=kwargs.get("session", self.session))
+            call.generation.close()
+            call.note_outcomes()
+        if call.calls is not None:
+            yield _rest_of(call.calls, call.generation)
+        yield self._last(call)
 
     def _generate(
         self,
@@ -305,25 +316,70 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         # LangChain's default runs the whole answer in one thread; a few answers would then occupy the whole pool.
         return await agenerate_from_stream(self._astream(messages, stop, **kwargs))
 
-    def _last(self, generation: Generation, read: dict[str, Any], *, session: str | None) -> ChatGenerationChunk:
-        stats, engine = generation.stats, self.engine
-        stored = (self.reuse or engine.config).capture and not (engine.prompts.system.private and session is None)
-        new = stats.chunks if stored and read["documents"] else ()
-        captured = sum(chunk.tokens for chunk in new if chunk.outcome == "computed")
+    def _last(self, call: _Call) -> ChatGenerationChunk:
+        """Return the last chunk of a stream: the tokens and statistics of the whole answer."""
+        stats = call.generation.stats
         usage = UsageMetadata(
             input_tokens=stats.tokens_prompt,
             output_tokens=stats.tokens_generated,
             total_tokens=stats.tokens_prompt + stats.tokens_generated,
-            input_token_details=InputTokenDetails(cache_read=stats.tokens_reused, cache_creation=captured),
+            input_token_details=InputTokenDetails(
+                cache_read=stats.tokens_reused,
+                cache_creation=self._captured_tokens(call),
+            ),
         )
         metadata = {
             "finish_reason": _FINISH[stats.finish or "closed"],
             "model_name": self.model_name,
             "model_provider": "cachecraft",
-            "cachecraft": stats.as_dict() | read,
+            "cachecraft": call.statistics(),
         }
         message = AIMessageChunk(content="", usage_metadata=usage, response_metadata=metadata, chunk_position="last")
         return ChatGenerationChunk(message=message)
+
+    def _captured_tokens(self, call: _Call) -> int:
+        """Return the number of tokens whose chunk-caches were captured with this call."""
+        captures = (self.reuse or self.engine.config).capture
+        is_unowned = self.engine.prompts.system.private and call.session is None  # private text without a session
+        if not call.documents or not captures or is_unowned:
+            return 0
+        return sum(chunk.tokens for chunk in call.generation.stats.chunks if chunk.outcome == "computed")
+
+
+@dataclass
+class _Call:
+    """A call of the model: its answer, and the documents it answers from.
+
+    chunks  of the documents, in their order
+    calls   finds the calls of tools in the answer; None if the model has no tools
+    """
+
+    generation: Generation
+    documents: list[Document]
+    chunks: list[Chunk]
+    calls: CallReader | None
+    session: str | None
+
+    def visible(self, piece: str) -> str:
+        """Return what a reader may see after one more piece; a call of a tool is no text."""
+        return piece if self.calls is None else self.calls.push(piece)
+
+    def note_outcomes(self) -> None:
+        """Put the outcome of each passage into its document's metadata."""
+        outcomes = {chunk.chunk_id: asdict(chunk) for chunk in self.generation.stats.chunks}
+        for document, chunk in zip(self.documents, self.chunks, strict=True):
+            if chunk.chunk_id in outcomes:
+                note(document, {OUTCOME_KEY: outcomes[chunk.chunk_id]})
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the statistics of the answer, with the chunk id of each document and what was searched for."""
+        pairs = zip(self.documents, self.chunks, strict=True)
+        noted = (document.metadata for document in self.documents if SEARCHED in document.metadata)
+        searched = next((tuple(metadata[SEARCHED]) for metadata in noted), ())  # as `ConversationRetriever` notes it
+        return self.generation.stats.as_dict() | {
+            "documents": [{"id": document.id, "chunk_id": chunk.chunk_id} for document, chunk in pairs],
+            "searched": searched,
+        }
 
 
 def _choice_of(choice: str | bool | dict[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> str:

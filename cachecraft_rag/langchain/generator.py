@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Self
 
 from langchain_core.documents import Document
@@ -17,8 +18,9 @@ from cachecraft_rag.engine.base import PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.langchain.chat_model import ChatCacheCraft, check_settings, documents_of, history_of
+from cachecraft_rag.retrievers.langchain import note
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types import CHUNK_ID
+from cachecraft_rag.types import NOTE_KEYS, OUTCOME_KEY
 
 
 class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
@@ -27,6 +29,8 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
     The input is a dict: `input`, the question; `context`, documents, best first; optionally `chat_history`, messages in
     any form LangChain accepts. Other key names can be set (`input_key="question"`). Inside runs `llm`: its tokens show
     in `astream_events`, its usage in LangChain's `UsageMetadataCallbackHandler`.
+
+    After the answer each document's metadata has its outcome, the fields of `ChunkStats`, as "cachecraft_outcome".
 
     document_prompt  formats a document for the model; None: its text alone. The formatted text is the chunk, so its
                      chunk id differs from the retriever's; "documents" in the statistics has the ids.
@@ -71,8 +75,11 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
         """The whole answer; `kwargs` as in a call of `ChatCacheCraft`, here and below."""
 
         def answer(input: dict[str, Any], config: RunnableConfig) -> str:
-            messages, documents = self._read(input)
-            return self.llm.invoke(messages, config, documents=documents, **kwargs).text
+            asked = self._read(input)
+            try:
+                return self.llm.invoke(asked.messages, config, documents=asked.passages, **kwargs).text
+            finally:
+                asked.note_outcomes()
 
         return RunnableLambda(answer, name=self.get_name()).invoke(input, config)
 
@@ -80,8 +87,12 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
         """The whole answer, without blocking the event loop."""
 
         async def answer(input: dict[str, Any], config: RunnableConfig) -> str:
-            messages, documents = self._read(input)
-            return (await self.llm.ainvoke(messages, config, documents=documents, **kwargs)).text
+            asked = self._read(input)
+            try:
+                message = await self.llm.ainvoke(asked.messages, config, documents=asked.passages, **kwargs)
+            finally:
+                asked.note_outcomes()
+            return message.text
 
         text: str = await RunnableLambda(answer, name=self.get_name()).ainvoke(input, config)
         return text
@@ -108,23 +119,29 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
 
     def _streamed(self, options: dict[str, Any]) -> Runnable[dict[str, Any], str]:
         def pieces(input: dict[str, Any], config: RunnableConfig) -> Iterator[str]:
-            messages, documents = self._read(input)
-            for chunk in self.llm.stream(messages, config, documents=documents, **options):
-                if chunk.text:
-                    yield chunk.text
+            asked = self._read(input)
+            try:
+                for chunk in self.llm.stream(asked.messages, config, documents=asked.passages, **options):
+                    if chunk.text:
+                        yield chunk.text
+            finally:
+                asked.note_outcomes()
 
         async def apieces(input: dict[str, Any], config: RunnableConfig) -> AsyncIterator[str]:
-            messages, documents = self._read(input)
-            async for chunk in self.llm.astream(messages, config, documents=documents, **options):
-                if chunk.text:
-                    yield chunk.text
+            asked = self._read(input)
+            try:
+                async for chunk in self.llm.astream(asked.messages, config, documents=asked.passages, **options):
+                    if chunk.text:
+                        yield chunk.text
+            finally:
+                asked.note_outcomes()
 
         untyped: Any = RunnableLambda  # LangChain's types know no generator with a config
         streamed: Runnable[dict[str, Any], str] = untyped(pieces, apieces, name=self.get_name())
         return streamed
 
-    def _read(self, input: dict[str, Any]) -> tuple[list[BaseMessage], list[Document]]:
-        """The messages and the documents of an input."""
+    def _read(self, input: dict[str, Any]) -> _Asked:
+        """Return the messages and the passages of an input."""
         if not isinstance(input, Mapping):
             raise ConfigError(
                 f"the input must be a dict with {self.input_key!r} and {self.context_key!r}, not {input!r}"
@@ -140,11 +157,30 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
             raise ConfigError(f"{self.input_key!r} must be the question, a text, not {question!r}")
         history = history_of(input, self.history_key)
         documents = documents_of(input[self.context_key], self.context_key)
-        if self.document_prompt is not None:
-            prompt = self.document_prompt
-            documents = [
-                Document(format_document(document, prompt), id=document.id, metadata=metadata)
-                for document in documents
-                for metadata in [{key: value for key, value in document.metadata.items() if key != CHUNK_ID}]
-            ]
-        return [*history, *convert_to_messages([("human", question)])], documents
+        passages = documents if self.document_prompt is None else self._formatted(documents, self.document_prompt)
+        return _Asked([*history, *convert_to_messages([("human", question)])], documents, passages)
+
+    def _formatted(self, documents: list[Document], prompt: BasePromptTemplate[str]) -> list[Document]:
+        """Return the documents as the prompt formats them: other texts, so without the notes about the old ones."""
+        passages = []
+        for document in documents:
+            metadata = {key: value for key, value in document.metadata.items() if key not in NOTE_KEYS}
+            passages.append(Document(format_document(document, prompt), id=document.id, metadata=metadata))
+        return passages
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A question: its messages, the documents of the input, and these as the model reads them."""
+
+    messages: list[BaseMessage]
+    documents: list[Document]
+    passages: list[Document]
+
+    def note_outcomes(self) -> None:
+        """Copy the outcome of each passage to its document, which a chain returns as `context`."""
+        if self.passages is self.documents:
+            return
+        for document, passage in zip(self.documents, self.passages, strict=True):
+            if OUTCOME_KEY in passage.metadata:
+                note(document, {OUTCOME_KEY: passage.metadata[OUTCOME_KEY]})

@@ -41,7 +41,7 @@ from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.prompt.output_schema import asking_for
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.types import CHUNK_ID, Chunk
+from cachecraft_rag.types import Chunk, noted_chunk_id
 
 Model = TypeVar("Model", bound=BaseModel)
 _ASSISTANTS = (MessageRole.ASSISTANT, MessageRole.CHATBOT, MessageRole.MODEL)
@@ -139,9 +139,10 @@ class CacheCraftLLM(CustomLLM):
         """The engine's answer, without LlamaIndex's events; the model starts with the first piece.
 
         Args:
-            document_ids: the chunk id of each document, empty where it is not known.
+            document_ids: the chunk id of each document, empty where it is not known. A text that was edited after
+                its id was noted is hashed again (`ChunkStats.stale_id`).
 
-        Raises `ConfigError` for unknown options, for `documents` that are not texts, and for ids that are not theirs.
+        Raises `ConfigError` for unknown options, and for `documents` or `document_ids` that are not texts.
         """
         if unknown:
             raise ConfigError(
@@ -246,7 +247,7 @@ def documents_of(nodes: Iterable[BaseNode]) -> dict[str, list[str]]:
     """The texts that the model sees of nodes, and the chunk ids that a retriever noted, as options of `begin`."""
     nodes = list(nodes)
     texts = [node.get_content(metadata_mode=MetadataMode.LLM) for node in nodes]
-    return {"documents": texts, "document_ids": [node.metadata.get(CHUNK_ID, "") for node in nodes]}
+    return {"documents": texts, "document_ids": [noted_chunk_id(node.metadata) for node in nodes]}
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:

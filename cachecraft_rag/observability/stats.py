@@ -27,6 +27,7 @@ class ChunkStats:
     beta_prime   eq. 8 of the chosen variant; None likewise
     variant_id   id of the variant; None if the chunk was computed
     tier         tier that the variant was read from; None if the chunk was computed
+    stale_id     id that came with its text, if the text was edited after it was retrieved; else empty
     """
 
     chunk_id: str
@@ -40,6 +41,7 @@ class ChunkStats:
     beta_prime: float | None = None
     variant_id: str | None = None
     tier: TierName | None = None
+    stale_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ all control tokens split (`safe_tokenizer`); it cannot close or open a turn.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -30,7 +31,9 @@ from cachecraft_rag.prompt.tools import (
     result_message,
 )
 from cachecraft_rag.prompt.unmarked import PromptPiece, Recognise, segments_of
-from cachecraft_rag.types import Chunk, Prompt, Segment, chunk_id_of, digest
+from cachecraft_rag.types import CHUNK_ID_KEY, Chunk, Prompt, Segment, digest
+
+logger = logging.getLogger("cachecraft_rag.prompt")
 
 # Chunks without neighbours are captured after this passage. It holds no user's text, and a chunk that is captured after
 # it loses less than one that is captured after the instruction only (docs/results/quality.md).
@@ -127,6 +130,7 @@ class PromptBuilder:
         self._best_last = best_last
         self._system_text = system
         self.tools = checked_tools(tools)
+        self._has_warned = False
 
         # It copies the tokenizer: transformers stores in it whether special tokens are split, so two threads that share
         # a tokenizer would change each other's setting.
@@ -157,15 +161,7 @@ class PromptBuilder:
         return self.chunk_segment(Chunk(STAND_IN))
 
     def chunk_segment(self, chunk: Chunk) -> Segment:
-        """Return the chunk's segment: its text and an empty line.
-
-        Raises ConfigError if the chunk's id is not that of its text.
-        """
-        if chunk.chunk_id != chunk_id_of(chunk.text):
-            raise ConfigError(
-                f"chunk {chunk.chunk_id}: this is not the id of its text, which is {chunk_id_of(chunk.text)}. Its text "
-                "was changed after it was indexed: index its document again, or make the chunk with Chunk(text)."
-            )
+        """Return the chunk's segment: its text and an empty line."""
         text = chunk.text + "\n\n"
         ids = self._encode(text, special=False, before=_LINE_END, after=_WORD)
         return Segment("chunk", chunk.chunk_id, ids)
@@ -217,7 +213,27 @@ class PromptBuilder:
 
         fitting = self._fitting(chunks, room)
         ordered = reversed(fitting.kept) if self._best_last else fitting.kept
-        return Prompt((self.system, *ordered, tail), fitting.trimmed, fitting.too_long, room)
+        return Prompt(
+            (self.system, *ordered, tail),
+            trimmed=fitting.trimmed,
+            too_long=fitting.too_long,
+            room=room,
+            stale_ids=self._stale_ids(chunks),
+        )
+
+    def _stale_ids(self, chunks: Sequence[Chunk]) -> tuple[tuple[str, str], ...]:
+        """Return (id, stale id) of the chunks that brought another text's id; the first time, log a warning."""
+        stale_ids = tuple((chunk.chunk_id, chunk.stale_id) for chunk in chunks if chunk.stale_id)
+        if stale_ids and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "A passage was edited after it was retrieved and kept the id %s of the text it had before. Its text "
+                "was hashed again, so the right chunk-cache is used. If a step edits passages on purpose, delete %r "
+                "from their metadata there. This is logged once; `stale_id` in the statistics names each of them.",
+                stale_ids[0][1],
+                CHUNK_ID_KEY,
+            )
+        return stale_ids
 
     def _fitting(self, chunks: Sequence[Chunk], room: int) -> _FittingChunks:
         """Choose the chunks that fit into this many tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Self
 
@@ -203,6 +203,8 @@ def stats_of(request: Request, progress: RequestProgress, layers: int) -> Reques
     loaded = stored - sum(report.not_loaded for report in reports)
     recomputed = sum(report.recomputed for report in reports)
     prefill_began_s = max(progress.planned_s, progress.queued_s)
+    stale_ids = dict(request.prompt.stale_ids)
+    chunks = _chunk_stats(request, progress, reports)
     return RequestStats(
         ttft_s=progress.first_token_s,
         queue_s=progress.queued_s,
@@ -219,7 +221,7 @@ def stats_of(request: Request, progress: RequestProgress, layers: int) -> Reques
         recompute_share=progress.row_layers / (total * layers),
         focus_layer=progress.focus_layer,
         finish=progress.finish,
-        chunks=tuple(_chunk_stats(request, progress, reports)),
+        chunks=tuple(replace(chunk, stale_id=stale_ids.get(chunk.chunk_id, "")) for chunk in chunks),
         remote=progress.remote,
         request_id=request.request_id,
     )

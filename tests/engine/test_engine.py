@@ -605,12 +605,28 @@ def test_what_a_generator_gives_is_read_once_and_kept(engine: Engine) -> None:
             engine.stream(QUESTION, wrong)  # type: ignore[arg-type]
 
 
-def test_a_chunk_with_the_id_of_another_text_is_refused(engine: Engine) -> None:
+def test_an_edited_chunk_with_its_old_id_is_computed_under_its_own_id(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     carried = Chunk(KETTLE.text, {}, KETTLE.chunk_id)
     assert carried == KETTLE
     assert replace(carried, text="Another one.").chunk_id == Chunk("Another one.").chunk_id
-    with pytest.raises(ConfigError, match="not the id of its text"):
-        engine.stream(QUESTION, [Chunk("Put the kettle into the dishwasher.", {}, KETTLE.chunk_id)])
+    ask(engine, [KETTLE])
+    edited = Chunk("Put the kettle into the dishwasher.", {}, KETTLE.chunk_id)
+    halves = [edited, Chunk("Never do that.", {}, KETTLE.chunk_id)]  # a splitter after retrieval keeps the metadata
+    answers = [ask(engine, halves) for _ in range(2)]
+    expected = ask(engine, [Chunk(chunk.text) for chunk in halves], config=ReuseConfig(reuse=False, capture=False))
+    assert [answer.text for answer in answers] == [expected.text] * 2
+    for answer, outcome in zip(answers, ("computed", "exact"), strict=True):
+        assert {(chunk.chunk_id, chunk.stale_id) for chunk in answer.stats.chunks} == {
+            (Chunk(chunk.text).chunk_id, KETTLE.chunk_id) for chunk in halves
+        }
+        assert {chunk.outcome for chunk in answer.stats.chunks} == {outcome}
+    assert [record.message for record in caplog.records if "was edited after it was retrieved" in record.message] == [
+        caplog.records[0].message
+    ]
+    unedited = ask(engine, [KETTLE])
+    assert [(chunk.outcome, chunk.stale_id) for chunk in unedited.stats.chunks] == [("exact", "")]
 
 
 def test_a_chunk_longer_than_the_context_is_passed_over_and_the_others_are_used(engine: Engine) -> None:

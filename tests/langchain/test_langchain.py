@@ -19,6 +19,7 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler, get_usage_metadata_callback
 from langchain_core.chat_history import InMemoryChatMessageHistory
 from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.messages import (
     AIMessage,
     BaseMessage,
@@ -43,10 +44,10 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.faiss_store import FaissStore
-from cachecraft_rag.retrievers.langchain import CacheCraftEmbeddings
+from cachecraft_rag.retrievers.langchain import CacheCraftEmbeddings, CacheCraftVectorStore
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk, chunk_id_of
+from cachecraft_rag.types import CHUNK_ID_KEY, OUTCOME_KEY, Chunk, chunk_id_of
 
 if TYPE_CHECKING:
     from cachecraft_rag.model.decoder import Decoder
@@ -662,19 +663,77 @@ def test_without_langchain_the_error_says_what_to_install(module: str, tmp_path:
     assert "type: pip install 'cachecraft-rag[langchain]'" in done.stderr.splitlines()[-1]
 
 
-def test_a_retrievers_chunk_id_reaches_the_store_and_a_wrong_one_is_refused(chat: ChatCacheCraft) -> None:
-    noted = [Document(text, metadata={"cachecraft_chunk_id": chunk_id_of(text)}) for text in TEXTS]
+class LookUps:
+    """The real look-up of an engine's store, with the ids that it was asked for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.asked: list[str] = []
+        self._find = engine.store.find
+        engine.store.find = self  # type: ignore[method-assign,assignment]
+
+    def __call__(self, namespace: str, fingerprint: str, chunk_ids: list[str], **options: Any) -> Any:
+        self.asked += chunk_ids
+        return self._find(namespace, fingerprint, chunk_ids, **options)
+
+
+def test_a_stores_chunk_id_is_what_the_look_up_is_asked_for(chat: ChatCacheCraft, tmp_path: Path) -> None:
+    look_ups = LookUps(chat.engine)
+    with CacheCraftVectorStore.from_texts(TEXTS, DeterministicFakeEmbedding(size=8), folder=tmp_path) as vectors:
+        retriever = vectors.as_retriever()
+        chain = create_retrieval_chain(retriever, CacheCraftGenerator(llm=chat))
+        result = chain.invoke({"input": "Why?"})
+        by_hand = vectors.similarity_search("Why?")
+        chat.invoke("Why not?", documents=by_hand)
+        assert vectors.get_by_ids([str(by_hand[0].id)])[0].metadata[CHUNK_ID_KEY] == by_hand[0].metadata[CHUNK_ID_KEY]
+    for documents in (result["context"], by_hand):
+        assert [document.metadata[CHUNK_ID_KEY] for document in documents] == [
+            chunk_id_of(document.page_content) for document in documents
+        ]
+        # The very objects: nothing between the vector store and the look-up made the ids again.
+        assert {id(document.metadata[CHUNK_ID_KEY]) for document in documents} <= set(map(id, look_ups.asked))
+
+
+def test_an_edited_document_is_computed_and_its_old_id_is_named(
+    chat: ChatCacheCraft, caplog: pytest.LogCaptureFixture
+) -> None:
+    noted = [Document(text, metadata={CHUNK_ID_KEY: chunk_id_of(text)}) for text in TEXTS]
     generator = CacheCraftGenerator(llm=chat)
     generator.invoke({"input": "Why?", "context": noted})
     settle(chat.engine)
-    assert {row.variant.key.chunk_id for row in chat.engine.store.rows()} >= set(map(chunk_id_of, TEXTS))
-    changed = [noted[0].model_copy(update={"page_content": "It is shorter now."})]
-    for given in (changed, [Document("x", metadata={"cachecraft_chunk_id": 1})]):
-        with pytest.raises(ConfigError, match="chunk"):
-            generator.invoke({"input": "Why?", "context": given})
-    prompt = PromptTemplate.from_template("Note: {page_content}")  # the chunk is another text than the retriever's
-    assert CacheCraftGenerator(llm=chat, document_prompt=prompt).invoke({"input": "Why?", "context": noted})
-    assert noted[0].metadata["cachecraft_chunk_id"] == chunk_id_of(TEXTS[0])
+    edited = noted[0].model_copy(update={"page_content": "It is shorter now."})
+    strange = Document("x", metadata={CHUNK_ID_KEY: 1})
+    for given in ([edited, noted[1]], [strange]):
+        generator.invoke({"input": "Why?", "context": given})
+    outcome = edited.metadata[OUTCOME_KEY]
+    assert (outcome["chunk_id"], outcome["stale_id"]) == (chunk_id_of("It is shorter now."), chunk_id_of(TEXTS[0]))
+    assert outcome["outcome"] == "computed"
+    assert (noted[1].metadata[OUTCOME_KEY]["outcome"], noted[1].metadata[OUTCOME_KEY]["stale_id"]) == ("reused", "")
+    assert strange.metadata[OUTCOME_KEY]["stale_id"] == "1"
+    assert len([record for record in caplog.records if record.name == "cachecraft_rag.prompt"]) == 1
+    plain = chat.engine.stream("Why?", [Chunk(TEXTS[0])], sampling=SamplingParams(max_new_tokens=4))
+    list(plain)
+    assert [chunk.outcome for chunk in plain.stats.chunks] == ["reused"]  # the edit did not touch what it had
+
+
+def test_the_context_of_a_chain_says_what_became_of_each_passage(chat: ChatCacheCraft) -> None:
+    documents = [Document(text, id=str(place)) for place, text in enumerate(TEXTS)]
+    prompt = PromptTemplate.from_template("Note: {page_content}")
+    retriever = RunnableLambda(lambda _question: [document.model_copy() for document in documents])
+    for document_prompt, form in ((None, "{}"), (prompt, "Note: {}")):
+        chain = create_retrieval_chain(retriever, CacheCraftGenerator(llm=chat, document_prompt=document_prompt))
+        streamed: dict[str, Any] = {}
+        for part in chain.stream({"input": "Why?"}):
+            streamed |= part
+        for context in (streamed["context"], chain.invoke({"input": "Why?"})["context"]):
+            noted = [document.metadata[OUTCOME_KEY] for document in context]
+            assert [outcome["chunk_id"] for outcome in noted] == [chunk_id_of(form.format(text)) for text in TEXTS]
+            settle(chat.engine)
+        assert {outcome["outcome"] for outcome in noted} == {"exact"}
+    assert all(document.metadata == {} for document in documents)
+    given = chat.invoke("Why?", documents=documents)
+    assert [document.metadata[OUTCOME_KEY]["chunk_id"] for document in documents] == [
+        document["chunk_id"] for document in given.response_metadata["cachecraft"]["documents"]
+    ]
 
 
 def test_the_numbers_say_which_document_is_which_chunk(chat: ChatCacheCraft) -> None:

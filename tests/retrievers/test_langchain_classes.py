@@ -21,7 +21,7 @@ from cachecraft_rag.retrievers.faiss_store import FaissStore
 from cachecraft_rag.retrievers.langchain import CacheCraftEmbeddings, CacheCraftVectorStore
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Document as OwnDocument
-from cachecraft_rag.types import chunk_id_of
+from cachecraft_rag.types import CHUNK_ID_KEY, chunk_id_of
 
 if TYPE_CHECKING:
     from cachecraft_rag.model.decoder import Decoder
@@ -107,6 +107,20 @@ def test_metadata_of_any_shape_comes_back_and_can_be_filtered(store: CacheCraftV
     with pytest.raises(ConfigError, match="JSON"):
         store.add_documents([Document("2 c", metadata={"day": date(2026, 1, 1)})])
     assert len(store.similarity_search("0", k=9)) == 2
+
+
+def test_documents_carry_their_chunk_id_and_equal_what_was_added(store: CacheCraftVectorStore) -> None:
+    added = Document("0 a", metadata={"page": 3}, id="1")
+    store.add_documents([added])
+    (back,) = store.similarity_search("0")
+    assert back == added
+    assert added == back
+    assert back != Document("0 a", metadata={"page": 4}, id="1")
+    assert back.metadata[CHUNK_ID_KEY] == chunk_id_of("0 a")
+    back.page_content = "0 b"
+    store.add_documents([back])  # an edited copy: its old chunk id is not kept
+    (edited,) = store.get_by_ids(["1"])
+    assert (edited.metadata[CHUNK_ID_KEY], edited.metadata) == (chunk_id_of("0 b"), {"page": 3})
 
 
 def test_one_text_under_two_ids_is_one_chunk_that_stays_until_both_are_gone(

@@ -34,7 +34,7 @@ from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraf
 from cachecraft_rag.retrievers.removal import Evictions
 from cachecraft_rag.retrievers.retriever import Retriever, open_index
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Capture, KVLayout, TokenScores, VariantKey, chunk_id_of
+from cachecraft_rag.types import CHUNK_ID_KEY, Capture, KVLayout, TokenScores, VariantKey, chunk_id_of
 
 DIM = 16
 
@@ -97,7 +97,10 @@ def test_a_node_comes_back_as_it_was(store: CacheCraftVectorStore) -> None:
     store.add([node])
     (back,) = store.get_nodes(["n1"])
     assert isinstance(back, TextNode)
-    assert (back.text, back.ref_doc_id, back.excluded_llm_metadata_keys) == ("Descale it.", "d", ["page"])
+    assert (back.text, back.ref_doc_id) == ("Descale it.", "d")
+    assert back.excluded_llm_metadata_keys == ["page", CHUNK_ID_KEY]
+    assert back.excluded_embed_metadata_keys == [CHUNK_ID_KEY]
+    assert back.metadata.pop(CHUNK_ID_KEY) == chunk_id_of(back.get_content(metadata_mode="llm"))
     assert back.metadata == {"page": 3, "tags": ["hot", "wet"], "when": "2024-05-01"}
     assert back.next_node is not None
     assert store.client is not None

@@ -161,8 +161,11 @@ def test_an_answer_its_statistics_and_its_ends(tmp_path: Path, byte_tokenizer: P
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert (closed.stats.finish, closed.stats.tokens_reused) == ("closed", stats.tokens_reused)
-        with pytest.raises(ConfigError, match="not the id of its text"):
-            engine.stream("fine", [Chunk("vinegar, changed", known_id=Chunk("vinegar").chunk_id)])
+        edited = Chunk("vinegar, changed", known_id=Chunk("vinegar").chunk_id)
+        answered = engine.stream("fine", [edited])
+        list(answered)
+        assert bodies[-1]["documents"] == [{"text": edited.text, "id": Chunk(edited.text).chunk_id}]
+        assert [chunk.stale_id for chunk in answered.stats.chunks] == [Chunk("vinegar").chunk_id]
         with pytest.raises(ServerError, match="ended the answer halfway"):
             list(engine.stream("broken", []))
         with pytest.raises(ServerError, match="the engine died"):

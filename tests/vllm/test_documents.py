@@ -63,7 +63,17 @@ def test_chunks_history_and_question() -> None:
     assert (plain.system, plain.config, plain.reserve, plain.history) == (None, None, 128, ())
     assert read(tools=[{}], tool_choice="none").question == "How?"
     assert read(documents=[]).chunks == ()
-    assert read(documents=[{"text": "a", "id": "mine"}]).chunks[0].chunk_id == "mine"  # refused where it is laid out
+    stale = [{"text": "a", "id": "mine"}]
+    (chunk,) = read(documents=stale).chunks
+    assert (chunk.chunk_id, chunk.stale_id) == (Chunk("a").chunk_id, "mine")
+    assert read(documents=stale, model_extra={"cachecraft": {"strict_ids": False}}).config is None
+    strict = {"cachecraft": {"strict_ids": True, "recompute_ratio": 0.2}}
+    known = [{"text": "a", "id": Chunk("a").chunk_id}]
+    assert read(documents=known, model_extra=strict).config == asked.config
+    with pytest.raises(ConfigError, match="not the id of its text"):
+        read(documents=stale, model_extra=strict)
+    with pytest.raises(ConfigError, match="strict_ids"):
+        read(documents=stale, model_extra={"cachecraft": {"strict_ids": "yes"}})
 
 
 @pytest.mark.parametrize(

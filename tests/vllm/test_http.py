@@ -258,7 +258,8 @@ def test_metrics_count_what_was_asked(server: ServerProcess, store: Path) -> Non
         pieces = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
     stats.append(httpx.get(f"{server.url}/v1/cachecraft/requests/{pieces[0]['id']}").json()["stats"])
     assert server.chat(own, QUESTIONS[0], n=2).status_code == 400
-    wrong = server.chat([{"text": TEXTS[0], "id": Chunk(TEXTS[1]).chunk_id}], QUESTIONS[0])
+    stale = [{"text": TEXTS[0], "id": Chunk(TEXTS[1]).chunk_id}]
+    wrong = server.chat(stale, QUESTIONS[0], cachecraft={"strict_ids": True})
     assert (wrong.status_code, "not the id of its text" in wrong.text) == (400, True)
     assert server.chat(own, QUESTIONS[0], max_tokens=10**6).status_code == 400
     assert server.chat(None, QUESTIONS[0]).status_code == 200  # vLLM's own: not counted

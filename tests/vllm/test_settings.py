@@ -190,8 +190,10 @@ def test_the_server_answers_by_its_own_settings(
         assert (ask.config, engine.namespace) == (reuse, "acme")
         other = engine.prepare(replace(plain, system="At length."), session=None)[0]
         assert "best" in byte_tokenizer.decode(other.prompt.segments[1].token_ids)
-        with pytest.raises(ConfigError, match="not the id of its text"):  # as sent with a document over HTTP
-            engine.prepare(replace(plain, chunks=(Chunk("the best", known_id="another"),)), session=None)
+        edited = Chunk("the best", known_id="another")  # as sent with a document over HTTP
+        laid_out = engine.prepare(replace(plain, chunks=(edited,)), session=None)[0].prompt
+        assert laid_out.stale_ids == ((Chunk("the best").chunk_id, "another"),)
+        assert laid_out.segments[1].segment_id == Chunk("the best").chunk_id
         record = RequestRecord(request, decoder.layout.layers, report={"segments": [], "fixed": [[1, 3], [2, 1]]})
         engine.ended(record)
         assert engine.new_variants.settle(60)

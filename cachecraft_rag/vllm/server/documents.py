@@ -15,7 +15,8 @@ from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types import Chunk
 from cachecraft_rag.vllm.settings import OFF, ClientSettings
 
-FIELD = "cachecraft"  # of a request's body: fields of `ReuseConfig` for this request
+FIELD = "cachecraft"  # of a request's body: fields of `ReuseConfig` for this request, and `STRICT_IDS`
+STRICT_IDS = "strict_ids"  # true: refuse a document whose `id` is not that of its text
 ADMIN_HEADER = "X-CacheCraft-Admin-Key"
 MOST_DOCUMENTS = 1000
 MOST_PRIMED = 4 << 20  # characters of one request to prime: a book of a thousand pages
@@ -83,10 +84,10 @@ class Asked:
         answer = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         return cls(
             question=turns[-1][1],
-            chunks=_chunks(request.documents),
+            chunks=_chunks(request.documents, strict=_strict_ids(request)),
             history=tuple(turns[:-1]),
             system=system,
-            config=_config((request.model_extra or {}).get(FIELD), default, allowed),
+            config=_config(_reuse_settings(request), default, allowed),
             reserve=SamplingParams().max_new_tokens if answer is None else answer,
             client_salt=request.cache_salt or "",
         )
@@ -94,7 +95,7 @@ class Asked:
 
 def plain_config(request: Any, default: ReuseConfig, allowed: ClientSettings) -> ReuseConfig | None:
     """Settings for a request without documents; None where it asks for no reuse. Raises ConfigError."""
-    given = (request.model_extra or {}).get(FIELD)
+    given = _reuse_settings(request)
     if isinstance(given, Mapping) and given.get("plain_prompts") == "off":
         return None
     capture = default.capture
@@ -154,9 +155,35 @@ def read_priming(body: bytes, *, context_length: int) -> PrimingRequest:
     return PrimingRequest(_chunks(given["documents"]), _chunks(related), bool(given.get("estimate")))
 
 
-def _chunks(documents: Sequence[Mapping[str, str]]) -> tuple[Chunk, ...]:
-    """The chunks; an `id` that is not that of its text is refused where they are laid out."""
-    return tuple(Chunk(one["text"], known_id=one.get("id", "")) for one in documents)
+def _chunks(documents: Sequence[Mapping[str, str]], *, strict: bool = False) -> tuple[Chunk, ...]:
+    """Return the chunks; a text whose `id` is another text's is a chunk under its own id.
+
+    Raises ConfigError for such an id if `strict`.
+    """
+    chunks = tuple(Chunk(document["text"], known_id=document.get("id", "")) for document in documents)
+    for place, chunk in enumerate(chunks):
+        if strict and chunk.stale_id:
+            raise ConfigError(
+                f"documents[{place}]: {chunk.stale_id} is not the id of its text, which is {chunk.chunk_id}; send the "
+                f"text as it was retrieved, leave out its id, or leave out {STRICT_IDS}"
+            )
+    return chunks
+
+
+def _strict_ids(request: Any) -> bool:
+    """Return True if a request asks to be refused when a document's id is not that of its text."""
+    given = (request.model_extra or {}).get(FIELD)
+    strict = given.get(STRICT_IDS, False) if isinstance(given, Mapping) else False
+    check_flag(STRICT_IDS, strict)
+    return bool(strict)
+
+
+def _reuse_settings(request: Any) -> object:
+    """Return the settings of reuse that a request brings, or None."""
+    given = (request.model_extra or {}).get(FIELD)
+    if not isinstance(given, Mapping) or STRICT_IDS not in given:
+        return given
+    return {name: value for name, value in given.items() if name != STRICT_IDS} or None
 
 
 def check_documents(documents: object) -> None:
