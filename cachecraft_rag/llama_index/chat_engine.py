@@ -15,19 +15,18 @@ from llama_index.core.chat_engine.types import AgentChatResponse, BaseChatEngine
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.instrumentation.events.chat_engine import StreamChatEndEvent, StreamChatStartEvent
 from llama_index.core.memory import BaseMemory, ChatMemoryBuffer
-from llama_index.core.schema import NodeWithScore
 from llama_index.core.tools import ToolOutput
 
 from cachecraft_rag.checks import check_kind, check_text
 from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.llama_index.llm import CacheCraftLLM, aobserved, documents_of, observed, question_of, turns_of
+from cachecraft_rag.llama_index.llm import CacheCraftLLM, aobserved, observed, question_of, turns_of
 from cachecraft_rag.llama_index.query_engine import CacheCraftQueryEngine
+from cachecraft_rag.llama_index.sources import Sources
 from cachecraft_rag.llama_index.synthesizer import AnswerStatsEvent, dispatcher
-from cachecraft_rag.retrievers.llama_index import ConversationQuery, without_paths
+from cachecraft_rag.retrievers.llama_index import ConversationQuery
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types import chunk_id_of
 
 # Arguments of `index.as_chat_engine` about LlamaIndex's own prompts; the engine has its own.
 _LLAMA_INDEX_ONLY = frozenset(
@@ -50,6 +49,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     Each answer is one pass over the nodes as chunks, whose chunk-caches are reused; earlier turns stand behind them in
     the prompt. A follow-up is searched for with the questions before it (`search_texts`), and never costs a call of the
     model. `metadata["cachecraft"]` of a response is `RequestStats.as_dict()` with `searched`, and `chunk_ids` by node.
+    Each source node's metadata has its chunk id and its outcome.
 
     The model runs while a stream is being read. A turn is remembered when its stream ends or is closed.
 
@@ -138,11 +138,11 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         if chat_history is not None:
             self.memory.set(chat_history)
         turn = _Turn(self._checked(message), self.memory.get(input=message))
-        nodes = self._query_engine.retrieve(turn.query)
-        response = self._llm.chat(turn.messages, **_documents(nodes))
+        sources = Sources(self._query_engine.retrieve(turn.query))
+        response = self._llm.chat(turn.messages, **sources.documents())
         for said in turn.said(response.message.content or ""):
             self.memory.put(said)
-        return _whole(turn, nodes, response)
+        return _whole(turn, sources, response)
 
     @trace_method("chat")
     async def achat(self, message: str, chat_history: list[ChatMessage] | None = None) -> AgentChatResponse:
@@ -150,11 +150,11 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         if chat_history is not None:
             await self.memory.aset(chat_history)
         turn = _Turn(self._checked(message), await self.memory.aget(input=message))
-        nodes = await self._query_engine.aretrieve(turn.query)
-        response = await self._llm.achat(turn.messages, **_documents(nodes))
+        sources = Sources(await self._query_engine.aretrieve(turn.query))
+        response = await self._llm.achat(turn.messages, **sources.documents())
         for said in turn.said(response.message.content or ""):
             await self.memory.aput(said)
-        return _whole(turn, nodes, response)
+        return _whole(turn, sources, response)
 
     @trace_method("chat")
     def stream_chat(
@@ -164,9 +164,9 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         if chat_history is not None:
             self.memory.set(chat_history)
         turn = _Turn(self._checked(message), self.memory.get(input=message))
-        nodes = self._query_engine.retrieve(turn.query)
-        generation = self._llm.begin(turn.question, history=turn.history, **_documents(nodes))
-        streamed = _Streamed(turn, nodes, self._llm, generation)
+        sources = Sources(self._query_engine.retrieve(turn.query))
+        generation = self._llm.begin(turn.question, history=turn.history, **sources.documents())
+        streamed = _Streamed(turn, sources, self._llm, generation)
         streamed.response.chat_stream = streamed.pieces(self.memory)
         return streamed.response
 
@@ -178,10 +178,10 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         if chat_history is not None:
             await self.memory.aset(chat_history)
         turn = _Turn(self._checked(message), await self.memory.aget(input=message))
-        nodes = await self._query_engine.aretrieve(turn.query)
-        documents = _documents(nodes)
+        sources = Sources(await self._query_engine.aretrieve(turn.query))
+        documents = sources.documents()
         generation = await asyncio.to_thread(self._llm.begin, turn.question, history=turn.history, **documents)
-        streamed = _Streamed(turn, nodes, self._llm, generation)
+        streamed = _Streamed(turn, sources, self._llm, generation)
         streamed.response.achat_stream = streamed.apieces(self.memory)
         return streamed.response
 
@@ -218,45 +218,49 @@ def _refuse(options: dict[str, Any]) -> None:
         )
 
 
-def _documents(nodes: Sequence[NodeWithScore]) -> dict[str, Any]:
-    """The nodes as documents of a call, best first."""
-    return documents_of(without_paths(found.node) for found in nodes)
-
-
-def _statistics(turn: _Turn, nodes: Sequence[NodeWithScore], counted: dict[str, Any]) -> dict[str, Any]:
-    """The statistics of an answer that has ended; sends the event too."""
-    stats: dict[str, Any] = {**counted, "searched": tuple(turn.query.embedding_strs)}
-    ids = map(chunk_id_of, _documents(nodes)["documents"])
-    stats["chunk_ids"] = {found.node.node_id: chunk_id for found, chunk_id in zip(nodes, ids, strict=True)}
+def _statistics(turn: _Turn, sources: Sources, counted: dict[str, Any]) -> dict[str, Any]:
+    """Return the statistics of an answer that has ended, and put outcomes into its nodes; sends the event too."""
+    sources.note_outcomes(counted)
+    stats: dict[str, Any] = {
+        **counted,
+        "searched": tuple(turn.query.embedding_strs),
+        "chunk_ids": sources.chunk_ids,
+    }
     dispatcher.event(AnswerStatsEvent(stats=dict(stats)))
     return stats
 
 
-def _sources(turn: _Turn, nodes: list[NodeWithScore]) -> dict[str, Any]:
-    """The retrieval as LlamaIndex's own chat engines report it."""
+def _reported(turn: _Turn, sources: Sources) -> dict[str, Any]:
+    """Return the retrieval as LlamaIndex's own chat engines report it."""
     output = ToolOutput(
-        tool_name="retriever", content=str(nodes), raw_input={"message": turn.message}, raw_output=nodes
+        tool_name="retriever",
+        content=str(sources.nodes),
+        raw_input={"message": turn.message},
+        raw_output=sources.nodes,
     )
-    return {"sources": [output], "source_nodes": nodes}
+    return {"sources": [output], "source_nodes": sources.nodes}
 
 
-def _whole(turn: _Turn, nodes: list[NodeWithScore], response: ChatResponse) -> AgentChatResponse:
+def _whole(turn: _Turn, sources: Sources, response: ChatResponse) -> AgentChatResponse:
     raw: Any = response.raw
-    metadata = {"cachecraft": _statistics(turn, nodes, raw["cachecraft"])}
-    return AgentChatResponse(response.message.content or "", metadata=metadata, **_sources(turn, nodes))
+    metadata = {"cachecraft": _statistics(turn, sources, raw["cachecraft"])}
+    return AgentChatResponse(response.message.content or "", metadata=metadata, **_reported(turn, sources))
 
 
 class _Streamed:
     """A response whose stream is the answer's; at its end the turn is remembered and its statistics are filled in."""
 
-    def __init__(self, turn: _Turn, nodes: list[NodeWithScore], llm: CacheCraftLLM, generation: Generation) -> None:
-        self._turn, self._nodes, self._llm, self._generation = turn, nodes, llm, generation
+    def __init__(self, turn: _Turn, sources: Sources, llm: CacheCraftLLM, generation: Generation) -> None:
+        self._turn = turn
+        self._sources = sources
+        self._llm = llm
+        self._generation = generation
         # Not LlamaIndex's thread that writes to the memory: its reader polls without pause, on a core of the model's.
-        self.response = CacheCraftStreamingChatResponse(is_writing_to_memory=False, **_sources(turn, nodes))
+        self.response = CacheCraftStreamingChatResponse(is_writing_to_memory=False, **_reported(turn, sources))
 
     def pieces(self, memory: BaseMemory) -> Generator[ChatResponse, None, None]:
         dispatcher.event(StreamChatStartEvent())
-        responses = observed(self._llm, self._turn.messages, self._generation, _documents(self._nodes))
+        responses = observed(self._llm, self._turn.messages, self._generation, self._sources.documents())
         try:
             with closing(responses):
                 yield from responses
@@ -266,7 +270,7 @@ class _Streamed:
 
     async def apieces(self, memory: BaseMemory) -> AsyncGenerator[ChatResponse, None]:
         dispatcher.event(StreamChatStartEvent())
-        responses = await aobserved(self._llm, self._turn.messages, self._generation, _documents(self._nodes))
+        responses = await aobserved(self._llm, self._turn.messages, self._generation, self._sources.documents())
         try:
             async with aclosing(responses):
                 async for response in responses:
@@ -278,6 +282,6 @@ class _Streamed:
     def _ended(self) -> list[ChatMessage]:
         """Complete the response; returns what to remember."""
         self.response.is_done = True
-        self.response.metadata["cachecraft"] = _statistics(self._turn, self._nodes, self._generation.stats.as_dict())
+        self.response.metadata["cachecraft"] = _statistics(self._turn, self._sources, self._generation.stats.as_dict())
         dispatcher.event(StreamChatEndEvent())
         return self._turn.said(self._generation.text)

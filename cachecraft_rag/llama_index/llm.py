@@ -29,19 +29,19 @@ from llama_index.core.callbacks import CallbackManager
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.prompts import BasePromptTemplate
-from llama_index.core.schema import BaseNode, MetadataMode
 from pydantic import BaseModel, ValidationError
 
 from cachecraft_rag.checks import check_kind, check_text
 from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.llama_index.stock_statistics import note_answer, observe_synthesizers
 from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.prompt.output_schema import asking_for
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.types import Chunk, noted_chunk_id
+from cachecraft_rag.types import Chunk
 
 Model = TypeVar("Model", bound=BaseModel)
 _ASSISTANTS = (MessageRole.ASSISTANT, MessageRole.CHATBOT, MessageRole.MODEL)
@@ -58,7 +58,8 @@ class CacheCraftLLM(CustomLLM):
     the engine's own instruction precedes every chunk.
 
     Statistics are in `raw` of a whole response and of a stream's last one: `raw["usage"]`, by which LlamaIndex counts
-    tokens, and `raw["cachecraft"]`.
+    tokens, and `raw["cachecraft"]`. Of a stock engine (`index.as_query_engine(llm=…)`) they are in
+    `response.metadata["cachecraft"]`, with those of the calls before the last in "earlier_calls".
 
     Args:
         engine: you close it yourself.
@@ -92,7 +93,9 @@ class CacheCraftLLM(CustomLLM):
             session=session,
             callback_manager=callback_manager or CallbackManager([]),
         )
-        self._engine, self._sampling = engine, sampling
+        self._engine = engine
+        self._sampling = sampling
+        observe_synthesizers()
 
     @classmethod
     def class_name(cls) -> str:
@@ -157,9 +160,16 @@ class CacheCraftLLM(CustomLLM):
         if len(ids) != len(given):
             raise ConfigError(f"{len(ids)} document_ids for {len(given)} documents; give one for each")
         chunks = [Chunk(text, known_id=name) for text, name in zip(given, ids, strict=True) if text.strip()]
-        return self._engine.stream(
-            question, chunks, history=history, session=self.session, sampling=sampling or self._sampling, config=config
+        generation = self._engine.stream(
+            question,
+            chunks,
+            history=history,
+            session=self.session,
+            sampling=sampling or self._sampling,
+            config=config,
         )
+        note_answer(generation)
+        return generation
 
     def structured_predict(
         self,
@@ -241,13 +251,6 @@ class CacheCraftLLM(CustomLLM):
     def _begin_chat(self, messages: Sequence[ChatMessage], options: dict[str, Any]) -> Generation:
         question, history = question_of(messages)
         return self.begin(question, history=history, **options)
-
-
-def documents_of(nodes: Iterable[BaseNode]) -> dict[str, list[str]]:
-    """The texts that the model sees of nodes, and the chunk ids that a retriever noted, as options of `begin`."""
-    nodes = list(nodes)
-    texts = [node.get_content(metadata_mode=MetadataMode.LLM) for node in nodes]
-    return {"documents": texts, "document_ids": [noted_chunk_id(node.metadata) for node in nodes]}
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:

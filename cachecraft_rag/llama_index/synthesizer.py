@@ -18,7 +18,7 @@ from llama_index.core.instrumentation.events.synthesis import GetResponseEndEven
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers import BaseSynthesizer
-from llama_index.core.schema import MetadataMode, NodeWithScore
+from llama_index.core.schema import NodeWithScore
 from llama_index.core.schema import QueryType as QueryTextType
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 from pydantic import BaseModel
@@ -28,23 +28,18 @@ from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.llama_index.llm import CacheCraftLLM, aobserved, documents_of, observed, validated
+from cachecraft_rag.llama_index.llm import CacheCraftLLM, aobserved, observed, validated
+from cachecraft_rag.llama_index.sources import Sources
 from cachecraft_rag.prompt.output_schema import asking_for
-from cachecraft_rag.retrievers.llama_index import without_paths
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types import chunk_id_of
 
 SETTINGS = frozenset(
     {"callback_manager", "empty_response", "output_cls", "sampling", "session", "streaming", "text_qa_template"}
 )
 _CONTEXT = "\u27e6cachecraft-template\u27e7"
 dispatcher = get_dispatcher(__name__)
-
-# Statistics of this task's answer, between `get_response` and the response object: LlamaIndex passes only the text from
-# one to the other. A context variable keeps concurrent answers apart.
-_statistics: ContextVar[dict[str, Any] | None] = ContextVar("cachecraft_statistics", default=None)
 
 
 class AnswerStatsEvent(BaseEvent):
@@ -58,14 +53,38 @@ class AnswerStatsEvent(BaseEvent):
         return "CacheCraftAnswerStatsEvent"
 
 
+class _AnswerRecord:
+    """Statistics of one answer, and its nodes, which take up their outcomes."""
+
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
+        self.statistics: dict[str, Any] = {}
+
+    def fill(self, counted: dict[str, Any]) -> None:
+        """Fill in the statistics of an answer that has ended, and send the event."""
+        self.sources.note_outcomes(counted)
+        self.statistics.update(counted, chunk_ids=self.sources.chunk_ids)
+        dispatcher.event(AnswerStatsEvent(stats=dict(self.statistics)))
+
+
+# Of this task's answer, between `synthesize`, `get_response` and the response object: LlamaIndex passes only texts from
+# one to the other. A context variable keeps concurrent answers apart.
+_record: ContextVar[_AnswerRecord | None] = ContextVar("cachecraft_record", default=None)
+
+
+def _current_record() -> _AnswerRecord:
+    """Return the record of this task's answer; an empty one where `get_response` was called alone."""
+    return _record.get() or _AnswerRecord(Sources(()))
+
+
 class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     """A response synthesizer that passes the nodes to the engine as chunks, so that their chunk-caches are reused.
 
     A node's chunk is the text the model sees of it (`MetadataMode.LLM`), without its `file_path`.
     `response.metadata["cachecraft"]` is `RequestStats.as_dict()` plus `chunk_ids`, which maps node ids to chunk ids;
-    for a stream it is complete at the stream's end. `get_response` returns text alone; its statistics are in the
-    `AnswerStatsEvent`. Pass the nodes best first, as retrievers return them: the engine puts the best one nearest to
-    the question.
+    for a stream it is complete at the stream's end, as is the outcome in the metadata of each source node.
+    `get_response` returns text alone; its statistics are in the `AnswerStatsEvent`. Pass the nodes best first, as
+    retrievers return them: the engine puts the best one nearest to the question.
 
     Args:
         engine: you close it yourself.
@@ -138,14 +157,24 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         self._opened.close()
 
     def synthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: Any, **settings: Any) -> Any:
-        """LlamaIndex's own; the model does not see the nodes' `file_path` (see `without_paths`)."""
-        nodes = _without_paths(nodes)
-        return super().synthesize(query, nodes, *args, **_ids_of(nodes), **settings)
+        """LlamaIndex's own; the model does not see the nodes' `file_path`."""
+        sources = Sources(nodes)
+        settings["document_ids"] = sources.noted_ids
+        token = _record.set(_AnswerRecord(sources))
+        try:
+            return super().synthesize(query, sources.nodes, *args, **settings)
+        finally:
+            _record.reset(token)
 
     async def asynthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: Any, **settings: Any) -> Any:
         """`synthesize` with the model in threads."""
-        nodes = _without_paths(nodes)
-        return await super().asynthesize(query, nodes, *args, **_ids_of(nodes), **settings)
+        sources = Sources(nodes)
+        settings["document_ids"] = sources.noted_ids
+        token = _record.set(_AnswerRecord(sources))
+        try:
+            return await super().asynthesize(query, sources.nodes, *args, **settings)
+        finally:
+            _record.reset(token)
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
         """Answer from texts, best first: a string, or a generator of pieces if this synthesizer streams."""
@@ -153,7 +182,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         answer: RESPONSE_TEXT_TYPE
         if self._streaming:
             generation = self.llm.begin(question, **asked)
-            answer = _deltas(observed(self.llm, question, generation, asked), generation, _new_statistics())
+            answer = _deltas(observed(self.llm, question, generation, asked), generation, _current_record())
         else:
             answer = self._whole(self.llm.complete(question, **asked))
         dispatcher.event(GetResponseEndEvent())
@@ -167,7 +196,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         answer: RESPONSE_TEXT_TYPE
         if self._streaming:
             generation = await asyncio.to_thread(self.llm.begin, question, **asked)
-            answer = _adeltas(await aobserved(self.llm, question, generation, asked), generation, _new_statistics())
+            answer = _adeltas(await aobserved(self.llm, question, generation, asked), generation, _current_record())
         else:
             answer = self._whole(await self.llm.acomplete(question, **asked))
         dispatcher.event(GetResponseEndEvent())
@@ -177,14 +206,9 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         self, response_str: RESPONSE_TEXT_TYPE | None, source_nodes: list[NodeWithScore]
     ) -> RESPONSE_TYPE:
         response = super()._prepare_response_output(response_str, source_nodes)
-        statistics = _statistics.get()
-        _statistics.set(None)
-        if statistics is not None:
-            statistics["chunk_ids"] = {
-                found.node.node_id: chunk_id_of(found.node.get_content(metadata_mode=MetadataMode.LLM))
-                for found in source_nodes
-            }
-            response.metadata = {**(response.metadata or {}), "cachecraft": statistics}
+        record = _record.get()
+        if record is not None:
+            response.metadata = {**(response.metadata or {}), "cachecraft": record.statistics}
         return response
 
     def _asked(self, query: str, texts: Sequence[str], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -200,7 +224,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     def _whole(self, response: CompletionResponse) -> Any:
         """The text of a response, or the object that it is; notes its statistics."""
         raw: Any = response.raw
-        _fill(_new_statistics(), raw["cachecraft"])
+        _current_record().fill(raw["cachecraft"])
         return response.text if self._output_cls is None else validated(self._output_cls, response.text)
 
     def _get_prompts(self) -> PromptDictType:
@@ -238,30 +262,8 @@ def _question_in(template: BasePromptTemplate, query: str) -> str:
     return question.strip()
 
 
-def _without_paths(nodes: Sequence[NodeWithScore]) -> list[NodeWithScore]:
-    return [NodeWithScore(node=without_paths(found.node), score=found.score) for found in nodes]
-
-
-def _ids_of(nodes: Sequence[NodeWithScore]) -> dict[str, list[str]]:
-    """The nodes' chunk ids, beside their texts, which LlamaIndex passes to `get_response` itself."""
-    return {"document_ids": documents_of(found.node for found in nodes)["document_ids"]}
-
-
-def _new_statistics() -> dict[str, Any]:
-    """An empty record for the answer that begins now; `_prepare_response_output` puts it into the response."""
-    statistics: dict[str, Any] = {}
-    _statistics.set(statistics)
-    return statistics
-
-
-def _fill(statistics: dict[str, Any], counted: dict[str, Any]) -> None:
-    """Fill in the statistics of an answer that has ended, and send the event."""
-    statistics.update(counted)
-    dispatcher.event(AnswerStatsEvent(stats=dict(statistics)))
-
-
 def _deltas(
-    responses: Generator[Any, None, None], generation: Generation, statistics: dict[str, Any]
+    responses: Generator[Any, None, None], generation: Generation, record: _AnswerRecord
 ) -> Generator[str, None, None]:
     """The pieces of an answer; its statistics are filled in at the end in any case."""
     try:
@@ -270,11 +272,11 @@ def _deltas(
                 if response.delta:
                     yield response.delta
     finally:
-        _fill(statistics, generation.stats.as_dict())
+        record.fill(generation.stats.as_dict())
 
 
 async def _adeltas(
-    responses: AsyncGenerator[Any, None], generation: Generation, statistics: dict[str, Any]
+    responses: AsyncGenerator[Any, None], generation: Generation, record: _AnswerRecord
 ) -> AsyncGenerator[str, None]:
     try:
         async with aclosing(responses):
@@ -282,4 +284,4 @@ async def _adeltas(
                 if response.delta:
                     yield response.delta
     finally:
-        _fill(statistics, generation.stats.as_dict())
+        record.fill(generation.stats.as_dict())

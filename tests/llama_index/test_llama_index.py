@@ -49,9 +49,9 @@ from cachecraft_rag.llama_index import (
     CacheCraftSynthesizer,
 )
 from cachecraft_rag.rag import CacheCraft
-from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraftRetriever
+from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraftRetriever, CacheCraftVectorStore
+from cachecraft_rag.types import CHUNK_ID_KEY, OUTCOME_KEY, chunk_id_of
 from cachecraft_rag.types import Document as OwnDocument
-from cachecraft_rag.types import chunk_id_of
 
 SHORT = SamplingParams(max_new_tokens=10)
 QUESTION = "How do I descale the kettle?"
@@ -89,7 +89,7 @@ def test_the_model_does_not_see_where_a_file_lies(engine: Engine, asynchronous: 
         response = synthesizer.synthesize(QUESTION, nodes=nodes)
     assert list(response.metadata["cachecraft"]["chunk_ids"].values()) == [chunk_id_of(TEXTS["kettle"])]
     assert [chunk["chunk_id"] for chunk in response.metadata["cachecraft"]["chunks"]] == [chunk_id_of(TEXTS["kettle"])]
-    assert response.source_nodes[0].node.metadata == {"file_path": "manuals/kettle.md"}
+    assert response.source_nodes[0].node.metadata["file_path"] == "manuals/kettle.md"
 
 
 class Recorder(BaseEventHandler):
@@ -195,35 +195,123 @@ def test_the_chunk_is_the_text_the_model_sees(engine: Engine) -> None:
     assert [record["chunks"][0]["outcome"] for record in records] == ["computed", "exact"]
 
 
-def test_a_retrievers_chunk_id_reaches_the_store_and_a_wrong_one_is_refused(engine: Engine) -> None:
-    def found(text: str, name: Any) -> list[NodeWithScore]:
-        node = TextNode(text=text, metadata={"cachecraft_chunk_id": name})
-        node.excluded_llm_metadata_keys = ["cachecraft_chunk_id"]
-        return [NodeWithScore(node=node, score=1.0)]
+class Given(BaseRetriever):
+    """Retrieves the nodes that it was given."""
 
-    class Found(BaseRetriever):
-        def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-            return nodes
+    def __init__(self, *nodes: TextNode) -> None:
+        super().__init__()
+        self._nodes = nodes
 
-    synthesizer, name = CacheCraftSynthesizer(engine, sampling=SHORT), chunk_id_of(TEXTS["kettle"])
-    chat = CacheCraftChatEngine.from_defaults(Found(), engine=engine, sampling=SHORT)
-    nodes = found(TEXTS["kettle"], name)
-    response = synthesizer.synthesize(QUESTION, nodes)
-    assert [chunk["chunk_id"] for chunk in response.metadata["cachecraft"]["chunks"]] == [name]
-    engine.write_back.wait_for([name])
-    assert name in {row.variant.key.chunk_id for row in engine.store.rows()}
-    for nodes in (found(TEXTS["kettle"] + " Or was it?", name), found(TEXTS["kettle"], 7)):
-        calls: list[Callable[[], Any]] = [
-            lambda: synthesizer.synthesize(QUESTION, nodes),  # noqa: B023  # called at once
-            lambda: asyncio.run(synthesizer.asynthesize(QUESTION, nodes)),  # noqa: B023
-            lambda: chat.chat(QUESTION),
-            lambda: chat.stream_chat(QUESTION),
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return [NodeWithScore(node=node, score=1.0) for node in self._nodes]
+
+
+class LookUps:
+    """The real look-up of an engine's store, with the ids that it was asked for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.asked: list[str] = []
+        self._find = engine.store.find
+        engine.store.find = self  # type: ignore[method-assign,assignment]
+
+    def __call__(self, namespace: str, fingerprint: str, chunk_ids: list[str], **options: Any) -> Any:
+        self.asked += chunk_ids
+        return self._find(namespace, fingerprint, chunk_ids, **options)
+
+
+def test_a_vector_stores_chunk_id_is_what_the_look_up_is_asked_for(engine: Engine, tmp_path: Path) -> None:
+    look_ups = LookUps(engine)
+    with CacheCraftVectorStore(tmp_path / "index") as vectors:
+        index = VectorStoreIndex.from_vector_store(vectors, embed_model=MockEmbedding(embed_dim=8))
+        index.insert_nodes([TextNode(text=text, metadata={"page": name}) for name, text in TEXTS.items()])
+        nodes = index.as_retriever(similarity_top_k=3).retrieve(QUESTION)
+        ids = [scored.node.metadata[CHUNK_ID_KEY] for scored in nodes]
+        assert ids == [chunk_id_of(scored.node.get_content(metadata_mode=MetadataMode.LLM)) for scored in nodes]
+        for mode in (MetadataMode.LLM, MetadataMode.EMBED):
+            assert all(CHUNK_ID_KEY not in scored.node.get_content(metadata_mode=mode) for scored in nodes)
+        CacheCraftSynthesizer(engine, sampling=SHORT).synthesize(QUESTION, nodes)
+        chat = CacheCraftChatEngine.from_defaults(Given(*(scored.node for scored in nodes)), engine=engine)
+        chat.chat(QUESTION)
+        # The very objects: nothing between the vector store and the look-up made the ids again.
+        assert set(map(id, ids)) <= set(map(id, look_ups.asked))
+        vectors.add([scored.node.model_copy(update={"embedding": [1.0] * 8}) for scored in nodes])  # as they came back
+        assert sorted(node.metadata[CHUNK_ID_KEY] for node in vectors.get_nodes()) == sorted(ids)
+
+
+def test_an_edited_node_is_computed_and_its_old_id_is_named(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    old_id = chunk_id_of(TEXTS["kettle"])
+    edited = TextNode(text=TEXTS["kettle"] + " Or was it?", metadata={CHUNK_ID_KEY: old_id})
+    strange = TextNode(text=TEXTS["kettle"], metadata={CHUNK_ID_KEY: 7})
+    synthesizer = CacheCraftSynthesizer(engine, sampling=SHORT)
+    for node, stale_id in ((edited, old_id), (strange, "7")):
+        hidden = node.model_copy(update={"excluded_llm_metadata_keys": [CHUNK_ID_KEY]})
+        nodes = [NodeWithScore(node=hidden, score=1.0)]
+        chat = CacheCraftChatEngine.from_defaults(Given(hidden), engine=engine, sampling=SHORT)
+        streamed = chat.stream_chat(QUESTION)
+        "".join(streamed.response_gen)
+        responses = [
+            synthesizer.synthesize(QUESTION, nodes),
+            asyncio.run(synthesizer.asynthesize(QUESTION, nodes)),
+            chat.chat(QUESTION),
+            streamed,
         ]
-        for call in calls:
-            with pytest.raises(ConfigError, match="chunk"):
-                call()
+        for response in responses:
+            (chunk,) = response.metadata["cachecraft"]["chunks"]
+            assert (chunk["chunk_id"], chunk["stale_id"]) == (chunk_id_of(node.text), stale_id)
+            assert response.metadata["cachecraft"]["chunk_ids"] == {node.node_id: chunk_id_of(node.text)}
+    assert len([record for record in caplog.records if record.name == "cachecraft_rag.prompt"]) == 1
     with pytest.raises(ConfigError, match="give one for each"):
         CacheCraftLLM(engine).complete(QUESTION, documents=["a", "b"], document_ids=["c"])
+
+
+def test_source_nodes_say_what_became_of_them(engine: Engine) -> None:
+    nodes = [NodeWithScore(node=TextNode(text=text), score=1.0) for text in TEXTS.values()]
+    ids = [chunk_id_of(text) for text in TEXTS.values()]
+    whole = CacheCraftSynthesizer(engine, sampling=SHORT)
+    streaming = CacheCraftSynthesizer(engine, sampling=SHORT, streaming=True)
+    chat = CacheCraftChatEngine.from_defaults(Given(*(scored.node for scored in nodes)), engine=engine, sampling=SHORT)
+    responses: list[Any] = [whole.synthesize(QUESTION, nodes), asyncio.run(whole.asynthesize(QUESTION, nodes))]
+    stream = streaming.synthesize(QUESTION, nodes)
+    assert {scored.node.metadata[OUTCOME_KEY] for scored in stream.source_nodes} == {None}
+    "".join(stream.response_gen)
+    told = chat.stream_chat(QUESTION)
+    "".join(told.response_gen)
+    responses += [stream, chat.chat(QUESTION), told]
+    for response in responses:
+        outcomes = [scored.node.metadata[OUTCOME_KEY] for scored in response.source_nodes]
+        assert [outcome["chunk_id"] for outcome in outcomes] == ids
+        assert [scored.node.metadata[CHUNK_ID_KEY] for scored in response.source_nodes] == ids
+        for scored in response.source_nodes:
+            assert scored.node.get_content(metadata_mode=MetadataMode.LLM) == scored.node.text
+    assert [outcome["outcome"] for outcome in outcomes] == ["exact"] * len(ids)
+    assert all(scored.node.metadata == {} for scored in nodes)
+
+
+def test_a_stock_query_engine_reports_what_was_reused(engine: Engine) -> None:
+    llm = CacheCraftLLM(engine, sampling=SHORT)
+    index = VectorStoreIndex([TextNode(text=text) for text in TEXTS.values()], embed_model=MockEmbedding(embed_dim=8))
+    responses: list[Any] = []
+    for mode in ("compact", "refine"):
+        responses.append(index.as_query_engine(llm=llm, response_mode=mode).query(QUESTION))
+        responses.append(asyncio.run(index.as_query_engine(llm=llm, response_mode=mode).aquery(QUESTION)))
+    stream = index.as_query_engine(llm=llm, streaming=True).query(QUESTION)
+    assert "cachecraft" not in stream.metadata
+    assert "".join(stream.response_gen)
+
+    async def read() -> Any:
+        response = await index.as_query_engine(llm=llm, streaming=True).aquery(QUESTION)
+        assert [piece async for piece in response.response_gen]
+        return response
+
+    responses += [stream, asyncio.run(read())]
+    for response in responses:
+        numbers = response.metadata["cachecraft"]
+        assert numbers["tokens_prompt"] > numbers["tokens_generated"] > 0
+        assert numbers["finish"] in ("length", "end")
+    calls = [len(response.metadata["cachecraft"]["earlier_calls"]) for response in responses]
+    assert calls == [0, 0, len(calls_of_refine := responses[2].source_nodes) - 1, len(calls_of_refine) - 1, 0, 0]
+    ours = CacheCraftQueryEngine.from_index(index, engine=engine, sampling=SHORT).query(QUESTION)
+    assert "earlier_calls" not in ours.metadata["cachecraft"]
 
 
 class OnlyKettles(BaseNodePostprocessor):

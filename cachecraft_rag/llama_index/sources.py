@@ -1,0 +1,51 @@
+"""The nodes that an answer was given: their texts and chunk ids going in, their outcomes coming out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from llama_index.core.schema import MetadataMode, NodeWithScore
+
+from cachecraft_rag.retrievers.llama_index import with_notes, without_paths
+from cachecraft_rag.types import CHUNK_ID_KEY, OUTCOME_KEY, Chunk, noted_chunk_id
+
+
+class Sources:
+    """Copies of the nodes of an answer; the retriever's own stay as they are.
+
+    The model sees neither a node's `file_path` nor the two notes in the metadata of each copy: its chunk id, and the
+    outcome, which is None until the answer has ended and then the fields of `ChunkStats`.
+
+    nodes  the copies, in the order of the nodes
+    texts  what the model sees of them
+    noted_ids  chunk ids that a retriever noted, "" where it noted none; an edited node has another text's
+    chunk_ids  node id → chunk id
+    """
+
+    def __init__(self, nodes: Iterable[NodeWithScore]) -> None:
+        self.nodes: list[NodeWithScore] = []
+        self.texts: list[str] = []
+        self.noted_ids: list[str] = []
+        self.chunk_ids: dict[str, str] = {}
+        for scored in nodes:
+            noted_id = noted_chunk_id(scored.node.metadata)
+            notes = {CHUNK_ID_KEY: noted_id, OUTCOME_KEY: None}
+            node = with_notes(without_paths(scored.node), notes)  # first, because it also hides notes from the text
+            text = node.get_content(metadata_mode=MetadataMode.LLM)
+            chunk_id = Chunk(text, known_id=noted_id).chunk_id
+            node.metadata[CHUNK_ID_KEY] = chunk_id
+            self.nodes.append(NodeWithScore(node=node, score=scored.score))
+            self.texts.append(text)
+            self.noted_ids.append(noted_id)
+            self.chunk_ids[node.node_id] = chunk_id
+
+    def documents(self) -> dict[str, list[str]]:
+        """Return the texts and noted chunk ids as options of `CacheCraftLLM.begin`."""
+        return {"documents": list(self.texts), "document_ids": list(self.noted_ids)}
+
+    def note_outcomes(self, statistics: Mapping[str, Any]) -> None:
+        """Put each passage's outcome into its node's metadata, from `RequestStats.as_dict()`."""
+        outcomes = {chunk["chunk_id"]: chunk for chunk in statistics.get("chunks", ())}
+        for scored in self.nodes:
+            scored.node.metadata[OUTCOME_KEY] = outcomes.get(scored.node.metadata[CHUNK_ID_KEY])
