@@ -44,7 +44,7 @@ OTHERS: dict[str, Any] = {  # a value of each setting that is not its default
     "eviction": "f_r", "host_bytes": 10**8, "device_bytes": 10**8, "queue_bytes": 10**8, "readers": 2,
     "read_bytes_per_s": 1e6, "codec": "int8", "busy_timeout_s": 2.0, "reuse.reuse": False, "reuse.capture": False,
     "reuse.scope": "prefix", "reuse.alpha": 0.7, "reuse.recompute_ratio": 0.3, "reuse.selector": "cache_craft",
-    "reuse.probe_min_rows": 5, "reuse.budget_scope": "chunk", "reuse.drift": 0.1,
+    "reuse.probe_min_rows": 5, "reuse.budget_scope": "chunk", "reuse.nearest_share": 0.55, "reuse.drift": 0.1,
     "reuse.plain_prompts": "off",
     "reuse.early_termination": True, "reuse.early_termination_window": 2, "reuse.loading": "whole",
     "reuse.refresh_rows": 2,
