@@ -281,7 +281,7 @@ class NotedMetadata(dict[str, Any]):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = None  # type: ignore[assignment]  # as of any dict
+    __hash__ = None  # as of any dict
 
 
 def _without_notes(metadata: dict[str, Any]) -> dict[str, Any]:

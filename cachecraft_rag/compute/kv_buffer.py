@@ -89,7 +89,7 @@ class KVBuffer:
         own_heads = self._ranks.own_heads(chunk.flatten(0, 1))  # keys and values of each layer along dimension 0
         with torch.cuda.stream(copy_stream(self._device)):
             moved = own_heads.to(self._device, non_blocking=True)
-            return moved.unflatten(0, (layers, 2)), launched(self._device)
+            return moved.view(layers, 2, *moved.shape[1:]), launched(self._device)
 
     def _place_layers(self, chunk: Tensor, start: int, first: int) -> None:
         """Write several layers of a chunk-cache on this device, the first of which is layer `first`."""

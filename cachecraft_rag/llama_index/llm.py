@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -316,7 +316,7 @@ async def alast_of(responses: CompletionResponseAsyncGen) -> CompletionResponse:
 
 
 def observed(
-    llm: CacheCraftLLM, asked: str | Sequence[ChatMessage], generation: Generation, documents: dict[str, Any]
+    llm: CacheCraftLLM, asked: str | Sequence[ChatMessage], generation: Generation, documents: Mapping[str, object]
 ) -> Generator[Any, None, None]:
     """The responses of an answer with LlamaIndex's events of an LLM call, to a prompt or to messages.
 
@@ -344,7 +344,7 @@ def observed(
 
 
 async def aobserved(
-    llm: CacheCraftLLM, asked: str | Sequence[ChatMessage], generation: Generation, documents: dict[str, Any]
+    llm: CacheCraftLLM, asked: str | Sequence[ChatMessage], generation: Generation, documents: Mapping[str, object]
 ) -> AsyncGenerator[Any, None]:
     """`observed` for an event loop."""
     responses: Any = aresponses_of(generation)

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from llama_index.core.schema import MetadataMode, NodeWithScore
 
 from cachecraft_rag.retrievers.llama_index import with_notes, without_paths
 from cachecraft_rag.types import CHUNK_ID_KEY, OUTCOME_KEY, Chunk, noted_chunk_id
+
+
+class DocumentOptions(TypedDict):
+    """Options of `CacheCraftLLM.begin` and `chat` that name the passages.
+
+    documents     the texts of the passages, in rank order
+    document_ids  the chunk id that each node carries, empty where none is noted
+    """
+
+    documents: list[str]
+    document_ids: list[str]
 
 
 class Sources:
@@ -40,7 +51,7 @@ class Sources:
             self.noted_ids.append(noted_id)
             self.chunk_ids[node.node_id] = chunk_id
 
-    def documents(self) -> dict[str, list[str]]:
+    def documents(self) -> DocumentOptions:
         """Return the texts and noted chunk ids as options of `CacheCraftLLM.begin`."""
         return {"documents": list(self.texts), "document_ids": list(self.noted_ids)}
 

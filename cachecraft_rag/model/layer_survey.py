@@ -136,7 +136,8 @@ class RotationForm:
     def candidates(cls, head_dim: int, width: int) -> Iterator[RotationForm]:
         """Return all forms that cos and sin `[tokens, width]` allow, the usual ones first."""
         tables = (("halves", width), ("half", 2 * width), ("pairs", width))
-        for (table, rotary_dim), interleaved, last, backwards in product(tables, *[(False, True)] * 3):
+        choices = (False, True)
+        for (table, rotary_dim), interleaved, last, backwards in product(tables, choices, choices, choices):
             if rotary_dim > head_dim or rotary_dim % 2 or (last and rotary_dim == head_dim):
                 continue
             yield cls(head_dim, rotary_dim, interleaved, last, table, backwards)

@@ -25,7 +25,7 @@ _SHAPING = ("quantization", "quantization_config", "hf_overrides", "hf_config_pa
             "model_class_overrides", "model_loader_extra_config", "config_format")  # fmt: skip
 # Values of `load_format` that read the checkpoint's own weights.
 _SAME_WEIGHTS = ("auto", "hf", "safetensors", "pt", "fastsafetensors", "runai_streamer")
-_NOTHING = (None, "", "{}", "auto", "None", False, {})
+_NOTHING: tuple[object, ...] = (None, "", "{}", "auto", "None", False, {})
 
 
 @dataclass(frozen=True)

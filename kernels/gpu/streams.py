@@ -21,7 +21,8 @@ def launched(device: torch.device) -> torch.cuda.Event | None:
     """Return an event after all work that this thread has launched on the device's current stream; None on a CPU."""
     if device.type != "cuda":
         return None
-    return torch.cuda.current_stream(device).record_event()
+    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
+    return event
 
 
 def wait_on_stream(event: torch.cuda.Event | None, *tensors: Tensor) -> None:
@@ -49,7 +50,7 @@ def wait_on_host(device: torch.device) -> None:
 @cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream on which this process copies chunk-caches to a GPU, beside the layers that are computed."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)
 
 
 class LayersInFlight:

@@ -120,7 +120,8 @@ class Catalog:
             with self._db.reading() as connection:
                 names = connection.execute("SELECT policy FROM eviction").fetchall()
             name = names[0][0] if len(names) == 1 else None
-            self.policy = policy or POLICIES.get(name, Saving())
+            stored_policy = Saving() if name is None else POLICIES.get(name, Saving())
+            self.policy = policy or stored_policy
             if not self.read_only and name != self.policy.name:
                 self._adopt(self.policy)
         except BaseException:  # Ctrl-C too: the file is closed
