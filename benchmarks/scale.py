@@ -28,7 +28,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.planning.scoring import context_impact
-from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.store.catalog import Catalog
 from cachecraft_rag.store.catalog_records import Limits
 from cachecraft_rag.types import Chunk, Progress, Prompt, Segment, TokenScores, Variant, VariantKey

@@ -28,10 +28,10 @@ from cachecraft_rag.observability.stats import Answer, RequestStats, Source
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
-from cachecraft_rag.retrievers.faiss_store import FaissStore
-from cachecraft_rag.retrievers.filters import Where
+from cachecraft_rag.retrievers.index.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.filters import Where
+from cachecraft_rag.retrievers.index.removal import evict_chunks
 from cachecraft_rag.retrievers.indexer import IndexReport, index_documents, index_folder
-from cachecraft_rag.retrievers.removal import evict_chunks
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever, open_index
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingOptions, sampling_from

@@ -1,1 +1,6 @@
-"""Retrieval: the FAISS store that returns chunk ids, and the embedding models."""
+"""Retrieval: a question in, the nearest chunks with their chunk ids out.
+
+`reading` turns files into chunks and `index` stores and searches them. The modules here bring the two together:
+embedding models, indexing a folder, retrieval within a conversation, and the classes of LangChain and LlamaIndex.
+Nothing here runs a language model.
+"""

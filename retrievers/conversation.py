@@ -16,13 +16,13 @@ import numpy as np
 
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.retrievers.embeddings import unit_vectors
-from cachecraft_rag.retrievers.filters import Where
+from cachecraft_rag.retrievers.index.filters import Where
 from cachecraft_rag.types import SearchHit
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from cachecraft_rag.retrievers.faiss_store import FaissStore
+    from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 
 TIE = 0.02  # cosines this close are a tie; of 40 follow-ups it loses none, and 0.1 loses one
 _QUESTIONS = 2  # how many of the user's earlier turns are searched with the new one; three find no more

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING
 
 from cachecraft_rag.errors import DocumentError, IndexStoreError
 from cachecraft_rag.model.chunk_bound import ModelTokens
-from cachecraft_rag.retrievers.chunking import SPLITTER_VERSION, split
-from cachecraft_rag.retrievers.documents import (
+from cachecraft_rag.retrievers.index.schema import same_model
+from cachecraft_rag.retrievers.reading.chunking import SPLITTER_VERSION, split
+from cachecraft_rag.retrievers.reading.documents import (
     LARGEST_FILE,
     Problem,
     SourceFile,
@@ -37,13 +38,12 @@ from cachecraft_rag.retrievers.documents import (
     shown,
     too_large,
 )
-from cachecraft_rag.retrievers.office import MissingReaderError
-from cachecraft_rag.retrievers.schema import same_model
+from cachecraft_rag.retrievers.reading.office import MissingReaderError
 from cachecraft_rag.types import Chunk, Document, Progress, digest
 
 if TYPE_CHECKING:
     from cachecraft_rag.retrievers.embeddings import Embedder
-    from cachecraft_rag.retrievers.faiss_store import Change, FaissStore, StoredDocument
+    from cachecraft_rag.retrievers.index.faiss_store import Change, FaissStore, StoredDocument
 
 DEFAULT_CHUNK_TOKENS = 512  # for embedding models that read thousands: a chunk should be about one topic
 

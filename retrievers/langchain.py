@@ -13,9 +13,9 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.retrievers.conversation import search
 from cachecraft_rag.retrievers.embeddings import Embedder, unit_vectors
-from cachecraft_rag.retrievers.faiss_store import FaissStore
-from cachecraft_rag.retrievers.filters import Where
-from cachecraft_rag.retrievers.removal import Evictions
+from cachecraft_rag.retrievers.index.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.filters import Where
+from cachecraft_rag.retrievers.index.removal import Evictions
 from cachecraft_rag.retrievers.retriever import Retriever
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.durable import Caches

@@ -48,11 +48,11 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder, unit_vectors
-from cachecraft_rag.retrievers.faiss_store import DATABASE, FaissStore
+from cachecraft_rag.retrievers.index.faiss_store import DATABASE, FaissStore
+from cachecraft_rag.retrievers.index.removal import Evictions
+from cachecraft_rag.retrievers.index.schema import UNKNOWN_EMBEDDING
 from cachecraft_rag.retrievers.llama_index_filters import NODE, where_of
-from cachecraft_rag.retrievers.removal import Evictions
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
-from cachecraft_rag.retrievers.schema import UNKNOWN_EMBEDDING
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.durable import Caches
 from cachecraft_rag.types import CHUNK_ID_KEY, NOTE_KEYS, Chunk, SearchHit

@@ -9,7 +9,7 @@ from typing import Any
 from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
-from cachecraft_rag.retrievers.filters import Where, accepts
+from cachecraft_rag.retrievers.index.filters import Where, accepts
 from cachecraft_rag.types import Metadata
 
 NODE = "_node_content"  # LlamaIndex's own key for a whole node as JSON

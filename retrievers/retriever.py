@@ -11,9 +11,9 @@ from cachecraft_rag.errors import IndexStoreError
 from cachecraft_rag.prompt.builder import Turn, check_history
 from cachecraft_rag.retrievers.conversation import search
 from cachecraft_rag.retrievers.embeddings import Embedder
-from cachecraft_rag.retrievers.faiss_store import FaissStore, StoredDocument
-from cachecraft_rag.retrievers.filters import Where
-from cachecraft_rag.retrievers.removal import RemovalReport, remove_documents
+from cachecraft_rag.retrievers.index.faiss_store import FaissStore, StoredDocument
+from cachecraft_rag.retrievers.index.filters import Where
+from cachecraft_rag.retrievers.index.removal import RemovalReport, remove_documents
 from cachecraft_rag.store.durable import Caches
 from cachecraft_rag.types import SearchHit
 

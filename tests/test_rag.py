@@ -14,7 +14,7 @@ from cachecraft_rag.model.decoder import Decoder, chunk_bound_of
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.embeddings import Embedder
-from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.indexer import index_documents
 from cachecraft_rag.retrievers.retriever import open_index
 from cachecraft_rag.serving.sampling import SamplingParams

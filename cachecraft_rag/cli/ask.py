@@ -19,12 +19,12 @@ from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.errors import ConfigError, IndexStoreError, ModelNotFoundError
 from cachecraft_rag.observability.stats import Answer, ChunkStats
 from cachecraft_rag.planning.reasons import Reason
-from cachecraft_rag.retrievers.documents import SUFFIXES, require_readable
+from cachecraft_rag.retrievers.reading.documents import SUFFIXES, require_readable
 
 if TYPE_CHECKING:
     from cachecraft_rag.observability.stats import RequestStats
     from cachecraft_rag.rag import AnswerStream, AskOptions, CacheCraft, Comparison
-    from cachecraft_rag.retrievers.filters import Where
+    from cachecraft_rag.retrievers.index.filters import Where
     from cachecraft_rag.retrievers.indexer import IndexReport
     from cachecraft_rag.serving.priming import PrimingEstimate
     from cachecraft_rag.store import ChunkCacheStore
@@ -52,7 +52,7 @@ def require_match(store: Path, where: Where | None) -> None:
     """Raise ConfigError unless the filter leaves a chunk: the model would answer from nothing."""
     if where is None:
         return
-    from cachecraft_rag.retrievers.faiss_store import FaissStore
+    from cachecraft_rag.retrievers.index.faiss_store import FaissStore
     from cachecraft_rag.retrievers.retriever import INDEX_FOLDER
 
     with FaissStore.open(store / INDEX_FOLDER) as index:
@@ -109,7 +109,7 @@ def index(
     require_readable(folder)  # before the models are loaded and a store is made
     report = index_into(settings, folder, follow_links=chosen.follow_links)
     if report.removed_chunk_ids:
-        from cachecraft_rag.retrievers.removal import evict_chunks
+        from cachecraft_rag.retrievers.index.removal import evict_chunks
 
         with opened_caches(Path(settings["store"])) as caches:
             evict_chunks(caches, report.removed_chunk_ids)

@@ -17,7 +17,7 @@ from cachecraft_rag.cli.options import print_json, print_table, takes
 from cachecraft_rag.engine.settings import Settings
 
 if TYPE_CHECKING:
-    from cachecraft_rag.retrievers.faiss_store import FaissStore
+    from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 
 app = typer.Typer(help="List indexed documents, and remove them with their chunk-caches.", no_args_is_help=True)
 
@@ -26,7 +26,7 @@ app = typer.Typer(help="List indexed documents, and remove them with their chunk
 def opened(store: Path) -> Iterator[FaissStore]:
     """The retrieval index of a store folder; no model is loaded and nothing is created."""
     require_index(store)
-    from cachecraft_rag.retrievers.faiss_store import FaissStore
+    from cachecraft_rag.retrievers.index.faiss_store import FaissStore
     from cachecraft_rag.retrievers.retriever import INDEX_FOLDER
 
     with FaissStore.open(store / INDEX_FOLDER) as index:
@@ -61,7 +61,7 @@ def remove(
 
     Files stay where they are: `cachecraft index` of their folder brings them back.
     """
-    from cachecraft_rag.retrievers.removal import remove_documents
+    from cachecraft_rag.retrievers.index.removal import remove_documents
 
     store = Path(settings["store"])
     with opened(store) as index, opened_caches(store) as caches:

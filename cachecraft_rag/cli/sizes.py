@@ -50,8 +50,8 @@ def _tokens_of(documents: Path, model: str) -> int:
     """Tokens of all readable documents in the model's tokenizer."""
     from cachecraft_rag.errors import DocumentError
     from cachecraft_rag.model.decoder import chunk_bound_of
-    from cachecraft_rag.retrievers.documents import list_files, parse_document
-    from cachecraft_rag.retrievers.office import MissingReaderError
+    from cachecraft_rag.retrievers.reading.documents import list_files, parse_document
+    from cachecraft_rag.retrievers.reading.office import MissingReaderError
 
     bound = chunk_bound_of(model)
     total = 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.formats import Place, QuestionFile, SourceBuilder, SourceQuestion, read_source
 from cachecraft_rag.model.demo_model import handbook_folder, handbook_questions
-from cachecraft_rag.retrievers.chunking import split
+from cachecraft_rag.retrievers.reading.chunking import split
 from cachecraft_rag.types import Chunk, Document
 
 # In addition to those of the drawn questions: enough for unrelated passages, without splitting 300,000 articles.

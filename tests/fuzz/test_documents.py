@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from cachecraft_rag.errors import DocumentError
 from cachecraft_rag.model.chunk_bound import ModelTokens
-from cachecraft_rag.retrievers.chunking import split
-from cachecraft_rag.retrievers.documents import SourceFile, parse_document
+from cachecraft_rag.retrievers.reading.chunking import split
+from cachecraft_rag.retrievers.reading.documents import SourceFile, parse_document
 
 LIMIT = 256
 TEXT = (

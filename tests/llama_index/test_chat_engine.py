@@ -21,7 +21,7 @@ from cachecraft_rag import Decoder, Engine, SamplingParams
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index import CacheCraftChatEngine, CacheCraftLLM
 from cachecraft_rag.rag import CacheCraft
-from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraftRetriever, ConversationQuery
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Document as OwnDocument

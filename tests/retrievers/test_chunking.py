@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.chunk_bound import ModelTokens
-from cachecraft_rag.retrievers.chunking import CHARACTERS_PER_TOKEN, SMALLEST_LIMIT, split
+from cachecraft_rag.retrievers.reading.chunking import CHARACTERS_PER_TOKEN, SMALLEST_LIMIT, split
 from cachecraft_rag.types import Chunk, Document
 
 

@@ -14,7 +14,7 @@ from cachecraft_rag.model.demo_model import handbook_folder
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.retrievers.conversation import TIE, search_texts
 from cachecraft_rag.retrievers.embeddings import Embedder
-from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.indexer import index_documents, index_folder
 from cachecraft_rag.retrievers.retriever import Retriever, open_index
 from cachecraft_rag.types import Chunk, Document

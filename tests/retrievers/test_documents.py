@@ -9,7 +9,7 @@ from pypdf import PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
 from cachecraft_rag.errors import DocumentError
-from cachecraft_rag.retrievers.documents import SUFFIXES, SourceFile, list_files, parse_document, parsing
+from cachecraft_rag.retrievers.reading.documents import SUFFIXES, SourceFile, list_files, parse_document, parsing
 from cachecraft_rag.types import Document
 
 
@@ -449,7 +449,7 @@ def test_whatever_a_parser_raises_names_the_document(tmp_path: Path, monkeypatch
 
 
 def test_a_file_larger_than_any_that_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("cachecraft_rag.retrievers.documents.LARGEST_FILE", 1 << 20)
+    monkeypatch.setattr("cachecraft_rag.retrievers.reading.documents.LARGEST_FILE", 1 << 20)
     with pytest.raises(DocumentError, match=r"a\.txt: is larger than 1 MiB; split it"):
         read_document(written(tmp_path, "a.txt", "x" * ((1 << 20) + 1)))
 

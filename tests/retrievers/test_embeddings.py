@@ -22,7 +22,7 @@ def embedder() -> Embedder:
 
 def test_importing_the_module_loads_no_model_library():
     code = (
-        "import sys, cachecraft_rag.retrievers.embeddings, cachecraft_rag.retrievers.faiss_store, "
+        "import sys, cachecraft_rag.retrievers.embeddings, cachecraft_rag.retrievers.index.faiss_store, "
         "cachecraft_rag.retrievers.indexer, cachecraft_rag.retrievers.retriever\n"
         "heavy = {'torch', 'transformers', 'sentence_transformers', 'faiss', 'pypdf', 'lxml'} & set(sys.modules)\n"
         "assert not heavy, heavy"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cachecraft_rag.errors import ConfigError, IndexStoreError
-from cachecraft_rag.retrievers.faiss_store import DATABASE, INDEX_FILE, Change, FaissStore
+from cachecraft_rag.retrievers.index.faiss_store import DATABASE, INDEX_FILE, Change, FaissStore
 from cachecraft_rag.types import Chunk
 
 DIM = 8
@@ -590,7 +590,7 @@ def test_threads_search_while_others_write(store: FaissStore):
 WRITER = """
 import sys
 import numpy as np
-from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.types import Chunk
 
 folder, seed, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

@@ -23,7 +23,7 @@ from llama_index.core.vector_stores.types import (
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index import CacheCraftLLM
-from cachecraft_rag.retrievers.filters import accepts, check_where, fragments
+from cachecraft_rag.retrievers.index.filters import accepts, check_where, fragments
 from cachecraft_rag.retrievers.langchain import CacheCraftVectorStore as LangChainStore
 from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraftVectorStore
 from cachecraft_rag.store import ChunkCacheStore

@@ -7,7 +7,7 @@ import pytest
 from cachecraft_rag.errors import DocumentError, IndexStoreError
 from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.retrievers.embeddings import Embedder
-from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.indexer import IndexReport, index_documents, index_folder
 from cachecraft_rag.types import Document, Progress
 

@@ -17,7 +17,7 @@ from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.langchain import ChatCacheCraft
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.embeddings import Embedder
-from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.langchain import CacheCraftEmbeddings, CacheCraftVectorStore
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import CHUNK_ID_KEY, chunk_id_of

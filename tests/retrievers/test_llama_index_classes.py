@@ -29,9 +29,9 @@ from llama_index.core.vector_stores.types import (
 
 from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.retrievers.embeddings import Embedder
-from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.removal import Evictions
 from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraftVectorStore
-from cachecraft_rag.retrievers.removal import Evictions
 from cachecraft_rag.retrievers.retriever import Retriever, open_index
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import CHUNK_ID_KEY, Capture, KVLayout, TokenScores, VariantKey, chunk_id_of

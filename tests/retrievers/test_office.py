@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cachecraft_rag.errors import DocumentError
-from cachecraft_rag.retrievers import documents
-from cachecraft_rag.retrievers.documents import SourceFile, parse_document
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.indexer import index_folder
+from cachecraft_rag.retrievers.reading import documents
+from cachecraft_rag.retrievers.reading.documents import SourceFile, parse_document
 from cachecraft_rag.retrievers.retriever import open_index
 
 if TYPE_CHECKING:

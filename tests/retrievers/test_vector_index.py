@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cachecraft_rag.retrievers import vector_index
-from cachecraft_rag.retrievers.vector_index import VectorIndex
+from cachecraft_rag.retrievers.index.vector_index import VectorIndex
 
 DIM = 384  # the bundled embedding model's
 MANY = 6000

@@ -12,7 +12,7 @@ import pytest
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import IndexStoreError, StoreError
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Chunk

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.database import Database
 from cachecraft_rag.types import Capture, Chunk, KVLayout, TokenScores, Variant, VariantKey
@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {"disk_bytes": 400_000, "host_bytes": 20_000, "busy_t
 INTERRUPTS = int(os.environ.get("TESTS_INTERRUPTS", "2000"))
 WRITE_IN_ANOTHER_PROCESS = """
 import sys
-from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore
 from tests.store.test_interrupts import SETTINGS, capture
 from cachecraft_rag.types import Variant

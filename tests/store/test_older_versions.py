@@ -20,7 +20,7 @@ import pytest
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.calibration import load_calibration
-from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore, catalog
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.store.remote import RemoteConfig

@@ -18,7 +18,7 @@ import pytest
 
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ForkError
-from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter

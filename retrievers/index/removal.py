@@ -11,12 +11,12 @@ from difflib import get_close_matches
 
 from cachecraft_rag.checks import check_text, listed
 from cachecraft_rag.errors import CacheCraftError, DocumentError
-from cachecraft_rag.retrievers.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.store.durable import Caches
 
 GRACE_S = 60.0  # an upsert of a framework is a deletion, then embedding, then an addition
-logger = logging.getLogger("cachecraft_rag.retrievers.removal")
+logger = logging.getLogger("cachecraft_rag.retrievers.index.removal")
 
 
 @dataclass(frozen=True, slots=True)

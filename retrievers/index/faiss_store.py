@@ -24,10 +24,10 @@ import numpy as np
 
 from cachecraft_rag.checks import check_path, check_whole
 from cachecraft_rag.errors import IndexStoreError
-from cachecraft_rag.retrievers.filters import Where, accepts, check_where, encoded, fragments
-from cachecraft_rag.retrievers.schema import DATABASE as DATABASE
-from cachecraft_rag.retrievers.schema import chunk_of, model_name, open_database, verify
-from cachecraft_rag.retrievers.vector_index import VectorIndex
+from cachecraft_rag.retrievers.index.filters import Where, accepts, check_where, encoded, fragments
+from cachecraft_rag.retrievers.index.schema import DATABASE as DATABASE
+from cachecraft_rag.retrievers.index.schema import chunk_of, model_name, open_database, verify
+from cachecraft_rag.retrievers.index.vector_index import VectorIndex
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.database import Database
 from cachecraft_rag.store.processes import HomeProcess
@@ -41,7 +41,7 @@ INDEX_FILE = "index.faiss"
 _WAIT_S = 30.0  # for another process's transaction
 _PLACES = "SELECT chunk_id, text, metadata FROM owners JOIN chunks USING (number) WHERE {} ORDER BY doc_id, ordinal"
 _BATCH = 4096  # rows per query; bounds memory
-logger = logging.getLogger("cachecraft_rag.retrievers.faiss_store")
+logger = logging.getLogger("cachecraft_rag.retrievers.index.faiss_store")
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ _TRAINING = 4096  # vectors: FAISS uses no more for 16 centroids
 _ITERATIONS = 8  # of k-means; 25 take six times as long and find no more
 _MAGIC = b"CCINDEX2"
 _LEFTOVER_AFTER_S = 3600.0  # a temporary file this old belongs to a process that was killed
-logger = logging.getLogger("cachecraft_rag.retrievers.vector_index")
+logger = logging.getLogger("cachecraft_rag.retrievers.index.vector_index")
 
 
 class VectorIndex:

@@ -12,7 +12,7 @@ import json
 import zipfile
 from collections.abc import Iterator
 
-from cachecraft_rag.retrievers.markup import html_to_markdown
+from cachecraft_rag.retrievers.reading.markup import html_to_markdown
 
 _SNIFFED = 64 << 10  # characters in which the separator of a .csv is looked for
 _SEPARATORS = ",;\t|"

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 from cachecraft_rag.errors import CacheCraftError, DocumentError
-from cachecraft_rag.retrievers.markup import MarkupError, html_to_markdown, rst_to_markdown
-from cachecraft_rag.retrievers.office import (
+from cachecraft_rag.retrievers.reading.markup import MarkupError, html_to_markdown, rst_to_markdown
+from cachecraft_rag.retrievers.reading.office import (
     FormatError,
     MissingReaderError,
     docx_to_markdown,
