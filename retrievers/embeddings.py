@@ -150,7 +150,7 @@ def unit_vectors(vectors: ArrayLike) -> NDArray[np.float32]:
     >>> unit_vectors([3.0, 4.0]).tolist() == np.asarray([0.6, 0.8], np.float32).tolist()
     True
     """
-    values = np.asarray(vectors, dtype=np.float32)
+    values = np.asarray(vectors, dtype=np.float64)  # in float32 the square of a large number would overflow
     lengths = np.linalg.norm(values, axis=-1, keepdims=True)
     return (values / np.where(lengths == 0, 1, lengths)).astype(np.float32)
 

@@ -32,12 +32,12 @@ from cachecraft_rag.retrievers.reading.documents import (
     SourceFile,
     inaccessible,
     list_files,
-    parse_document,
     parsing,
     printable,
     shown,
     too_large,
 )
+from cachecraft_rag.retrievers.reading.limited_reader import LimitedReader
 from cachecraft_rag.retrievers.reading.office import MissingReaderError
 from cachecraft_rag.types import Chunk, Document, Progress, digest
 
@@ -102,8 +102,9 @@ def index_folder(
     run.problems += [
         Problem(place.doc_id(problem.doc_id), problem.kind, problem.reason) for problem in listing.problems
     ]
-    for file in listing.files:
-        run.file(SourceFile(file.path, place.doc_id(file.doc_id)), root=place.root)
+    with run.reader:
+        for file in listing.files:
+            run.file(SourceFile(file.path, place.doc_id(file.doc_id)), root=place.root)
     run.flush()
     if Path(path).is_dir():
         run.remove_vanished(place)
@@ -203,7 +204,11 @@ class _Run:
                 f"{store.folder}: the index was made with another embedding model than {embedder.name}; "
                 "use that model, or index into another folder"
             )
-        self.store, self.embedder, self.progress, self.model = store, embedder, progress, model
+        self.store = store
+        self.embedder = embedder
+        self.progress = progress
+        self.model = model
+        self.reader = LimitedReader()
         self.limit = min(chunk_tokens, embedder.limit)
         self.settings = f"reader {_READER_VERSION}, splitter {SPLITTER_VERSION}, {self.limit} tokens"
         self.stored = {document.doc_id: document for document in store.documents()}
@@ -223,7 +228,7 @@ class _Run:
             data = self._bytes_of(file.path)
             content = digest("file", hashlib.blake2b(data).hexdigest(), self.settings)
             if not self.is_unchanged(file.doc_id, content, root=root):
-                self.put(parse_document(file, data), content, root=root)
+                self.put(self.reader.read(file, data), content, root=root)
         except FileNotFoundError:
             pass  # deleted since it was listed; the run removes it like any other that is gone
         except OSError as error:

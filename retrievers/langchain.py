@@ -72,8 +72,14 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         self._owns_index = False
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str], embedding: Embeddings) -> Self:
-        """Open the index in a folder, or make it.
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        embedding: Embeddings,
+        *,
+        caches: Caches | None = None,
+    ) -> Self:
+        """Open the index in a folder, or make it; `caches` as in this class.
 
         Raises `IndexStoreError` if it was made with other embeddings. LangChain's embeddings have no fingerprint, so
         class, model name and width are compared.
@@ -87,7 +93,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
             model = next((value for key in ("model", "model_name") if (value := getattr(embedding, key, None))), "")
             name = f"{type(embedding).__name__} {model}".strip()
             fingerprint = f"{name}@{digest(name)}"
-        store = cls(FaissStore.open(folder, dim=dim, embedder_fingerprint=fingerprint), embedding)
+        check_kind("caches", caches, Caches, optional=True, advice="engine.store is one")
+        store = cls(FaissStore.open(folder, dim=dim, embedder_fingerprint=fingerprint), embedding, caches=caches)
         store._owns_index = True
         return store
 
@@ -100,11 +107,16 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         *,
         ids: list[str] | None = None,
         folder: str | os.PathLike[str] = DEFAULT_FOLDER,
+        caches: Caches | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Open the index in `folder` and add texts to what it holds."""
-        store = cls.open(folder, embedding)
-        store.add_texts(texts, metadatas, ids=ids, **kwargs)
+        """Open the index in `folder` and add texts to what it holds; `caches` as in this class.
+
+        `from_documents` takes the same options.
+        """
+        check_names(kwargs, ("caches", "folder", "ids", "metadatas"))
+        store = cls.open(folder, embedding, caches=caches)
+        store.add_texts(texts, metadatas, ids=ids)
         return store
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import Any
 from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
-from cachecraft_rag.retrievers.index.filters import Where, accepts
+from cachecraft_rag.retrievers.index.filters import Where, accepts, check_depth
 from cachecraft_rag.types import Metadata
 
 NODE = "_node_content"  # LlamaIndex's own key for a whole node as JSON
@@ -28,9 +28,13 @@ def where_of(
     return {"$and": parts} if parts else None
 
 
-def _group(filters: MetadataFilters) -> Where:
-    """Filters that may be nested; LlamaIndex's own function supports no nesting."""
-    parts = [_group(one) if isinstance(one, MetadataFilters) else _condition(one) for one in filters.filters]
+def _group(filters: MetadataFilters, *, depth: int = 0) -> Where:
+    """Return filters that may be nested; LlamaIndex's own function supports no nesting."""
+    check_depth(depth)
+    parts: list[Where] = []
+    for part in filters.filters:
+        nested = _group(part, depth=depth + 1) if isinstance(part, MetadataFilters) else _condition(part)
+        parts.append(nested)
     if filters.condition == FilterCondition.NOT:
         return lambda metadata: not any(accepts(part, metadata) for part in parts)
     group = "$or" if filters.condition == FilterCondition.OR else "$and"

@@ -50,15 +50,16 @@ def _tokens_of(documents: Path, model: str) -> int:
     """Tokens of all readable documents in the model's tokenizer."""
     from cachecraft_rag.errors import DocumentError
     from cachecraft_rag.model.decoder import chunk_bound_of
-    from cachecraft_rag.retrievers.reading.documents import list_files, parse_document
+    from cachecraft_rag.retrievers.reading.documents import list_files
+    from cachecraft_rag.retrievers.reading.limited_reader import LimitedReader
     from cachecraft_rag.retrievers.reading.office import MissingReaderError
 
     bound = chunk_bound_of(model)
     total = 0
-    with waiting(f"Counting tokens of {documents}"):
+    with LimitedReader() as reader, waiting(f"Counting tokens of {documents}"):
         for file in list_files(documents).files:
             try:
-                total += bound.count(parse_document(file, file.path.read_bytes()).text)
+                total += bound.count(reader.read(file, file.path.read_bytes()).text)
             except (DocumentError, MissingReaderError, OSError) as error:
                 options.warn(f"left out {error}")
     return total

@@ -40,6 +40,7 @@ INDEX_FILE = "index.faiss"
 
 _WAIT_S = 30.0  # for another process's transaction
 _PLACES = "SELECT chunk_id, text, metadata FROM owners JOIN chunks USING (number) WHERE {} ORDER BY doc_id, ordinal"
+_LARGEST_NUMBER = 1e15  # the inner product of two such vectors of 10 million numbers is a finite float32
 _BATCH = 4096  # rows per query; bounds memory
 logger = logging.getLogger("cachecraft_rag.retrievers.index.faiss_store")
 
@@ -224,6 +225,7 @@ class FaissStore(Closeable):
 
         Sorted by document; `where` as in `search`.
         """
+        check_where(where)
         with self._opened().snapshot() as db:
             if keys is None:
                 rows = db.execute(_PLACES.format("TRUE")).fetchall()
@@ -326,6 +328,11 @@ class FaissStore(Closeable):
             )
         if not np.isfinite(matrix).all():
             raise IndexStoreError(f"{self.folder}: a vector is not finite; run the embedding model in float32")
+        if matrix.size and np.abs(matrix).max() > _LARGEST_NUMBER:
+            raise IndexStoreError(
+                f"{self.folder}: a vector holds a number above {_LARGEST_NUMBER:g}, too large to compare; scale vectors "
+                "to unit length (retrievers.embeddings.unit_vectors does)"
+            )
         return matrix
 
     def _append(

@@ -44,26 +44,35 @@ OPERATORS: dict[str, Callable[[object, Any], bool]] = {
     "$lt": _ordered(operator.lt),
     "$lte": _ordered(operator.le),
 }
+DEEPEST_FILTER = 50
 GROUPS: dict[str, Callable[[Iterable[bool]], bool]] = {"$and": all, "$or": any}
 
 
-def check_where(where: Where | None) -> None:
-    """Raise ConfigError for a filter of another form, or with an unknown comparison."""
+def check_where(where: Where | None, *, depth: int = 0) -> None:
+    """Raise ConfigError for a filter of another form, with an unknown comparison, or nested too deep."""
     if where is None or callable(where):
         return
+    check_depth(depth)
     check_mapping("where", where)
     for key, wanted in where.items():
         if key in GROUPS:
             if not isinstance(wanted, list | tuple) or not wanted:
                 raise ConfigError(f"where: {key} needs a list of filters")
-            for one in wanted:
-                check_where(one)
+            for part in wanted:
+                check_where(part, depth=depth + 1)
         elif isinstance(wanted, Mapping):
             check_names(wanted, OPERATORS, what="comparison")
             for name, value in wanted.items():
-                many = name in ("$in", "$nin")
-                if many is not isinstance(value, list | tuple | set | frozenset):
-                    raise ConfigError(f"where[{key!r}]: {name} needs {'a list of values' if many else 'one value'}")
+                takes_many = name in ("$in", "$nin")
+                if takes_many is not isinstance(value, list | tuple | set | frozenset):
+                    needed = "a list of values" if takes_many else "a single value"
+                    raise ConfigError(f"where[{key!r}]: {name} needs {needed}")
+
+
+def check_depth(depth: int) -> None:
+    """Raise ConfigError for filters nested so deep that they were made by mistake or to do harm."""
+    if depth > DEEPEST_FILTER:
+        raise ConfigError(f"filters are nested more than {DEEPEST_FILTER} deep; write them with fewer levels")
 
 
 def encoded(metadata: Metadata) -> str:

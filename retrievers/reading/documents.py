@@ -133,24 +133,34 @@ def require_readable(path: Path) -> None:
         raise DocumentError(_unsupported(path))
 
 
-def parse_document(file: SourceFile, data: bytes) -> Document:
-    """The document in the bytes of a file.
+def require_known_kind(path: Path, nbytes: int) -> None:
+    """Raise `DocumentError` for a kind of file that is not read, or for too large a file."""
+    if path.suffix.lower() not in _PARSERS:
+        raise DocumentError(_unsupported(path))
+    if nbytes > LARGEST_FILE:
+        raise DocumentError(too_large(path))
 
-    Raises `DocumentError` if they hold no readable text, and `MissingReaderError` if the package that reads this kind
-    of file is not installed.
+
+def read_text(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
+    """Return the text in the bytes of a file, and the document's metadata.
+
+    A parser of an untrusted document may take hours or all memory: `limited_reader` calls this within limits.
+
+    Raises `DocumentError` if the bytes cannot be read, and `MissingReaderError` if the package that reads this kind of
+    file is not installed.
     """
-    parser = _PARSERS.get(file.path.suffix.lower())
-    if parser is None:
-        raise DocumentError(_unsupported(file.path))
-    if len(data) > LARGEST_FILE:
-        raise DocumentError(too_large(file.path))
-    with parsing(shown(file.path)):
-        text, metadata = parser(file.path, data)
-        text = _clean(text)
+    parser = _PARSERS[path.suffix.lower()]
+    with parsing(shown(path)):
+        text, metadata = parser(path, data)
+        return _clean(text), metadata
+
+
+def document_of(file: SourceFile, text: str, metadata: dict[str, Scalar]) -> Document:
+    """Return the document of a file. Raises `DocumentError` if its text is empty."""
     if not text.strip():
-        advice = (
-            "if it is a scan, run OCR first (for example ocrmypdf)" if "pages" in metadata else "add some or remove it"
-        )
+        advice = "add some or remove it"
+        if "pages" in metadata:
+            advice = "if it is a scan, run OCR first (for example ocrmypdf)"
         raise DocumentError(f"{shown(file.path)}: holds no text; {advice}")
     return Document(file.doc_id, text, metadata)
 

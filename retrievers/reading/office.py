@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 
 from cachecraft_rag.retrievers.reading.markup import html_to_markdown
 
 _SNIFFED = 64 << 10  # characters in which the separator of a .csv is looked for
 _SEPARATORS = ",;\t|"
 _LONGEST_FIELD = 1 << 24  # characters; Python's own limit of 131,072 is too small for a text in a cell
-_LONGEST_NAME = 200  # characters of a name that stands before each of its values: a longer one would multiply the text
+_LONGEST_NAME = 200  # characters of a name that stands before each of its values
+_MOST_GROWTH = 10  # a text may be this many times as long as its file: names stand before each of their values
+_ALWAYS_ALLOWED = 1 << 20  # characters
 
 
 class FormatError(ValueError):
@@ -26,6 +30,12 @@ class FormatError(ValueError):
 
 class MissingReaderError(ImportError):
     """The package that reads this kind of file is not installed; the message says how to install it."""
+
+
+def require_docx_reader() -> None:
+    """Raise `MissingReaderError` if mammoth, which reads Word files, is not installed."""
+    if find_spec("mammoth") is None:
+        raise MissingReaderError("Word files need the package mammoth; type: pip install 'cachecraft-rag[docx]'")
 
 
 def docx_to_markdown(data: bytes, *, most_bytes: int) -> str:
@@ -37,12 +47,9 @@ def docx_to_markdown(data: bytes, *, most_bytes: int) -> str:
         MissingReaderError: mammoth is not installed.
         FormatError: the file is no .docx, or unpacks to more than the limit.
     """
-    try:
-        import mammoth
-    except ImportError as error:
-        raise MissingReaderError(
-            f"Word files need the package mammoth ({error}); type: pip install 'cachecraft-rag[docx]'"
-        ) from error
+    require_docx_reader()
+    import mammoth
+
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             unpacked = sum(part.file_size for part in archive.infolist())  # zipfile reads no more than this of a part
@@ -56,9 +63,9 @@ def docx_to_markdown(data: bytes, *, most_bytes: int) -> str:
 
 
 def table_to_text(text: str, *, separator: str | None = None) -> str:
-    """A table with a heading row as paragraphs, one a row; a cell that is empty is left out.
+    """Return a table with a heading row as paragraphs, one a row; an empty cell is left out.
 
-    separator  between the cells; None: whichever of comma, semicolon, tab and bar the table uses
+    separator  the sign between the cells; None: whichever of comma, semicolon, tab and bar the table uses
 
     >>> print(table_to_text("name;litres\\nWren K2;1.7\\nOtter C6;"))
     name: Wren K2
@@ -66,25 +73,60 @@ def table_to_text(text: str, *, separator: str | None = None) -> str:
     <BLANKLINE>
     name: Otter C6
     """
-    if separator is None:
-        try:
-            separator = csv.Sniffer().sniff(text[:_SNIFFED], _SEPARATORS).delimiter
-        except csv.Error:  # a single column has no separator
-            separator = ","
     before = csv.field_size_limit(_LONGEST_FIELD)
     try:
+        if separator is None:
+            separator = _separator_of(text[:_SNIFFED])
         rows = list(csv.reader(io.StringIO(text), delimiter=separator))
     except csv.Error as error:
-        raise FormatError(f"its table cannot be read ({error}); save it anew as a table of UTF-8 text") from error
+        raise FormatError(f"its table cannot be read ({error}); save it again as a table of UTF-8 text") from error
     finally:
         csv.field_size_limit(before)
     rows = [row for row in rows if any(cell.strip() for cell in row)]
     names = rows[0] if rows else []
     if len(rows) == 1:
         return ", ".join(names)
-    paragraphs = ["\n".join(_cells([_shortened(name.strip()) for name in names], row)) for row in rows[1:]]
-    whole = [name for name in names if len(name.strip()) > _LONGEST_NAME]  # said once
-    return "\n\n".join(whole + paragraphs)
+    shortened = [_shortened(name.strip()) for name in names]
+    long_names = [name for name in names if len(name.strip()) > _LONGEST_NAME]  # whole, once
+    paragraphs = ("\n".join(_cells(shortened, row)) for row in rows[1:])
+    return _joined(itertools.chain(long_names, paragraphs), len(text))
+
+
+def _separator_of(text: str) -> str:
+    """Return the sign that divides most rows of a table into as many cells as its first row.
+
+    Python's `csv.Sniffer` takes quadratic time: half a minute for 64 KB that were made for it.
+
+    >>> _separator_of("size;price\\n1,5;3\\n2,5;4")
+    ';'
+    >>> _separator_of("one column")
+    ','
+    """
+
+    def score(separator: str) -> tuple[int, int]:
+        widths = [len(row) for row in csv.reader(io.StringIO(text), delimiter=separator) if row]
+        if not widths or widths[0] == 1:
+            return (0, 0)
+        return (sum(width == widths[0] for width in widths), widths[0])
+
+    return max(_SEPARATORS, key=score)  # the first of equals
+
+
+def _joined(paragraphs: Iterable[str], length: int) -> str:
+    """Return the paragraphs as one text. Raises FormatError if it is much longer than the file, of this length."""
+    most = _MOST_GROWTH * length + _ALWAYS_ALLOWED
+    total = 0
+    kept: list[str] = []
+    for paragraph in paragraphs:
+        total += len(paragraph) + 2
+        if total > most:
+            raise FormatError(
+                f"with a name before each value its text is {_MOST_GROWTH} times as long as the file; shorten the "
+                "names of its columns or keys, or leave it out"
+            )
+        if paragraph:
+            kept.append(paragraph)
+    return "\n\n".join(kept)
 
 
 def _shortened(name: str) -> str:
@@ -112,17 +154,30 @@ def json_to_text(text: str) -> str:
     parts: jug
     """
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except RecursionError as error:
         raise FormatError("it is nested too deep; flatten it or leave it out") from error
     except ValueError as error:
         try:
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+            value = [json.loads(line) for line in text.splitlines() if line.strip()]
         except ValueError:
             raise FormatError(f"it is no JSON ({error}); correct it or leave it out") from error
-    entries = found if isinstance(found, list) else [found]
-    paragraphs = ("\n".join(_lines("", entry)) for entry in entries)
-    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
+    entries = value if isinstance(value, list) else [value]
+    return _joined((_entry(entry, len(text)) for entry in entries), len(text))
+
+
+def _entry(value: object, length: int) -> str:
+    """Return an entry of the list at the top as one paragraph; `length` is the file's."""
+    most = _MOST_GROWTH * length + _ALWAYS_ALLOWED
+    lines: list[str] = []
+    for line in _lines("", value):
+        most -= len(line) + 1
+        if most < 0:
+            break  # `_joined` refuses it
+        lines.append(line)
+    else:
+        return "\n".join(lines)
+    return "\n".join([*lines, line])
 
 
 def _lines(path: str, value: object) -> Iterator[str]:

@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 from cachecraft_rag.errors import DocumentError
 from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.retrievers.reading.chunking import split
-from cachecraft_rag.retrievers.reading.documents import SourceFile, parse_document
+from cachecraft_rag.retrievers.reading.documents import SourceFile
+from cachecraft_rag.retrievers.reading.limited_reader import parse_document
 
 LIMIT = 256
 TEXT = (

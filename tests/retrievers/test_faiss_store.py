@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from cachecraft_rag.errors import ConfigError, IndexStoreError
+from cachecraft_rag.retrievers.embeddings import unit_vectors
 from cachecraft_rag.retrievers.index.faiss_store import DATABASE, INDEX_FILE, Change, FaissStore
 from cachecraft_rag.types import Chunk
 
@@ -701,3 +702,15 @@ def test_similar_chunks_are_the_nearest_others_best_first(store: FaissStore):
     assert names_of([other.text for other in store.similar(page.chunk_id, 10)]) == expected
     with pytest.raises(IndexStoreError, match="is not in the index"):
         store.similar(chunk("unknown").chunk_id, 1)
+
+
+def test_numbers_too_large_to_compare_are_refused(store: FaissStore):
+    large = np.full((1, store.dim), 3e38, dtype=np.float32)
+    with pytest.raises(IndexStoreError, match="scale vectors to unit length"):
+        store.upsert("a.md", [chunk("one")], large)
+    with pytest.raises(IndexStoreError, match="scale vectors to unit length"):
+        store.search(large[0], 1)
+    lengths = np.linalg.norm(unit_vectors(large), axis=1)
+    assert lengths == pytest.approx(1.0)
+    store.upsert("a.md", [chunk("one")], unit_vectors(large))
+    assert store.search(unit_vectors(large)[0], 1)[0].score == pytest.approx(1.0)

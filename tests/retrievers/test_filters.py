@@ -23,7 +23,7 @@ from llama_index.core.vector_stores.types import (
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index import CacheCraftLLM
-from cachecraft_rag.retrievers.index.filters import accepts, check_where, fragments
+from cachecraft_rag.retrievers.index.filters import Where, accepts, check_where, fragments
 from cachecraft_rag.retrievers.langchain import CacheCraftVectorStore as LangChainStore
 from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraftVectorStore
 from cachecraft_rag.store import ChunkCacheStore
@@ -214,3 +214,11 @@ def test_a_model_needs_an_open_engine(tiny_decoder: Callable[..., Any], tmp_path
             CacheCraftLLM.from_dict(llm.to_dict())
         with pytest.raises(ConfigError, match="cannot be pickled"):
             pickle.dumps(llm)
+
+
+def test_filters_nested_too_deep_are_refused():
+    where: Where = {"page": 1}
+    for _ in range(5_000):
+        where = {"$and": [where]}
+    with pytest.raises(ConfigError, match="nested more than 50 deep"):
+        check_where(where)

@@ -169,6 +169,23 @@ def test_it_is_on_the_disk_and_knows_its_embeddings(tmp_path: Path) -> None:
         CacheCraftVectorStore.open(tmp_path, eight)
 
 
+def test_a_store_made_from_documents_deletes_chunk_caches_too(
+    embedding: Directions, tiny_decoder: Callable[..., Decoder], tmp_path: Path
+) -> None:
+    documents = [Document("0 kept", id="a"), Document("1 gone", id="b")]
+    with ChunkCacheStore.open(tmp_path / "caches") as caches, Engine(tiny_decoder("Llama"), caches) as engine:
+        made = CacheCraftVectorStore.from_documents(documents, embedding, folder=tmp_path / "index", caches=caches)
+        with made as store:
+            ChatCacheCraft(engine=engine, max_tokens=2).invoke("What?", documents=store.similarity_search("0", k=2))
+            assert engine.settle()
+            store.delete(["b"])
+        kept = {row.variant.key.chunk_id for row in caches.rows()}
+        assert chunk_id_of("0 kept") in kept
+        assert chunk_id_of("1 gone") not in kept
+    with pytest.raises(ConfigError, match=r"cashes: no such option. Did you mean caches\?"):
+        CacheCraftVectorStore.from_documents(documents, embedding, folder=tmp_path / "index", cashes=None)
+
+
 def test_over_the_facades_index(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> None:
     """Chunks that the facade indexed are found by chunk id, answered over, and deleted with its chunk-caches."""
     embedder = Embedder()

@@ -14,8 +14,9 @@ import pytest
 from cachecraft_rag.errors import DocumentError
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.indexer import index_folder
-from cachecraft_rag.retrievers.reading import documents
-from cachecraft_rag.retrievers.reading.documents import SourceFile, parse_document
+from cachecraft_rag.retrievers.reading.documents import SourceFile
+from cachecraft_rag.retrievers.reading.limited_reader import parse_document
+from cachecraft_rag.retrievers.reading.office import FormatError, docx_to_markdown
 from cachecraft_rag.retrievers.retriever import open_index
 
 if TYPE_CHECKING:
@@ -84,12 +85,11 @@ def test_a_bad_word_file_is_a_problem_with_its_name(data: bytes, reason: str) ->
     assert "bad.docx" in str(raised.value)
 
 
-def test_a_word_file_that_unpacks_to_more_than_the_limit_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_file_that_unpacks_to_more_than_the_limit_is_not_unpacked() -> None:
     bomb = docx_bytes(padding=b"0" * (2 << 20))
     assert len(bomb) < 100_000
-    monkeypatch.setattr(documents, "LARGEST_FILE", 1 << 20)
-    with pytest.raises(DocumentError, match="unpacks to more than 1 MiB"):
-        read("bomb.docx", bomb)
+    with pytest.raises(FormatError, match="unpacks to more than 1 MiB"):
+        docx_to_markdown(bomb, most_bytes=1 << 20)
 
 
 @pytest.mark.parametrize(("name", "sign"), [("a.csv", ","), ("b.csv", ";"), ("c.tsv", "\t")])

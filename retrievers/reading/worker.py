@@ -1,0 +1,64 @@
+"""The process that runs parsers of untrusted documents, so that a document's time and memory have a limit.
+
+Run as `python -m cachecraft_rag.retrievers.reading.worker` by `limited_reader.LimitedReader`. It reads a line of JSON
+and the bytes of a document from its standard input, writes a line of JSON to its standard output, and goes on with the
+next document until its input ends. Whatever exceeds a limit ends this process or raises MemoryError in it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from cachecraft_rag.errors import DocumentError
+from cachecraft_rag.retrievers.reading.documents import read_text
+
+
+def main() -> None:
+    """Read documents until the input ends."""
+    documents = sys.stdin.buffer
+    answers = sys.stdout.buffer
+    sys.stdout = sys.stderr  # a parser that prints must not write into the answers
+    _write(answers, {"ready": True})
+    while header := documents.readline():
+        request = json.loads(header)
+        data = documents.read(request["bytes"])
+        _limit(request["cpu_seconds"], request["memory_bytes"])
+        _write(answers, _answer(Path(request["name"]), data))
+
+
+def _answer(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        text, metadata = read_text(path, data)
+        return {"text": text, "metadata": metadata}
+    except MemoryError:
+        return {"exceeded": "memory"}
+    except DocumentError as error:
+        is_memory = isinstance(error.__cause__, MemoryError)
+        return {"exceeded": "memory"} if is_memory else {"error": str(error)}
+
+
+def _write(answers: BinaryIO, answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer).encode() + b"\n")
+    answers.flush()
+
+
+def _limit(cpu_seconds: int, memory_bytes: int) -> None:
+    """Limit this process to so much more CPU time, and to so many bytes in all; not on Windows."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used_seconds = int(usage.ru_utime + usage.ru_stime) + 1
+    _, most_seconds = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (used_seconds + cpu_seconds, most_seconds))
+    if sys.platform == "linux":  # others ignore it, or count what was mapped and never touched
+        _, most_bytes = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, most_bytes))
+
+
+if __name__ == "__main__":
+    main()
