@@ -64,6 +64,7 @@ class CacheCraftLLM(CustomLLM):
     Args:
         engine: you close it yourself.
         sampling: how tokens are drawn, unless a call has its own `sampling=`.
+        max_tokens: most tokens of an answer, in place of those of `sampling`.
         session: see `Engine.stream`.
     """
 
@@ -79,13 +80,14 @@ class CacheCraftLLM(CustomLLM):
         engine: AnswerEngine,
         *,
         sampling: SamplingParams | None = None,
+        max_tokens: int | None = None,
         session: str | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
         check_kind("engine", engine, AnswerEngine, advice="Engine.from_pretrained makes one")
         check_kind("sampling", sampling, SamplingParams, optional=True, advice="write SamplingParams(temperature=…)")
         check_text("session", session, optional=True)
-        sampling = sampling or SamplingParams()
+        sampling = with_max_tokens(sampling or SamplingParams(), max_tokens)
         super().__init__(
             model_name=engine.decoder.name,
             context_window=engine.decoder.context_length,
@@ -136,6 +138,7 @@ class CacheCraftLLM(CustomLLM):
         document_ids: Sequence[str] = (),
         history: Sequence[Turn] = (),
         sampling: SamplingParams | None = None,
+        max_tokens: int | None = None,
         config: ReuseConfig | None = None,
         **unknown: Any,
     ) -> Generation:
@@ -150,7 +153,7 @@ class CacheCraftLLM(CustomLLM):
         if unknown:
             raise ConfigError(
                 f"{', '.join(unknown)}: no such option; there are documents, document_ids, history (with chat: the "
-                "messages), sampling (SamplingParams, which has max_new_tokens, temperature and others) and config"
+                "messages), max_tokens, sampling (SamplingParams: temperature and others) and config"
             )
         # A generator gives its texts once.
         given: Any = list(documents) if isinstance(documents, Iterable) and not isinstance(documents, str) else [None]
@@ -165,7 +168,7 @@ class CacheCraftLLM(CustomLLM):
             chunks,
             history=history,
             session=self.session,
-            sampling=sampling or self._sampling,
+            sampling=with_max_tokens(sampling or self._sampling, max_tokens),
             config=config,
         )
         note_answer(generation)
@@ -253,6 +256,11 @@ class CacheCraftLLM(CustomLLM):
         return self.begin(question, history=history, **options)
 
 
+def with_max_tokens(sampling: SamplingParams, max_tokens: int | None) -> SamplingParams:
+    """Return the sampling with another limit of an answer's tokens; None leaves it as it is."""
+    return sampling if max_tokens is None else replace(sampling, max_new_tokens=max_tokens)
+
+
 def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
     """Messages as turns; consecutive messages of one role are joined, and whoever is not the assistant is the user."""
     turns: list[tuple[Any, list[str]]] = []
@@ -277,7 +285,7 @@ def validated(output_cls: type[Model], text: str | None) -> Model:
     try:
         return output_cls.model_validate_json(text or "")
     except ValidationError as error:
-        raise ConfigError(f"the answer is no {output_cls.__name__}; allow it more max_new_tokens: {error}") from error
+        raise ConfigError(f"the answer is no {output_cls.__name__}; allow it more max_tokens: {error}") from error
 
 
 def _raw(stats: RequestStats) -> dict[str, Any]:

@@ -11,14 +11,17 @@ from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import QueryBundle
+from pydantic import BaseModel
 
 from cachecraft_rag.checks import check_kind, check_names, shown
-from cachecraft_rag.engine.base import AnswerEngine
+from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.llama_index.synthesizer import SETTINGS, CacheCraftSynthesizer
+from cachecraft_rag.llama_index.synthesizer import CacheCraftSynthesizer
+from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.closeable import Closeable
 
 # Arguments of `index.as_query_engine` about LlamaIndex's own LLM and prompts; the engine has its own.
@@ -27,8 +30,6 @@ _LLAMA_INDEX_ONLY = frozenset(
     | {"response_synthesizer", "simple_template", "summary_template", "use_async"}
 )
 _MODES = ("compact", "simple_summarize")  # as one prompt with all chunks is called
-# Options that `from_index` passes to `from_defaults`, besides the options of `EngineConfig`.
-_OWN_OPTIONS = SETTINGS | {"config", "engine", "model", "node_postprocessors", "response_mode", "store"}
 
 
 def _retriever(index: BaseIndex[Any], options: dict[str, Any], *, own: Collection[str]) -> BaseRetriever:
@@ -70,11 +71,31 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         self.synthesizer = response_synthesizer
 
     @classmethod
-    def from_index(cls, index: BaseIndex[Any], **options: Any) -> Self:
+    def from_index(
+        cls,
+        index: BaseIndex[Any],
+        *,
+        engine: AnswerEngine | None = None,
+        model: str | None = None,
+        store: PathLike | None = None,
+        config: EngineConfig | None = None,
+        node_postprocessors: list[BaseNodePostprocessor] | None = None,
+        response_mode: str = "compact",
+        streaming: bool = False,
+        sampling: SamplingParams | None = None,
+        max_tokens: int | None = None,
+        session: str | None = None,
+        empty_response: str | None = None,
+        output_cls: type[BaseModel] | None = None,
+        text_qa_template: BasePromptTemplate | None = None,
+        callback_manager: CallbackManager | None = None,
+        **options: Any,
+    ) -> Self:
         """In place of `index.as_query_engine()`, over any LlamaIndex index.
 
         Args:
-            options: those of `from_defaults`; all others go to `index.as_retriever` (`similarity_top_k`, `filters` …).
+            options: single options of `EngineConfig`; all others go to `index.as_retriever` (`similarity_top_k`,
+                `filters` …). The named ones are those of `from_defaults`.
 
         Raises:
             ConfigError: an option of `as_query_engine` that is about LlamaIndex's own LLM and prompts, or a retriever.
@@ -87,9 +108,27 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
                 "pass over all chunks; leave these options out"
             )
         check_kind("index", index, BaseIndex, advice="VectorStoreIndex.from_documents makes one")
-        names = _OWN_OPTIONS | EngineConfig.option_names()
-        own = {name: options.pop(name) for name in list(options) if name in names}
-        return cls.from_defaults(_retriever(index, options, own=names), **own)
+        engine_names = EngineConfig.option_names()
+        engine_options = {name: options.pop(name) for name in list(options) if name in engine_names}
+        named = set(inspect.signature(cls.from_index).parameters) - {"index", "options"}
+        return cls.from_defaults(
+            _retriever(index, options, own=engine_names | named),
+            engine=engine,
+            model=model,
+            store=store,
+            config=config,
+            node_postprocessors=node_postprocessors,
+            response_mode=response_mode,
+            streaming=streaming,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            session=session,
+            empty_response=empty_response,
+            output_cls=output_cls,
+            text_qa_template=text_qa_template,
+            callback_manager=callback_manager,
+            **engine_options,
+        )
 
     @classmethod
     def from_defaults(
@@ -97,18 +136,31 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         retriever: BaseRetriever,
         *,
         engine: AnswerEngine | None = None,
+        model: str | None = None,
+        store: PathLike | None = None,
+        config: EngineConfig | None = None,
         node_postprocessors: list[BaseNodePostprocessor] | None = None,
-        callback_manager: CallbackManager | None = None,
         response_mode: str = "compact",
-        **options: Any,
+        streaming: bool = False,
+        sampling: SamplingParams | None = None,
+        max_tokens: int | None = None,
+        session: str | None = None,
+        empty_response: str | None = None,
+        output_cls: type[BaseModel] | None = None,
+        text_qa_template: BasePromptTemplate | None = None,
+        callback_manager: CallbackManager | None = None,
+        **engine_options: Any,
     ) -> Self:
         """Over any LlamaIndex retriever.
 
         Args:
-            engine: an open one, instead of `model`, `store`, `config` and `options`; you close it yourself.
+            engine: an open one, instead of `model`, `store`, `config` and `engine_options`; you close it yourself.
+            model, store, config: as in `Engine.from_pretrained`; "demo" and "chunk-caches" by default.
             node_postprocessors, callback_manager: LlamaIndex's own.
             response_mode: "compact" or "simple_summarize", which are the same here: every answer is one pass.
-            options: `model`, `store`, `config` and others of `CacheCraftSynthesizer.from_pretrained`.
+            streaming, sampling, max_tokens, session, empty_response, output_cls, text_qa_template: as in
+                `CacheCraftSynthesizer`.
+            engine_options: single options of `EngineConfig` by name (`system`, `device` …), which override `config`.
 
         Raises:
             ConfigError: an index instead of a retriever, or settings of an engine beside an open one.
@@ -122,14 +174,24 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
                 f"{' or '.join(_MODES)}"
             )
         check_kind("engine", engine, AnswerEngine, optional=True, advice="Engine.from_pretrained makes one")
-        options = {name: value for name, value in options.items() if value is not None}
-        options["callback_manager"] = callback_manager
+        answering: dict[str, Any] = {
+            "streaming": streaming,
+            "sampling": sampling,
+            "max_tokens": max_tokens,
+            "session": session,
+            "empty_response": empty_response,
+            "output_cls": output_cls,
+            "text_qa_template": text_qa_template,
+            "callback_manager": callback_manager,
+        }
+        opening = {"model": model, "store": store, "config": config, **engine_options}
+        to_open = {name: value for name, value in opening.items() if value is not None}
         if engine is None:
-            synthesizer = CacheCraftSynthesizer.from_pretrained(**options)
-        elif to_open := options.keys() - SETTINGS:
+            synthesizer = CacheCraftSynthesizer.from_pretrained(**to_open, **answering)
+        elif to_open:
             raise ConfigError(f"{', '.join(sorted(to_open))}: the engine is open already; leave these options out")
         else:
-            synthesizer = CacheCraftSynthesizer(engine, **options)
+            synthesizer = CacheCraftSynthesizer(engine, **answering)
         return cls(retriever, synthesizer, node_postprocessors, callback_manager)
 
     @classmethod

@@ -35,9 +35,6 @@ from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.closeable import Closeable
 
-SETTINGS = frozenset(
-    {"callback_manager", "empty_response", "output_cls", "sampling", "session", "streaming", "text_qa_template"}
-)
 _CONTEXT = "\u27e6cachecraft-template\u27e7"
 dispatcher = get_dispatcher(__name__)
 
@@ -90,6 +87,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         engine: you close it yourself.
         streaming: return `StreamingResponse` and `AsyncStreamingResponse`.
         sampling, session: see `Engine.stream`.
+        max_tokens: most tokens of an answer, in place of those of `sampling`.
         empty_response: the answer if there are no nodes, instead of LlamaIndex's "Empty Response".
         output_cls: a pydantic model that the answer keeps to; the response is a `PydanticResponse`. Not for streams.
         text_qa_template: LlamaIndex's, with {context_str} first and {query_str} behind it. What would stand before the
@@ -102,6 +100,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         *,
         streaming: bool = False,
         sampling: SamplingParams | None = None,
+        max_tokens: int | None = None,
         session: str | None = None,
         empty_response: str | None = None,
         output_cls: type[BaseModel] | None = None,
@@ -114,7 +113,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
                 "output_cls must be a pydantic model, and its answers come whole: leave out streaming=True"
             )
         check_text("empty_response", empty_response, optional=True)
-        llm = CacheCraftLLM(engine, sampling=sampling, session=session)
+        llm = CacheCraftLLM(engine, sampling=sampling, max_tokens=max_tokens, session=session)
         sizes: dict[str, Any] = {"context_window": llm.context_window, "num_output": llm.num_output}
         # Otherwise both helpers would count with OpenAI's tokenizer. The engine, not they, makes the chunks fit.
         count = engine.decoder.tokenizer.encode
@@ -138,17 +137,35 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         *,
         store: PathLike = "chunk-caches",
         config: EngineConfig | None = None,
-        **options: Any,
+        streaming: bool = False,
+        sampling: SamplingParams | None = None,
+        max_tokens: int | None = None,
+        session: str | None = None,
+        empty_response: str | None = None,
+        output_cls: type[BaseModel] | None = None,
+        text_qa_template: BasePromptTemplate | None = None,
+        callback_manager: CallbackManager | None = None,
+        **engine_options: Any,
     ) -> Self:
         """Load a model and open (or make) a store folder, as `Engine.from_pretrained`; `close` closes both.
 
         Args:
-            options: arguments of this class, and single options of `EngineConfig`, which override `config`.
+            config: how to open the engine.
+            engine_options: single options of `EngineConfig` by name (`system`, `device` …), which override `config`.
         """
-        settings: dict[str, Any] = {name: options.pop(name) for name in SETTINGS & options.keys()}
         with ExitStack() as opened:
-            engine = opened.enter_context(Engine.from_pretrained(model, store=store, config=config, **options))
-            made = cls(engine, **settings)
+            engine = opened.enter_context(Engine.from_pretrained(model, store=store, config=config, **engine_options))
+            made = cls(
+                engine,
+                streaming=streaming,
+                sampling=sampling,
+                max_tokens=max_tokens,
+                session=session,
+                empty_response=empty_response,
+                output_cls=output_cls,
+                text_qa_template=text_qa_template,
+                callback_manager=callback_manager,
+            )
             made._opened = opened.pop_all()
         return made
 

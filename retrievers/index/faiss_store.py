@@ -330,8 +330,8 @@ class FaissStore(Closeable):
             raise IndexStoreError(f"{self.folder}: a vector is not finite; run the embedding model in float32")
         if matrix.size and np.abs(matrix).max() > _LARGEST_NUMBER:
             raise IndexStoreError(
-                f"{self.folder}: a vector holds a number above {_LARGEST_NUMBER:g}, too large to compare; scale vectors "
-                "to unit length (retrievers.embeddings.unit_vectors does)"
+                f"{self.folder}: a vector holds a number above {_LARGEST_NUMBER:g}, too large to compare; scale "
+                "vectors to unit length (retrievers.embeddings.unit_vectors does)"
             )
         return matrix
 

@@ -287,6 +287,23 @@ def test_source_nodes_say_what_became_of_them(engine: Engine) -> None:
     assert all(scored.node.metadata == {} for scored in nodes)
 
 
+def test_max_tokens_limits_an_answer_wherever_it_is_given(engine: Engine, index: VectorStoreIndex) -> None:
+    llm = CacheCraftLLM(engine, max_tokens=3)
+    assert llm.metadata.num_output == 3
+    counts = [
+        llm.complete(QUESTION).raw["cachecraft"]["tokens_generated"],
+        llm.complete(QUESTION, max_tokens=2).raw["cachecraft"]["tokens_generated"],
+    ]
+    engines = [
+        CacheCraftQueryEngine.from_index(index, engine=engine, max_tokens=3),
+        CacheCraftQueryEngine.from_defaults(index.as_retriever(), engine=engine, sampling=SHORT, max_tokens=2),
+    ]
+    counts += [made.query(QUESTION).metadata["cachecraft"]["tokens_generated"] for made in engines]
+    chat = CacheCraftChatEngine.from_index(index, engine=engine, max_tokens=3)
+    counts.append(chat.chat(QUESTION).metadata["cachecraft"]["tokens_generated"])
+    assert counts == [3, 2, 3, 2, 3]
+
+
 def test_a_stock_query_engine_reports_what_was_reused(engine: Engine) -> None:
     llm = CacheCraftLLM(engine, sampling=SHORT)
     index = VectorStoreIndex([TextNode(text=text) for text in TEXTS.values()], embed_model=MockEmbedding(embed_dim=8))
@@ -627,8 +644,8 @@ def test_chat_turns_become_the_history(engine: Engine) -> None:
     with pytest.raises(ConfigError, match="last message"):
         llm.chat([ChatMessage(role="assistant", content="Hello!")])
     for call in (llm.complete, llm.stream_complete):
-        with pytest.raises(ConfigError, match=r"max_tokens: no such option; there are documents, .*max_new_tokens"):
-            call(QUESTION, max_tokens=5)
+        with pytest.raises(ConfigError, match=r"max_new_tokens: no such option; there are documents, .*max_tokens"):
+            call(QUESTION, max_new_tokens=5)
 
 
 @pytest.mark.parametrize("documents", ["abc", [TextNode(text="abc")]])
