@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cachecraft_rag.retrievers import vector_index
+from cachecraft_rag.retrievers.index import vector_index
 from cachecraft_rag.retrievers.index.vector_index import VectorIndex
 
 DIM = 384  # the bundled embedding model's
