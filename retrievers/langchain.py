@@ -43,12 +43,12 @@ class CacheCraftEmbeddings(Embeddings):
         self.embedder = embedder or Embedder()
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        """Unit vectors of texts to be indexed."""
+        """Return unit vectors of texts to be indexed."""
         vectors: list[list[float]] = self.embedder.encode_document(texts).tolist()
         return vectors
 
     def embed_query(self, text: str) -> list[float]:
-        """Unit vector of a question."""
+        """Return the unit vector of a question."""
         vector: list[float] = self.embedder.encode_query([text])[0].tolist()
         return vector
 
@@ -68,7 +68,9 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         check_kind("index", index, FaissStore, advice="FaissStore.open makes one")
         check_kind("embedding", embedding, Embeddings, advice="CacheCraftEmbeddings() is one")
         check_kind("caches", caches, Caches, optional=True, advice="engine.store is one")
-        self.index, self._embedding, self._evictions = index, embedding, Evictions(caches)
+        self.index = index
+        self._embedding = embedding
+        self._evictions = Evictions(caches)
         self._owns_index = False
 
     @classmethod
@@ -87,7 +89,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         check_path("folder", folder)
         check_kind("embedding", embedding, Embeddings, advice="CacheCraftEmbeddings() is one")
         if isinstance(embedding, CacheCraftEmbeddings):
-            dim, fingerprint = embedding.embedder.dim, embedding.embedder.fingerprint
+            dim = embedding.embedder.dim
+            fingerprint = embedding.embedder.fingerprint
         else:
             dim = len(embedding.embed_query("width"))
             model = next((value for key in ("model", "model_name") if (value := getattr(embedding, key, None))), "")
@@ -121,7 +124,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
 
     @classmethod
     def from_rag(cls, rag: Retriever) -> Self:
-        """The index of a `CacheCraft` (or another `Retriever`); each chunk is a document under its chunk id."""
+        """Open the index of a `CacheCraft` (or another `Retriever`); each chunk is a document under its chunk id."""
         check_kind("rag", rag, Retriever, advice="CacheCraft.from_pretrained makes one")
         return cls(rag.index, CacheCraftEmbeddings(rag.embedder), caches=rag.caches)
 
@@ -159,7 +162,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return names
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
-        """Delete documents, all of them if `ids` is None. Unknown ids are no error.
+        """Delete documents, or all of them without `ids`. Unknown ids are no error.
 
         Chunk-caches follow with the next addition, after a minute, or at `close`: an upsert deletes first.
         """
@@ -173,27 +176,26 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return True
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """The documents with these ids; unknown ids are skipped."""
-        found = [self.index.chunks_of(name) for name in ids]
-        left = self.index.known_vectors(name for name, chunks in zip(ids, found, strict=True) if not chunks)
-        return [
-            _document(chunk)
-            for name, chunks in zip(ids, found, strict=True)
-            for chunk in chunks or self.index.get([name] if name in left else [])
-        ]
+        """Return the documents with these ids; unknown ids are skipped."""
+        chunks_by_id = {name: self.index.chunks_of(name) for name in ids}
+        # A chunk that was not added through LangChain has its chunk id as its id.
+        unknown = [name for name, chunks in chunks_by_id.items() if not chunks]
+        for chunk in self.index.get(self.index.known_vectors(unknown)):
+            chunks_by_id[chunk.chunk_id] = [chunk]
+        return [_document(chunk) for name in ids for chunk in chunks_by_id[name]]
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        """The `k` nearest documents, nearest first; `filter` as in `similarity_search_with_score`."""
+        """Return the `k` nearest documents, nearest first; `filter` as in `similarity_search_with_score`."""
         return [document for document, _ in self.similarity_search_with_score(query, k, **kwargs)]
 
     def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
-        """The `k` documents nearest to a vector."""
+        """Return the `k` documents nearest to a vector."""
         return [document for document, _ in self._search(embedding, k, **kwargs)]
 
     def conversation_search(
         self, query: str, history: Sequence[Turn], k: int = 4, *, filter: Filter | None = None
     ) -> list[tuple[Document, float]]:
-        """The `k` nearest documents to a question in its conversation, with their cosines; see `Retriever.retrieve`."""
+        """Return the `k` documents nearest to a question in its conversation, with their cosines."""
         check_whole("k", k, least=1)
 
         def encode(texts: list[str]) -> list[list[float]]:
@@ -205,7 +207,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     def similarity_search_with_score(
         self, query: str, k: int = 4, *, filter: Filter | None = None, **kwargs: Any
     ) -> list[tuple[Document, float]]:
-        """The `k` nearest documents with their cosines.
+        """Return the `k` nearest documents with their cosines.
 
         filter  values that the metadata must have, or comparisons of its scalar values (`{"page": {"$in": [1, 2]}}`:
                 `$eq`, `$ne`, `$in`, `$nin`, `$gt`, `$gte`, `$lt`, `$lte`, and `$and`, `$or` over filters), or a
@@ -217,7 +219,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     def max_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
-        """`k` of the `fetch_k` nearest documents, chosen to be near the query and unlike each other."""
+        """Return `k` of the `fetch_k` nearest documents, chosen to be near the query and unlike each other."""
         vector = self._embedding.embed_query(query)
         return self.max_marginal_relevance_search_by_vector(vector, k, fetch_k, lambda_mult, **kwargs)
 
@@ -255,7 +257,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
 
 
 def _chunk(document: Document, name: str) -> Chunk:
-    """A document as a chunk: scalar metadata as it is, so that filters reach it, and the rest as JSON."""
+    """Return a document as a chunk: scalar metadata as it is, for filters, and the rest as JSON."""
     plain = {
         key: value
         for key, value in document.metadata.items()
@@ -270,12 +272,12 @@ def _chunk(document: Document, name: str) -> Chunk:
 
 
 def _where(filter: Filter | None) -> Where | None:
-    """LangChain's filter for the index; a predicate sees the metadata that the document was added with."""
+    """Return LangChain's filter for the index; a predicate sees the metadata that the document was added with."""
     return (lambda metadata: filter(_values(metadata))) if callable(filter) else filter
 
 
 def _values(metadata: Metadata) -> dict[str, Any]:
-    """The metadata that the document was added with."""
+    """Return the metadata that the document was added with."""
     rest: dict[str, Any] = json.loads(str(metadata.get(_OURS, "{}"))).get("rest", {})
     return {key: value for key, value in metadata.items() if key != _OURS} | rest
 

@@ -62,7 +62,7 @@ PATH_KEYS = frozenset({"file_path"})
 
 
 def _in_thread(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The asynchronous version of a method; LlamaIndex's own would block the event loop."""
+    """Return the asynchronous version of a method; LlamaIndex's own would block the event loop."""
 
     @functools.wraps(method)
     async def call(*args: Any, **kwargs: Any) -> Any:
@@ -94,14 +94,14 @@ class CacheCraftEmbedding(BaseEmbedding):
         return "CacheCraftEmbedding"
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """The settings; `model` is what to load, if that is not `model_name`."""
+        """Return the settings; `model` names what to load, if that is not `model_name`."""
         data: dict[str, Any] = super().to_dict(**kwargs)
         source = self._embedder.source
         return data if source == self.model_name else {**data, "model": source}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> CacheCraftEmbedding:
-        """The embedding model of a `to_dict`, loaded again."""
+        """Load the embedding model of a `to_dict` again."""
         settings = {**data, **kwargs}
         settings.pop("class_name", None)
         name = settings.pop("model_name", BUNDLED_EMBEDDER)
@@ -173,7 +173,9 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         given = folder if isinstance(folder, FaissStore) else None
         path = given.folder if given is not None else Path(str(folder))
         super().__init__(stores_text=True, folder=str(path), embedding=embedding)  # type: ignore[call-arg]
-        self._store, self._evictions, self._owned = given, Evictions(caches), given is None
+        self._store = given
+        self._evictions = Evictions(caches)
+        self._owned = given is None
         if given is None and os.path.isfile(path / DATABASE):
             self._store = FaissStore.open(path, embedder_fingerprint=embedding)
 
@@ -184,7 +186,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> CacheCraftVectorStore:
-        """The store of a `to_dict`, or of a pickle: the same folder, opened again; `caches=` may be given anew."""
+        """Open the folder of a `to_dict` or a pickle again; `caches=` is not kept in either and may be given."""
         constants = ("class_name", "stores_text", "is_embedding_query")
         return cls(**{name: value for name, value in {**data, **kwargs}.items() if name not in constants})
 
@@ -251,12 +253,13 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     # --- questions ---
 
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
-        """The nodes that have one of the ids (None: all) and pass the filters."""
-        found = self._store.places(node_ids, where=where_of(filters)) if self._store is not None else []
-        return [_node_of(chunk) for chunk in found]
+        """Return the nodes that have one of the ids (None: all) and pass the filters."""
+        if self._store is None:
+            return []
+        return [_node_of(chunk) for chunk in self._store.places(node_ids, where=where_of(filters))]
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """The best nodes, best first; filters may be nested.
+        """Return the best nodes, best first; filters may be nested.
 
         Query modes: the default, by embedding, and `mmr`, near the query and unlike each other, with `mmr_threshold`
         (1: only near) over `mmr_prefetch_k` nodes (default: four times as many).
@@ -326,7 +329,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
 @dataclass
 class ConversationQuery(QueryBundle):
-    """A follow-up, for any retriever: one that embeds takes the mean of `search_texts`, another one the last of them.
+    """A follow-up, for any retriever: one that embeds takes the mean of `search_texts`, others take the last of them.
 
     `CacheCraftRetriever` also prefers chunks of the turn before where scores tie (see `Retriever.retrieve`).
     """
@@ -336,7 +339,7 @@ class ConversationQuery(QueryBundle):
 
     @classmethod
     def of(cls, question: str, history: Sequence[Turn]) -> QueryBundle:
-        """The query of a question after these turns; a plain one for a first question."""
+        """Return the query of a question after these turns; a plain one for a first question."""
         texts = search_texts(question, history)
         if len(texts) == 1:
             return QueryBundle(question)
@@ -364,13 +367,19 @@ class CacheCraftRetriever(BaseRetriever):
         check_whole("top_k", top_k, least=1)
         check_kind("filters", filters, MetadataFilters, optional=True)
         super().__init__(callback_manager=callback_manager)
-        self._rag, self._top_k, self._filters = rag, top_k, filters
+        self._rag = rag
+        self._top_k = top_k
+        self._filters = filters
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         where = where_of(self._filters)
         if isinstance(query_bundle, ConversationQuery):
-            question, history = query_bundle.question, query_bundle.history
-            hits = self._rag.retrieve(question, top_k=self._top_k, where=where, history=history)
+            hits = self._rag.retrieve(
+                query_bundle.question,
+                top_k=self._top_k,
+                where=where,
+                history=query_bundle.history,
+            )
         elif query_bundle.embedding is None and not query_bundle.custom_embedding_strs:
             hits = self._rag.retrieve(query_bundle.query_str, top_k=self._top_k, where=where)
         else:  # a transform (HyDE) replaced the question by other texts or a vector
@@ -390,7 +399,7 @@ def _chunk_of(node: BaseNode) -> Chunk:
 
 
 def without_paths(node: BaseNode) -> BaseNode:
-    """The node, or a copy whose text for the model (`MetadataMode.LLM`) leaves out what is in `PATH_KEYS`."""
+    """Return the node, or a copy whose text for the model (`MetadataMode.LLM`) leaves out `PATH_KEYS`."""
     seen = (PATH_KEYS & node.metadata.keys()) - set(node.excluded_llm_metadata_keys)
     if not seen:
         return node

@@ -18,9 +18,10 @@ NODE = "_node_content"  # LlamaIndex's own key for a whole node as JSON
 def where_of(
     filters: MetadataFilters | None, *, node_ids: Sequence[str] | None = None, doc_ids: Sequence[str] | None = None
 ) -> Where | None:
-    """LlamaIndex's filters as a `where` of `FaissStore.search`; an empty list of ids means any id in LlamaIndex."""
+    """Return LlamaIndex's filters as a `where` of `FaissStore.search`; an empty list of ids means any id."""
     parts: list[Where] = [_group(filters)] if filters is not None and filters.filters else []
-    nodes, documents = frozenset(node_ids or ()), frozenset(doc_ids or ())
+    nodes = frozenset(node_ids or ())
+    documents = frozenset(doc_ids or ())
     if nodes:
         parts.append(lambda metadata: _node(metadata).get("id_") in nodes)
     if documents:
@@ -41,11 +42,12 @@ def _group(filters: MetadataFilters, *, depth: int = 0) -> Where:
     return {group: parts} if parts else lambda _: group == "$and"
 
 
-def _condition(one: MetadataFilter) -> Where:
-    """One condition: two equal texts as values, which need no parsing of rows; any other by LlamaIndex's function."""
-    if one.operator == FilterOperator.EQ and isinstance(one.value, str) and not one.key.startswith("$"):
-        return {one.key: one.value}
-    filters = MetadataFilters(filters=[one])
+def _condition(condition: MetadataFilter) -> Where:
+    """Return a single condition: equality of texts as a value, which needs no parsing of rows, others as functions."""
+    is_equality = condition.operator == FilterOperator.EQ and isinstance(condition.value, str)
+    if is_equality and not condition.key.startswith("$"):
+        return {condition.key: condition.value}
+    filters = MetadataFilters(filters=[condition])
 
     def passes(metadata: Metadata) -> bool:
         whole = {**_node(metadata).get("metadata", {}), **metadata}
@@ -55,6 +57,6 @@ def _condition(one: MetadataFilter) -> Where:
 
 
 def _node(metadata: Metadata) -> dict[str, Any]:
-    """The node in a row's metadata; an empty one for a chunk that LlamaIndex did not add."""
-    found: dict[str, Any] = json.loads(str(metadata[NODE])) if NODE in metadata else {}
-    return found
+    """Return the node in a row's metadata; an empty one for a chunk that LlamaIndex did not add."""
+    node: dict[str, Any] = json.loads(str(metadata[NODE])) if NODE in metadata else {}
+    return node

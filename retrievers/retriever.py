@@ -1,4 +1,4 @@
-"""Retrieval without a framework: a question in, and its conversation if it has one; the nearest chunks out."""
+"""Retrieval without a framework: a question and its conversation in, the nearest chunks out."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ class Retriever:
     """
 
     def __init__(self, index: FaissStore, embedder: Embedder, *, caches: Caches | None = None) -> None:
-        self.index, self.embedder, self.caches = index, embedder, caches
+        self.index = index
+        self.embedder = embedder
+        self.caches = caches
 
     def retrieve(
         self, question: str, *, top_k: int = DEFAULT_TOP_K, where: Where | None = None, history: Iterable[Turn] = ()
     ) -> list[SearchHit]:
-        """The `top_k` chunks nearest to the question, best first; `where` filters them, see `FaissStore.search`.
+        """Return the `top_k` chunks nearest to the question, best first; `where` filters them, see `FaissStore.search`.
 
         Args:
             history: the conversation before the question, user first. The question is then searched for together with
@@ -58,7 +60,7 @@ class Retriever:
         return hits
 
     def documents(self) -> list[StoredDocument]:
-        """All documents of the index, sorted by `doc_id`, with the number of their chunks."""
+        """Return all documents of the index, sorted by `doc_id`, with the number of their chunks."""
         return self.index.documents()
 
     def remove_documents(self, names: Iterable[str]) -> RemovalReport:

@@ -135,7 +135,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     def bind_tools(
         self, tools: Sequence[Any], *, tool_choice: str | bool | dict[str, Any] | None = None, **kwargs: Any
     ) -> Runnable[Any, AIMessage]:
-        """The model with tools, which it calls in the form of its own chat template.
+        """Return the model with tools, which it calls in the form of its chat template.
 
         Args:
             tools: in any form that LangChain takes.
@@ -155,7 +155,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[Any, Any]:
-        """The model with answers that keep to a schema: a pydantic model, a TypedDict or a JSON schema.
+        """Return the model with answers that keep to a schema: a pydantic model, a TypedDict or a JSON schema.
 
         Each token is drawn among those that lead to JSON of the schema, whatever `method` and `strict` say.
         """
@@ -178,7 +178,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
     @property
     def model_name(self) -> str:
-        """The decoder's name."""
+        """Name of the decoder."""
         return self.engine.decoder.name
 
     def get_token_ids(self, text: str) -> list[int]:
@@ -383,24 +383,24 @@ class _Call:
 
 
 def _choice_of(choice: str | bool | dict[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> str:
-    """One of "auto", "none", "any" and the tools' names. Raises ConfigError."""
+    """Return "auto", "none", "any" or the name of a tool. Raises ConfigError for anything else."""
     if isinstance(choice, dict):
         choice = choice.get("function", choice).get("name")
     names = {None: "auto", False: "auto", True: "any", "required": "any"}
-    found = names.get(choice, choice) if isinstance(choice, str | bool | None) else choice
+    name = names.get(choice, choice) if isinstance(choice, str | bool | None) else choice
     known = ["auto", "none", "any", *(tool["function"]["name"] for tool in tools)]
-    if found not in known:
+    if name not in known:
         raise ConfigError(f"tool_choice is {choice!r}; there are {', '.join(known)}")
-    return str(found)
+    return str(name)
 
 
 def _rest_of(calls: CallReader, generation: Generation) -> ChatGenerationChunk:
-    """The calls of an answer that has ended, or the text that might have been one."""
-    text, found = calls.finish()
-    name = generation.stats.request_id
+    """Return the calls of an answer that has ended, or the text that might have been a call."""
+    text, finished_calls = calls.finish()
+    request_id = generation.stats.request_id
     chunks = [
-        tool_call_chunk(name=call.name, args=call.arguments, id=f"call_{name}_{number}", index=number)
-        for number, call in enumerate(found)
+        tool_call_chunk(name=call.name, args=call.arguments, id=f"call_{request_id}_{number}", index=number)
+        for number, call in enumerate(finished_calls)
     ]
     return ChatGenerationChunk(message=AIMessageChunk(content=text, tool_call_chunks=chunks))
 
@@ -414,7 +414,7 @@ def check_settings(settings: Mapping[str, Any], *classes: type[BaseModel]) -> No
 
 
 def documents_of(given: Any, name: str) -> list[Document]:
-    """The documents passed as argument `name`; ConfigError for anything else."""
+    """Return the documents passed as argument `name`. Raises ConfigError for anything else."""
     documents = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     if not all(isinstance(document, Document) for document in documents):
         raise ConfigError(
@@ -425,7 +425,7 @@ def documents_of(given: Any, name: str) -> list[Document]:
 
 
 def history_of(input: Mapping[str, Any], key: str) -> list[BaseMessage]:
-    """The messages under `key` of a chain's input, none where it is missing; ConfigError for anything else."""
+    """Return the messages under `key` of a chain's input, or none. Raises ConfigError for anything else."""
     given = input.get(key) or []
     # LangChain would turn each letter, key or field of these into a message.
     if isinstance(given, str | Mapping | BaseMessage) or not isinstance(given, Iterable):
@@ -434,8 +434,8 @@ def history_of(input: Mapping[str, Any], key: str) -> list[BaseMessage]:
 
 
 def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:
-    """The earlier turns and the question, which is empty behind a tool's result. System messages open the first turn;
-    neighbours of one role are joined.
+    """Return the earlier turns and the question, which is empty after a tool's result. System messages open the first
+    turn; neighbours of the same role are joined.
 
     Raises `ConfigError` for roles and contents that the model cannot read, and if the last message is the assistant's.
     """
@@ -449,13 +449,15 @@ def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:
 
 
 def turns_of(messages: Iterable[BaseMessage]) -> list[Turn]:
-    """The messages as turns, as in `conversation`; the first is the user's, and is empty where the assistant began."""
+    """Return the messages as turns, as in `conversation`. The first is the user's, and empty if the assistant began."""
     messages = list(messages)
     instructions = [_text(message) for message in messages if _role(message) == "system"]
-    results = {one.tool_call_id: _text(one) for one in messages if isinstance(one, ToolMessage)}
+    tool_messages = [message for message in messages if isinstance(message, ToolMessage)]
+    results = {message.tool_call_id: _text(message) for message in tool_messages}
     turns: list[tuple[Any, list[str]]] = [("user", instructions)]
     for message in messages:
-        role, text = _role(message), _text(message)
+        role = _role(message)
+        text = _text(message)
         calls = message.tool_calls if isinstance(message, AIMessage) else []
         if role in ("system", "tool") or (calls and not text):
             pass
@@ -476,7 +478,7 @@ def _role(message: BaseMessage) -> str:
     name = message.role if isinstance(message, ChatMessage) else message.type
     role = {"human": "user", "ai": "assistant"}.get(name, name)
     if role not in ("user", "assistant", "system", "tool"):
-        raise ConfigError(f"the model knows no {name} messages; turn their text into a message of the user's")
+        raise ConfigError(f"the model knows no {name} messages; write their text into a message of the user's")
     return role
 
 

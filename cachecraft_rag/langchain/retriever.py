@@ -26,9 +26,9 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
 
     The input is a dict with the question and, from the second turn on, the `chat_history`, as for
     `CacheCraftGenerator`. A first question is passed to the retriever as it is. A follow-up is searched for alone and
-    behind the questions before it; no call of a model rewrites it. A vector store is searched once, by the mean of the
-    two vectors; of another retriever the two results are merged, best ranks first. With a `CacheCraftVectorStore`,
-    documents of the turn before are preferred where scores tie, because their chunk-caches exist.
+    joined with the questions before it; no call of a model rewrites it. A vector store is searched once, by the mean of
+    the two vectors; of other retrievers the two results are merged, best ranks first. With a `CacheCraftVectorStore`,
+    documents of the turn before win ties, because their chunk-caches exist.
 
     `metadata["cachecraft_searched"]` of a follow-up's documents has what was searched for.
     """
@@ -45,7 +45,7 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
             super().__init__(retriever=retriever, **settings)  # type: ignore[call-arg]
 
     def invoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
-        """The documents, best first; `kwargs` go to the retriever of a first question."""
+        """Return the documents, best first; `kwargs` go to the retriever of a first question."""
         return self._call_with_config(self._retrieve, input, config, run_type="retriever", **kwargs)
 
     async def ainvoke(
@@ -59,27 +59,30 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
     ) -> list[Document]:
         question, history = self._read(input)
         texts = search_texts(question, history)
-        found = self._by_vector(question, history) if len(texts) > 1 else None
-        if found is None:
-            found = _merged([self.retriever.invoke(text, config, **kwargs) for text in texts])
-        return _marked(found, texts)
+        documents = self._by_vector(question, history) if len(texts) > 1 else None
+        if documents is None:
+            documents = _merged([self.retriever.invoke(text, config, **kwargs) for text in texts])
+        return _marked(documents, texts)
 
     async def _aretrieve(
         self, input: dict[str, Any], run_manager: AsyncCallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
     ) -> list[Document]:
         question, history = self._read(input)
         texts = search_texts(question, history)
-        found = await run_in_executor(config, self._by_vector, question, history) if len(texts) > 1 else None
-        if found is None:
-            found = _merged([await self.retriever.ainvoke(text, config, **kwargs) for text in texts])
-        return _marked(found, texts)
+        documents = None
+        if len(texts) > 1:
+            documents = await run_in_executor(config, self._by_vector, question, history)
+        if documents is None:
+            documents = _merged([await self.retriever.ainvoke(text, config, **kwargs) for text in texts])
+        return _marked(documents, texts)
 
     def _by_vector(self, question: str, history: Sequence[Turn]) -> list[Document] | None:
-        """One search by the mean vector; None where the retriever is no plain search of a vector store."""
+        """Search once by the mean vector; None if the retriever is not a plain search of a vector store."""
         retriever = self.retriever
         if not isinstance(retriever, VectorStoreRetriever) or retriever.search_type != "similarity":
             return None
-        store, options = retriever.vectorstore, retriever.search_kwargs
+        store = retriever.vectorstore
+        options = retriever.search_kwargs
         if isinstance(store, CacheCraftVectorStore):
             return [document for document, _ in store.conversation_search(question, history, **options)]
         if store.embeddings is None:
@@ -91,7 +94,7 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
             return None
 
     def _read(self, input: dict[str, Any]) -> tuple[str, list[Turn]]:
-        """The question and the turns before it."""
+        """Return the question and the turns before it."""
         if not isinstance(input, Mapping) or self.input_key not in input:
             raise ConfigError(f"the input must be a dict with {self.input_key!r}, not {input!r}; or set input_key")
         question = input[self.input_key]

@@ -1,4 +1,4 @@
-"""LlamaIndex: a query engine whose answers reuse chunk-caches, behind any LlamaIndex retriever and vector store.
+"""LlamaIndex: a query engine whose answers reuse chunk-caches, with any LlamaIndex retriever and vector store.
 
     from cachecraft_rag.llama_index import CacheCraftQueryEngine
 

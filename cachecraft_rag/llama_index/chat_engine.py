@@ -46,8 +46,8 @@ class CacheCraftStreamingChatResponse(StreamingAgentChatResponse):
 class CacheCraftChatEngine(BaseChatEngine, Closeable):
     """A conversation over a query engine's retriever and engine. Make it with `from_index` or `from_defaults`.
 
-    Each answer is one pass over the nodes as chunks, whose chunk-caches are reused; earlier turns stand behind them in
-    the prompt. A follow-up is searched for with the questions before it (`search_texts`), and never costs a call of the
+    Each answer is one pass over the nodes as chunks, whose chunk-caches are reused; earlier turns follow them in the
+    prompt. A follow-up is searched for with the questions before it (`search_texts`), and never costs a call of the
     model. `metadata["cachecraft"]` of a response is `RequestStats.as_dict()` with `searched`, and `chunk_ids` by node.
     Each source node's metadata has its chunk id and its outcome.
 

@@ -262,7 +262,7 @@ def with_max_tokens(sampling: SamplingParams, max_tokens: int | None) -> Samplin
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
-    """Messages as turns; consecutive messages of one role are joined, and whoever is not the assistant is the user."""
+    """Return messages as turns. Consecutive messages of a role are joined; every role but the assistant is the user."""
     turns: list[tuple[Any, list[str]]] = []
     for message in messages:
         role = "assistant" if message.role in _ASSISTANTS else "user"

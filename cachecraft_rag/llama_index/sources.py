@@ -25,8 +25,8 @@ class DocumentOptions(TypedDict):
 class Sources:
     """Copies of the nodes of an answer; the retriever's own stay as they are.
 
-    The model sees neither a node's `file_path` nor the two notes in the metadata of each copy: its chunk id, and the
-    outcome, which is None until the answer has ended and then the fields of `ChunkStats`.
+    The model sees neither a node's `file_path` nor the two notes in the metadata of each copy: its chunk id, and its
+    outcome: the fields of `ChunkStats`, or None until the answer has ended.
 
     nodes  the copies, in the order of the nodes
     texts  what the model sees of them

@@ -90,8 +90,8 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         max_tokens: most tokens of an answer, in place of those of `sampling`.
         empty_response: the answer if there are no nodes, instead of LlamaIndex's "Empty Response".
         output_cls: a pydantic model that the answer keeps to; the response is a `PydanticResponse`. Not for streams.
-        text_qa_template: LlamaIndex's, with {context_str} first and {query_str} behind it. What would stand before the
-            chunks is the engine's instruction (`system`).
+        text_qa_template: LlamaIndex's, with {context_str} first and {query_str} after it. Text before the chunks
+            belongs in the engine's instruction (`system`).
     """
 
     def __init__(
@@ -127,7 +127,8 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             output_cls=output_cls,
         )
         self._template = _checked_template(text_qa_template)
-        self.engine, self.llm = engine, llm
+        self.engine = engine
+        self.llm = llm
         self._opened = ExitStack()
 
     @classmethod
@@ -266,11 +267,11 @@ def _checked_template(template: BasePromptTemplate | None) -> BasePromptTemplate
 
 
 def _question_in(template: BasePromptTemplate, query: str) -> str:
-    """The text that a template puts behind the chunks."""
+    """Return the text that a template puts after the chunks."""
     missing = {"context_str", "query_str"} - set(template.template_vars)
-    before, found, question = template.format(context_str=_CONTEXT, query_str=query).partition(_CONTEXT)
-    if missing or not found or _CONTEXT in question:
-        raise ConfigError("text_qa_template needs {context_str} once, and {query_str} behind it")
+    before, mark, question = template.format(context_str=_CONTEXT, query_str=query).partition(_CONTEXT)
+    if missing or not mark or _CONTEXT in question:
+        raise ConfigError("text_qa_template needs {context_str} once, and {query_str} after it")
     if before.strip():
         raise ConfigError(
             f"text_qa_template: {shown(before.strip()[:80])} would stand before every chunk; give it to the engine as "

@@ -86,7 +86,9 @@ class FaissStore(Closeable):
         self._home = HomeProcess("retrieval index")
         self._db = db
         self._closed = False
-        self._store, self.dim, self.embedder = settings["store"], int(settings["dim"]), settings["embedder"]
+        self._store = settings["store"]
+        self.dim = int(settings["dim"])
+        self.embedder = settings["embedder"]
         self._index: VectorIndex | None = None  # changed only within a snapshot: one thread at a time
         self._saved_stamp = ""
 
@@ -180,7 +182,7 @@ class FaissStore(Closeable):
     # --- questions ---
 
     def search(self, vector: ArrayLike, k: int, *, where: Where | None = None, exact: bool = False) -> list[SearchHit]:
-        """The `k` nearest chunks, or as many as there are; by falling score, equal scores by chunk id.
+        """Return the `k` nearest chunks, or as many as there are; by falling score, equal scores by chunk id.
 
         vector  `[dim]`, of unit length for cosine scores
         where   only chunks with an owner whose metadata has these values (1 is not True) or passes these comparisons
@@ -204,14 +206,14 @@ class FaissStore(Closeable):
         return sorted(hits, key=lambda hit: (-hit.score, hit.chunk_id))[:k]
 
     def get(self, chunk_ids: Iterable[str]) -> list[Chunk]:
-        """The chunks of these ids, in this order, with the metadata of their first owner.
+        """Return the chunks of these ids, in this order, with the metadata of their first owner.
 
         Raises `IndexStoreError` where one of them is not in the store.
         """
         chunk_ids = list(chunk_ids)
         with self._opened().snapshot() as db:
-            found = _by_list(db, "SELECT number FROM chunks WHERE chunk_id IN ({})", chunk_ids)
-            rows = _chunk_rows(db, [row[0] for row in found], None)
+            numbers = _by_list(db, "SELECT number FROM chunks WHERE chunk_id IN ({})", chunk_ids)
+            rows = _chunk_rows(db, [row[0] for row in numbers], None)
         by_id = {chunk_id: Chunk(text, metadata, chunk_id) for chunk_id, text, metadata in rows.values()}
         missing = [chunk_id for chunk_id in chunk_ids if chunk_id not in by_id]
         if missing:
@@ -221,7 +223,7 @@ class FaissStore(Closeable):
         return [by_id[chunk_id] for chunk_id in chunk_ids]
 
     def places(self, keys: Iterable[str] | None = None, *, where: Where | None = None) -> list[Chunk]:
-        """The chunks of all places that have one of the keys (None: of all), each with its own metadata.
+        """Return the chunks of all places that have one of the keys (None: of all), each with its own metadata.
 
         Sorted by document; `where` as in `search`.
         """
@@ -231,11 +233,11 @@ class FaissStore(Closeable):
                 rows = db.execute(_PLACES.format("TRUE")).fetchall()
             else:
                 rows = _by_list(db, _PLACES.format("key IN ({})"), keys)
-            found = [chunk_of(*row) for row in rows]
-        return [chunk for chunk in found if accepts(where, chunk.metadata)]
+            chunks = [chunk_of(*row) for row in rows]
+        return [chunk for chunk in chunks if accepts(where, chunk.metadata)]
 
     def known_vectors(self, chunk_ids: Iterable[str]) -> dict[str, NDArray[np.float32]]:
-        """The vectors, `[dim]` each, of those chunks that are in the store: they need not be embedded again."""
+        """Return the vectors, `[dim]` each, of the chunks that are in the store; they need not be embedded again."""
         with self._opened().snapshot() as db:
             rows = _by_list(db, "SELECT chunk_id, vector FROM chunks WHERE chunk_id IN ({})", chunk_ids)
             return {chunk_id: np.frombuffer(vector, dtype="<f4") for chunk_id, vector in rows}
@@ -254,12 +256,12 @@ class FaissStore(Closeable):
         return [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in others[:k]]
 
     def chunks_of(self, doc_id: str) -> list[Chunk]:
-        """The chunks of a document in the order of its text; none for a document that is not there."""
+        """Return the chunks of a document in the order of its text; none for an unknown document."""
         with self._opened().snapshot() as db:
             return [chunk_of(*row) for row in db.execute(_PLACES.format("doc_id = ?"), (doc_id,))]
 
     def documents(self) -> list[StoredDocument]:
-        """All documents, sorted by `doc_id`."""
+        """Return all documents, sorted by `doc_id`."""
         with self._opened().snapshot() as db:
             rows = db.execute(
                 "SELECT doc_id, content_digest, root, (SELECT COUNT(*) FROM owners o WHERE o.doc_id = d.doc_id) "
@@ -268,7 +270,7 @@ class FaissStore(Closeable):
             return [StoredDocument(*row) for row in rows]
 
     def stats(self) -> IndexStats:
-        """Sizes of the store."""
+        """Return sizes of the store."""
         counts = ", ".join(f"(SELECT COUNT(*) FROM {table})" for table in ("documents", "chunks", "owners"))
         with self._opened().snapshot() as db:
             documents, chunks, owners = db.execute(f"SELECT {counts}").fetchone()
@@ -317,7 +319,7 @@ class FaissStore(Closeable):
         return self._db
 
     def _checked(self, vectors: ArrayLike, count: int) -> NDArray[np.float32]:
-        """The vectors as float32 `[count, dim]`, finite."""
+        """Return the vectors as float32 `[count, dim]`. Raises IndexStoreError unless they fit and are finite."""
         matrix = np.asarray(vectors, dtype="<f4")
         if count == 0 and matrix.size == 0:
             return matrix.reshape(0, self.dim)
@@ -344,9 +346,9 @@ class FaissStore(Closeable):
         *,
         keys: Sequence[str] | None = None,
     ) -> list[str]:
-        """Put chunks behind those the document has; the ids of those that are new to the store."""
-        behind = "SELECT COALESCE(MAX(ordinal), -1) + 1 FROM owners WHERE doc_id = ?"
-        first = db.execute(behind, (doc_id,)).fetchone()[0]
+        """Append chunks to those the document has; return the ids of those that are new to the store."""
+        next_ordinal = "SELECT COALESCE(MAX(ordinal), -1) + 1 FROM owners WHERE doc_id = ?"
+        first = db.execute(next_ordinal, (doc_id,)).fetchone()[0]
         added = []
         names: Sequence[str | None] = keys if keys is not None else [None] * len(chunks)
         for ordinal, (chunk, vector, key) in enumerate(zip(chunks, matrix, names, strict=True), first):
@@ -361,14 +363,14 @@ class FaissStore(Closeable):
         return added
 
     def _drop_places(self, db: sqlite3.Connection, keys: Iterable[str]) -> list[str]:
-        """Remove the places with these keys and whatever document and chunk is left with none; the chunks' ids."""
+        """Remove the places with these keys, and documents and chunks that have none left; return the chunks' ids."""
         gone = _by_list(db, "DELETE FROM owners WHERE key IN ({}) RETURNING doc_id, number", keys)
         empty = "doc_id IN ({}) AND NOT EXISTS (SELECT 1 FROM owners AS o WHERE o.doc_id = documents.doc_id)"
         _by_list(db, f"DELETE FROM documents WHERE {empty}", {row[0] for row in gone})
         return self._drop_orphans(db, (row[1] for row in gone))
 
     def _drop_orphans(self, db: sqlite3.Connection, numbers: Iterable[int]) -> list[str]:
-        """Remove those of the chunks that have no owner; their ids."""
+        """Remove the chunks that have no owner; return their ids."""
         orphans = "number IN ({}) AND NOT EXISTS (SELECT 1 FROM owners AS o WHERE o.number = chunks.number)"
         return [row[0] for row in _by_list(db, f"DELETE FROM chunks WHERE {orphans} RETURNING chunk_id", set(numbers))]
 
@@ -380,16 +382,18 @@ class FaissStore(Closeable):
         return Change(tuple(added), tuple(removed))
 
     def _synchronised(self, db: sqlite3.Connection) -> VectorIndex:
-        """The index, brought to the state of the transaction's snapshot."""
+        """Return the index in the state of the transaction's snapshot."""
         if self._index is None:
             self._index = VectorIndex.load(self.folder / INDEX_FILE, dim=self.dim, store=self._store)
-            self._saved_stamp = "" if self._index is None else self._index.stamp
             if self._index is None:
                 self._index = VectorIndex(self.dim)
-        index, stamp = self._index, _setting(db, "stamp")
+            self._saved_stamp = self._index.stamp
+        index = self._index
+        stamp = _setting(db, "stamp")
         if index.stamp == stamp:
             return index
-        present, held = _numbers(db.execute("SELECT number FROM chunks")), index.numbers()
+        present = _numbers(db.execute("SELECT number FROM chunks"))
+        held = index.numbers()
         index.remove(np.setdiff1d(held, present))
         wanted = np.setdiff1d(present, held)
         for start in range(0, len(wanted), _BATCH):
@@ -402,7 +406,7 @@ class FaissStore(Closeable):
 
 
 def _matching(db: sqlite3.Connection, where: Where) -> NDArray[np.int64]:
-    """The numbers of all chunks with an owner that the filter accepts, sorted."""
+    """Return the numbers of all chunks with an owner that the filter accepts, sorted."""
     parts = fragments(where)
     condition = " AND ".join("instr(metadata, ?)" for _ in parts) or "TRUE"
     rows = db.execute(f"SELECT number, metadata FROM owners WHERE {condition}", parts)
@@ -412,7 +416,7 @@ def _matching(db: sqlite3.Connection, where: Where) -> NDArray[np.int64]:
 def _chunk_rows(
     db: sqlite3.Connection, numbers: Sequence[int], where: Where | None
 ) -> dict[int, tuple[str, str, dict[str, Scalar]]]:
-    """number -> (chunk id, text, metadata of the first owner that the filter accepts)."""
+    """Return number → (chunk id, text, metadata of the first owner that the filter accepts)."""
     query = (
         "SELECT number, chunk_id, text, metadata FROM chunks JOIN owners USING (number) WHERE number IN ({}) "
         "ORDER BY number, doc_id, ordinal"

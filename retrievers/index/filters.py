@@ -15,30 +15,30 @@ from cachecraft_rag.types import Metadata, Scalar
 Where = Mapping[str, "Scalar | Mapping[str, Any] | Sequence[Any]"] | Callable[[Metadata], bool]
 
 
-def _same(found: object, wanted: object) -> bool:
-    return found == wanted and isinstance(found, bool) == isinstance(wanted, bool)
+def _same(stored: object, wanted: object) -> bool:
+    return stored == wanted and isinstance(stored, bool) == isinstance(wanted, bool)
 
 
 def _ordered(compare: Callable[[Any, Any], bool]) -> Callable[[object, object], bool]:
-    """A comparison of two numbers or two texts; false for anything else."""
+    """Return a comparison of two numbers or two texts, which is false for anything else."""
 
-    def holds(found: object, wanted: object) -> bool:
-        comparable = any(isinstance(found, kind) and isinstance(wanted, kind) for kind in (int | float, str))
-        return comparable and compare(found, wanted)
+    def holds(stored: object, wanted: object) -> bool:
+        is_comparable = any(isinstance(stored, kind) and isinstance(wanted, kind) for kind in (int | float, str))
+        return is_comparable and compare(stored, wanted)
 
     return holds
 
 
-def _among(found: object, wanted: Any) -> bool:
-    return any(_same(found, one) for one in wanted)
+def _among(stored: object, wanted: Any) -> bool:
+    return any(_same(stored, value) for value in wanted)
 
 
 # Those of LangChain's stores. A chunk without the key passes none of them but $ne and $nin.
 OPERATORS: dict[str, Callable[[object, Any], bool]] = {
     "$eq": _same,
-    "$ne": lambda found, wanted: not _same(found, wanted),
+    "$ne": lambda stored, wanted: not _same(stored, wanted),
     "$in": _among,
-    "$nin": lambda found, wanted: not _among(found, wanted),
+    "$nin": lambda stored, wanted: not _among(stored, wanted),
     "$gt": _ordered(operator.gt),
     "$gte": _ordered(operator.ge),
     "$lt": _ordered(operator.lt),
@@ -76,7 +76,7 @@ def check_depth(depth: int) -> None:
 
 
 def encoded(metadata: Metadata) -> str:
-    """Metadata as JSON, always the same text for the same values. Raises `ConfigError` for a value that is no scalar.
+    """Return metadata as JSON, always the same text for the same values. Raises `ConfigError` unless they are scalars.
 
     >>> encoded({"page": 3, "format": "text"})
     '{"format":"text","page":3}'
@@ -90,7 +90,7 @@ def encoded(metadata: Metadata) -> str:
 
 
 def accepts(where: Where | None, metadata: Metadata) -> bool:
-    """True if metadata passes a filter; everything passes None.
+    """Return True if metadata passes a filter; everything passes None.
 
     >>> [accepts({"page": 1}, metadata) for metadata in ({"page": 1, "format": "text"}, {"page": True}, {})]
     [True, False, False]
@@ -106,16 +106,16 @@ def accepts(where: Where | None, metadata: Metadata) -> bool:
 
 def _passes(metadata: Metadata, key: str, wanted: Any) -> bool:
     if key in GROUPS:
-        return GROUPS[key](accepts(one, metadata) for one in wanted)
+        return GROUPS[key](accepts(part, metadata) for part in wanted)
     if not isinstance(wanted, Mapping):
         return key in metadata and _same(metadata[key], wanted)
     missing = object()
-    found: object = metadata.get(key, missing)  # equal to no value
-    return all(OPERATORS[name](found, value) for name, value in wanted.items())
+    stored: object = metadata.get(key, missing)  # equal to no value
+    return all(OPERATORS[name](stored, value) for name, value in wanted.items())
 
 
 def fragments(where: Where) -> list[str]:
-    """Substrings of the JSON of all metadata that the filter accepts; rows without them need not be parsed.
+    """Return substrings of the JSON of all metadata that the filter accepts; rows without them need not be parsed.
 
     Only for texts, whose JSON is unique here; numbers such as 1 and 1.0 are equal but spelled differently.
 
@@ -128,5 +128,5 @@ def fragments(where: Where) -> list[str]:
         return []
     exact = {key: value for key, value in where.items() if isinstance(value, str | None)}
     group: Any = where.get("$and", ())
-    nested = [part for one in group for part in fragments(one)]
+    nested = [fragment for part in group for fragment in fragments(part)]
     return [encoded({key: value})[1:-1] for key, value in exact.items()] + nested

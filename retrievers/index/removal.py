@@ -44,12 +44,13 @@ def remove_documents(index: FaissStore, names: Iterable[str], *, caches: Caches 
     chosen: dict[str, None] = {}
     for name in listed("names", names):
         check_text("a document's name", name, empty=False)
-        found = [doc_id for doc_id in known if doc_id == name or (name.endswith("/") and doc_id.startswith(name))]
-        if not found:
+        is_folder = name.endswith("/")
+        named = [doc_id for doc_id in known if doc_id == name or (is_folder and doc_id.startswith(name))]
+        if not named:
             near = get_close_matches(name, known, n=1, cutoff=0.5)
             meant = f"did you mean {near[0]}?" if near else "`cachecraft documents ls` lists them"
             raise DocumentError(f"{name}: there is no such document in the index; {meant}")
-        chosen |= dict.fromkeys(found)
+        chosen |= dict.fromkeys(named)
     gone = [chunk_id for doc_id in chosen for chunk_id in index.delete_document(doc_id).removed]
     return RemovalReport(tuple(chosen), tuple(gone), *evict_chunks(caches, gone))
 
@@ -71,7 +72,8 @@ class Evictions:
     """
 
     def __init__(self, caches: Caches | None, *, grace_s: float = GRACE_S) -> None:
-        self._caches, self._grace_s = caches, grace_s
+        self._caches = caches
+        self._grace_s = grace_s
         self._lock = threading.Lock()
         self._waiting: dict[str, None] = {}
         self._timer: threading.Timer | None = None

@@ -1,4 +1,4 @@
-"""The vector store's database: its tables, their migrations, and the check that it fits the embedding model."""
+"""The index's database: its tables, and the check that it fits the embedding model."""
 
 from __future__ import annotations
 
@@ -14,52 +14,51 @@ from cachecraft_rag.types import Chunk, chunk_id_of
 DATABASE = "index.sqlite"
 UNKNOWN_EMBEDDING = "llama-index"  # made by LlamaIndex, which does not name its embedding model to a vector store
 
-# Append only: migration n brings a database from user_version n to n + 1.
-_MIGRATIONS: tuple[tuple[str, ...], ...] = (
-    (
-        "CREATE TABLE settings (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
-        """CREATE TABLE documents (
-            doc_id TEXT PRIMARY KEY,
-            content_digest TEXT NOT NULL,
-            root TEXT NOT NULL
-        ) WITHOUT ROWID""",
-        # `number` is the chunk's id in FAISS, drawn: a database restored from a copy never gives one to another chunk
-        """CREATE TABLE chunks (
-            number INTEGER PRIMARY KEY,
-            chunk_id TEXT NOT NULL UNIQUE,
-            generation INTEGER NOT NULL,
-            text TEXT NOT NULL,
-            vector BLOB NOT NULL
-        )""",
-        "CREATE INDEX chunks_by_generation ON chunks (generation)",
-        """CREATE TABLE owners (
-            doc_id TEXT NOT NULL REFERENCES documents (doc_id),
-            ordinal INTEGER NOT NULL,
-            number INTEGER NOT NULL REFERENCES chunks (number),
-            metadata TEXT NOT NULL,
-            PRIMARY KEY (doc_id, ordinal)
-        ) WITHOUT ROWID""",
-        "CREATE INDEX owners_by_number ON owners (number, doc_id, ordinal)",
-    ),
-    (
-        # a caller's own name of the place: a LlamaIndex node has an id and belongs to a document
-        "ALTER TABLE owners ADD COLUMN key TEXT",
-        "CREATE UNIQUE INDEX owners_by_key ON owners (key) WHERE key IS NOT NULL",
-    ),
-    # a row's number says all: nothing asks any more when it was written
-    ("DROP INDEX chunks_by_generation", "ALTER TABLE chunks DROP COLUMN generation"),
+# Raise it with any change of the tables: an index of another version is refused, and made again from its documents.
+_VERSION = 4
+_TABLES = (
+    "CREATE TABLE settings (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+    """CREATE TABLE documents (
+        doc_id TEXT PRIMARY KEY,
+        content_digest TEXT NOT NULL,
+        root TEXT NOT NULL
+    ) WITHOUT ROWID""",
+    # `number` is the chunk's id in FAISS. It is random, so a database restored from a copy never reuses a number.
+    """CREATE TABLE chunks (
+        number INTEGER PRIMARY KEY,
+        chunk_id TEXT NOT NULL UNIQUE,
+        text TEXT NOT NULL,
+        vector BLOB NOT NULL
+    )""",
+    # `key` is a caller's own name of the place: a LlamaIndex node has an id and belongs to a document.
+    """CREATE TABLE owners (
+        doc_id TEXT NOT NULL REFERENCES documents (doc_id),
+        ordinal INTEGER NOT NULL,
+        number INTEGER NOT NULL REFERENCES chunks (number),
+        metadata TEXT NOT NULL,
+        key TEXT,
+        PRIMARY KEY (doc_id, ordinal)
+    ) WITHOUT ROWID""",
+    "CREATE INDEX owners_by_number ON owners (number, doc_id, ordinal)",
+    "CREATE UNIQUE INDEX owners_by_key ON owners (key) WHERE key IS NOT NULL",
 )
+
+
+class _OtherVersionError(IndexStoreError):
+    """The index was made by another version of this package."""
 
 
 def open_database(
     folder: Path, *, dim: int | None, fingerprint: str | None, wait_s: float
 ) -> tuple[Database, dict[str, str]]:
-    """The index's database, brought to the newest schema or set up, and its settings.
+    """Open the index's database, or set it up; return it with its settings.
 
-    Raises `IndexStoreError` for one that is damaged, of a newer version, or made with another embedding model.
+    Raises `IndexStoreError` for a database that is damaged, of another version, or made with another embedding model.
     """
     try:
         db = Database(folder / DATABASE, kind=_KIND, busy_timeout_s=wait_s)
+    except _OtherVersionError as error:
+        raise IndexStoreError(f"{error} Or delete {folder} and index its documents again.") from error
     except OSError as error:
         raise IndexStoreError(
             f"{folder}: the index cannot be opened ({error}); check the folder and its permissions"
@@ -85,15 +84,20 @@ def open_database(
 
 
 def _settings(db: Database, folder: Path, *, dim: int | None, fingerprint: str | None) -> dict[str, str]:
-    """Settings that the index was made with; stored if it is new."""
+    """Return the settings that the index was made with; a new index stores them first."""
     with db.reading() as connection:
         stored = dict(connection.execute("SELECT key, value FROM settings").fetchall())
     if stored:
         return stored
-    if dim is None or fingerprint is None:  # the process that began to make it was killed
+    if dim is None or fingerprint is None:  # the process that was making it has been killed
         raise IndexStoreError(f"{folder}: there is no index here; make one with `cachecraft index`")
-    values = {"store": uuid.uuid4().hex, "dim": str(dim), "embedder": fingerprint}
-    values |= {"generation": "0", "stamp": uuid.uuid4().hex}  # of the vectors; both change with them
+    values = {
+        "store": uuid.uuid4().hex,
+        "dim": str(dim),
+        "embedder": fingerprint,
+        "generation": "0",  # changes with the vectors, as the stamp does
+        "stamp": uuid.uuid4().hex,
+    }
     with db.writing() as connection:  # another process may have been quicker: all of its values stay
         if connection.execute("SELECT COUNT(*) FROM settings").fetchone()[0] == 0:
             connection.executemany("INSERT INTO settings VALUES (?, ?)", values.items())
@@ -101,7 +105,7 @@ def _settings(db: Database, folder: Path, *, dim: int | None, fingerprint: str |
 
 
 def _message(path: Path, error: sqlite3.Error) -> str:
-    """An error of the database in words. Only a damaged one is to be deleted."""
+    """Return an error of the database in words. Only a damaged database should be deleted."""
     advice = "see that the folder can be written and the disk has room"
     if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         advice = "it is damaged: delete the folder and index again"
@@ -110,8 +114,9 @@ def _message(path: Path, error: sqlite3.Error) -> str:
 
 # FULL: a commit that a power cut takes back would leave the index file ahead.
 _KIND = Kind(
-    migrations=_MIGRATIONS,
-    newest=len(_MIGRATIONS),
+    migrations=(_TABLES,),
+    newest=_VERSION,
+    other_version=_OtherVersionError,
     pragmas=("synchronous = FULL", "foreign_keys = ON"),
     error=IndexStoreError,
     what=lambda path: f"{path.parent}: the index",
@@ -120,25 +125,31 @@ _KIND = Kind(
 
 
 def same_model(fingerprint: str, other: str) -> bool:
-    """True if two fingerprints `name@digest` are of one model; names differ for a copy in another folder."""
+    """Return True if two fingerprints `name@digest` are of the same model; its name may differ."""
     return fingerprint.rpartition("@")[2] == other.rpartition("@")[2]
 
 
 def model_name(fingerprint: str) -> str:
-    """The model in a fingerprint `name@digest`."""
+    """Return the model's name in a fingerprint `name@digest`."""
     return fingerprint.rpartition("@")[0] or fingerprint
 
 
 def chunk_of(chunk_id: str, text: str, metadata: str) -> Chunk:
-    """A row as a chunk; raises as `verify`."""
-    verify(chunk_id, text)
-    return Chunk(text, json.loads(metadata), chunk_id)
+    """Return a row as a chunk. Raises `IndexStoreError` if its text does not match its id."""
+    chunk = Chunk(text, json.loads(metadata), chunk_id)
+    if chunk.stale_id:
+        raise IndexStoreError(_changed_row(chunk_id))
+    return chunk
 
 
 def verify(chunk_id: str, text: str) -> None:
-    """Raise IndexStoreError if a row's text does not match its id."""
+    """Raise `IndexStoreError` if a row's text does not match its id."""
     if chunk_id_of(text) != chunk_id:
-        raise IndexStoreError(
-            f"chunk {chunk_id}: the index holds another text under this id than was indexed; its rows were changed, or "
-            "written by another version. Delete the index folder and index again."
-        )
+        raise IndexStoreError(_changed_row(chunk_id))
+
+
+def _changed_row(chunk_id: str) -> str:
+    return (
+        f"chunk {chunk_id}: the index holds another text under this id than was indexed; its rows were changed, or "
+        "written by another version. Delete the index folder and index again."
+    )

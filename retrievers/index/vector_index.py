@@ -98,13 +98,13 @@ class VectorIndex:
             if fetch == reach or scores[0, -1] < scores[0, k - 1]:
                 break
             fetch = min(2 * fetch, reach)
-        found = numbers[0] != -1  # FAISS fills up with -1 where it has nothing
-        return numbers[0][found], scores[0][found]
+        is_hit = numbers[0] != -1  # FAISS fills up with -1 if it has fewer
+        return numbers[0][is_hit], scores[0][is_hit]
 
     def _has_copies(self) -> bool:
         """Return True if there are so many vectors that copies name the candidates; make them if they are due.
 
-        They are made anew when there are twice as many vectors as their centroids were learned from. An odd number of
+        They are made again when there are twice as many vectors as their centroids were learned from. An odd number of
         dimensions has no pairs, so there all vectors are compared.
         """
         total = int(self._index.ntotal)
@@ -113,12 +113,14 @@ class VectorIndex:
         elif self._coarse is None or total > 2 * self._trained_on:
             flat = self._faiss.downcast_index(self._index.index)
             vectors = self._faiss.rev_swig_ptr(flat.get_xb(), total * self._dim).reshape(total, self._dim)
-            self._coarse, self._trained_on = self._copies(vectors), total
+            self._coarse = self._copies(vectors)
+            self._trained_on = total
         return self._coarse is not None
 
     def _copies(self, vectors: NDArray[np.float32]) -> Any:
         """4-bit copies of all vectors `[n, dim]`, their centroids learned from a sample."""
-        faiss, dim = self._faiss, self._dim
+        faiss = self._faiss
+        dim = self._dim
         quantiser = faiss.IndexPQFastScan(dim, dim // 2, 4, faiss.METRIC_INNER_PRODUCT)
         quantiser.pq.cp.niter = _ITERATIONS
         sample = np.random.default_rng(0).choice(len(vectors), min(len(vectors), _TRAINING), replace=False)
@@ -138,7 +140,8 @@ class VectorIndex:
         numbers = numbers[numbers != -1]
         scores = self._index.reconstruct_batch(numbers) @ query
         order = np.argsort(-scores, kind="stable")
-        numbers, scores = numbers[order], scores[order]
+        numbers = numbers[order]
+        scores = scores[order]
         kept = int(np.count_nonzero(scores >= scores[min(k, len(scores)) - 1]))
         return numbers[:kept], scores[:kept]
 
@@ -169,11 +172,13 @@ class VectorIndex:
             logger.warning("%s is damaged, or of another version; rebuilding the index", path)
             return None
         end = data.index(b"\n", start)
-        meta, payload = json.loads(data[start:end]), memoryview(data)[end + 1 :]
+        meta = json.loads(data[start:end])
+        payload = memoryview(data)[end + 1 :]
         if (meta["store"], meta["dim"]) != (store, dim):
             logger.warning("%s belongs to another index; rebuilding it", path)
             return None
-        loaded, exact = cls(dim), int(meta["exact_bytes"])
+        loaded = cls(dim)
+        exact = int(meta["exact_bytes"])
         read = loaded._faiss.deserialize_index
         loaded._index = read(np.frombuffer(payload[:exact], dtype=np.uint8))
         if exact < len(payload):

@@ -16,7 +16,7 @@ import bisect
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.chunk_bound import SMALLEST_LIMIT, ModelTokens
@@ -40,20 +40,20 @@ class _Section:
     level: int  # 0 for the text before the first heading
     title: str
     start: int  # of the heading itself
-    body: int  # behind the heading
+    body: int  # where the text after the heading begins
     end: int
 
 
 def split(
     document: Document, *, count_tokens: Callable[[str], int], limit: int, model: ModelTokens | None = None
 ) -> list[Chunk]:
-    """The chunks of a document in order; they cover all its text, and none has more than `limit` tokens.
+    """Split a document into chunks, in order; they cover all its text, and none has more than `limit` tokens.
 
     `count_tokens` gives the embedding model's tokens of a text, special tokens included; `model` bounds a chunk by
-    another model's tokens too. Each chunk's metadata is the
-    document's, and `source` (the `doc_id`), `heading` (the path), `ordinal`, `start` and `end` (character offsets of
-    its text in the document), and `page` (from 1) where the document has pages. The same document always gives the same
-    chunks. Raises `ConfigError` for a limit below `SMALLEST_LIMIT`.
+    another model's tokens too. Each chunk's metadata is the document's, and `source` (the `doc_id`), `heading` (the
+    path), `ordinal`, `start` and `end` (character offsets of its text in the document), and `page` (from 1) if the
+    document has pages. The same document always gives the same chunks. Raises `ConfigError` for a limit below
+    `SMALLEST_LIMIT`.
     """
     if limit < SMALLEST_LIMIT:
         raise ConfigError(f"a chunk limit of {limit} tokens leaves no room for text; use at least {SMALLEST_LIMIT}")
@@ -89,12 +89,12 @@ def split(
 
 
 def _join(path: str, body: str) -> str:
-    """A chunk's text from its heading path and its section's text, either of which may be empty."""
+    """Join a chunk's heading path and its section's text, either of which may be empty."""
     return f"{path}\n\n{body}" if path and body else path or body
 
 
 def _sections(text: str) -> list[_Section]:
-    """The sections of a Markdown text, in order, without gaps; headings in code, lists and quotes do not count."""
+    """Return the sections of a Markdown text, without gaps. Headings in code, lists and quotes do not count."""
     from markdown_it import MarkdownIt
 
     lines = [0, *(match.end() for match in re.finditer(r"\r\n?|\n", text)), len(text)]  # where each line begins
@@ -104,27 +104,27 @@ def _sections(text: str) -> list[_Section]:
     parser = MarkdownIt("commonmark")
     parser.core.ruler.enableOnly(["normalize", "block"])  # inline markup is not needed
     tokens = parser.parse(blanked)
-    found = [_Section(0, "", 0, 0, len(text))]
+    sections = [_Section(0, "", 0, 0, len(text))]
     for token, inline in itertools.pairwise(tokens):
         if token.type != "heading_open" or token.level > 0 or token.map is None:
             continue
-        start, body = lines[token.map[0]], lines[min(token.map[1], len(lines) - 1)]
+        start = lines[token.map[0]]
+        body = lines[min(token.map[1], len(lines) - 1)]
         title = " ".join(inline.content.split())
         # Markdown allows up to three spaces before a heading; in practice such lines are code.
         if title and not text[start].isspace():
-            last = found[-1]
-            found[-1] = _Section(last.level, last.title, last.start, last.body, start)
-            found.append(_Section(int(token.tag[1:]), title, start, body, len(text)))
-    return found
+            sections[-1] = replace(sections[-1], end=start)
+            sections.append(_Section(int(token.tag[1:]), title, start, body, len(text)))
+    return sections
 
 
 def _parts(
     text: str, sections: list[_Section], *, size: Callable[[str], int], limit: int
 ) -> Iterator[tuple[str, int, int]]:
-    """The parts that become one or more chunks each: (heading path, start, end of the text), in order.
+    """Yield the parts that become one or more chunks each: (heading path, start, end of the text), in order.
 
-    A heading without text of its own needs no chunk if it is in the next part's path. If the path was shortened and
-    lost it, that part's text begins at the heading instead.
+    A heading without text needs no chunk if it is in the next part's path. If the path was shortened and lost it, that
+    part's text begins at the heading instead.
     """
     open_sections: list[_Section] = []  # the enclosing sections, outermost first, then the current one
     unseen: list[_Section] = []  # headings that are in no chunk yet
@@ -140,7 +140,8 @@ def _parts(
         last = _subtree(sections, at)
         end = sections[last].end
         if not _fits(_join(path, text[start:end].strip()), size, limit):
-            last, end = at, section.end
+            last = at
+            end = section.end
         is_leaf = last + 1 == len(sections) or sections[last + 1].level <= section.level
         if text[section.body : end].strip() or (is_leaf and section.level):
             yield path, start, end
@@ -149,7 +150,7 @@ def _parts(
 
 
 def _subtree(sections: list[_Section], at: int) -> int:
-    """Index of the last section that is part of the one at `at`; the text before the first heading stands alone."""
+    """Return the index of the last section within the section at `at`; text before the first heading has none."""
     last = at
     while sections[at].level and last + 1 < len(sections) and sections[last + 1].level > sections[at].level:
         last += 1
@@ -162,7 +163,7 @@ def _fits(candidate: str, size: Callable[[str], int], limit: int) -> bool:
 
 
 def _heading_path(around: list[_Section], *, size: Callable[[str], int], limit: int) -> tuple[str, list[_Section]]:
-    """The path as text, and its sections: outer headings are dropped while it takes more than half the limit."""
+    """Return the path as text, and its sections. Outer headings are dropped while it takes more than half the limit."""
     for skip in range(len(around)):
         path = " > ".join(section.title for section in around[skip:])
         if _fits(path, size, limit // 2):
@@ -171,7 +172,7 @@ def _heading_path(around: list[_Section], *, size: Callable[[str], int], limit: 
 
 
 def _pieces(text: str, path: str, *, markdown: bool, size: Callable[[str], int], limit: int) -> list[tuple[int, str]]:
-    """(Offset, piece) of a part's text, each of which fits the limit together with the path; never empty."""
+    """Return (offset, piece) of a part's text. Each piece fits the limit together with the path; never empty."""
     from semantic_text_splitter import MarkdownSplitter, TextSplitter
 
     # A form feed becomes a line end: the same length, so offsets stay, but perhaps another number of tokens.
@@ -182,14 +183,13 @@ def _pieces(text: str, path: str, *, markdown: bool, size: Callable[[str], int],
     splitter = kind.from_callback(lambda piece: size(_join(path, piece)), limit)
     pieces: list[tuple[int, str]] = []
     for start, end in _blocks(text):
-        found = splitter.chunk_indices(text[start:end])
-        for offset, piece in found:
+        for offset, piece in splitter.chunk_indices(text[start:end]):
             pieces += _halves(start + offset, piece, lambda part: size(_join(path, part)) <= limit)
     return [(offset, piece) for offset, piece in pieces if piece.strip()]
 
 
 def _halves(offset: int, piece: str, fits: Callable[[str], bool]) -> Iterator[tuple[int, str]]:
-    """The piece, or its halves where it does not fit: the splitter makes some a little too long, as of `1.1.1.1`."""
+    """Yield the piece, or its halves if it does not fit: the splitter makes some a little too long, as of `1.1.1.1`."""
     if len(piece) < 2 or fits(piece):
         yield offset, piece
         return
@@ -199,7 +199,7 @@ def _halves(offset: int, piece: str, fits: Callable[[str], bool]) -> Iterator[tu
 
 
 def _blocks(text: str) -> Iterator[tuple[int, int]]:
-    """(Start, end) of pieces of at most `_BLOCK` characters, cut behind a paragraph, line, sentence or word."""
+    """Yield (start, end) of pieces of at most `_BLOCK` characters, cut after a paragraph, line, sentence or word."""
     start = 0
     while len(text) - start > _BLOCK:
         end = start + _BLOCK

@@ -95,11 +95,11 @@ class Listing:
 
 
 def list_files(path: str | os.PathLike[str], *, follow_links: bool = False) -> Listing:
-    """The files to read at `path`: the file itself, or every file below the folder whose suffix is in `SUFFIXES`.
+    """List the files to read at `path`: the file itself, or every file below the folder whose suffix is in `SUFFIXES`.
 
-    Names that begin with a dot are passed over silently, other kinds of file with a problem. A link is followed where
-    it leads to a place in the folder; one that leads out of it is a problem, or followed too with `follow_links`. Each
-    folder is entered once, under its own name rather than a link's, so loops end. Raises `DocumentError` as
+    Names that begin with a dot are skipped silently, other kinds of file are problems. A link is followed if it leads
+    to a place in the folder; a link out of the folder is a problem, unless `follow_links`. Each folder is entered once,
+    under its own name rather than a link's, so loops end. Raises `DocumentError` as
     `require_readable`.
     """
     root = Path(path)
@@ -185,17 +185,17 @@ def parsing(name: str) -> Iterator[None]:
 
 
 def inaccessible(path: Path, error: OSError) -> str:
-    """The message for a file or folder that exists but cannot be opened."""
+    """Return the message for a file or folder that exists but cannot be opened."""
     return f"{shown(path)}: cannot be opened ({error.strerror or error}); check its permissions and the disk"
 
 
 def too_large(path: Path) -> str:
-    """The message for a file above `LARGEST_FILE`."""
+    """Return the message for a file above `LARGEST_FILE`."""
     return f"{shown(path)}: is larger than {LARGEST_FILE >> 20} MiB; split it or leave it out"
 
 
 def shown(path: Path) -> str:
-    """A path for messages: a name that is not Unicode would break terminals and JSON files."""
+    """Return a path for messages: a name that is not Unicode would break terminals and JSON files."""
     return printable(str(path))
 
 
@@ -209,7 +209,7 @@ def _unsupported(path: Path) -> str:
 
 
 def printable(name: str) -> str:
-    """A file name as valid Unicode: bytes that are not UTF-8 become `\\xNN`, because the database refuses them."""
+    """Return a file name as valid Unicode: bytes that are not UTF-8 become `\\xNN`; the database refuses them."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
@@ -264,7 +264,7 @@ class _Walk:
             self.problems.append(Problem(doc_id, "inaccessible", inaccessible(path, error)))
 
     def _leads_out(self, entry: os.DirEntry[str]) -> bool:
-        """True for a link out of the root that may not be followed; raises OSError for a loop."""
+        """Return True for a link out of the root that may not be followed. Raises OSError for a loop."""
         if self._follow_links or not entry.is_symlink():
             return False
         try:
@@ -275,13 +275,13 @@ class _Walk:
 
 
 def _clean(text: str) -> str:
-    """Line ends as line feeds; NUL removed and lone surrogates replaced, which SQLite and tokenizers refuse."""
+    """Return text that SQLite and tokenizers take: line ends become line feeds, NUL and lone surrogates go."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
     return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
 
 
 def _decode(path: Path, data: bytes, declared: str | None = None) -> tuple[str, dict[str, Scalar]]:
-    """Bytes decoded, and `encoding` as metadata if it is not UTF-8."""
+    """Return the decoded bytes, and `encoding` as metadata if it is not UTF-8."""
     for mark, encoding in _MARKS:
         if data.startswith(mark):
             text = data[len(mark) :].decode(encoding, "replace")
@@ -301,7 +301,7 @@ def _decode(path: Path, data: bytes, declared: str | None = None) -> tuple[str, 
 
 
 def _codec(declared: str) -> str | None:
-    """Python's codec for a declared character set; None if the page is to be read as UTF-8."""
+    """Return Python's codec for a declared character set; None if the page should be read as UTF-8."""
     try:
         name = codecs.lookup(declared).name
     except LookupError:
@@ -329,10 +329,10 @@ def _parse_html(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
 
 
 def _declared_encoding(data: bytes) -> str | None:
-    """The character set that a page declares in its first kilobyte, as in the HTML standard."""
+    """Return the character set that a page declares in its first kilobytes, as in the HTML standard."""
     head = data[:_DECLARED_WITHIN]
-    found = _XML_DECLARATION.match(head) or _META_DECLARATION.search(head)
-    return found[1].decode("ascii").lower() if found else None
+    declaration = _XML_DECLARATION.match(head) or _META_DECLARATION.search(head)
+    return declaration[1].decode("ascii").lower() if declaration else None
 
 
 def _parse_pdf(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:

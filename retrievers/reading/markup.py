@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 def rst_to_markdown(text: str) -> str:
-    """reStructuredText with its underlined titles as `#` lines; the rest is unchanged.
+    """Return reStructuredText with its underlined titles as `#` lines; the rest is unchanged.
 
     Levels follow the order in which styles of underline (and overline) first appear, as in docutils.
 
@@ -23,9 +23,11 @@ def rst_to_markdown(text: str) -> str:
     styles: list[tuple[str, bool]] = []
     at = 1
     while at < len(lines) - 1:
-        line, after = lines[at], lines[at + 1]
+        line = lines[at]
+        after = lines[at + 1]
         over = bool(rule.match(line)) and at + 2 < len(lines) and lines[at + 2].rstrip() == line.rstrip()
-        title, under = (after, lines[at + 2]) if over else (line, after)
+        title = after if over else line
+        under = lines[at + 2] if over else after
         is_title = bool(rule.match(under)) and bool(title.strip()) and not rule.match(title)
         is_title = is_title and len(under.rstrip()) >= len(title.strip()) and (over or not title[0].isspace())
         if is_title and not lines[at - 1].strip():
@@ -41,7 +43,7 @@ def rst_to_markdown(text: str) -> str:
 
 
 def _escape(line: str) -> str:
-    """A line escaped so that Markdown does not read it as a heading or a fence."""
+    """Escape a line that Markdown would read as a heading or a fence."""
     return re.sub(r"^(?=#{1,6}(\s|$)|```|~~~)", r"\\", line)
 
 
@@ -50,7 +52,7 @@ class MarkupError(ValueError):
 
 
 def html_to_markdown(html: str) -> tuple[str, str]:
-    """The visible text of a page and its title ("" where it has none).
+    """Return the visible text of a page and its title ("" if it has none).
 
     Raises `MarkupError` for a page whose tags are nested so deep that parsing would take minutes.
 
@@ -115,7 +117,7 @@ class _HtmlRenderer:
         self.deepest = max(_DEEP, _CLOSING_STEPS // max(1, closing_tags))
 
     def start(self, name: str, attributes: Mapping[str, str]) -> None:
-        """A tag is opened."""
+        """Take an opening tag."""
         self.depth += 1
         if self.depth > self.deepest:
             raise MarkupError(f"its tags are nested more than {self.deepest} deep; simplify the page")
@@ -130,7 +132,7 @@ class _HtmlRenderer:
             self._open(name)
 
     def end(self, name: str) -> None:
-        """A tag is closed, by the page or by what follows."""
+        """Take a closing tag, which the parser adds if the page lacks it."""
         self.in_title = self.in_title and name != "title"
         self.depth -= 1
         if not self.unseen:
@@ -139,7 +141,7 @@ class _HtmlRenderer:
             self.unseen = 0
 
     def data(self, text: str) -> None:
-        """Text between tags, with its references resolved."""
+        """Take text between tags, with its references resolved."""
         if self.in_title:
             self.title_text.append(text)
         if not self.unseen:
@@ -147,15 +149,15 @@ class _HtmlRenderer:
             self.line_has_text = self.line_has_text or bool(text.strip())
 
     def close(self) -> None:
-        """The page has ended."""
+        """Take the end of the page."""
         self._flush()
 
     def text(self) -> str:
-        """The visible text."""
+        """Return the visible text."""
         return "".join(self.out)
 
     def title(self) -> str:
-        """The words of the page's title."""
+        """Return the words of the page's title."""
         return " ".join("".join(self.title_text).split())
 
     def _open(self, name: str) -> None:
@@ -184,8 +186,11 @@ class _HtmlRenderer:
 
     def _flush(self) -> None:
         """End the current block."""
-        raw, prefix = "".join(self.line), self.prefix
-        self.line, self.line_has_text, self.prefix = [], False, ""
+        raw = "".join(self.line)
+        prefix = self.prefix
+        self.line = []
+        self.line_has_text = False
+        self.prefix = ""
         if not raw.strip():
             return
         if self.pre:
@@ -201,7 +206,7 @@ class _HtmlRenderer:
             self._block(prefix + ("\n" + " " * len(prefix)).join(lines), kind)
 
     def _block(self, text: str, kind: str = "") -> None:
-        """Write a block behind a blank line; the next item of a list or row of a table behind a line end only."""
+        """Write a block after a blank line, or after a line end if it continues a list or a table."""
         if self.out:
             self.out.append("\n" if kind and kind == self.last else "\n\n")
         self.out.append(text)
@@ -209,7 +214,7 @@ class _HtmlRenderer:
 
 
 def _unseen(name: str, attributes: Mapping[str, str]) -> bool:
-    """True if a browser hides the tag, or shows it only for navigation."""
+    """Return True if a browser hides the tag, or shows it only for navigation."""
     style = attributes.get("style", "").replace(" ", "").lower()
     return (
         name in _UNSEEN

@@ -1,7 +1,7 @@
-"""Word files, tables and JSON as text: .docx by mammoth (the extra `docx`), the others by Python's own readers.
+"""Word files, tables and JSON as text: mammoth (the extra `docx`) reads .docx, Python's own readers the others.
 
-A row of a table becomes a paragraph of `column: value` lines. So a chunk names its columns wherever the table is cut,
-and rows that do not change keep their chunks when others do.
+A row of a table becomes a paragraph of `column: value` lines. A chunk therefore names its columns wherever the table is
+cut, and rows that do not change keep their chunks when others do.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def require_docx_reader() -> None:
 
 
 def docx_to_markdown(data: bytes, *, most_bytes: int) -> str:
-    """The text of a Word file, its headings and lists as Markdown. Pictures are left out.
+    """Return the text of a Word file, its headings and lists as Markdown. Pictures are left out.
 
     most_bytes  limit of the unpacked file: a .docx is a ZIP archive, and a small one can unpack to terabytes
 
     Raises:
         MissingReaderError: mammoth is not installed.
-        FormatError: the file is no .docx, or unpacks to more than the limit.
+        FormatError: the file is not a .docx, or unpacks to more than the limit.
     """
     require_docx_reader()
     import mammoth
@@ -54,12 +54,17 @@ def docx_to_markdown(data: bytes, *, most_bytes: int) -> str:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             unpacked = sum(part.file_size for part in archive.infolist())  # zipfile reads no more than this of a part
     except zipfile.BadZipFile as error:
-        raise FormatError("it is no Word file of the kind .docx; save it anew in a word processor") from error
+        raise FormatError("it is no Word file of the kind .docx; save it again in a word processor") from error
     if unpacked > most_bytes:
         raise FormatError(f"it unpacks to more than {most_bytes >> 20} MiB; split it or leave it out")
-    # Neither pictures nor the file's own style map: both come from whoever wrote the document.
-    found = mammoth.convert_to_html(io.BytesIO(data), include_embedded_style_map=False, convert_image=lambda _image: [])
-    return html_to_markdown(f"<html><body>{found.value}</body></html>")[0]
+    # Neither pictures nor the file's own style map: both are untrusted.
+    converted = mammoth.convert_to_html(
+        io.BytesIO(data),
+        include_embedded_style_map=False,
+        convert_image=lambda _image: [],
+    )
+    markdown, _ = html_to_markdown(f"<html><body>{converted.value}</body></html>")
+    return markdown
 
 
 def table_to_text(text: str, *, separator: str | None = None) -> str:
@@ -141,9 +146,9 @@ def _cells(names: list[str], row: list[str]) -> Iterator[str]:
 
 
 def json_to_text(text: str) -> str:
-    """JSON as `path: value` lines; the entries of a list at the top, and the lines of JSON Lines, are paragraphs.
+    """Return JSON as `path: value` lines; the entries of a list at the top, and of JSON Lines, are paragraphs.
 
-    Raises FormatError for what is no JSON.
+    Raises FormatError for other text.
 
     >>> print(json_to_text('[{"name": "K2", "size": {"litres": 1.7}}, {"name": "C6", "parts": ["lid", "jug"]}]'))
     name: K2
@@ -181,7 +186,7 @@ def _entry(value: object, length: int) -> str:
 
 
 def _lines(path: str, value: object) -> Iterator[str]:
-    """The leaves below a value, each with the end of its path; the entries of a list share the path of the list."""
+    """Yield the leaves below a value, each with the end of its path; entries of a list share the path of the list."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if len(name) > _LONGEST_NAME:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.scale import run
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.retrievers import vector_index
+from cachecraft_rag.retrievers.index import vector_index
 from cachecraft_rag.types import Progress
 
 

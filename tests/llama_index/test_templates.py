@@ -64,7 +64,7 @@ def test_a_template_says_how_the_question_is_put(engine: Engine, monkeypatch: py
         ("You are a pirate.\n{context_str}\n{query_str}", r"system=.*begin the template with \{context_str\}"),
         ("{query_str}\n{context_str}", "system"),
         ("{query_str}", "needs {context_str}"),
-        ("{context_str}", "{query_str} behind it"),
+        ("{context_str}", "{query_str} after it"),
         ("{context_str} {query_str} {context_str}", "once"),
     ],
 )

@@ -170,21 +170,6 @@ def test_places_are_found_and_deleted_by_key(store: FaissStore):
     assert nearest(store, "kettle", 5) == [chunk("toaster").text]
 
 
-def test_an_index_of_the_version_before_keys_is_brought_up_to_date(tmp_path: Path):
-    with open_store(tmp_path / "index") as store:
-        put(store, "a", "kettle")
-    with sqlite3.connect(tmp_path / "index" / DATABASE) as db:
-        db.execute("DROP INDEX owners_by_key")
-        db.execute("ALTER TABLE owners DROP COLUMN key")
-        db.execute("ALTER TABLE chunks ADD COLUMN generation INTEGER NOT NULL DEFAULT 1")
-        db.execute("CREATE INDEX chunks_by_generation ON chunks (generation)")
-        db.execute("PRAGMA user_version = 1")
-    with open_store(tmp_path / "index") as store:
-        keyed(store, "b", k1="toaster")
-        assert nearest(store, "kettle") == [chunk("kettle").text]
-        assert len(store.places()) == 2
-
-
 def test_delete_chunks_removes_them_from_every_document(store: FaissStore):
     put(store, "a.md", "shared", "a")
     put(store, "b.md", "b", "shared")
@@ -359,12 +344,13 @@ def test_an_index_can_be_looked_at_without_its_model(tmp_path: Path):
         assert (store.dim, store.embedder, store.stats().chunks) == (DIM, MODEL, 1)
 
 
-def test_an_index_of_a_newer_version_is_refused(tmp_path: Path):
+@pytest.mark.parametrize(("version", "age"), [(99, "a newer version"), (2, "another version")])
+def test_an_index_of_another_version_is_refused_with_advice(tmp_path: Path, version: int, age: str):
     open_store(tmp_path).close()
     with sqlite3.connect(tmp_path / DATABASE) as db:
-        db.execute("PRAGMA user_version = 99")
+        db.execute(f"PRAGMA user_version = {version}")
     db.close()
-    with pytest.raises(IndexStoreError, match="newer version"):
+    with pytest.raises(IndexStoreError, match=rf"{age}.*Or delete .* and index its documents again"):
         open_store(tmp_path)
 
 
