@@ -2,8 +2,9 @@
 
 A follow-up is searched for by the mean of two vectors: that of the follow-up alone, and that of the questions before it
 joined with it. The first finds what the follow-up names, the second what it refers to; a change of subject is found by
-the first. On 40 follow-ups about the sample handbook this finds as much as the same questions written out in full (docs/decisions/follow-up-questions.md, which also has what was tried instead: condensing the question with the demo
-model, and merging lists).
+the first. On 40 follow-ups about the sample handbook this finds as much as the same questions written out in full;
+docs/decisions/follow-up-questions.md also has what was tried instead (condensing the question with the demo model, and
+merging lists).
 """
 
 from __future__ import annotations
