@@ -93,7 +93,7 @@ def test_answers_keep_to_an_output_class(engine: Engine, asynchronous: bool) -> 
 
 
 def test_an_output_class_of_an_answer_that_is_cut_or_streamed(engine: Engine) -> None:
-    with pytest.raises(ConfigError, match="allow it more max_new_tokens"):
+    with pytest.raises(ConfigError, match="allow it more max_tokens"):
         query_engine_of(engine, output_cls=Weeks, sampling=SamplingParams(max_new_tokens=3)).query("How often?")
     for options in ({"output_cls": Weeks, "streaming": True}, {"output_cls": dict}):
         with pytest.raises(ConfigError, match="output_cls"):

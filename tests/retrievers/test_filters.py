@@ -125,7 +125,7 @@ def test_comparisons_in_filters(where: Any, passing: list[int]) -> None:
     [
         ({"page": {"$im": [1]}}, r"\$im: no such comparison.*Did you mean \$in"),
         ({"page": {"$in": 1}}, "needs a list of values"),
-        ({"page": {"$gt": [1]}}, "needs one value"),
+        ({"page": {"$gt": [1]}}, "needs a single value"),
         ({"$or": {}}, "needs a list of filters"),
         ({"$or": [{"page": {"$im": 1}}]}, "no such comparison"),
         ([1], "a mapping"),
