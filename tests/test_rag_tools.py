@@ -96,7 +96,7 @@ def test_an_async_answer_that_is_left_early_frees_the_engine(rag: CacheCraft) ->
 
 def test_the_estimate_of_priming_is_what_priming_writes(rag: CacheCraft) -> None:
     expected = rag.estimate_priming()
-    assert expected.captures == len(PAGES) + 2  # and the instruction, and what stands in for neighbours
+    assert expected.captures == len(PAGES) + 1  # and the instruction
     assert expected.fits
     assert expected.disk_used == 0
     assert rag.prime() == expected.captures

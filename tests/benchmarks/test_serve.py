@@ -85,7 +85,8 @@ def test_reuse_computes_each_chunk_once_and_prefix_caching_again_and_again(
         assert last[name].hits == (3.0,) * 4
     assert last[PREFIX_CACHE].variants_per_chunk > 1.5
     assert sum(last[PREFIX_CACHE].hits) < 11.0  # of 12
-    assert last["reuse@0"].computed_share < last["reuse@0.15"].computed_share < last[PREFIX_CACHE].computed_share
+    # No comparison with prefix caching: reuse recomputes the nearest of the three chunks of a request in full.
+    assert last["reuse@0"].computed_share < last["reuse@0.15"].computed_share
 
 
 def test_what_is_shown(measured: tuple[ServeReport, list[Progress]], capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,10 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.types import Chunk
 
+# A chunk that was captured alone is recomputed in full from α = 2 on, so some α reaches any quality. One that was
+# captured after passages of the prompt never is.
+ALONE = ("--origin", "alone")
+
 pytestmark = pytest.mark.usefixtures("as_loud_as_before")
 
 
@@ -137,7 +141,7 @@ def test_answers_and_statistics_show_it(home: Path) -> None:
 
 
 def test_the_table_shows_what_was_tried_and_what_is_written(home: Path) -> None:
-    arguments = ("--store", home / "table", "--quality", "1", "--metric", "top1")
+    arguments = ("--store", home / "table", "--quality", "1", "--metric", "top1", *ALONE)
     shown, report = run(home, *arguments), last_json(run(home, *arguments, "--json"))
     for point in report["curve"]:
         line = next(line for line in shown.splitlines() if line.split()[:1] == [f"{point['alpha']:g}"])
@@ -156,7 +160,7 @@ def test_the_table_shows_what_was_tried_and_what_is_written(home: Path) -> None:
 
 
 def test_the_other_half_checks_the_promise(home: Path) -> None:
-    arguments = ("--store", home / "checked", "--quality", "1", "--metric", "top1", "--check", "--seed", "1")
+    arguments = ("--store", home / "checked", "--quality", "1", "--metric", "top1", "--check", "--seed", "2", *ALONE)
     report = last_json(run(home, *arguments, "--json"))
     assert report["questions"] == 3
     assert report["check"]["held"] is True
@@ -167,7 +171,7 @@ def test_the_other_half_checks_the_promise(home: Path) -> None:
 def test_another_quality_replaces_the_first(home: Path) -> None:
     store = home / "again"
     for quality in ("0", "1"):
-        report = last_json(run(home, "--store", store, "--quality", quality, "--metric", "top1", "--json"))
+        report = last_json(run(home, "--store", store, "--quality", quality, "--metric", "top1", "--json", *ALONE))
     kept = json.loads((store / "calibration.json").read_text(encoding="utf-8"))
     assert [one["alpha"] for one in kept.values()] == [report["alpha"]]
     assert report["alpha"] > 1.0

@@ -71,7 +71,7 @@ def test_ask_and_sources_are_text(screen: io.StringIO) -> None:
 def test_chat_shows_sources_as_text(screen: io.StringIO) -> None:
     rag: Any = None
     sampling: Any = None
-    talk = chat.Conversation(rag, top_k=1, sampling=sampling)
+    talk = chat.Conversation(rag, brief=False, top_k=1, sampling=sampling)
     last: Any = Stream()
     talk._last = last
     talk.take("/sources")

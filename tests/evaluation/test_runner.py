@@ -174,12 +174,15 @@ def test_scratch_folders_go_with_what_killed_processes_left(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_removes_the_scratch_folder(tmp_path: Path, kind: signal.Signals) -> None:
-    before = signal.getsignal(kind)
-    with pytest.raises(SystemExit) as left, scratch_folder(tmp_path):
-        signal.raise_signal(kind)
-    assert left.value.code == 128 + kind
-    assert list(tmp_path.iterdir()) == []
-    assert signal.getsignal(kind) == before
+    before = signal.signal(kind, signal.SIG_DFL)  # `nohup` makes a process ignore SIGHUP
+    try:
+        with pytest.raises(SystemExit) as left, scratch_folder(tmp_path):
+            signal.raise_signal(kind)
+        assert left.value.code == 128 + kind
+        assert list(tmp_path.iterdir()) == []
+        assert signal.getsignal(kind) == signal.SIG_DFL
+    finally:
+        signal.signal(kind, before)
 
 
 def test_a_scratch_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.langchain import CacheCraftGenerator, ChatCacheCraft, ConversationRetriever
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.retrievers.langchain import CacheCraftEmbeddings, CacheCraftVectorStore
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import chunk_id_of
@@ -54,10 +55,15 @@ def vectors(embeddings: CacheCraftEmbeddings, tmp_path: Path) -> Iterator[CacheC
 
 @pytest.fixture
 def engine(tiny_decoder: Callable[..., Any], tmp_path: Path) -> Iterator[Engine]:
-    """It captures nothing between answers: what is reused decides, by a little, what is said."""
+    """It captures nothing between answers: what is reused decides, by a little, what is said.
+
+    Of three short chunks the nearest to the question would be recomputed in full; here it is reused as well.
+    """
     with (
         ChunkCacheStore.open(tmp_path / "caches") as store,
-        Engine(tiny_decoder("Llama", seed=4), store, new_variants="off") as made,
+        Engine(
+            tiny_decoder("Llama", seed=4), store, new_variants="off", config=ReuseConfig(nearest_share=0.0)
+        ) as made,
     ):
         yield made
 

@@ -22,7 +22,8 @@ from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.store import ChunkCacheStore, found_texts
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.catalog import found_texts
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.types import Chunk, digest, digest_of_tokens
 

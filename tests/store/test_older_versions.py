@@ -1,4 +1,4 @@
-"""A store, a remote and an index that an older version wrote: the store is set aside, the others stay as they are.
+"""A store, a remote and an index that an older version wrote: the store is set aside, the index refused, nothing lost.
 
 `tests/data/written-by-2258dc9.tar.xz` was written by that commit: `store/` with seven chunk-caches (raw, int8, entropy;
 one private), a calibration and a retrieval index; `remote/`, a shared folder; the vectors of the index.
@@ -14,14 +14,14 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from cachecraft_rag.errors import StoreError
+from cachecraft_rag.errors import IndexStoreError, StoreError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
-from cachecraft_rag.store import ChunkCacheStore, catalog
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.catalog import schema
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.store.remote import RemoteConfig
 from cachecraft_rag.types import Chunk, digest
@@ -58,7 +58,7 @@ def remote_of(old: Path) -> RemoteConfig:
 def test_a_store_of_another_version_is_set_aside_with_one_warning(old: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = old / "store" / "caches"
     before = {path.relative_to(root): path.read_bytes() for path in files(root / "variants")}
-    for version, next_version in (("an older", 999_999), ("a newer", catalog._VERSION - 1), ("the last", 1)):
+    for version, next_version in (("an older", 999_999), ("a newer", schema._VERSION - 1), ("the last", 1)):
         with ChunkCacheStore.open(root) as store:
             assert store.stats().variants == 0
             assert store.lookup("default", MODEL, NAMES) == {name: [] for name in NAMES}
@@ -133,14 +133,9 @@ def test_an_engine_computes_again_and_leaves_the_old_remote_as_it_is(
     assert len(caplog.messages) == 1
 
 
-def test_the_retrieval_index_opens_as_it_is(old: Path) -> None:
-    vectors = np.load(old / "vectors.npy")
+def test_a_retrieval_index_of_another_version_is_refused_with_a_way_out_and_left_alone(old: Path) -> None:
     folder = old / "store" / "index"
-    with FaissStore.open(folder, dim=8, embedder_fingerprint="tiny@0123456789abcdef") as index:
-        assert index.stats().chunks == 5
-        for text, vector in zip(TEXTS, vectors, strict=True):
-            (hit,) = index.search(vector, 1)
-            assert hit.text == text
-            assert hit.score == pytest.approx(1.0)
-    with FaissStore.open(folder) as index:
-        assert (index.dim, index.embedder) == (8, "tiny@0123456789abcdef")
+    there = {path: path.read_bytes() for path in files(folder)}
+    with pytest.raises(IndexStoreError, match=r"made by another version.*delete .* and index its documents again"):
+        FaissStore.open(folder, dim=8, embedder_fingerprint="tiny@0123456789abcdef")
+    assert {path: path.read_bytes() for path in files(folder) if path in there} == there
