@@ -159,8 +159,8 @@ def test_s3_fifo_forgets_what_left() -> None:
 
 
 def test_replays_in_several_processes_come_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # New processes import `benchmarks` from a folder on their path. It is not the repository's root, for the reason that
-    # pyproject.toml gives at `addopts`.
+    # New processes import `benchmarks` from a folder on their path. It is not the repository's root, for the reason
+    # that pyproject.toml gives at `addopts`.
     (tmp_path / "benchmarks").symlink_to(Path(__file__).parents[2] / "benchmarks")
     monkeypatch.syspath_prepend(str(tmp_path))
     trace = draw_trace(Traffic(requests=200, questions=40))

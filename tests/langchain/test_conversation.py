@@ -61,9 +61,7 @@ def engine(tiny_decoder: Callable[..., Any], tmp_path: Path) -> Iterator[Engine]
     """
     with (
         ChunkCacheStore.open(tmp_path / "caches") as store,
-        Engine(
-            tiny_decoder("Llama", seed=4), store, new_variants="off", config=ReuseConfig(nearest_share=0.0)
-        ) as made,
+        Engine(tiny_decoder("Llama", seed=4), store, new_variants="off", config=ReuseConfig(nearest_share=0.0)) as made,
     ):
         yield made
 

@@ -198,7 +198,7 @@ class Catalog:
 
     def totals(self) -> Totals:
         """Sums over all rows, of all processes."""
-        # Both queries see one moment: between them a file's bytes could move from "reserved" to its row, and count twice.
+        # Both queries see one moment: in between, a file's bytes could move from "reserved" to its row and count twice.
         with self._db.snapshot() as connection:
             variants, file_bytes = _sums(connection)
             query = f"SELECT (SELECT count(*) FROM (SELECT DISTINCT scope, chunk_id FROM variants)), ({_RESERVED})"
