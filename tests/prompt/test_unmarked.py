@@ -28,7 +28,7 @@ from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.types import Chunk, digest, digest_of_tokens
 
 SHORT = SamplingParams(max_new_tokens=2)
-CONFIG = ReuseConfig(recompute_ratio=0.15, loading="layerwise")
+CONFIG = ReuseConfig(recompute_ratio=0.15, nearest_share=0.0, loading="layerwise")
 WORDS = [
     "kettle",
     "vinegar",
