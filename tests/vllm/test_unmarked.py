@@ -191,8 +191,9 @@ def test_the_third_time_a_stock_client_s_passages_are_reused(server: ServerProce
     answer = client.chat.completions.create(model=model, messages=[{"role": "user", "content": third}], max_tokens=2)
     found = httpx.get(f"{server.url}/v1/cachecraft/requests/{answer.id}").json()["stats"]
     whole = sum(map(len, text[:3]))  # a token is a byte here
-    assert found["tokens_reused"] >= 0.75 * whole
-    assert reused(found) >= 0.9 * whole
+    # The last of the three is nearest to the question, and recomputed in full.
+    assert found["tokens_reused"] >= 0.45 * whole
+    assert reused(found) >= 0.6 * whole
     assert found["tokens_recomputed"] > 0
     assert not exact(found)
     assert answer.usage is not None
@@ -204,7 +205,7 @@ def test_the_third_time_a_stock_client_s_passages_are_reused(server: ServerProce
         )
     )
     found = httpx.get(f"{server.url}/v1/cachecraft/requests/{pieces[0].id}-0").json()["stats"]
-    assert reused(found) >= 0.75 * whole
+    assert reused(found) >= 0.6 * whole
 
 
 TURNS = ((0, 1, 2), (3, 2, 0, 1), (1, 4, 0, 2))  # the third one brings the first one's passages in another order
@@ -213,7 +214,10 @@ TURNS = ((0, 1, 2), (3, 2, 0, 1), (1, 4, 0, 2))  # the third one brings the firs
 def reused_in_turns(
     server: ServerProcess, text: list[str], ask_about: Callable[[list[str]], object]
 ) -> tuple[list[float], float]:
-    """How many passages each turn reuses, and the last one's reused tokens as a share of the first one's passages."""
+    """How many passages each turn reuses, and the last one's reused tokens as a share of the first one's passages.
+
+    The last turn has three passages that came before. One of them is nearest to the question, and recomputed in full.
+    """
     chunks, tokens = ("cachecraft_chunks_total", ("reused", "")), ("cachecraft_tokens_total", ("reused",))
     counts = [server.counts()]
     for turn in TURNS:
@@ -243,8 +247,8 @@ def test_the_third_time_llama_index_reuses_passages_over_its_own_client(server: 
         index.as_query_engine(llm=llm).query("Which is it?")
 
     chunks, share = reused_in_turns(server, words(600 + 100 * chat), ask_about)
-    assert chunks == [0, 0, 3]
-    assert share >= 0.75
+    assert chunks == [0, 0, 2]
+    assert share >= 0.45
 
 
 def langchain_at(server: ServerProcess) -> Callable[[list[str]], object]:
@@ -279,8 +283,8 @@ def test_the_third_time_langchain_reuses_passages_over_its_own_client(
     server = start(model_folder("Llama"), tmp_path, "--reuse-plain-prompts", "--search-system", "--dtype", "float32")
     try:
         chunks, share = reused_in_turns(server, words(800), langchain_at(server))
-        assert chunks == [0, 0, 3]
-        assert share >= 0.75
+        assert chunks == [0, 0, 2]
+        assert share >= 0.45
     finally:
         server.stop()
 
