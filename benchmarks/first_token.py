@@ -97,6 +97,7 @@ class TtftReport:
     prompt_tokens: int
     chunks: int
     recompute_ratio: float
+    nearest_share: float
     model: str
     dtype: str
     threads: int
@@ -116,6 +117,7 @@ def run(
     *,
     dtype: str = "auto",
     ratio: float = 0.15,
+    nearest_share: float = ReuseConfig().nearest_share,
     pairs: int = 7,
     profile: bool = False,
     peers: Mapping[str, Callable[[Decoder], Peer]] = MappingProxyType({}),
@@ -137,6 +139,7 @@ def run(
     decoder = _fastest(
         model, dtype, first.chunks * first.chunk_tokens, lambda name: progress(Progress(0, total, f"prefill in {name}"))
     )
+    config = ReuseConfig(recompute_ratio=ratio, nearest_share=nearest_share, capture=False)
     others = {name: make(decoder) for name, make in peers.items()}
     reports: list[TtftReport] = []
     for shape in shapes:
@@ -146,7 +149,7 @@ def run(
 
         with (
             tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder,
-            closing(_Bench(decoder, Path(folder), shape, ratio=ratio, peers=others)) as bench,
+            closing(_Bench(decoder, Path(folder), shape, config=config, peers=others)) as bench,
         ):
             report = bench.report(pairs, begun)
             reports.append(bench.with_parts(report, pairs) if profile else report)
@@ -157,10 +160,10 @@ class _Bench:
     """One prepared prompt and the ways to prefill it."""
 
     def __init__(
-        self, decoder: Decoder, folder: Path, shape: Shape, *, ratio: float, peers: Mapping[str, Peer]
+        self, decoder: Decoder, folder: Path, shape: Shape, *, config: ReuseConfig, peers: Mapping[str, Peer]
     ) -> None:
         self.decoder, self.folder, self.peers = decoder, folder, peers
-        self.config = ReuseConfig(recompute_ratio=ratio, capture=False)
+        self.config = config
         self.chunks = chunks_of(decoder, count=shape.chunks, tokens=shape.chunk_tokens)
         prompts = PromptBuilder(decoder.tokenizer, context_length=decoder.context_length, best_last=False)
         prompt = prompts.build(QUESTION, self.chunks, reserve=1)
@@ -211,6 +214,7 @@ class _Bench:
             prompt_tokens=stats.tokens_prompt,
             chunks=len(self.chunks),
             recompute_ratio=self.config.recompute_ratio or 0.0,
+            nearest_share=self.config.nearest_share,
             model=self.decoder.name,
             dtype=self.decoder.layout.dtype,
             threads=torch.get_num_threads(),

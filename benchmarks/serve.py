@@ -45,6 +45,7 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk, Progress
 
 PREFIX_CACHE = "prefix_cache"
+_NEAREST_SHARE = ReuseConfig().nearest_share
 _PARTS = 4  # of a load, for hits over time
 
 
@@ -57,6 +58,7 @@ class ServeSettings:
     loads          requests per second, as shares of the capacity of prefix caching …
     qps            … or as numbers, which then go before `loads`
     ratios         recompute ratios of the sides with reuse
+    nearest_share  see `ReuseConfig`; 0 never recomputes the chunk nearest to the question in full
     chunks, chunk_tokens, top_k   chunks in all, the tokens of each, and chunks per request
     questions, exponent, variation  see `traffic.Traffic`
     answer_tokens  longest answer
@@ -69,6 +71,7 @@ class ServeSettings:
     loads: tuple[float, ...] = (0.5, 1.0, 2.0)
     qps: tuple[float, ...] = ()
     ratios: tuple[float, ...] = (0.0, 0.15, 0.3)
+    nearest_share: float = _NEAREST_SHARE
     chunks: int = 40
     chunk_tokens: int = 200
     top_k: int = 5
@@ -87,6 +90,7 @@ class ServeSettings:
         check_whole("answer_tokens", self.answer_tokens, least=1)
         check_whole("decode_rows", self.decode_rows, least=1)
         check_whole("chunk_tokens", self.chunk_tokens, least=2)
+        check_number("nearest_share", self.nearest_share, most=1)
         for name, most in (("loads", FINITE), ("qps", FINITE), ("ratios", 1.0)):
             for value in getattr(self, name):
                 check_number(f"each of {name}", value, most=most)
@@ -98,8 +102,10 @@ class ServeSettings:
     @property
     def sides(self) -> dict[str, ReuseConfig]:
         """Settings of each side; prefix caching reuses only chunks behind the same prefix."""
-        reuse = {f"reuse@{ratio:g}": ReuseConfig(recompute_ratio=ratio) for ratio in self.ratios}
-        return {PREFIX_CACHE: ReuseConfig(scope="prefix"), **reuse}
+        sides = {PREFIX_CACHE: ReuseConfig(scope="prefix")}
+        for ratio in self.ratios:
+            sides[f"reuse@{ratio:g}"] = ReuseConfig(recompute_ratio=ratio, nearest_share=self.nearest_share)
+        return sides
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +380,15 @@ def main(
     ] = "0.5,1,2",
     qps: Annotated[str | None, typer.Option("--qps", help="Instead of --loads: requests per second.")] = None,
     ratios: Annotated[str, typer.Option("--ratios", help="Recompute ratios.")] = "0,0.15,0.3",
+    nearest_share: Annotated[
+        float,
+        typer.Option(
+            "--nearest-share",
+            min=0.0,
+            max=1.0,
+            help="Largest share of the chunk tokens for which the chunk nearest to the question is recomputed in full.",
+        ),
+    ] = _NEAREST_SHARE,
     chunks: Annotated[int, typer.Option("--chunks", min=2, help="Chunks in all.")] = 40,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=16, max=1 << 20, help="Length of each.")] = 200,
     top_k: Annotated[int, options.option_of("top_k", min=1)] = 5,
@@ -402,6 +417,7 @@ def main(
             loads=tuple(numbers(loads)),
             qps=() if qps is None else tuple(numbers(qps)),
             ratios=tuple(numbers(ratios)),
+            nearest_share=nearest_share,
             chunks=chunks,
             chunk_tokens=chunk_tokens,
             top_k=top_k,

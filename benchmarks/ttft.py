@@ -10,6 +10,7 @@ from cachecraft_rag.checks import MOST, check_number, check_whole
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.options import numbers, print_json, print_table, progress_bar, takes
+from cachecraft_rag.planning.config import ReuseConfig
 
 if TYPE_CHECKING:
     from benchmarks.first_token import TtftReport
@@ -26,6 +27,7 @@ class TtftOptions:
     chunk_tokens     length of each
     tokens           instead of --chunks: lengths of whole prompts, comma-separated
     recompute_ratio  recompute ratio
+    nearest_share    see `ReuseConfig`; 0 never recomputes the chunk nearest to the question in full
     pairs            runs of each side, alternating
     seed             seed of torch; the prompt is always the same
     profile          show where the time goes, part by part
@@ -38,6 +40,7 @@ class TtftOptions:
     chunk_tokens: int = 400
     tokens: str | None = None
     recompute_ratio: float = 0.15
+    nearest_share: float = ReuseConfig().nearest_share
     pairs: int = 7
     threads: options.Threads = None
     seed: int | None = None
@@ -48,6 +51,7 @@ class TtftOptions:
         """Check the numbers; raises ConfigError."""
         check_whole("--chunk-tokens", self.chunk_tokens, least=16, most=1 << 20)
         check_number("--recompute-ratio", self.recompute_ratio, most=1)
+        check_number("--nearest-share", self.nearest_share, most=1)
         check_whole("--seed", self.seed, least=-MOST - 1, optional=True)
 
     def run(self) -> list[TtftReport]:
@@ -74,6 +78,7 @@ class TtftOptions:
                 peers=peers,
                 progress=show,
                 ratio=self.recompute_ratio,
+                nearest_share=self.nearest_share,
                 pairs=self.pairs,
                 profile=self.profile,
             )

@@ -1,4 +1,4 @@
-"""The index's database: its tables, and the check that it fits the embedding model."""
+"""The index's database: its tables and their migrations, and the check that it fits the embedding model."""
 
 from __future__ import annotations
 
@@ -14,51 +14,52 @@ from cachecraft_rag.types import Chunk, chunk_id_of
 DATABASE = "index.sqlite"
 UNKNOWN_EMBEDDING = "llama-index"  # made by LlamaIndex, which does not name its embedding model to a vector store
 
-# Raise it with any change of the tables: an index of another version is refused, and made again from its documents.
-_VERSION = 4
-_TABLES = (
-    "CREATE TABLE settings (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
-    """CREATE TABLE documents (
-        doc_id TEXT PRIMARY KEY,
-        content_digest TEXT NOT NULL,
-        root TEXT NOT NULL
-    ) WITHOUT ROWID""",
-    # `number` is the chunk's id in FAISS. It is random, so a database restored from a copy never reuses a number.
-    """CREATE TABLE chunks (
-        number INTEGER PRIMARY KEY,
-        chunk_id TEXT NOT NULL UNIQUE,
-        text TEXT NOT NULL,
-        vector BLOB NOT NULL
-    )""",
-    # `key` is a caller's own name of the place: a LlamaIndex node has an id and belongs to a document.
-    """CREATE TABLE owners (
-        doc_id TEXT NOT NULL REFERENCES documents (doc_id),
-        ordinal INTEGER NOT NULL,
-        number INTEGER NOT NULL REFERENCES chunks (number),
-        metadata TEXT NOT NULL,
-        key TEXT,
-        PRIMARY KEY (doc_id, ordinal)
-    ) WITHOUT ROWID""",
-    "CREATE INDEX owners_by_number ON owners (number, doc_id, ordinal)",
-    "CREATE UNIQUE INDEX owners_by_key ON owners (key) WHERE key IS NOT NULL",
+# Append only: migration n brings a database from user_version n to n + 1.
+_MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        "CREATE TABLE settings (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+        """CREATE TABLE documents (
+            doc_id TEXT PRIMARY KEY,
+            content_digest TEXT NOT NULL,
+            root TEXT NOT NULL
+        ) WITHOUT ROWID""",
+        # `number` is the chunk's id in FAISS. It is random, so a database restored from a copy never reuses a number.
+        """CREATE TABLE chunks (
+            number INTEGER PRIMARY KEY,
+            chunk_id TEXT NOT NULL UNIQUE,
+            generation INTEGER NOT NULL,
+            text TEXT NOT NULL,
+            vector BLOB NOT NULL
+        )""",
+        "CREATE INDEX chunks_by_generation ON chunks (generation)",
+        """CREATE TABLE owners (
+            doc_id TEXT NOT NULL REFERENCES documents (doc_id),
+            ordinal INTEGER NOT NULL,
+            number INTEGER NOT NULL REFERENCES chunks (number),
+            metadata TEXT NOT NULL,
+            PRIMARY KEY (doc_id, ordinal)
+        ) WITHOUT ROWID""",
+        "CREATE INDEX owners_by_number ON owners (number, doc_id, ordinal)",
+    ),
+    (
+        # `key` is a caller's own name of the place: a LlamaIndex node has an id and belongs to a document.
+        "ALTER TABLE owners ADD COLUMN key TEXT",
+        "CREATE UNIQUE INDEX owners_by_key ON owners (key) WHERE key IS NOT NULL",
+    ),
+    # Random numbers made the generation of a row superfluous.
+    ("DROP INDEX chunks_by_generation", "ALTER TABLE chunks DROP COLUMN generation"),
 )
-
-
-class _OtherVersionError(IndexStoreError):
-    """The index was made by another version of this package."""
 
 
 def open_database(
     folder: Path, *, dim: int | None, fingerprint: str | None, wait_s: float
 ) -> tuple[Database, dict[str, str]]:
-    """Open the index's database, or set it up; return it with its settings.
+    """Open the index's database, update its schema or set it up; return it with its settings.
 
-    Raises `IndexStoreError` for a database that is damaged, of another version, or made with another embedding model.
+    Raises `IndexStoreError` for a database that is damaged, of a newer version, or made with another embedding model.
     """
     try:
         db = Database(folder / DATABASE, kind=_KIND, busy_timeout_s=wait_s)
-    except _OtherVersionError as error:
-        raise IndexStoreError(f"{error} Or delete {folder} and index its documents again.") from error
     except OSError as error:
         raise IndexStoreError(
             f"{folder}: the index cannot be opened ({error}); check the folder and its permissions"
@@ -114,9 +115,8 @@ def _message(path: Path, error: sqlite3.Error) -> str:
 
 # FULL: a commit that a power cut takes back would leave the index file ahead.
 _KIND = Kind(
-    migrations=(_TABLES,),
-    newest=_VERSION,
-    other_version=_OtherVersionError,
+    migrations=_MIGRATIONS,
+    newest=len(_MIGRATIONS),
     pragmas=("synchronous = FULL", "foreign_keys = ON"),
     error=IndexStoreError,
     what=lambda path: f"{path.parent}: the index",

@@ -214,6 +214,8 @@ def test_the_demo_model_on_the_sample_handbook(demo_model: Path, tmp_path: Path)
     assert abs(found["prefix_cache"]["kl"]) <= 1e-5
     assert found["full_cache"]["kl"] > found["default@0.15"]["kl"] > 0
     assert found["full_cache"]["recomputed"] == 0.0
-    assert found["default@0.15"]["recomputed"] < 0.5  # the passage nearest to the question is recomputed in full
+    # The passage nearest to the question, at most 35 % of the tokens, is recomputed in full, and less than
+    # a fifth of the others.
+    assert found["default@0.15"]["recomputed"] < 0.35 + 0.65 * 0.2
     assert found["default@0.15"]["ttft_ratio"] > 0
     assert found["default@0.15"]["f1"] is None  # the handbook has no gold answers

@@ -1,4 +1,4 @@
-"""A store, a remote and an index that an older version wrote: the store is set aside, the index refused, nothing lost.
+"""A store, a remote and an index that an older version wrote: the store is set aside, the others stay as they are.
 
 `tests/data/written-by-2258dc9.tar.xz` was written by that commit: `store/` with seven chunk-caches (raw, int8, entropy;
 one private), a calibration and a retrieval index; `remote/`, a shared folder; the vectors of the index.
@@ -14,9 +14,10 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from cachecraft_rag.errors import IndexStoreError, StoreError
+from cachecraft_rag.errors import StoreError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
@@ -133,9 +134,14 @@ def test_an_engine_computes_again_and_leaves_the_old_remote_as_it_is(
     assert len(caplog.messages) == 1
 
 
-def test_a_retrieval_index_of_another_version_is_refused_with_a_way_out_and_left_alone(old: Path) -> None:
+def test_the_retrieval_index_opens_as_it_is(old: Path) -> None:
+    vectors = np.load(old / "vectors.npy")
     folder = old / "store" / "index"
-    there = {path: path.read_bytes() for path in files(folder)}
-    with pytest.raises(IndexStoreError, match=r"made by another version.*delete .* and index its documents again"):
-        FaissStore.open(folder, dim=8, embedder_fingerprint="tiny@0123456789abcdef")
-    assert {path: path.read_bytes() for path in files(folder) if path in there} == there
+    with FaissStore.open(folder, dim=8, embedder_fingerprint="tiny@0123456789abcdef") as index:
+        assert index.stats().chunks == 5
+        for text, vector in zip(TEXTS, vectors, strict=True):
+            (hit,) = index.search(vector, 1)
+            assert hit.text == text
+            assert hit.score == pytest.approx(1.0)
+    with FaissStore.open(folder) as index:
+        assert (index.dim, index.embedder) == (8, "tiny@0123456789abcdef")

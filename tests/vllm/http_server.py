@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ def running(group: int) -> list[str]:
 
 
 class ServerProcess:
-    """`cachecraft serve`; everything it writes goes to `log`."""
+    """`cachecraft serve`; everything it writes goes to `log`. `settings` are variables of its environment."""
 
-    def __init__(self, model: Path | str, store: Path, log: Path, *options: str, new_variants: str = "off") -> None:
+    def __init__(
+        self, model: Path | str, store: Path, log: Path, *options: str, settings: Mapping[str, str] | None = None
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -45,7 +48,8 @@ class ServerProcess:
             command.append("--")
         command += ["--enforce-eager", "--max-num-seqs", "8", "--block-size", "32", "--seed", "0"]
         env = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-        env["CACHECRAFT_NEW_VARIANTS"] = new_variants  # with "idle", what a request finds depends on the moment
+        env["CACHECRAFT_NEW_VARIANTS"] = "off"  # with "idle", what a request finds depends on the moment
+        env |= settings or {}
         with log.open("w") as out:
             self._process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True, cwd=log.parent

@@ -215,9 +215,14 @@ def test_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_plugin_registers_nothing_in_an_unknown_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM lets a plugin's exception end the server, plain `vllm serve` too."""
-    unknown = SimpleNamespace(__version__="0.40.0")  # an import of anything else from it would raise
-    monkeypatch.setitem(sys.modules, "vllm", unknown)  # type: ignore[misc]
+    registered = []
+    monkeypatch.setattr("cachecraft_rag.vllm.plugin._register", lambda: registered.append(True))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.40.0"))  # type: ignore[misc]
     register()
+    assert registered == []
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.33.0"))  # type: ignore[misc]
+    register()
+    assert registered == [True]
 
 
 def test_the_plugin_leaves_a_vllm_alone_where_its_registry_has_moved(

@@ -122,8 +122,13 @@ def test_a_marked_message_keeps_its_form() -> None:
 
 
 def start(model: Path, folder: Path, *options: str) -> ServerProcess:
+    """Start a server that reuses the passage nearest to the question like the others.
+
+    By default it is recomputed in full, which would hide in a prompt of three passages whether all three are found.
+    """
     store, log = folder / "store", folder / "log"
-    return ServerProcess(model, store, log, "--max-model-len", "4096", *options, new_variants="idle")
+    settings = {"CACHECRAFT_NEW_VARIANTS": "idle", "CACHECRAFT_REUSE_NEAREST_SHARE": "0"}
+    return ServerProcess(model, store, log, "--max-model-len", "4096", *options, settings=settings)
 
 
 @pytest.fixture(scope="module")
@@ -191,9 +196,8 @@ def test_the_third_time_a_stock_client_s_passages_are_reused(server: ServerProce
     answer = client.chat.completions.create(model=model, messages=[{"role": "user", "content": third}], max_tokens=2)
     found = httpx.get(f"{server.url}/v1/cachecraft/requests/{answer.id}").json()["stats"]
     whole = sum(map(len, text[:3]))  # a token is a byte here
-    # The last of the three is nearest to the question, and recomputed in full.
-    assert found["tokens_reused"] >= 0.45 * whole
-    assert reused(found) >= 0.6 * whole
+    assert found["tokens_reused"] >= 0.75 * whole
+    assert reused(found) >= 0.9 * whole
     assert found["tokens_recomputed"] > 0
     assert not exact(found)
     assert answer.usage is not None
@@ -205,7 +209,7 @@ def test_the_third_time_a_stock_client_s_passages_are_reused(server: ServerProce
         )
     )
     found = httpx.get(f"{server.url}/v1/cachecraft/requests/{pieces[0].id}-0").json()["stats"]
-    assert reused(found) >= 0.6 * whole
+    assert reused(found) >= 0.75 * whole
 
 
 TURNS = ((0, 1, 2), (3, 2, 0, 1), (1, 4, 0, 2))  # the third one brings the first one's passages in another order
@@ -214,10 +218,7 @@ TURNS = ((0, 1, 2), (3, 2, 0, 1), (1, 4, 0, 2))  # the third one brings the firs
 def reused_in_turns(
     server: ServerProcess, text: list[str], ask_about: Callable[[list[str]], object]
 ) -> tuple[list[float], float]:
-    """How many passages each turn reuses, and the last one's reused tokens as a share of the first one's passages.
-
-    The last turn has three passages that came before. One of them is nearest to the question, and recomputed in full.
-    """
+    """How many passages each turn reuses, and the last one's reused tokens as a share of the first one's passages."""
     chunks, tokens = ("cachecraft_chunks_total", ("reused", "")), ("cachecraft_tokens_total", ("reused",))
     counts = [server.counts()]
     for turn in TURNS:
@@ -247,8 +248,8 @@ def test_the_third_time_llama_index_reuses_passages_over_its_own_client(server: 
         index.as_query_engine(llm=llm).query("Which is it?")
 
     chunks, share = reused_in_turns(server, words(600 + 100 * chat), ask_about)
-    assert chunks == [0, 0, 2]
-    assert share >= 0.45
+    assert chunks == [0, 0, 3]
+    assert share >= 0.75
 
 
 def langchain_at(server: ServerProcess) -> Callable[[list[str]], object]:
@@ -283,8 +284,8 @@ def test_the_third_time_langchain_reuses_passages_over_its_own_client(
     server = start(model_folder("Llama"), tmp_path, "--reuse-plain-prompts", "--search-system", "--dtype", "float32")
     try:
         chunks, share = reused_in_turns(server, words(800), langchain_at(server))
-        assert chunks == [0, 0, 2]
-        assert share >= 0.45
+        assert chunks == [0, 0, 3]
+        assert share >= 0.75
     finally:
         server.stop()
 
@@ -354,10 +355,10 @@ def test_private_text_shapes_nothing_that_others_are_served(server: ServerProces
         hers = ask(server, *(text[place] for place in order), question=canary, headers={"X-Mine": "ada"})
     deadline, new = time.monotonic() + START_S, []
     # An earlier test's passages may still be captured meanwhile, so a number of rows alone would not do.
-    while min(sum(one.variant.session == user for one in new) for user in (None, "ada")) < 3:
-        assert time.monotonic() < deadline, [one.variant.key for one in new]
+    while min(sum(row.variant.session == user for row in new) for user in (None, "ada")) < 3:
+        assert time.monotonic() < deadline, [row.variant.key for row in new]
         time.sleep(0.2)
-        new = [one for one in rows(server) if one.variant.variant_id not in before]
+        new = [row for row in rows(server) if row.variant.variant_id not in before]
     shared = [one.variant for one in rows(server) if one.variant.session is None]
     system = httpx.get(f"{server.url}/v1/cachecraft").json()
     assert system["system"]

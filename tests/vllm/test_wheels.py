@@ -139,8 +139,9 @@ def test_the_table_covers_every_import_and_use_for_every_known_version() -> None
 @pytest.mark.skipif(not WHEELS, reason="TESTS_VLLM_WHEELS names no folder with vLLM's wheels")
 @pytest.mark.parametrize("version", KNOWN_VERSIONS)
 def test_every_known_version_has_what_we_use(version: str) -> None:
-    (wheel,) = Path(WHEELS).glob(f"vllm-{version}.*.whl")
-    assert [row for row in check(Sources(wheel)) if row[2]] == []
+    wheels = list(Path(WHEELS).glob(f"vllm-{version}.*.whl"))
+    assert len(wheels) == 1, f"TESTS_VLLM_WHEELS={WHEELS} must hold one wheel of vLLM {version}, it holds {len(wheels)}"
+    assert [row for row in check(Sources(wheels[0])) if row[2]] == []
 
 
 def test_the_installed_version_has_what_we_use() -> None:

@@ -554,7 +554,7 @@ def _listed(namespace: str, fingerprint: str, *columns: Any) -> Listed | Damaged
 
 
 def _read_scores(tokens: Any, checksum: Any, inter: Any) -> TokenScores | str:
-    """Token scores, or their flaw; `tokens` is None if there is no row."""
+    """Return a variant's token scores, or what is wrong with them. `tokens` is None if the variant has no row."""
     if tokens is None:
         return TokenScores()
     try:
