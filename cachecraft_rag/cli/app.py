@@ -70,6 +70,9 @@ COMMANDS: dict[str, CommandEntry] = {
         "Serve a model with vLLM: chat completions whose field `documents` holds chunks reuse their chunk-caches.",
         _OPERATING,
     ),
+    "quality": CommandEntry(
+        "quality", "Show how often answers with reuse equal full prefill's, from the audits of a store.", _OPERATING
+    ),
     "store": CommandEntry("store", "Inspect, check and evict stored chunk-caches.", _OPERATING, "app"),
     "doctor": CommandEntry(
         "doctor",

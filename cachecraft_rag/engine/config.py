@@ -17,7 +17,7 @@ from cachecraft_rag.checks import (
 )
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import DEFAULT_SYSTEM
-from cachecraft_rag.serving.config import NewVariants, When
+from cachecraft_rag.serving.config import Audits, NewVariants, When
 from cachecraft_rag.store import StoreConfig
 
 _PER_QUESTION = "sampling=SamplingParams({}=…) with each question"
@@ -45,6 +45,8 @@ class EngineConfig:
     new_variants    when chunks that were reused and fixed are captured after the prefix they had: idle (while no
                     answer is under way), always or off; or a `NewVariants` with a budget. An engine over vLLM refuses
                     always
+    audit           which answers are compared with full prefill while no answer is under way: off, idle (every answer
+                    with reuse) or a share from 0 to 1; or an `Audits` with limits. An engine over vLLM audits nothing
     decode_rows     most answers that a decode step computes together; 1 = each separately
     max_waiting     most requests that wait while another request has its turn; further ones get BusyError
     wait_timeout_s  longest time that a request waits for its turn, then WaitTimeoutError; None = no limit. An
@@ -60,6 +62,7 @@ class EngineConfig:
     best_last: bool = True
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
     new_variants: NewVariants | When = "idle"
+    audit: Audits | str | float = "off"
     decode_rows: int = 8
     max_waiting: int = 256
     wait_timeout_s: float | None = None
@@ -75,6 +78,11 @@ class EngineConfig:
         check_kind("new_variants", self.new_variants, (NewVariants, str), advice='write "idle" or NewVariants(share=…)')
         if isinstance(self.new_variants, str):
             object.__setattr__(self, "new_variants", NewVariants(self.new_variants))
+        check_kind(
+            "audit", self.audit, (Audits, str, int, float), advice='write "idle", a share such as 0.1, or Audits()'
+        )
+        if not isinstance(self.audit, Audits):
+            object.__setattr__(self, "audit", Audits.of(self.audit))
         check_whole("decode_rows", self.decode_rows, least=1)
         check_whole("max_waiting", self.max_waiting)
         check_number("wait_timeout_s", self.wait_timeout_s, most=MOST_SECONDS, optional=True)

@@ -35,8 +35,10 @@ from cachecraft_rag.prompt.output_schema import Constraints
 from cachecraft_rag.prompt.unmarked import Recognise, recognise_captured
 from cachecraft_rag.serving.admission import AdmissionQueue
 from cachecraft_rag.serving.answering import Answering
+from cachecraft_rag.serving.audits.audit import Audit
+from cachecraft_rag.serving.audits.auditor import Auditor
 from cachecraft_rag.serving.capturing import LocalCapturer
-from cachecraft_rag.serving.config import NewVariants
+from cachecraft_rag.serving.config import Audits, NewVariants
 from cachecraft_rag.serving.joint_rows import JointRows
 from cachecraft_rag.serving.new_variants import VariantMaker
 from cachecraft_rag.serving.request import Request, RequestProgress, stats_of
@@ -81,6 +83,7 @@ class Engine(AnswerEngine):
         loop: runs all work on the model.
         write_back: describes and stores captures.
         new_variants: makes new variants in idle time.
+        auditor: compares answers with full prefill in idle time.
     """
 
     decoder: Decoder
@@ -102,6 +105,7 @@ class Engine(AnswerEngine):
             options["reuse"] = config
         chosen = replace(settings or EngineConfig(), **options)
         assert isinstance(chosen.new_variants, NewVariants), "EngineConfig turns a word into NewVariants"
+        assert isinstance(chosen.audit, Audits), "EngineConfig turns a word or a number into Audits"
         super().__init__(decoder, store, chosen)
 
         registry = self.request_counts.registry
@@ -131,6 +135,17 @@ class Engine(AnswerEngine):
             look_up=self.look_up,
             loop=self.loop,
         )
+        self.auditor = Auditor(
+            config=chosen.audit,
+            decoder=decoder,
+            store=store,
+            loader=loader,
+            namespace=chosen.namespace,
+            look_up=self.look_up,
+            loop=self.loop,
+            captures_pending=self._captures_pending,
+            registry=registry,
+        )
         self._answering = Answering(
             decoder=decoder,
             store=store,
@@ -142,6 +157,7 @@ class Engine(AnswerEngine):
             loader=loader,
             namespace=chosen.namespace,
             stand_in=self.prompts.stand_in,
+            auditor=self.auditor,
         )
         store.before_removal.append(self._before_removal)
 
@@ -218,8 +234,16 @@ class Engine(AnswerEngine):
         stats = stats_of(request, progress, self.decoder.layout.layers)
         return ScoredAnswer(text, tuple(progress.tokens), logits, stats)
 
+    def audit_of(self, request_id: str) -> Audit | None:
+        """Return the audit of an answer, by the `request_id` of its statistics.
+
+        None if it was not audited (see `EngineConfig.audit`), not yet (`settle` waits for it), or too long ago: the
+        last 1,024 results are kept in memory, and more of them on disk (`cachecraft quality`).
+        """
+        return self.auditor.result(request_id)
+
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait for the work that follows from answers: captures, new variants within their budget, and writing.
+        """Wait for the work that follows from answers: captures, new variants within their budget, audits, and writing.
 
         For programs that work in batches; after it, the same questions reuse as much as they can. Returns False if this
         takes longer than `timeout` seconds, or if an answer is still under way.
@@ -229,7 +253,7 @@ class Engine(AnswerEngine):
         deadline = None if timeout is None else time.monotonic() + timeout
 
         def is_done() -> bool:
-            return not (self.write_back.pending() or self._answering.noting or self.new_variants.busy)
+            return not (self._captures_pending() or self.auditor.busy)
 
         if not self.loop.wait_until(is_done, timeout):
             return False
@@ -246,8 +270,14 @@ class Engine(AnswerEngine):
             if self._before_removal in self.store.before_removal:
                 self.store.before_removal.remove(self._before_removal)
                 self.loop.call(self.new_variants.close)
+                self.loop.call(self.auditor.close)
             self.write_back.close()
             self.loop.close()
+            self.auditor.close_log()
+
+    def _captures_pending(self) -> bool:
+        """Return whether captures or new variants are still to be stored."""
+        return bool(self.write_back.pending() or self._answering.noting or self.new_variants.busy)
 
     def _before_removal(self, chunk_ids: Sequence[str]) -> None:
         """Store captures of these chunks that are computed, before they are removed from the store.
@@ -256,7 +286,10 @@ class Engine(AnswerEngine):
         """
         if self._home.here:
             self.loop.call(partial(self.new_variants.forget, chunk_ids))
-            self.loop.wait_until(lambda: not self.new_variants.running(chunk_ids))
+            self.loop.call(partial(self.auditor.forget, chunk_ids))
+            self.loop.wait_until(
+                lambda: not self.new_variants.running(chunk_ids) and not self.auditor.running(chunk_ids)
+            )
             self.write_back.remove(chunk_ids)
             self.loop.call(self._answering.stored_changed)
 

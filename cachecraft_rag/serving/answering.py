@@ -29,6 +29,8 @@ from cachecraft_rag.planning.planner import Plan, exact_shares
 from cachecraft_rag.prompt.unmarked import candidates_of, largest
 from cachecraft_rag.serving.admission import AdmissionQueue, FutureCaptures
 from cachecraft_rag.serving.answer_text import AnswerText
+from cachecraft_rag.serving.audits.auditor import Auditor
+from cachecraft_rag.serving.audits.predictions import Predictions
 from cachecraft_rag.serving.new_variants import LookUp, VariantMaker
 from cachecraft_rag.serving.request import Request, RequestProgress
 from cachecraft_rag.serving.sampling import Sampler
@@ -97,6 +99,7 @@ class Answering:
     look_up    looks up what is stored
     namespace  of the engine
     stand_in   passage after which passages of unmarked text are captured
+    auditor    audits answers in idle time
     noting     number of prompts whose unmarked text is being noted as seen
     """
 
@@ -110,6 +113,7 @@ class Answering:
     loader: Loader
     namespace: str
     stand_in: Segment
+    auditor: Auditor
     noting: int = 0
     _captures: list[FutureCaptures] = field(default_factory=list)  # of the requests under way, in the order of planning
     _changes: int = 0  # number of changes to the store that this engine knows of
@@ -272,12 +276,14 @@ class Answering:
     def answer(self, task: LoopTask, request: Request, progress: RequestProgress, queue: TokenQueue) -> Work[None]:
         """Answer a request into a queue."""
         captures = FutureCaptures()
+        predictions = self.auditor.recorder(request)
         output = yield from self.prefill(task, request, progress, captures)
         try:
-            last = yield from self._decode(request, progress, output, queue)
+            last = yield from self._decode(request, progress, output, queue, predictions=predictions)
         finally:
             self._finish(request, progress, captures)
         queue.put(last)
+        self.auditor.answered(request, progress, predictions)
 
     def score(
         self, task: LoopTask, request: Request, progress: RequestProgress, target: Sequence[int] | None
@@ -313,15 +319,19 @@ class Answering:
         queue: TokenQueue,
         *,
         known: Sequence[int] = (),
+        predictions: Predictions | None = None,
     ) -> Work[AnswerPiece]:
         """Put all pieces but the last one, which is returned, into the queue, no faster than its reader takes them.
 
         Args:
             known: first tokens, if they are known; all but the last have their keys and values.
+            predictions: takes up the prediction at each place of the answer; not with `known` tokens.
         """
         text = AnswerText(request.sampling, self.decoder.tokenizer, self.decoder.end_tokens)
         sampler = Sampler(request.sampling, request.constraint)
         prompt_tokens = request.prompt.bounds[-1]
+        if predictions is not None:
+            predictions.note(output.logits)
         token = known[0] if known else sampler.draw(output.logits)
         while True:
             progress.drew(token, at=request.clock())
@@ -337,6 +347,8 @@ class Answering:
             if not queue.has_room():
                 yield Until(queue.has_room, for_reader=True)
             logits = yield DecodeStep(output.buffer, token, prompt_tokens + count - 1, output.refresh)
+            if predictions is not None:
+                predictions.note(logits)
             token = sampler.draw(logits)
             if output.refresh is not None:
                 progress.recomputed_stale(output.refresh.refreshed)

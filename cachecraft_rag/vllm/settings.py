@@ -38,6 +38,8 @@ def check_config(config: EngineConfig) -> EngineConfig:
     wrong = {name: why for name, why in _VLLM_DECIDES.items() if getattr(config, name) != getattr(usual, name)}
     if getattr(config.new_variants, "when", "") == "always":
         wrong["new_variants"] = "they are made while no request is under way"
+    if getattr(config.audit, "share", 0.0):
+        wrong["audit"] = "answers are audited by the transformers backend only"
     if config.reuse.refresh_rows:
         wrong["reuse.refresh_rows"] = "a decode step carries rows of the answer only"
     wrong |= {

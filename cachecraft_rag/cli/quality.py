@@ -1,0 +1,125 @@
+"""`cachecraft quality`: how often the answers of a store equal full prefill's, from its audits."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cachecraft_rag.cli import options
+from cachecraft_rag.cli.console import out
+from cachecraft_rag.cli.options import print_json, print_table, takes
+from cachecraft_rag.engine.settings import Settings
+from cachecraft_rag.errors import StoreError
+
+if TYPE_CHECKING:
+    from cachecraft_rag.evaluation.intervals import Interval
+    from cachecraft_rag.evaluation.quality import QualityGroup, QualityReport
+    from cachecraft_rag.serving.audits.audit import Audit
+
+ID_LETTERS = 8  # of a request id in the table
+ADVICE = "answers are audited while the engine is idle: start it with --audit idle (or CACHECRAFT_AUDIT=idle)"
+
+
+@takes("store")
+def quality(
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", help="Only answers of this tenant; without it, of all.")
+    ] = None,
+    worst: Annotated[int, typer.Option("--worst", min=0, help="How many of the worst answers to list.")] = 10,
+    as_json: options.Json = False,
+    *,
+    settings: Settings,
+) -> None:
+    """Show how often answers with reuse equal full prefill's, from the audits of a store.
+
+    Audits run where answers are given, with the setting audit: for example `cachecraft chat --audit idle`. "Same" means
+    that full prefill agrees with every token of the answer. Agreement is the share of tokens that it agrees with.
+    Brackets are 95 % intervals.
+    """
+    from cachecraft_rag.evaluation.quality import summarise_audits
+    from cachecraft_rag.serving.audits.audit_log import audits_in
+    from cachecraft_rag.store.config import CACHE_FOLDER
+
+    store = Path(settings["store"])
+    if not os.path.isdir(store / CACHE_FOLDER):
+        raise StoreError(f"{store} holds no chunk-caches, and so no audits of answers; name the folder with --store")
+    report = summarise_audits(audits_in(store / CACHE_FOLDER, namespace=namespace), worst=worst)
+    if as_json:
+        print_json({"answers": 0} if report is None else report.as_dict() | {"answers": report.overall.answers})
+    elif report is None:
+        out.print(f"No audited answers in {store}; {ADVICE}.", soft_wrap=True)
+    else:
+        print_report(report)
+
+
+def print_report(report: QualityReport) -> None:
+    """Print a report as tables."""
+    overall = report.overall
+    out.print(
+        f"{overall.answers} audited answers. Full prefill agrees with every token of {_share(overall.same)} of them, "
+        f"and with {_share(overall.agreement)} of all tokens. KL divergence {_number(overall.kl)} nats per token.",
+        soft_wrap=True,
+    )
+    out.print(f"{report.computed_tokens:,} tokens were computed for these audits, in idle time.", soft_wrap=True)
+    _print_groups("captured", report.by_origin)
+    _print_groups("selector", report.by_selector)
+    _print_groups("recomputed", report.by_recomputed)
+    if len(report.by_termination) > 1:
+        _print_groups("layers", report.by_termination)
+
+    out.print()
+    places = []
+    for group in report.by_position:
+        name = f"{group.first} and on" if group.last is None else f"{group.first} to {group.last}"
+        places.append((name if group.first != group.last else str(group.first), group.tokens, f"{group.agreement:.1%}"))
+    print_table(("place in the answer", "tokens", "agreement"), places, numbers=True)
+    if report.worst:
+        _print_worst(report.worst)
+
+
+def _print_groups(heading: str, groups: Sequence[QualityGroup]) -> None:
+    rows = [
+        (group.name, group.answers, _share(group.same), _share(group.agreement), _number(group.kl)) for group in groups
+    ]
+    out.print()
+    print_table((heading, "answers", "same", "agreement", "KL"), rows, numbers=True)
+
+
+def _print_worst(audits: Sequence[Audit]) -> None:
+    out.print()
+    rows = []
+    for audit in audits:
+        first = audit.first_difference
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(audit.created))
+        rows.append(
+            (
+                audit.request_id[:ID_LETTERS],
+                when,
+                audit.tokens,
+                "" if first is None else first + 1,
+                f"{audit.agreement:.0%}",
+                f"{audit.kl:.3f}",
+                audit.origin,
+            )
+        )
+    print_table(("worst answer", "audited", "tokens", "first other token", "agreement", "KL", "captured"), rows)
+    for audit in audits:
+        text = audit.text
+        if text is not None:
+            out.print(f"\n{audit.request_id[:ID_LETTERS]} {text.question.strip()}", soft_wrap=True)
+            out.print(f"  both:         {text.same}", soft_wrap=True)
+            out.print(f"  reuse:        {text.reuse}", soft_wrap=True)
+            out.print(f"  full prefill: {text.full}", soft_wrap=True)
+
+
+def _share(interval: Interval) -> str:
+    return f"{interval.mean:.1%} [{interval.low:.1%}, {interval.high:.1%}]"
+
+
+def _number(interval: Interval) -> str:
+    return f"{interval.mean:.4f} [{interval.low:.4f}, {interval.high:.4f}]"

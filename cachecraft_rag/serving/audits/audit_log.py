@@ -1,0 +1,145 @@
+"""Results of audits on disk: one bounded SQLite file beside the catalog of chunk-caches.
+
+It is a file of its own, so that a store whose answers are never audited holds nothing about audits, and so that
+a change of its tables sets no chunk-caches aside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cachecraft_rag.errors import StoreError
+from cachecraft_rag.serving.audits.audit import Audit, AuditText
+from cachecraft_rag.store.database import Database, Kind
+
+AUDIT_FILE = "audits.sqlite"
+
+_TABLES = (
+    """CREATE TABLE audits (
+         place INTEGER PRIMARY KEY, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL, request_id TEXT NOT NULL,
+         created REAL NOT NULL, tokens INTEGER NOT NULL, differences TEXT NOT NULL, kl REAL NOT NULL,
+         computed_tokens INTEGER NOT NULL, selector TEXT NOT NULL, recomputed REAL NOT NULL, origin TEXT NOT NULL,
+         outcomes TEXT NOT NULL, early INTEGER NOT NULL, text TEXT)""",
+)
+_COLUMNS = """request_id, created, tokens, differences, kl, computed_tokens, selector, recomputed, origin, outcomes,
+    early, text"""
+_INSERT = f"INSERT INTO audits (namespace, fingerprint, {_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
+_READ = f"""SELECT {_COLUMNS} FROM audits WHERE namespace = coalesce(?1, namespace)
+    AND fingerprint = coalesce(?2, fingerprint) ORDER BY place DESC LIMIT ?3"""
+
+
+def _message(path: Path, error: sqlite3.Error) -> str:
+    advice = "It holds results of audits only: delete it to start again; no chunk-cache is lost"
+    return f"{path} cannot be used. {advice} ({type(error).__name__}: {error})."
+
+
+_KIND = Kind(
+    migrations=(_TABLES,),
+    newest=1,
+    pragmas=("synchronous = NORMAL",),
+    error=StoreError,
+    what=str,
+    message=_message,
+)
+
+
+class AuditLog:
+    """The results of one store folder, of all its namespaces and models. Any thread may call any method."""
+
+    def __init__(self, folder: Path, *, kept: int, busy_timeout_s: float = 5.0) -> None:
+        """Open or create it in a folder; at most `kept` results stay. Raises StoreError."""
+        self._kept = kept
+        self._database = Database(folder / AUDIT_FILE, kind=_KIND, busy_timeout_s=busy_timeout_s)
+
+    def close(self) -> None:
+        """Close the file; any later call raises StoreError."""
+        self._database.close()
+
+    def add(self, namespace: str, fingerprint: str, audit: Audit) -> None:
+        """Store a result, and remove the oldest ones beyond the limit. Raises StoreError."""
+        row = (
+            audit.request_id,
+            audit.created,
+            audit.tokens,
+            json.dumps(audit.differences),
+            audit.kl,
+            audit.computed_tokens,
+            audit.selector,
+            audit.recomputed,
+            audit.origin,
+            json.dumps(audit.outcomes),
+            int(audit.early),
+            None if audit.text is None else json.dumps(asdict(audit.text)),
+        )
+        with self._database.writing() as connection:
+            connection.execute(_INSERT, (namespace, fingerprint, *row))
+            oldest = "DELETE FROM audits WHERE place <= (SELECT max(place) FROM audits) - ?"
+            connection.execute(oldest, (self._kept,))
+
+    def read(self, *, namespace: str | None = None, fingerprint: str | None = None, limit: int = -1) -> list[Audit]:
+        """Return the results, the latest first, of one namespace and model or of all. Raises StoreError.
+
+        Damaged rows are left out.
+        """
+        with self._database.reading() as connection:
+            rows = connection.execute(_READ, (namespace, fingerprint, limit)).fetchall()
+        return list(_readable(rows))
+
+
+def audits_in(folder: Path, *, namespace: str | None = None) -> list[Audit]:
+    """Return the results in a folder, the latest first; none if nothing was audited there. Raises StoreError."""
+    if not os.path.isfile(folder / AUDIT_FILE):
+        return []
+    log = AuditLog(folder, kept=1)  # reading removes nothing
+    try:
+        return log.read(namespace=namespace)
+    finally:
+        log.close()
+
+
+def _readable(rows: Iterable[tuple[Any, ...]]) -> Iterable[Audit]:
+    for row in rows:
+        try:
+            yield _audit_of(*row)
+        except (TypeError, ValueError):  # also of json
+            continue
+
+
+def _audit_of(
+    request_id: str,
+    created: float,
+    tokens: int,
+    differences: str,
+    kl: float,
+    computed_tokens: int,
+    selector: str,
+    recomputed: float,
+    origin: str,
+    outcomes: str,
+    early: int,
+    text: str | None,
+) -> Audit:
+    """Make an audit from a row. Raises TypeError or ValueError for a damaged one."""
+    places = tuple(int(place) for place in json.loads(differences))
+    if not int(tokens) > 0 or len(places) > tokens:
+        raise ValueError("more differences than tokens")
+    return Audit(
+        request_id=str(request_id),
+        created=float(created),
+        tokens=int(tokens),
+        differences=places,
+        kl=float(kl),
+        computed_tokens=int(computed_tokens),
+        selector=str(selector),
+        recomputed=float(recomputed),
+        origin=str(origin),
+        outcomes={str(name): int(count) for name, count in dict(json.loads(outcomes)).items()},
+        early=bool(early),
+        text=None if text is None else AuditText(**json.loads(text)),
+    )

@@ -1,0 +1,79 @@
+"""`cachecraft quality` prints what the audits of a store say."""
+
+from __future__ import annotations
+
+from contextlib import chdir
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.rag import CacheCraft
+from cachecraft_rag.serving.config import Audits
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Command
+
+QUESTIONS = ("How long may I return it?", "How long is the warranty?", "What lasts 3 years?")
+
+
+@pytest.fixture(scope="module")
+def audited(home: Path) -> Path:
+    """The home folder, after three audited answers of which some differ from full prefill's."""
+    reuse = ReuseConfig(recompute_ratio=0.0, drift=0.0, nearest_share=0.0, loading="layerwise", capture=False)
+    with chdir(home), CacheCraft.from_settings(audit=Audits(1.0, keep_text=True), reuse=reuse) as rag:
+        for question in QUESTIONS:
+            rag.ask(question, max_tokens=12)
+        assert rag.engine.settle(120)  # type: ignore[attr-defined]
+    return home
+
+
+def test_a_store_without_audits_says_how_to_get_them(home: Path, cachecraft: Command) -> None:
+    done = cachecraft("quality", "--namespace", "nobody", cwd=home)
+    assert "No audited answers in store" in done.stdout
+    assert "--audit idle" in done.stdout
+    assert cachecraft("quality", "--namespace", "nobody", "--json", cwd=home).result == {"answers": 0}
+
+
+def test_a_folder_without_chunk_caches_is_an_error(home: Path, tmp_path: Path, cachecraft: Command) -> None:
+    done = cachecraft("quality", "--store", tmp_path / "empty", cwd=home, code=2)
+    assert "name the folder with --store" in done.stderr
+    assert not (tmp_path / "empty").exists()
+
+
+def test_the_page_and_the_json_show_the_same_numbers(audited: Path, cachecraft: Command) -> None:
+    result = cachecraft("quality", "--json", cwd=audited).result
+    assert result["answers"] == result["overall"]["answers"] == len(QUESTIONS)
+    assert {group["name"] for group in result["by_origin"]} <= {"primed", "mixed", "none"}
+    assert result["computed_tokens"] > 0
+
+    page = cachecraft("quality", cwd=audited).stdout
+    assert f"{len(QUESTIONS)} audited answers" in page
+    assert f"{result['overall']['same']['mean']:.1%}" in page
+    assert f"{result['overall']['agreement']['mean']:.1%}" in page
+    assert f"{result['computed_tokens']:,} tokens" in page
+    for group in result["by_origin"]:
+        assert group["name"] in page
+    for answer in result["worst"]:
+        assert answer["request_id"][:8] in page
+        assert not answer["is_same"]
+
+
+def test_the_worst_answers_show_the_text_that_was_kept(audited: Path, cachecraft: Command) -> None:
+    worst = cachecraft("quality", "--json", cwd=audited).result["worst"]
+    page = cachecraft("quality", cwd=audited).stdout
+    assert len(worst) == page.count("full prefill: ")
+    assert cachecraft("quality", "--worst", "0", cwd=audited).stdout.count("full prefill: ") == 0
+
+
+def test_no_model_is_loaded(audited: Path, cachecraft: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cachecraft_rag.model.decoder import Decoder
+
+    monkeypatch.setattr(Decoder, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    assert "audited answers" in cachecraft("quality", cwd=audited).stdout
+
+
+def test_the_setting_is_checked_before_a_model_is_loaded(home: Path, cachecraft: Command) -> None:
+    done = cachecraft("chat", "--audit", "sometimes", cwd=home, code=2)
+    assert '"off", "idle" or a share from 0 to 1' in done.stderr

@@ -1,0 +1,88 @@
+"""The quality report sums audits up as its columns say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cachecraft_rag.evaluation.intervals import share_interval
+from cachecraft_rag.evaluation.quality import summarise_audits
+from cachecraft_rag.serving.audits.audit import Audit
+
+
+def audit(name: str, tokens: int, differences: tuple[int, ...] = (), **facts: object) -> Audit:
+    given = {"selector": "question", "recomputed": 0.15, "origin": "primed", "outcomes": {"reused": 5}} | facts
+    kl = 0.1 * len(differences)
+    return Audit(name, 0.0, tokens, differences, kl, computed_tokens=100, **given)  # type: ignore[arg-type]
+
+
+AUDITS = [
+    audit("a", 10),
+    audit("b", 10, (0, 3)),
+    audit("c", 20, (16,), origin="asked", recomputed=0.3),
+    audit("d", 20, origin="none", recomputed=0.0, early=True),
+    audit("e", 80, (64, 65, 79), selector="cache_craft"),
+]
+
+
+def test_shares_are_of_answers_and_of_tokens() -> None:
+    report = summarise_audits(AUDITS)
+    assert report is not None
+    overall = report.overall
+    assert overall.answers == 5
+    assert overall.same == share_interval(2, 5)
+    assert overall.agreement.mean == pytest.approx(1 - 6 / 140)
+    assert overall.agreement.low <= overall.agreement.mean <= overall.agreement.high
+    assert overall.kl.mean == pytest.approx(0.6 / 5)
+    assert report.computed_tokens == 500
+
+
+def test_answers_are_grouped_by_origin_selector_share_and_termination() -> None:
+    report = summarise_audits(AUDITS)
+    assert report is not None
+
+    def counts(groups: object) -> dict[str, int]:
+        return {group.name: group.answers for group in groups}  # type: ignore[attr-defined]
+
+    assert counts(report.by_origin) == {"asked": 1, "none": 1, "primed": 3}
+    assert counts(report.by_selector) == {"cache_craft": 1, "question": 4}
+    assert counts(report.by_recomputed) == {"10% to 20%": 3, "20% to 30%": 1, "nothing": 1}
+    assert counts(report.by_termination) == {"all layers": 4, "terminated early": 1}
+    primed = next(group for group in report.by_origin if group.name == "primed")
+    assert primed.agreement.mean == pytest.approx(1 - 5 / 100)
+
+
+def test_agreement_by_place_counts_each_token_once() -> None:
+    report = summarise_audits(AUDITS)
+    assert report is not None
+    rows = [(group.first, group.last, group.tokens, round(group.agreement, 6)) for group in report.by_position]
+    assert rows == [
+        (1, 1, 5, 0.8),
+        (2, 4, 15, round(14 / 15, 6)),
+        (5, 16, 6 + 6 + 3 * 12, 1.0),
+        (17, 64, 4 + 4 + 48, round(55 / 56, 6)),
+        (65, None, 16, round(13 / 16, 6)),
+    ]
+    assert sum(group.tokens for group in report.by_position) == 140
+
+
+def test_the_worst_answers_come_first_and_equal_ones_are_not_listed() -> None:
+    report = summarise_audits(AUDITS, worst=2)
+    assert report is not None
+    assert [entry.request_id for entry in report.worst] == ["b", "c"]
+    everything = summarise_audits(AUDITS)
+    assert everything is not None
+    assert [entry.request_id for entry in everything.worst] == ["b", "c", "e"]
+
+
+def test_nothing_was_audited() -> None:
+    assert summarise_audits([]) is None
+
+
+def test_a_report_is_json() -> None:
+    report = summarise_audits(AUDITS)
+    assert report is not None
+    values = json.loads(json.dumps(report.as_dict()))
+    assert values["overall"]["answers"] == 5
+    assert values["worst"][0]["agreement"] == pytest.approx(0.8)
