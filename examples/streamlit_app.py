@@ -23,10 +23,11 @@ from typing import Any
 import streamlit as st
 from streamlit_conversations import Conversations, Turn
 from streamlit_documents import HANDBOOK, Shared, documents_section
-from streamlit_picture import headline, markdown_safe, plain, prompt_bar, size, sources
+from streamlit_picture import headline, markdown_safe, plain, prompt_bar, size, sources, verdict
 
 from cachecraft_rag import Answer, CacheCraft, CacheCraftError, Chunk, ReuseConfig, SamplingParams
 from cachecraft_rag.cli.first_sentence import first_sentence
+from cachecraft_rag.serving.config import Audits
 
 STYLE = Path(__file__).parent / "streamlit_style.css"
 WELCOME = (
@@ -48,7 +49,8 @@ def load(model: str, folder: str) -> Shared:
     port = int(os.environ.get("CACHECRAFT_METRICS_PORT", 0))
     uploads = Path(folder) / "uploads"
     uploads.mkdir(parents=True, exist_ok=True)
-    rag = CacheCraft.from_pretrained(model, store=folder)
+    # Text of audited answers is kept in memory only, because each answer here belongs to a session.
+    rag = CacheCraft.from_pretrained(model, store=folder, audit=Audits(share=1.0, keep_text=True))
     one_token = SamplingParams(max_new_tokens=1)
     list(rag.engine.stream("Ready?", [Chunk("warm up " * 300)], sampling=one_token, config=FULL_PREFILL))
     if port:
@@ -134,7 +136,8 @@ def conversation(shared: Shared, turns: list[Turn], documents: list[str], questi
         if turn.answer is not None:
             st.markdown(markdown_safe(turn.answer.text))
             bar = prompt_bar(turn.answer, system_tokens(shared))
-            st.html(headline(turn) + bar + sources(turn.answer, unfolded=number == len(turns)))
+            checked = verdict(turn, shared.rag.engine.audit_of(turn.answer.stats.request_id))
+            st.html(headline(turn) + checked + bar + sources(turn.answer, unfolded=number == len(turns)))
         if not turn.whole and st.button("Ask again", key=f"again-{number}", icon=":material/replay:"):
             question = turn.question
     if question and not documents:
@@ -151,6 +154,24 @@ def conversation(shared: Shared, turns: list[Turn], documents: list[str], questi
         with fresh.container():
             time_full_prefill(shared, turns[-1])
         st.rerun()
+    elif turns and turns[-1].answer is not None and turns[-1].whole:
+        with fresh.container():
+            wait_for_audit(shared, turns[-1].answer)
+
+
+@st.fragment(run_every=1.0)
+def wait_for_audit(shared: Shared, answer: Answer) -> None:
+    """Show the page again once the answer has been compared with full prefill, which happens in idle time."""
+    request_id = answer.stats.request_id
+    waits: set[str] = st.session_state.setdefault("audits_awaited", set())
+    engine = shared.rag.engine
+    if engine.audit_of(request_id) is not None:
+        if request_id in waits:
+            waits.discard(request_id)
+            st.rerun()
+    elif engine.auditor.busy:
+        waits.add(request_id)
+        st.caption("Comparing this answer with full prefill …")
 
 
 def next_question(turns: list[Turn], asked: str) -> str:

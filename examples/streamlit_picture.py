@@ -13,6 +13,8 @@ from typing import Any
 from streamlit_conversations import Turn
 
 from cachecraft_rag import Answer
+from cachecraft_rag.cli.first_sentence import first_sentence
+from cachecraft_rag.serving.audits.audit import Audit
 
 # How prompt tokens were obtained: the colour class in streamlit_style.css, and the words of legend and tooltips.
 KINDS = {
@@ -128,3 +130,18 @@ def plain(text: str) -> str:
 def markdown_safe(text: str) -> str:
     """An answer as Markdown without formulas (`$5` is money) and pictures (no document may trigger a request)."""
     return text.replace("$", "\\$").replace("![", "!\\[")
+
+
+def verdict(turn: Turn, audit: Audit | None) -> str:
+    """Whether full prefill would have given the same answer, and if not, what it says; empty until that is known."""
+    if audit is None or turn.answer is None:
+        return ""
+    if audit.is_same:
+        return '<p class="cc-verdict">Same as full prefill</p>'
+    agreeing = audit.tokens - len(audit.differences)
+    words = f"Full prefill agrees with {agreeing} of {audit.tokens} tokens"
+    if audit.text is None:
+        return f'<p class="cc-verdict">{words}.</p>'
+    full = audit.text.same + audit.text.full
+    full = first_sentence(full) or full  # answers of small models are cut there, too
+    return f'<p class="cc-verdict">{words}; it says: <q>{escape(full.strip())}</q></p>'

@@ -269,8 +269,7 @@ class Engine(AnswerEngine):
         with self._opened:
             if self._before_removal in self.store.before_removal:
                 self.store.before_removal.remove(self._before_removal)
-                self.loop.call(self.new_variants.close)
-                self.loop.call(self.auditor.close)
+                self.loop.call(self._close_idle_work)
             self.write_back.close()
             self.loop.close()
             self.auditor.close_log()
@@ -279,14 +278,22 @@ class Engine(AnswerEngine):
         """Return whether captures or new variants are still to be stored."""
         return bool(self.write_back.pending() or self._answering.noting or self.new_variants.busy)
 
+    def _close_idle_work(self) -> None:
+        self.new_variants.close()
+        self.auditor.close()
+
+    def _forget(self, chunk_ids: Sequence[str]) -> None:
+        """Stop work in idle time on prompts with these chunks."""
+        self.new_variants.forget(chunk_ids)
+        self.auditor.forget(chunk_ids)
+
     def _before_removal(self, chunk_ids: Sequence[str]) -> None:
         """Store captures of these chunks that are computed, before they are removed from the store.
 
         Otherwise they would be stored after the removal. Captures that are still being computed are not stored.
         """
         if self._home.here:
-            self.loop.call(partial(self.new_variants.forget, chunk_ids))
-            self.loop.call(partial(self.auditor.forget, chunk_ids))
+            self.loop.call(partial(self._forget, chunk_ids))
             self.loop.wait_until(
                 lambda: not self.new_variants.running(chunk_ids) and not self.auditor.running(chunk_ids)
             )

@@ -280,10 +280,13 @@ class Answering:
         output = yield from self.prefill(task, request, progress, captures)
         try:
             last = yield from self._decode(request, progress, output, queue, predictions=predictions)
+        except GeneratorExit:  # closed by its reader, who has read a part of it
+            self.auditor.answered(request, progress, predictions, tokens=progress.generated)
+            raise
         finally:
             self._finish(request, progress, captures)
         queue.put(last)
-        self.auditor.answered(request, progress, predictions)
+        self.auditor.answered(request, progress, predictions, tokens=len(progress.tokens))
 
     def score(
         self, task: LoopTask, request: Request, progress: RequestProgress, target: Sequence[int] | None

@@ -7,10 +7,11 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ from cachecraft_rag.store.layout import Encoded, encode
 from cachecraft_rag.store.memory import Memory
 from cachecraft_rag.store.remote import RemoteTier
 from cachecraft_rag.store.row_checks import row_error, scores_are_wrong
+from cachecraft_rag.store.serial_worker import SerialWorker
 from cachecraft_rag.types import Capture, CaptureDrop, TokenScores, Unavailable, Variant, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.store")
@@ -64,9 +66,9 @@ class BackgroundWriter:
         self._tickets = itertools.count()
         self._queued: dict[int, int] = {}  # bytes by ticket; a ticket that is given back twice counts once
         self._captures: Counter[str] = Counter()
-        # One thread: captures are written in order, and SQLite has one writer anyhow. At the end of the interpreter the
-        # executor's own exit handler waits for it, so a program that forgets `close` still stores what it put.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-store-writer")
+        # One thread: captures are written in order, and SQLite has one writer anyhow.
+        self._thread = SerialWorker("cachecraft-store-writer")
+        weakref.finalize(self, self._thread.end).atexit = False
 
     def put(self, capture: Capture) -> Future[Variant | Unavailable]:
         """See `ChunkCacheStore.put`."""
@@ -79,9 +81,9 @@ class BackgroundWriter:
                     self._queued[ticket] = variant.nbytes
             if refusal is None:
                 self._memory.host.add(variant, capture.kv)
-                future = self.submit(partial(self._store, variant, capture))
+                stored = partial(self._done, variant, ticket)
+                future = self.submit(partial(self._store, variant, capture), ended=stored)
                 if future is not None:
-                    future.add_done_callback(partial(self._done, variant, ticket))
                     return future
                 self._done(variant, ticket)
         except BaseException:  # Ctrl-C: it may not have reached the thread, and must not fill the queue for ever
@@ -99,14 +101,13 @@ class BackgroundWriter:
                 return
             self._queued[ticket] = variant.nbytes
         try:
-            future = self.submit(partial(self._write_copy, variant, encoded))
+            written = partial(self._write_copy, variant, encoded)
+            future = self.submit(written, ended=lambda _: self._done(variant, ticket))
         except BaseException:
             self._done(variant, ticket)
             raise
         if future is None:
             self._done(variant, ticket)
-        else:
-            future.add_done_callback(lambda _: self._done(variant, ticket))
 
     def record_use(self, variant_id: str, use: Use) -> None:
         """Add a use in the catalog; uses are written in batches."""
@@ -127,27 +128,36 @@ class BackgroundWriter:
         """Remove the row and the file of a variant that can never be served."""
         self.submit(partial(self._discard, file, chunk_id, reason))
 
-    def submit(self, job: Callable[[], T]) -> Future[T] | None:
+    def submit(self, job: Callable[[], T], *, ended: Callable[[Future[T]], object] | None = None) -> Future[T] | None:
         """Hand a job to the thread; None when the store is closed.
 
         At the end of the interpreter no thread takes jobs any more, but an engine that was never closed still hands
         over its captures: the caller then does the job itself.
+
+        Args:
+            ended: called with the future once it is done.
         """
+
+        def has_ended(future: Future[T]) -> None:
+            log_mistake(future)
+            if ended is not None:
+                ended(future)
+
         try:
-            future = self._thread.submit(job)
-        except RuntimeError:  # how an executor says that it, or the interpreter, is shutting down
+            return self._thread.submit(job, ended=has_ended)
+        except RuntimeError:  # the thread has ended
             if self._closed:
                 return None
-            future = Future()
+            future: Future[T] = Future()
             future.set_result(job())
-        future.add_done_callback(log_mistake)
-        return future
+            has_ended(future)
+            return future
 
     def shut_down(self) -> None:
         """Refuse new jobs, and wait until all others are done."""
         with self._lock:
             self._closed = True
-        self._thread.shutdown()
+        self._thread.shut_down()
 
     def write_uses(self) -> None:
         """Write the uses noted so far; after a failure they are written with the next."""

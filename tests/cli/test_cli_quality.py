@@ -10,7 +10,10 @@ import pytest
 
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
+from cachecraft_rag.serving.audits.audit import Audit, AuditText
+from cachecraft_rag.serving.audits.audit_log import AuditLog
 from cachecraft_rag.serving.config import Audits
+from cachecraft_rag.store.config import CACHE_FOLDER
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Command
@@ -31,7 +34,7 @@ def audited(home: Path) -> Path:
 
 def test_a_store_without_audits_says_how_to_get_them(home: Path, cachecraft: Command) -> None:
     done = cachecraft("quality", "--namespace", "nobody", cwd=home)
-    assert "No audited answers in store" in done.stdout
+    assert "No audited answers in " in done.stdout
     assert "--audit idle" in done.stdout
     assert cachecraft("quality", "--namespace", "nobody", "--json", cwd=home).result == {"answers": 0}
 
@@ -60,11 +63,23 @@ def test_the_page_and_the_json_show_the_same_numbers(audited: Path, cachecraft: 
         assert not answer["is_same"]
 
 
-def test_the_worst_answers_show_the_text_that_was_kept(audited: Path, cachecraft: Command) -> None:
-    worst = cachecraft("quality", "--json", cwd=audited).result["worst"]
-    page = cachecraft("quality", cwd=audited).stdout
-    assert len(worst) == page.count("full prefill: ")
-    assert cachecraft("quality", "--worst", "0", cwd=audited).stdout.count("full prefill: ") == 0
+def test_the_worst_answers_show_the_text_that_was_kept(tmp_path: Path, cachecraft: Command) -> None:
+    folder = tmp_path / "store" / CACHE_FOLDER
+    log = AuditLog(folder, kept=10)
+    text = AuditText("How long?", same="It lasts ", reuse="30 days.", full="3 years.")
+    for name, differences in (("a", (2, 3)), ("b", (4,)), ("c", ())):
+        log.add(
+            "default",
+            "model",
+            Audit(name * 32, 1e9, 5, differences, 0.5, 40, "question", 0.1, "primed", {"reused": 2}, text=text),
+        )
+    log.close()
+    page = cachecraft("quality", "--store", tmp_path / "store", cwd=tmp_path).stdout
+    assert page.index("aaaaaaaa") < page.index("bbbbbbbb")
+    assert "cccccccc" not in page
+    assert page.count("full prefill: 3 years.") == page.count("reuse:        30 days.") == 2
+    shorter = cachecraft("quality", "--store", tmp_path / "store", "--worst", "1", cwd=tmp_path).stdout
+    assert shorter.count("full prefill: ") == 1
 
 
 def test_no_model_is_loaded(audited: Path, cachecraft: Command, monkeypatch: pytest.MonkeyPatch) -> None:

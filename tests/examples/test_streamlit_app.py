@@ -25,6 +25,7 @@ import pytest
 from cachecraft_rag import Answer, CacheCraft, RequestStats
 from cachecraft_rag.errors import IndexStoreError
 from cachecraft_rag.observability.stats import ChunkStats, Source
+from cachecraft_rag.serving.audits.audit import Audit, AuditText
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -208,6 +209,21 @@ def test_a_first_answer_and_an_interrupted_one_say_so() -> None:
     assert "cc-good" not in line
 
 
+def test_the_verdict_says_whether_full_prefill_agrees() -> None:
+    from streamlit_conversations import Turn
+    from streamlit_picture import verdict
+
+    turn = Turn("How long?", {}, MIXED, whole=True)
+    same = Audit("a" * 32, 0.0, 9, (), 0.0, 40, "question", 0.2, "primed", {"reused": 3})
+    assert verdict(turn, None) == ""
+    assert "Same as full prefill" in verdict(turn, same)
+    changed = replace(same, differences=(4, 6))
+    assert "agrees with 7 of 9 tokens." in verdict(turn, changed)
+    text = AuditText("How long?", same="It lasts ", reuse="3 years.", full="<b>30 days</b>. Ask us. Now")
+    page = verdict(turn, replace(changed, text=text))
+    assert "it says: <q>It lasts &lt;b&gt;30 days&lt;/b&gt;.</q>" in page
+
+
 def test_a_document_cannot_put_elements_into_the_page() -> None:
     from streamlit_picture import markdown_safe, prompt_bar, sources
 
@@ -315,6 +331,13 @@ def pictures(app: AppTest) -> list[str]:
     return [element.value for element in app.html if 'class="cc-prompt"' in element.value]
 
 
+def verdicts_of(app: AppTest, *, count: int) -> list[str]:
+    """The verdicts of audits on the page, once there are so many; the newest answer's first."""
+    found = [re.search(r'<p class="cc-verdict">([^<]*)', picture) for picture in pictures(app)]
+    verdicts = [match[1] for match in found if match is not None]
+    return verdicts if len(verdicts) == count else []
+
+
 def stats_of(app: AppTest, turn: int = -1) -> RequestStats:
     stats: RequestStats = app.session_state.turns[turn].answer.stats
     return stats
@@ -350,6 +373,9 @@ def test_from_an_empty_page_to_reused_tokens(visit: Open, monkeypatch: pytest.Mo
 
     again = visit(app.query_params["c"])  # a reload
     assert [turn.question for turn in again.session_state.turns] == [*QUESTIONS]
+    verdicts = wait_for(lambda: verdicts_of(visit(app.query_params["c"]), count=2))
+    assert verdicts[1].startswith("Same as full prefill")  # nothing was reused
+    assert verdicts[0].startswith(("Same as full prefill", "Full prefill agrees with "))
     assert len(pictures(again)) == 2
     app.button(key="restart").click().run()
     assert not app.session_state.turns
@@ -711,6 +737,8 @@ def test_the_main_story_in_a_browser(chrome: Chrome, page: str, tmp_path: Path) 
     asked = one(".cc-asked")
     assert QUESTIONS[1] in asked.text
     assert 0 <= asked.rect["y"] < 844  # the newest question and its answer are in view
+    wait_for(lambda: len(all_of(".cc-verdict")) == 2)  # without a reload
+    assert "Same as full prefill" in all_of(".cc-verdict")[1].text
 
     chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size | {"width": 1280, "mobile": False})
     chrome.refresh()  # a reload keeps the conversation

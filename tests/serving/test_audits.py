@@ -215,16 +215,27 @@ def test_a_share_of_the_answers_is_audited(make_engine: MakeEngine) -> None:
     assert 0 < len(audited) < len(answers)
 
 
-def test_full_prefill_and_abandoned_answers_are_not_audited(engine: Engine) -> None:
+def test_full_prefill_is_not_audited(engine: Engine) -> None:
     ask(engine, CHUNKS)
     full = ask(engine, MOVED, config=ReuseConfig.full_prefill())
-    long = SamplingParams(max_new_tokens=200)
-    abandoned = engine.stream(QUESTION, MOVED, sampling=long, config=replace(CONFIG, capture=False))
-    next(abandoned)
-    abandoned.close()
-    assert engine.settle(60)
     assert engine.audit_of(full.stats.request_id) is None
-    assert engine.audit_of(abandoned.stats.request_id) is None
+
+
+def test_of_a_closed_answer_the_part_that_was_read_is_audited(engine: Engine) -> None:
+    ask(engine, CHUNKS)
+    closed = engine.stream(
+        QUESTION, MOVED, sampling=SamplingParams(max_new_tokens=200), config=replace(CONFIG, capture=False)
+    )
+    text = next(closed) + next(closed)
+    closed.close()
+    assert engine.settle(60)
+    audit = audit_of(engine, closed)
+    assert audit.tokens == closed.stats.tokens_generated == len(text)  # a token for each letter
+
+    unread = engine.stream(QUESTION, MOVED, sampling=SAMPLING, config=replace(CONFIG, capture=False))
+    unread.close()
+    assert engine.settle(60)
+    assert engine.audit_of(unread.stats.request_id) is None
 
 
 @pytest.mark.parametrize(
@@ -295,7 +306,8 @@ def test_closing_gives_up_what_waits(make_engine: MakeEngine, layers: Layers) ->
     ask(engine, CHUNKS)
     layers.hold()
     config = replace(CONFIG, capture=False)
-    answers = [ask(engine, MOVED, settle=False, config=config) for _ in range(2)]
+    with answering(engine):
+        answers = [ask(engine, MOVED, settle=False, config=config) for _ in range(2)]
     assert layers.reached.wait(60)
     closing = threading.Thread(target=engine.close)
     closing.start()

@@ -37,7 +37,8 @@ class Audit:
 
     request_id       id of the request, as in `RequestStats`
     created          time of the audit, seconds since 1970
-    tokens           tokens of the answer, with the token that ended it
+    tokens           tokens of the answer, with the token that ended it; of an answer that its reader closed, those
+                     that were read
     differences      places at which full prefill finds another token the likeliest; 0 is the answer's first token
     kl               mean over the tokens of KL(full prefill ‖ reuse) in nats, or a little less: see
                      `predictions.compare`

@@ -63,7 +63,7 @@ class WaitingAudit:
     """An answer that waits for its audit.
 
     predictions  what reuse predicted at each place of the answer
-    tokens       the tokens of the answer, with the token that ended it
+    tokens       the tokens of the answer that are audited, with the token that ended it
     facts        facts about the reuse
     """
 
@@ -139,13 +139,15 @@ class Auditor:
         drawn = int(request.request_id[:8], 16) / 2**32  # request ids are random
         return Predictions() if drawn < self.config.share else None
 
-    def answered(self, request: Request, progress: RequestProgress, predictions: Predictions | None) -> None:
-        """Have a complete answer audited, if its predictions were noted."""
-        if predictions is None or not len(predictions) or self._closed:
+    def answered(
+        self, request: Request, progress: RequestProgress, predictions: Predictions | None, *, tokens: int
+    ) -> None:
+        """Have the first `tokens` tokens of an answer audited, if its predictions were noted."""
+        if predictions is None or not tokens or self._closed:
             return
         layers = self.decoder.layout.layers
         facts = reuse_facts(request, progress, exact=stats_of(request, progress, layers).exact)
-        waiting = WaitingAudit(request, predictions, tuple(progress.tokens), facts)
+        waiting = WaitingAudit(request, predictions, tuple(progress.tokens[:tokens]), facts)
         if facts.exact:  # full prefill would compute the same keys and values again
             text = self._same_text(waiting) if self.config.keep_text else None
             self._keep(self._result(waiting, (), 0.0, computed=0, text=text), waiting)
@@ -281,7 +283,7 @@ class Auditor:
         full = yield from self._full_prefill(waiting)
 
         likeliest, kl = yield from self._compare(waiting, full)
-        noted = [int(ids[0]) for ids in waiting.predictions.ids]
+        noted = [int(ids[0]) for ids in waiting.predictions.ids[: len(likeliest)]]
         differences = differing_places(noted, likeliest)
         computed = full.computed + len(waiting.tokens) - 1
         text = None
