@@ -138,8 +138,7 @@ def verdict(turn: Turn, audit: Audit | None) -> str:
         return ""
     if audit.is_same:
         return '<p class="cc-verdict">Same as full prefill</p>'
-    agreeing = audit.tokens - len(audit.differences)
-    words = f"Full prefill agrees with {agreeing} of {audit.tokens} tokens"
+    words = f"Full prefill agrees with {audit.agreeing} of {audit.tokens} tokens"
     if audit.text is None:
         return f'<p class="cc-verdict">{words}.</p>'
     full = audit.text.same + audit.text.full

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cachecraft_rag.rag import AnswerStream, AskOptions, CacheCraft
 
 HELP = "Ask a question. /sources, /new, /quit; Ctrl-C stops an answer"
-KEYS = (*ENGINE_KEYS, *ANSWER_KEYS, "metrics_port", "new_variants", "audit")
+KEYS = (*ENGINE_KEYS, *ANSWER_KEYS, "metrics_port", "new_variants", "audit", "quality_target")
 
 
 @takes(*KEYS, defaults={"max_new_tokens": 256}, chosen=ask.AskingOptions)

@@ -17,6 +17,7 @@ from cachecraft_rag.checks import (
 )
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import DEFAULT_SYSTEM
+from cachecraft_rag.serving.audits.controller import QualityTarget
 from cachecraft_rag.serving.config import Audits, NewVariants, When
 from cachecraft_rag.store import StoreConfig
 
@@ -47,6 +48,10 @@ class EngineConfig:
                     always
     audit           which answers are compared with full prefill while no answer is under way: off, idle (every answer
                     with reuse) or a share from 0 to 1; or an `Audits` with limits. An engine over vLLM audits nothing
+    quality_target  share of answer tokens that should agree with full prefill, such as 0.98; None = no target. Audits
+                    then raise and lower the recompute ratio of requests that set neither a ratio nor α. Needs `audit`
+    min_ratio       smallest recompute ratio that a quality target chooses
+    max_ratio       largest recompute ratio that a quality target chooses
     decode_rows     most answers that a decode step computes together; 1 = each separately
     max_waiting     most requests that wait while another request has its turn; further ones get BusyError
     wait_timeout_s  longest time that a request waits for its turn, then WaitTimeoutError; None = no limit. An
@@ -63,6 +68,9 @@ class EngineConfig:
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
     new_variants: NewVariants | When = "idle"
     audit: Audits | str | float = "off"
+    quality_target: float | None = None
+    min_ratio: float = 0.0
+    max_ratio: float = 1.0
     decode_rows: int = 8
     max_waiting: int = 256
     wait_timeout_s: float | None = None
@@ -83,10 +91,20 @@ class EngineConfig:
         )
         if not isinstance(self.audit, Audits):
             object.__setattr__(self, "audit", Audits.of(self.audit))
+        check_number("quality_target", self.quality_target, most=1.0, optional=True)
+        check_number("min_ratio", self.min_ratio, most=1.0)
+        check_number("max_ratio", self.max_ratio, most=1.0)
+        self.target()
         check_whole("decode_rows", self.decode_rows, least=1)
         check_whole("max_waiting", self.max_waiting)
         check_number("wait_timeout_s", self.wait_timeout_s, most=MOST_SECONDS, optional=True)
         check_kind("store", self.store, StoreConfig, advice="write StoreConfig(host_bytes=…)")
+
+    def target(self) -> QualityTarget | None:
+        """Return the quality target, or None without one. Raises ConfigError for limits that do not fit."""
+        if self.quality_target is None:
+            return None
+        return QualityTarget(self.quality_target, self.min_ratio, self.max_ratio)
 
     @classmethod
     def option_names(cls) -> frozenset[str]:

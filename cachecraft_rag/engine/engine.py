@@ -37,6 +37,7 @@ from cachecraft_rag.serving.admission import AdmissionQueue
 from cachecraft_rag.serving.answering import Answering
 from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.audits.auditor import Auditor
+from cachecraft_rag.serving.audits.controller import RatioController
 from cachecraft_rag.serving.capturing import LocalCapturer
 from cachecraft_rag.serving.config import Audits, NewVariants
 from cachecraft_rag.serving.joint_rows import JointRows
@@ -135,6 +136,9 @@ class Engine(AnswerEngine):
             look_up=self.look_up,
             loop=self.loop,
         )
+        target = chosen.target()
+        if target is not None and not chosen.audit.share:
+            raise ConfigError('quality_target needs audits of answers: add audit="idle", or a share such as 0.2')
         self.auditor = Auditor(
             config=chosen.audit,
             decoder=decoder,
@@ -145,6 +149,7 @@ class Engine(AnswerEngine):
             loop=self.loop,
             captures_pending=self._captures_pending,
             registry=registry,
+            controller=None if target is None else RatioController(target),
         )
         self._answering = Answering(
             decoder=decoder,
@@ -304,8 +309,22 @@ class Engine(AnswerEngine):
         look_up = partial(self.store.marked_texts, self.namespace, self.decoder.fingerprint, session=session)
         return partial(recognise_captured, look_up=look_up)
 
+    def calibrated(self, config: ReuseConfig) -> ReuseConfig:
+        """Return these settings with the ratio that a quality target chooses, or else with the calibrated α."""
+        controller = self.auditor.controller
+        if controller is None or not self._is_controlled(config):
+            return super().calibrated(config)
+        return replace(config, recompute_ratio=controller.ratio)
+
+    def _is_controlled(self, config: ReuseConfig) -> bool:
+        """Return whether a quality target, if there is one, decides how much is recomputed with these settings."""
+        return config.reuse and config.recompute_ratio is None and config.alpha is None
+
     def _prepared(self, request: Request, asked: Question) -> Request:
-        """Add the grammar of the answer."""
+        """Add the grammar of the answer, and the reason for a ratio that a quality target chose."""
+        controller = self.auditor.controller
+        if controller is not None and self._is_controlled(asked.config or self.config):
+            request = replace(request, quality=controller.reason)
         schema = asked.sampling.json_schema
         if schema is None:
             return request

@@ -114,7 +114,7 @@ def _groups(audits: Sequence[Audit], name_of: Callable[[Audit], str]) -> tuple[Q
 
 
 def _group(name: str, audits: Sequence[Audit]) -> QualityGroup:
-    agreeing = [audit.tokens - len(audit.differences) for audit in audits]
+    agreeing = [audit.agreeing for audit in audits]
     return QualityGroup(
         name=name,
         answers=len(audits),

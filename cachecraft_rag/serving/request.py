@@ -71,7 +71,11 @@ def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentR
 
 @dataclass(frozen=True)
 class Request:
-    """A question with its prompt and settings; `constraint` is the grammar of its answer, for one answer only."""
+    """A question with its prompt and settings.
+
+    constraint  the grammar of its answer, for one answer only
+    quality     reason for the recompute ratio, if a quality target chose it; else empty
+    """
 
     prompt: Prompt
     config: ReuseConfig
@@ -80,6 +84,7 @@ class Request:
     started: float
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     constraint: Constraint | None = None
+    quality: str = ""
 
     def clock(self) -> float:
         """Return the seconds since the call."""
@@ -224,6 +229,7 @@ def stats_of(request: Request, progress: RequestProgress, layers: int) -> Reques
         chunks=tuple(replace(chunk, stale_id=stale_ids.get(chunk.chunk_id, "")) for chunk in chunks),
         remote=progress.remote,
         request_id=request.request_id,
+        quality=request.quality,
     )
 
 

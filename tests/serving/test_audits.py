@@ -121,7 +121,7 @@ def test_an_audit_equals_an_offline_comparison_token_for_token(engine: Engine, q
     expected = (full.argmax(-1) != torch.tensor(tokens)).nonzero().flatten().tolist()
     assert list(audit.differences) == expected
     assert audit.tokens == len(tokens)
-    assert audit.agreement == 1 - len(expected) / len(tokens)
+    assert audit.agreeing == len(tokens) - len(expected)
     kl, agreement = divergence(full, reuse)
     assert audit.agreement == pytest.approx(agreement)
     assert 0.0 < audit.kl <= kl + 1e-6

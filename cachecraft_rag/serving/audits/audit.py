@@ -49,6 +49,7 @@ class Audit:
     origin           how the reused chunks were captured: "primed", "asked" (while answering questions), "mixed", or
                      "none" if no chunk was reused
     outcomes         number of chunks by outcome, see `ChunkStats`
+    ratio            the recompute ratio that was set, by the caller or by a quality target; None if CFO decided
     early            True if early termination ended the computation of the chunks
     text             the text, if it is kept
     """
@@ -63,6 +64,7 @@ class Audit:
     recomputed: float
     origin: str
     outcomes: dict[str, int]
+    ratio: float | None = None
     early: bool = False
     text: AuditText | None = None
 
@@ -72,9 +74,14 @@ class Audit:
         return not self.differences
 
     @property
+    def agreeing(self) -> int:
+        """Number of tokens that full prefill agrees with."""
+        return self.tokens - len(self.differences)
+
+    @property
     def agreement(self) -> float:
         """Share of the tokens that full prefill agrees with, 0 to 1."""
-        return 1.0 - len(self.differences) / self.tokens
+        return self.agreeing / self.tokens
 
     @property
     def first_difference(self) -> int | None:
@@ -95,6 +102,7 @@ class ReuseFacts:
     recomputed: float
     origin: str
     outcomes: dict[str, int]
+    ratio: float | None
     early: bool
     exact: bool
 
@@ -116,6 +124,7 @@ def reuse_facts(request: Request, progress: RequestProgress, *, exact: bool) -> 
         recomputed=recomputed / reused if reused else 0.0,
         origin=origin,
         outcomes=dict(Counter(str(planned.outcome) for planned in chunks)),
+        ratio=request.config.recompute_ratio,
         early=progress.focus_layer is not None,
         exact=exact,
     )

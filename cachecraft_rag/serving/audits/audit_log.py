@@ -25,11 +25,11 @@ _TABLES = (
          place INTEGER PRIMARY KEY, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL, request_id TEXT NOT NULL,
          created REAL NOT NULL, tokens INTEGER NOT NULL, differences TEXT NOT NULL, kl REAL NOT NULL,
          computed_tokens INTEGER NOT NULL, selector TEXT NOT NULL, recomputed REAL NOT NULL, origin TEXT NOT NULL,
-         outcomes TEXT NOT NULL, early INTEGER NOT NULL, text TEXT)""",
+         outcomes TEXT NOT NULL, ratio REAL, early INTEGER NOT NULL, text TEXT)""",
 )
 _COLUMNS = """request_id, created, tokens, differences, kl, computed_tokens, selector, recomputed, origin, outcomes,
-    early, text"""
-_INSERT = f"INSERT INTO audits (namespace, fingerprint, {_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
+    ratio, early, text"""
+_INSERT = f"INSERT INTO audits (namespace, fingerprint, {_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
 _READ = f"""SELECT {_COLUMNS} FROM audits WHERE namespace = coalesce(?1, namespace)
     AND fingerprint = coalesce(?2, fingerprint) ORDER BY place DESC LIMIT ?3"""
 
@@ -74,6 +74,7 @@ class AuditLog:
             audit.recomputed,
             audit.origin,
             json.dumps(audit.outcomes),
+            audit.ratio,
             int(audit.early),
             None if audit.text is None else json.dumps(asdict(audit.text)),
         )
@@ -92,13 +93,17 @@ class AuditLog:
         return list(_readable(rows))
 
 
-def audits_in(folder: Path, *, namespace: str | None = None) -> list[Audit]:
-    """Return the results in a folder, the latest first; none if nothing was audited there. Raises StoreError."""
+def audits_in(folder: Path, *, namespace: str | None = None, fingerprint: str | None = None) -> list[Audit]:
+    """Return the results in a folder, the latest first; none if nothing was audited there. Raises StoreError.
+
+    Args:
+        namespace, fingerprint: only results of this tenant, and of this model; None: of all.
+    """
     if not os.path.isfile(folder / AUDIT_FILE):
         return []
     log = AuditLog(folder, kept=1)  # reading removes nothing
     try:
-        return log.read(namespace=namespace)
+        return log.read(namespace=namespace, fingerprint=fingerprint)
     finally:
         log.close()
 
@@ -122,6 +127,7 @@ def _audit_of(
     recomputed: float,
     origin: str,
     outcomes: str,
+    ratio: float | None,
     early: int,
     text: str | None,
 ) -> Audit:
@@ -140,6 +146,7 @@ def _audit_of(
         recomputed=float(recomputed),
         origin=str(origin),
         outcomes={str(name): int(count) for name, count in dict(json.loads(outcomes)).items()},
+        ratio=None if ratio is None else float(ratio),
         early=bool(early),
         text=None if text is None else AuditText(**json.loads(text)),
     )

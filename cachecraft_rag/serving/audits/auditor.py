@@ -29,7 +29,8 @@ from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.serving.answer_text import AnswerText
 from cachecraft_rag.serving.audits.audit import Audit, AuditText, ReuseFacts, differing_places, reuse_facts
-from cachecraft_rag.serving.audits.audit_log import AuditLog
+from cachecraft_rag.serving.audits.audit_log import AuditLog, audits_in
+from cachecraft_rag.serving.audits.controller import RatioController
 from cachecraft_rag.serving.audits.predictions import Predictions, compare
 from cachecraft_rag.serving.config import Audits
 from cachecraft_rag.serving.new_variants import EXACT, LookUp, exact_only
@@ -96,7 +97,7 @@ class Auditor:
     loop              runs the audits while it is idle
     captures_pending  whether captures or new variants are still to be stored
     registry          of the metrics
-    on_result         called with each result, in the loop's thread
+    controller        sets the recompute ratio from the results; None without a quality target
     """
 
     config: Audits
@@ -108,7 +109,7 @@ class Auditor:
     loop: StepLoop
     captures_pending: Callable[[], bool]
     registry: prometheus_client.CollectorRegistry
-    on_result: Callable[[Audit], object] | None = None
+    controller: RatioController | None = None
     _waiting: deque[WaitingAudit] = field(default_factory=deque)
     _results: OrderedDict[str, Audit] = field(default_factory=OrderedDict)
     _task: LoopTask | None = None  # of the audit under way
@@ -122,6 +123,9 @@ class Auditor:
         if not self.config.share:  # neither metrics nor a file
             return
         self._metrics = AuditMetrics(self.registry)
+        if self.controller is not None:
+            self._metrics.show_ratio(self.controller)
+            self._take_up_earlier(self.controller)
 
     @property
     def busy(self) -> bool:
@@ -224,8 +228,8 @@ class Auditor:
         if len(self._results) > _REMEMBERED:
             self._results.popitem(last=False)
         self._metrics.add(audit)
-        if self.on_result is not None:
-            self.on_result(audit)
+        if self.controller is not None and audit.ratio is not None:
+            self.controller.add(audit.ratio, tokens=audit.tokens, agreeing=audit.agreeing)
 
         is_private = waiting.request.session is not None
         stored = replace(audit, text=None) if is_private else audit
@@ -240,6 +244,17 @@ class Auditor:
 
         self._storing += 1
         self.loop.start(LoopTask(lambda _: steps(), ended, Priority.JOB))
+
+    def _take_up_earlier(self, controller: RatioController) -> None:
+        """Bring the controller to where it was: audits of this tenant and model on disk, of all processes."""
+        try:
+            earlier = audits_in(self.store.root, namespace=self.namespace, fingerprint=self.decoder.fingerprint)
+        except (CacheCraftError, OSError) as error:
+            logger.warning("Earlier audits could not be read, so the quality target starts anew: %s", error)
+            return
+        for audit in reversed(earlier):
+            if audit.ratio is not None:
+                controller.add(audit.ratio, tokens=audit.tokens, agreeing=audit.agreeing)
 
     def _store(self, audit: Audit) -> None:
         """Write a result; for another thread. A file that cannot be written costs the result, and no answer."""
@@ -271,6 +286,7 @@ class Auditor:
             recomputed=facts.recomputed,
             origin=facts.origin,
             outcomes=facts.outcomes,
+            ratio=facts.ratio,
             early=facts.early,
             text=text,
         )
@@ -388,6 +404,7 @@ class AuditMetrics:
     """Prometheus metrics of the audits."""
 
     def __init__(self, registry: prometheus_client.CollectorRegistry) -> None:
+        self._registry = registry
         counter = partial(prometheus_client.Counter, registry=registry)
         self._answers = counter(
             "cachecraft_audited_answers",
@@ -412,10 +429,19 @@ class AuditMetrics:
         for reason in AuditDrop:
             self._dropped.labels(str(reason))
 
+    def show_ratio(self, controller: RatioController) -> None:
+        """Show the recompute ratio that a quality target sets."""
+        gauge = prometheus_client.Gauge(
+            "cachecraft_controlled_recompute_ratio",
+            "Recompute ratio that the quality target sets",
+            registry=self._registry,
+        )
+        gauge.set_function(lambda: controller.ratio)
+
     def add(self, audit: Audit) -> None:
         """Count an audit."""
         self._answers.labels("same" if audit.is_same else "changed").inc()
-        self._tokens.labels("same").inc(audit.tokens - len(audit.differences))
+        self._tokens.labels("same").inc(audit.agreeing)
         self._tokens.labels("changed").inc(len(audit.differences))
         self._kl.observe(audit.kl)
         self._computed.inc(audit.computed_tokens)

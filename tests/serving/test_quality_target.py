@@ -1,0 +1,249 @@
+"""A quality target: audits raise and lower the recompute ratio until answers agree as wanted, at little cost."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.model.decoder import Decoder
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.serving.audits.controller import LEVELS, QualityTarget, RatioController
+from cachecraft_rag.serving.generation import Generation
+from cachecraft_rag.serving.sampling import SamplingParams
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.types import Chunk
+
+# Share of tokens that disagree at each ratio, much as measured with the demo model.
+DISAGREEING = dict(
+    zip(LEVELS, (0.07, 0.055, 0.045, 0.035, 0.028, 0.022, 0.017, 0.011, 0.007, 0.004, 0.001, 0.0), strict=True)
+)
+TARGET = 0.98
+SMALLEST_THAT_HOLDS = 0.3  # in this table
+
+
+@dataclass
+class Stream:
+    """Simulated answers, audited and controlled.
+
+    late   answers that are given before the first of them is audited
+    share  share of the answers that are audited
+    """
+
+    target: float = TARGET
+    share: float = 1.0
+    late: int = 0
+    seed: int = 0
+    disagreeing: Callable[[int, float], float] = lambda _, ratio: DISAGREEING[ratio]
+    ratios: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    agreeing: list[int] = field(default_factory=list)
+
+    def run(self, answers: int) -> Stream:
+        dice = random.Random(self.seed)
+        controller = RatioController(QualityTarget(self.target))
+        waiting: deque[tuple[float, int, int]] = deque()
+        for number in range(answers):
+            ratio = controller.ratio
+            tokens = dice.choice([6, 12, 20, 40])
+            # Differences come together: seven answers of ten have none.
+            is_hard = dice.random() < 0.3
+            rate = self.disagreeing(number, ratio) / 0.3 if is_hard else 0.0
+            agreeing = sum(dice.random() >= rate for _ in range(tokens))
+            self.ratios.append(ratio)
+            self.tokens.append(tokens)
+            self.agreeing.append(agreeing)
+            if dice.random() < self.share:
+                waiting.append((ratio, tokens, agreeing))
+            while len(waiting) > self.late:
+                audited_ratio, audited_tokens, audited_agreeing = waiting.popleft()
+                controller.add(audited_ratio, tokens=audited_tokens, agreeing=audited_agreeing)
+        return self
+
+    def agreement(self, begin: int = 0, end: int | None = None) -> float:
+        return sum(self.agreeing[begin:end]) / sum(self.tokens[begin:end])
+
+    def mean_ratio(self, begin: int = 0, end: int | None = None) -> float:
+        ratios = self.ratios[begin:end]
+        return sum(ratios) / len(ratios)
+
+
+def mean_of(streams: list[Stream], measure: Callable[[Stream], float]) -> float:
+    return sum(map(measure, streams)) / len(streams)
+
+
+# -- simulated streams ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", [0.96, 0.98, 0.99])
+def test_it_settles_and_holds_the_target(target: float) -> None:
+    streams = [Stream(target, seed=seed).run(2000) for seed in range(10)]
+    assert mean_of(streams, lambda stream: stream.agreement(400)) >= target
+    for stream in streams:
+        assert stream.agreement(400) >= target - 0.006
+        assert len(set(stream.ratios[1000:])) <= 5  # it has settled
+
+
+def test_it_spends_less_than_the_smallest_fixed_ratio_that_holds_on_every_tenth() -> None:
+    """With a fixed ratio, every tenth of a stream must hold the target by itself."""
+    fixed = []
+    for seed in range(10):
+        for ratio in LEVELS:
+            stream = Stream(seed=seed, disagreeing=lambda _, __, ratio=ratio: DISAGREEING[ratio]).run(2000)
+            if all(stream.agreement(begin, begin + 200) >= TARGET for begin in range(0, 2000, 200)):
+                fixed.append(ratio)
+                break
+    controlled = [Stream(seed=seed).run(2000) for seed in range(10)]
+    assert mean_of(controlled, Stream.mean_ratio) < sum(fixed) / len(fixed)
+    assert mean_of(controlled, lambda stream: stream.mean_ratio(400)) < SMALLEST_THAT_HOLDS + 0.1
+
+
+def test_it_follows_questions_that_become_harder_and_easier() -> None:
+    def changing(number: int, ratio: float) -> float:
+        return DISAGREEING[ratio] * (3.0 if 1000 <= number < 2500 else 1.0)
+
+    streams = [Stream(disagreeing=changing, seed=seed).run(4000) for seed in range(10)]
+    before, during, after = (
+        mean_of(streams, lambda stream, part=part: stream.mean_ratio(*part))
+        for part in ((500, 1000), (1500, 2500), (3200, 4000))
+    )
+    assert during > before + 0.1
+    assert after < during - 0.1
+    assert mean_of(streams, lambda stream: stream.agreement(1500, 2500)) >= TARGET - 0.003
+
+
+def test_few_audits_make_it_slow_and_not_wrong() -> None:
+    streams = [Stream(share=0.1, seed=seed).run(6000) for seed in range(10)]
+    assert mean_of(streams, lambda stream: stream.agreement(3000)) >= TARGET - 0.002
+    assert mean_of(streams, lambda stream: stream.mean_ratio(3000)) < SMALLEST_THAT_HOLDS + 0.1
+
+
+def test_late_audits_of_bursts_do_not_make_it_overshoot() -> None:
+    streams = [Stream(late=64, seed=seed).run(2000) for seed in range(10)]
+    assert mean_of(streams, lambda stream: stream.agreement(600)) >= TARGET
+    assert mean_of(streams, lambda stream: stream.mean_ratio(600)) < SMALLEST_THAT_HOLDS + 0.15
+
+
+def test_perfect_agreement_leads_to_the_smallest_ratio_and_none_to_the_largest() -> None:
+    easy = Stream(disagreeing=lambda *_: 0.0).run(1000)
+    assert easy.ratios[-1] == 0.0
+    hopeless = Stream(disagreeing=lambda *_: 0.2).run(1000)
+    assert hopeless.ratios[-1] == 1.0
+
+
+def test_limits_are_kept() -> None:
+    controller = RatioController(QualityTarget(TARGET, min_ratio=0.12, max_ratio=0.37))
+    assert controller.ratio == 0.15
+    for _ in range(500):
+        controller.add(controller.ratio, tokens=20, agreeing=10)
+    assert controller.ratio == 0.37
+    controller = RatioController(QualityTarget(TARGET, min_ratio=0.12, max_ratio=0.37))
+    for _ in range(500):
+        controller.add(controller.ratio, tokens=20, agreeing=20)
+    assert controller.ratio == 0.12
+
+
+def test_audits_of_other_ratios_change_nothing() -> None:
+    controller = RatioController(QualityTarget(TARGET))
+    for _ in range(100):
+        controller.add(0.17, tokens=20, agreeing=0)
+    assert controller.ratio == 0.15
+    assert "not audited yet" in controller.reason
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"quality_target": 1.0}, "between 0 and 1"),
+        ({"quality_target": 0.0}, "between 0 and 1"),
+        ({"quality_target": 98}, "quality_target is 98"),
+        ({"quality_target": 0.98, "min_ratio": 0.5, "max_ratio": 0.2}, "exchange them"),
+        ({"max_ratio": 2}, "max_ratio is 2"),
+    ],
+)
+def test_what_makes_no_target_is_refused(options: dict[str, float], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        EngineConfig(audit="idle", **options)  # type: ignore[arg-type]
+
+
+# -- in an engine -----------------------------------------------------------------------------------------------------
+
+CHUNKS = [
+    Chunk("Empty the kettle before you descale it with vinegar."),
+    Chunk("The toaster has a crumb tray; pull it out to the left."),
+    Chunk("Set the fridge to four degrees."),
+]
+OPEN = ReuseConfig(drift=0.0, nearest_share=0.0, loading="layerwise", capture=False)
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def make_engine(decoder_of_letters: Callable[..., Decoder], store: ChunkCacheStore) -> Iterator[MakeEngine]:
+    decoder = decoder_of_letters(3.0)
+    with ExitStack() as opened:
+        given = {"config": OPEN, "new_variants": "off", "audit": "idle", "quality_target": 0.9}
+        yield lambda **settings: opened.enter_context(Engine(decoder, store, **(given | settings)))
+
+
+def ask(engine: Engine, question: str, config: ReuseConfig | None = None) -> Generation:
+    answer = engine.stream(question, CHUNKS[::-1], sampling=SamplingParams(max_new_tokens=12), config=config)
+    for _ in answer:
+        pass
+    assert engine.settle(60)
+    return answer
+
+
+def capture_chunks(engine: Engine) -> None:
+    for _ in engine.stream("?", CHUNKS, sampling=SamplingParams(max_new_tokens=1), config=replace(OPEN, capture=True)):
+        pass
+    assert engine.settle(60)
+
+
+def test_an_engine_raises_the_ratio_until_answers_agree_and_goes_on_there(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    capture_chunks(engine)
+    first = ask(engine, "Question 0?")
+    assert first.stats.quality.startswith("r = 0.15")
+    reasons = []
+    for number in range(1, 120):
+        last = ask(engine, f"Question {number}?")
+        reasons.append(last.stats.quality)
+    assert engine.auditor.controller is not None
+    ratio = engine.auditor.controller.ratio
+    assert ratio > 0.15
+    assert last.stats.tokens_recomputed > first.stats.tokens_recomputed
+    assert any("audits, agreement" in reason and "target 0.9" in reason for reason in reasons)
+    sample = engine.request_counts.registry.get_sample_value("cachecraft_controlled_recompute_ratio")
+    assert sample == ratio
+    engine.close()
+
+    again = make_engine()
+    assert again.auditor.controller is not None
+    assert again.auditor.controller.ratio == ratio
+    assert again.auditor.controller.reason == engine.auditor.controller.reason
+    other = make_engine(namespace="other")
+    assert other.auditor.controller is not None
+    assert other.auditor.controller.ratio == 0.15
+
+
+def test_a_ratio_of_the_request_goes_before_the_target(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    capture_chunks(engine)
+    answer = ask(engine, "Question?", replace(OPEN, recompute_ratio=1.0))
+    assert answer.stats.quality == ""
+    assert {chunk.recomputed for chunk in answer.stats.chunks} == {chunk.tokens for chunk in answer.stats.chunks}
+    by_alpha = ask(engine, "Question?", replace(OPEN, alpha=0.5))
+    assert by_alpha.stats.quality == ""
+
+
+def test_a_target_without_audits_is_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(ConfigError, match='add audit="idle"'):
+        make_engine(audit="off")
