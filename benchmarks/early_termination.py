@@ -27,8 +27,9 @@ from benchmarks import formats
 from benchmarks.evaluate import origin_named
 from benchmarks.kept import Kept
 from benchmarks.methods import ABLATIONS, CRAFT
-from cachecraft_rag.cli import evaluate, options
+from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
+from cachecraft_rag.cli.evaluation import evaluate
 from cachecraft_rag.cli.options import numbers, print_json, progress_bar, takes, waiting
 from cachecraft_rag.compute import overlapped
 from cachecraft_rag.errors import ConfigError

@@ -13,7 +13,7 @@ from benchmarks.compression import PUBLISHED
 from benchmarks.methods import ABLATIONS, CRAFT, methods_for
 from benchmarks.plotting import pyplot
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.evaluate import Measuring, Questions, require_packages, show_report
+from cachecraft_rag.cli.evaluation.evaluate import Measuring, Questions, require_packages, show_report
 from cachecraft_rag.cli.options import takes
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import paired_interval, ratio_interval

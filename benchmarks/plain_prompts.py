@@ -20,8 +20,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from benchmarks import formats
-from cachecraft_rag.cli import evaluate, options
+from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
+from cachecraft_rag.cli.evaluation import evaluate
 from cachecraft_rag.cli.options import print_json, progress_bar, takes, waiting
 from cachecraft_rag.evaluation import runner
 from cachecraft_rag.evaluation.intervals import Interval, mean_interval, paired_interval, ratio_interval

@@ -31,7 +31,7 @@ from benchmarks.simulation.trace import Trace, read_trace
 from benchmarks.traffic import Traffic, draw_trace
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
-from cachecraft_rag.cli.evaluate import Questions
+from cachecraft_rag.cli.evaluation.evaluate import Questions
 from cachecraft_rag.cli.options import print_json, progress_bar
 from cachecraft_rag.compute.captures.capture import CaptureRecorder
 from cachecraft_rag.compute.kv_buffer import KVBuffer

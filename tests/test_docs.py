@@ -103,6 +103,10 @@ assert decoder.layout.kv_heads == 2
 assert rag.engine.store.stats().disk_budget == 100 << 30
 assert estimate.fits and estimate.captures > 1 and rag.estimate_priming().captures == 0
 """,
+    "docs/guides/audits.md": """
+assert audit.tokens > 0 and 0.0 <= audit.agreement <= 1.0
+assert answer.stats.quality.startswith("r = 0.15") and "target 0.98" in answer.stats.quality
+""",
     "docs/guides/tuning.md": """
 assert 1 < len(exact.sources) <= 3 and exact.stats.tokens_recomputed > 0
 assert all(chunk.outcome in ("exact", "computed") or chunk.recomputed == chunk.tokens for chunk in exact.stats.chunks)

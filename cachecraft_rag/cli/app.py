@@ -57,12 +57,16 @@ COMMANDS: dict[str, CommandEntry] = {
         "documents", "List indexed documents, and remove them with their chunk-caches.", _ASKING, "app"
     ),
     "eval": CommandEntry(
-        "evaluate", "Compare the answers with reuse to full prefill's, question by question.", _MEASURING, "evaluate"
+        "evaluation.evaluate",
+        "Compare the answers with reuse to full prefill's, question by question.",
+        _MEASURING,
+        "evaluate",
     ),
     "calibrate": CommandEntry(
-        "calibrate",
+        "evaluation.calibrate",
         "Find the least recomputation that keeps a quality (with 95 % confidence), and save it for this store.",
         _MEASURING,
+        "calibrate",
     ),
     "sizes": CommandEntry("sizes", "Show how many MB chunk-caches take, for each codec.", _MEASURING),
     "serve": CommandEntry(
@@ -71,7 +75,10 @@ COMMANDS: dict[str, CommandEntry] = {
         _OPERATING,
     ),
     "quality": CommandEntry(
-        "quality", "Show how often answers with reuse equal full prefill's, from the audits of a store.", _OPERATING
+        "evaluation.quality",
+        "Show how often answers with reuse equal full prefill's, from the audits of a store.",
+        _OPERATING,
+        "quality",
     ),
     "store": CommandEntry("store", "Inspect, check and evict stored chunk-caches.", _OPERATING, "app"),
     "doctor": CommandEntry(

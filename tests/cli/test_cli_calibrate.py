@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from cachecraft_rag import Engine
 from cachecraft_rag.cli import store as store_commands
 from cachecraft_rag.cli.ask import print_calibration
-from cachecraft_rag.cli.calibrate import calibrate
 from cachecraft_rag.cli.console import out
+from cachecraft_rag.cli.evaluation.calibrate import calibrate
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.calibration import load_calibration

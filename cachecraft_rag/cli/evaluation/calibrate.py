@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
-from cachecraft_rag.cli.evaluate import Questions, require_packages
+from cachecraft_rag.cli.evaluation.evaluate import Questions, require_packages
 from cachecraft_rag.cli.options import print_json, print_table, progress_bar, takes, waiting
 
 if TYPE_CHECKING:
