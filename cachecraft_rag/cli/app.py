@@ -70,6 +70,12 @@ COMMANDS: dict[str, CommandEntry] = {
         "Serve a model with vLLM: chat completions whose field `documents` holds chunks reuse their chunk-caches.",
         _OPERATING,
     ),
+    "mcp": CommandEntry(
+        "mcp.command",
+        "Let an agent search and ask your documents: a Model Context Protocol server over stdio.",
+        _OPERATING,
+        "mcp",
+    ),
     "store": CommandEntry("store", "Inspect, check and evict stored chunk-caches.", _OPERATING, "app"),
     "doctor": CommandEntry(
         "doctor",
