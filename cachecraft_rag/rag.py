@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from cachecraft_rag.engine.base import AnswerEngine, AnswerOptions, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.settings import load_settings
 from cachecraft_rag.observability.stats import Answer, RequestStats, Source
+from cachecraft_rag.observability.tracing import Retrieval, following
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
@@ -411,9 +413,12 @@ class CacheCraft(Retriever, Closeable):
         history = listed("history", answering.get("history", ()))  # a generator gives its turns once
         answering["history"] = history
         context = history if search_history else []
+        began = time.perf_counter()
         hits = self.retrieve(question, top_k=top_k, where=where, history=context) if question.strip() else []
+        retrieval = Retrieval(began, time.perf_counter(), top_k=top_k, passages=len(hits))
         chunks = [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in hits]
-        generation = self.engine.stream(question, chunks, **sampling_from(dict(answering)))
+        with following(retrieval):
+            generation = self.engine.stream(question, chunks, **sampling_from(dict(answering)))
         sources = tuple(Source(h.chunk_id, h.text, h.score, h.metadata) for h in hits)
         return AnswerStream(generation, sources, searched=search_texts(question, context))
 

@@ -80,6 +80,12 @@ COMMANDS: dict[str, CommandEntry] = {
         _OPERATING,
         "quality",
     ),
+    "mcp": CommandEntry(
+        "mcp.command",
+        "Let an agent search and ask your documents: a Model Context Protocol server over stdio.",
+        _OPERATING,
+        "mcp",
+    ),
     "store": CommandEntry("store", "Inspect, check and evict stored chunk-caches.", _OPERATING, "app"),
     "doctor": CommandEntry(
         "doctor",

@@ -66,6 +66,7 @@ def load(settings: Settings, *, server: str | None = None, **chosen: Any) -> Cac
     `chosen` options of `EngineConfig` go before the settings.
     """
     config = settings.engine_config(**chosen)
+    trace_requests()
     store = settings["store"]
     model = settings["model"]
     doing = f"Connecting to {server}" if server is not None else f"Loading {model}"
@@ -80,6 +81,18 @@ def load(settings: Settings, *, server: str | None = None, **chosen: Any) -> Cac
             return CacheCraft.connect(server, store=store, system=system, **options_of_index)
         options.quiet_libraries()
         return CacheCraft.from_pretrained(model, store=store, config=config, **options_of_index)
+
+
+def trace_requests() -> None:
+    """Send traces if the environment names a collector; a warning if that is impossible, because it may name it for
+    other programs.
+    """
+    from cachecraft_rag.observability.tracing import configure_tracing
+
+    try:
+        configure_tracing()
+    except ConfigError as error:
+        warn(f"no traces are sent: {error}")
 
 
 @dataclass(frozen=True)

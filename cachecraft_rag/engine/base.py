@@ -22,6 +22,7 @@ from cachecraft_rag.model.facts import DiskSpace, ModelFacts
 from cachecraft_rag.observability.request_counts import RequestCounts
 from cachecraft_rag.observability.request_log import log_request
 from cachecraft_rag.observability.stats import RequestStats
+from cachecraft_rag.observability.tracing import TracedRequest, traced
 from cachecraft_rag.planning.calibration import Calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import PromptBuilder, Turn
@@ -166,7 +167,7 @@ class AnswerEngine(ABC):
             progress,
             self._pieces(request, progress),
             layers=self.decoder.layout.layers,
-            ended=self._ended,
+            ended=traced(self._ended, self._traced_request(request)),
             later=self._later,
         )
 
@@ -193,6 +194,16 @@ class AnswerEngine(ABC):
         final = stats()
         self.request_counts.add(final)
         log_request(final, error=error)
+
+    def _traced_request(self, request: Request) -> TracedRequest:
+        sampling = request.sampling
+        return TracedRequest(
+            started=request.started,
+            model=self.decoder.name,
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+        )
 
     def _later(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function in another thread. Takes no lock: finalisers call this, in threads that may hold any lock."""

@@ -1,0 +1,91 @@
+"""The folders that an agent may index."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cachecraft_rag.errors import ConfigError, DocumentError
+from cachecraft_rag.retrievers.reading.documents import shown
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedFolder:
+    """A folder as the operator named it, and where it really is.
+
+    named  absolute path with the operator's own spelling; it names the documents, as with `cachecraft index`
+    real   the same without links
+    """
+
+    named: Path
+    real: Path
+
+
+class AllowedFolders:
+    """The folders that the operator allowed; everything outside them is refused.
+
+    Args:
+        folders: paths of folders.
+
+    Raises:
+        ConfigError: one of them is not a folder.
+    """
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        self._folders: list[AllowedFolder] = []
+        for folder in folders:
+            if not os.path.isdir(folder):  # pathlib raises for paths it cannot reach instead of returning False
+                raise ConfigError(f"--allow {shown(folder)}: there is no such folder; check the spelling, or make it")
+            self._folders.append(AllowedFolder(Path(os.path.abspath(folder)), folder.resolve()))
+
+    def __bool__(self) -> bool:
+        return bool(self._folders)
+
+    def __str__(self) -> str:
+        return ", ".join(shown(folder.named) for folder in self._folders)
+
+    def path_of(self, text: str) -> Path:
+        """Return where a path that an agent sent leads, if that is an allowed folder or below one.
+
+        Args:
+            text: an absolute path, one below `~`, or one relative to an allowed folder (the first that has it).
+
+        Returns:
+            The path without links and `..` below the allowed folder's own name.
+
+        Raises:
+            DocumentError: the path leads out of the allowed folders, to a hidden file or folder, or nowhere. For a path
+                outside, the message does not say whether it exists.
+        """
+        if not text.strip():
+            raise DocumentError(f"the path is empty; name a file or folder below {self}")
+        if "\0" in text:
+            raise DocumentError(f"the path holds a NUL character; name a file or folder below {self}")
+        is_missing = False
+        for folder in self._folders:
+            target = _resolved(folder.real / os.path.expanduser(text))
+            if target is None or not target.is_relative_to(folder.real):
+                continue
+            below = target.relative_to(folder.real)
+            if any(part.startswith(".") for part in below.parts):
+                raise DocumentError(f"{text}: hidden files and folders are not indexed; name another")
+            if os.path.lexists(target):
+                return folder.named / below
+            is_missing = True
+        if is_missing:
+            raise DocumentError(f"{text}: there is no such file or folder below {self}; check the spelling")
+        raise DocumentError(
+            f"{text}: is outside the folders that may be indexed ({self}); name a path below one of them, or ask the "
+            "operator to start the server with --allow for its folder"
+        )
+
+
+def _resolved(path: Path) -> Path | None:
+    """Return a path without links and `..`; None for links that form a loop."""
+    try:
+        resolved = path.resolve()
+    except (OSError, RuntimeError):  # RuntimeError: a loop, before Python 3.13
+        return None
+    return None if os.path.islink(resolved) else resolved
