@@ -14,6 +14,7 @@ from cachecraft_rag.cli.console import print_error
 from cachecraft_rag.errors import CacheCraftError
 
 COMMANDS = {
+    "audits": "Times of requests beside audits, and what audits compute",
     "batches": "Prefill and decoding of several requests at once",
     "cake": "Computing, loading, and both at once (Cake), at limited disk speeds",
     "early-termination": "Early termination against a smaller recompute ratio of the same cost",
