@@ -155,23 +155,20 @@ def conversation(shared: Shared, turns: list[Turn], documents: list[str], questi
             time_full_prefill(shared, turns[-1])
         st.rerun()
     elif turns and turns[-1].answer is not None and turns[-1].whole:
-        with fresh.container():
-            wait_for_audit(shared, turns[-1].answer)
+        request_id = turns[-1].answer.stats.request_id
+        if request_id not in st.session_state.get("audits_shown", ()):
+            with fresh.container():
+                wait_for_audit(shared, request_id)
 
 
 @st.fragment(run_every=1.0)
-def wait_for_audit(shared: Shared, answer: Answer) -> None:
-    """Show the page again once the answer has been compared with full prefill, which happens in idle time."""
-    request_id = answer.stats.request_id
-    waits: set[str] = st.session_state.setdefault("audits_awaited", set())
+def wait_for_audit(shared: Shared, request_id: str) -> None:
+    """Show the page again once an answer has been compared with full prefill, which happens in idle time."""
     engine = shared.rag.engine
-    if engine.audit_of(request_id) is not None:
-        if request_id in waits:
-            waits.discard(request_id)
-            st.rerun()
-    elif engine.auditor.busy:
-        waits.add(request_id)
-        st.caption("Comparing this answer with full prefill …")
+    if engine.audit_of(request_id) is not None or not engine.auditor.busy:
+        st.session_state.setdefault("audits_shown", set()).add(request_id)
+        st.rerun()
+    st.caption("Comparing this answer with full prefill …")
 
 
 def next_question(turns: list[Turn], asked: str) -> str:

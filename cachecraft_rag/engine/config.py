@@ -15,6 +15,7 @@ from cachecraft_rag.checks import (
     check_text,
     check_whole,
 )
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import DEFAULT_SYSTEM
 from cachecraft_rag.serving.audits.controller import QualityTarget
@@ -94,7 +95,11 @@ class EngineConfig:
         check_number("quality_target", self.quality_target, most=1.0, optional=True)
         check_number("min_ratio", self.min_ratio, most=1.0)
         check_number("max_ratio", self.max_ratio, most=1.0)
-        self.target()
+        target = self.target()
+        if target is not None and not self.audit.share:  # type: ignore[union-attr]
+            raise ConfigError('quality_target needs audits of answers: add audit="idle", or a share such as 0.2')
+        if target is not None and not (self.reuse.recompute_ratio is None and self.reuse.alpha is None):
+            raise ConfigError("quality_target chooses how much is recomputed: leave recompute_ratio and alpha out")
         check_whole("decode_rows", self.decode_rows, least=1)
         check_whole("max_waiting", self.max_waiting)
         check_number("wait_timeout_s", self.wait_timeout_s, most=MOST_SECONDS, optional=True)

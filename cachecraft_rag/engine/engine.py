@@ -137,8 +137,6 @@ class Engine(AnswerEngine):
             loop=self.loop,
         )
         target = chosen.target()
-        if target is not None and not chosen.audit.share:
-            raise ConfigError('quality_target needs audits of answers: add audit="idle", or a share such as 0.2')
         self.auditor = Auditor(
             config=chosen.audit,
             decoder=decoder,
@@ -309,22 +307,13 @@ class Engine(AnswerEngine):
         look_up = partial(self.store.marked_texts, self.namespace, self.decoder.fingerprint, session=session)
         return partial(recognise_captured, look_up=look_up)
 
-    def calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        """Return these settings with the ratio that a quality target chooses, or else with the calibrated α."""
-        controller = self.auditor.controller
-        if controller is None or not self._is_controlled(config):
-            return super().calibrated(config)
-        return replace(config, recompute_ratio=controller.ratio)
-
-    def _is_controlled(self, config: ReuseConfig) -> bool:
-        """Return whether a quality target, if there is one, decides how much is recomputed with these settings."""
-        return config.reuse and config.recompute_ratio is None and config.alpha is None
-
     def _prepared(self, request: Request, asked: Question) -> Request:
-        """Add the grammar of the answer, and the reason for a ratio that a quality target chose."""
+        """Add the ratio that a quality target chooses, and the grammar of the answer."""
         controller = self.auditor.controller
-        if controller is not None and self._is_controlled(asked.config or self.config):
-            request = replace(request, quality=controller.reason)
+        config = asked.config or self.config
+        if controller is not None and config.reuse and config.recompute_ratio is None and config.alpha is None:
+            ratio, reason = controller.choice()
+            request = replace(request, config=replace(request.config, recompute_ratio=ratio), quality=reason)
         schema = asked.sampling.json_schema
         if schema is None:
             return request

@@ -23,6 +23,7 @@ class QualityGroup:
     answers    how many there are
     same       share that full prefill agrees with in every token; 95 % Wilson interval
     agreement  share of the tokens that full prefill agrees with; 95 % bootstrap interval over answers
+    net        the same with near-ties (see `Audit.near_ties`) counted as agreeing
     kl         mean KL(full prefill ‖ reuse) per token in nats; 95 % bootstrap interval over answers
     """
 
@@ -30,6 +31,7 @@ class QualityGroup:
     answers: int
     same: Interval
     agreement: Interval
+    net: Interval
     kl: Interval
 
 
@@ -50,10 +52,11 @@ class PositionGroup:
 
 @dataclass(frozen=True, slots=True)
 class QualityReport:
-    """The audits of a store, summed up.
+    """The audits of a store, summed up. Answers whose chunks were all exact are counted, and are in no group.
 
-    overall          all audited answers
-    by_origin        by how their chunks were captured: primed, asked (while answering), mixed, or none (not reused)
+    exact            answers whose chunks were all exact, so that nothing was compared
+    overall          all answers that were compared; None if there are none
+    by_origin        by how their chunks were captured: primed, asked (while answering), or mixed
     by_selector      by how the recomputed tokens were chosen
     by_recomputed    by the share of reused tokens that was recomputed
     by_termination   with and without early termination
@@ -62,7 +65,8 @@ class QualityReport:
     worst            the answers that agree least, the worst first
     """
 
-    overall: QualityGroup
+    exact: int
+    overall: QualityGroup | None
     by_origin: tuple[QualityGroup, ...]
     by_selector: tuple[QualityGroup, ...]
     by_recomputed: tuple[QualityGroup, ...]
@@ -80,10 +84,13 @@ def summarise_audits(audits: Sequence[Audit], *, worst: int = WORST) -> QualityR
     """Sum up audits; None if there are none. `worst` limits the answers that are listed."""
     if not audits:
         return None
+    exact = sum(audit.is_exact for audit in audits)
+    audits = [audit for audit in audits if not audit.is_exact]
     changed = [audit for audit in audits if not audit.is_same]
     changed.sort(key=lambda audit: (audit.agreement, -audit.kl))
     return QualityReport(
-        overall=_group("all", audits),
+        exact=exact,
+        overall=_group("all", audits) if audits else None,
         by_origin=_groups(audits, lambda audit: audit.origin),
         by_selector=_groups(audits, lambda audit: audit.selector),
         by_recomputed=_groups(audits, _share_name),
@@ -115,11 +122,13 @@ def _groups(audits: Sequence[Audit], name_of: Callable[[Audit], str]) -> tuple[Q
 
 def _group(name: str, audits: Sequence[Audit]) -> QualityGroup:
     agreeing = [audit.agreeing for audit in audits]
+    tokens = [audit.tokens for audit in audits]
     return QualityGroup(
         name=name,
         answers=len(audits),
         same=share_interval(sum(audit.is_same for audit in audits), len(audits)),
-        agreement=ratio_interval(agreeing, [audit.tokens for audit in audits]),
+        agreement=ratio_interval(agreeing, tokens),
+        net=ratio_interval([audit.agreeing_net for audit in audits], tokens),
         kl=mean_interval([audit.kl for audit in audits]),
     )
 

@@ -338,7 +338,8 @@ class StepLoop:
             if isinstance(task.step, Wait | Until) and task.step.timeout_s is not None:
                 wakes.append(task.since + task.step.timeout_s)
         if self.under_way(Priority.IDLE) and not self._is_idle():
-            wakes += [task.paused_at + _PAUSE_S for task in self._tasks]
+            pauses = [task.paused_at + _PAUSE_S for task in self._tasks]
+            wakes += [at for at in pauses if at >= now]  # of one that is over, another answer's pause is awaited
         return max(0.0, min(wakes) - now)
 
     def _begin(self, task: LoopTask) -> None:
@@ -446,7 +447,7 @@ class StepLoop:
     def _is_idle(self) -> bool:
         """Return whether no answer is computed, and no reader is about to ask for the next piece."""
         now = time.perf_counter()
-        return all(now - task.paused_at > _PAUSE_S for task in self._tasks if task.priority is Priority.ANSWER)
+        return all(now > task.paused_at + _PAUSE_S for task in self._tasks if task.priority is Priority.ANSWER)
 
     def _prefill(self, until: float) -> bool:
         """Run layers of prefills up to a time, and resume others meanwhile; returns whether there were any."""

@@ -23,7 +23,7 @@ from cachecraft_rag.store.layout import Encoded, encode
 from cachecraft_rag.store.memory import Memory
 from cachecraft_rag.store.remote import RemoteTier
 from cachecraft_rag.store.row_checks import row_error, scores_are_wrong
-from cachecraft_rag.store.serial_worker import SerialWorker
+from cachecraft_rag.store.serial_worker import SerialWorker, WorkerEndedError
 from cachecraft_rag.types import Capture, CaptureDrop, TokenScores, Unavailable, Variant, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.store")
@@ -145,7 +145,7 @@ class BackgroundWriter:
 
         try:
             return self._thread.submit(job, ended=has_ended)
-        except RuntimeError:  # the thread has ended
+        except WorkerEndedError:
             if self._closed:
                 return None
             future: Future[T] = Future()

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
+logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
+
+
+class WorkerEndedError(RuntimeError):
+    """The thread has ended and takes no further job."""
 
 
 class SerialWorker:
@@ -31,6 +38,9 @@ class SerialWorker:
         self._guard = threading.Lock()  # guards the two attributes that follow
         self._thread: threading.Thread | None = None
         self._ended = False
+        # Registered here and not by the thread: at the end of the interpreter nothing can be registered any more.
+        self._exit_hook = partial(_end_at_exit, weakref.ref(self), os.getpid())
+        atexit.register(self._exit_hook)
 
     def submit(self, job: Callable[[], T], *, ended: Callable[[Future[T]], object]) -> Future[T]:
         """Hand a job to the thread.
@@ -40,17 +50,16 @@ class SerialWorker:
                 future in Python code of the caller's thread.
 
         Raises:
-            RuntimeError: the thread has ended.
+            WorkerEndedError: the thread has ended.
         """
         future: Future[T] = Future()
         with self._guard:
             if self._ended:
-                raise RuntimeError("the thread has ended")
+                raise WorkerEndedError("the thread has ended")
             self._jobs.put(partial(_fulfil, future, job, ended))
             is_running = self._thread is not None
         if not is_running:
-            # The thread sets `_thread` itself, because an interruption here may fall before or after its start.
-            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            self._start()
         return future
 
     def end(self) -> None:
@@ -60,27 +69,38 @@ class SerialWorker:
     def shut_down(self) -> None:
         """Finish all jobs, and end the thread."""
         self.end()
+        # A thread whose start was interrupted may still begin; whoever comes first does the jobs.
+        self._work()
         with self._guard:
             thread = self._thread
-            if thread is None and self._jobs.qsize() == 1:  # no job was ever handed over
-                self._ended = True
-                return
-        if thread is None:  # its start was interrupted, and jobs are waiting
-            self._work()
-        elif thread is not threading.current_thread():
+        if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _at_exit(self, pid: int) -> None:
-        if os.getpid() == pid:  # in a fork there is no thread
-            self.shut_down()
+    def _start(self) -> None:
+        # The thread sets `_thread` itself, because an interruption here may fall before or after its start.
+        try:
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        except RuntimeError:  # the system has no room for a thread, or the interpreter is shutting down
+            self._drain()
+
+    def _drain(self) -> None:
+        """Do the waiting jobs in the caller's thread."""
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except Empty:
+                return
+            if job is None:  # the end, which the thread or `shut_down` is to see
+                self._jobs.put(None)
+                return
+            job()
 
     def _work(self) -> None:
+        """Do all jobs until the end is asked for, unless another thread does them already."""
         with self._guard:
-            if self._thread is not None or self._ended:  # the start was interrupted, and a second thread has begun
+            if self._thread is not None or self._ended:
                 return
             self._thread = threading.current_thread()
-        at_exit = partial(self._at_exit, os.getpid())
-        atexit.register(at_exit)
         is_ending = False
         while True:
             job = self._jobs.get()
@@ -93,7 +113,14 @@ class SerialWorker:
                 if is_ending and self._jobs.empty():
                     self._ended = True
                     break
-        atexit.unregister(at_exit)
+        atexit.unregister(self._exit_hook)
+
+
+def _end_at_exit(worker: weakref.ref[SerialWorker], pid: int) -> None:
+    """Finish the jobs of a worker, unless this is a fork, where it has no thread."""
+    alive = worker()
+    if alive is not None and os.getpid() == pid:
+        alive.shut_down()
 
 
 def _fulfil(future: Future[T], job: Callable[[], T], ended: Callable[[Future[T]], object]) -> None:
@@ -105,4 +132,7 @@ def _fulfil(future: Future[T], job: Callable[[], T], ended: Callable[[Future[T]]
             future.set_exception(error)
         else:
             future.set_result(result)
-    ended(future)
+    try:
+        ended(future)
+    except Exception:  # a mistake of ours, which must not end the thread
+        logger.exception("What follows from a background job has failed")

@@ -14,15 +14,17 @@ from cachecraft_rag.serving.audits.audit import Audit
 def audit(name: str, tokens: int, differences: tuple[int, ...] = (), **facts: object) -> Audit:
     given = {"selector": "question", "recomputed": 0.15, "origin": "primed", "outcomes": {"reused": 5}} | facts
     kl = 0.1 * len(differences)
-    return Audit(name, 0.0, tokens, differences, kl, computed_tokens=100, **given)  # type: ignore[arg-type]
+    computed = {"computed_tokens": 100} | given
+    return Audit(name, 0.0, tokens, differences, min(1, len(differences)), kl, **computed)  # type: ignore[arg-type]
 
 
 AUDITS = [
     audit("a", 10),
     audit("b", 10, (0, 3)),
     audit("c", 20, (16,), origin="asked", recomputed=0.3),
-    audit("d", 20, origin="none", recomputed=0.0, early=True),
+    audit("d", 20, origin="mixed", recomputed=0.0, early=True),
     audit("e", 80, (64, 65, 79), selector="cache_craft"),
+    audit("f", 30, origin="none", recomputed=0.0, computed_tokens=0),
 ]
 
 
@@ -30,9 +32,12 @@ def test_shares_are_of_answers_and_of_tokens() -> None:
     report = summarise_audits(AUDITS)
     assert report is not None
     overall = report.overall
+    assert report.exact == 1
+    assert overall is not None
     assert overall.answers == 5
     assert overall.same == share_interval(2, 5)
     assert overall.agreement.mean == pytest.approx(1 - 6 / 140)
+    assert overall.net.mean == pytest.approx(1 - 3 / 140)  # one near-tie in each of three answers
     assert overall.agreement.low <= overall.agreement.mean <= overall.agreement.high
     assert overall.kl.mean == pytest.approx(0.6 / 5)
     assert report.computed_tokens == 500
@@ -45,7 +50,7 @@ def test_answers_are_grouped_by_origin_selector_share_and_termination() -> None:
     def counts(groups: object) -> dict[str, int]:
         return {group.name: group.answers for group in groups}  # type: ignore[attr-defined]
 
-    assert counts(report.by_origin) == {"asked": 1, "none": 1, "primed": 3}
+    assert counts(report.by_origin) == {"asked": 1, "mixed": 1, "primed": 3}
     assert counts(report.by_selector) == {"cache_craft": 1, "question": 4}
     assert counts(report.by_recomputed) == {"10% to 20%": 3, "20% to 30%": 1, "nothing": 1}
     assert counts(report.by_termination) == {"all layers": 4, "terminated early": 1}
@@ -78,6 +83,12 @@ def test_the_worst_answers_come_first_and_equal_ones_are_not_listed() -> None:
 
 def test_nothing_was_audited() -> None:
     assert summarise_audits([]) is None
+
+
+def test_exact_answers_alone_are_only_counted() -> None:
+    report = summarise_audits(AUDITS[-1:])
+    assert report is not None
+    assert (report.exact, report.overall, report.by_origin, report.worst) == (1, None, (), ())
 
 
 def test_a_report_is_json() -> None:

@@ -214,7 +214,7 @@ def test_the_verdict_says_whether_full_prefill_agrees() -> None:
     from streamlit_picture import verdict
 
     turn = Turn("How long?", {}, MIXED, whole=True)
-    same = Audit("a" * 32, 0.0, 9, (), 0.0, 40, "question", 0.2, "primed", {"reused": 3})
+    same = Audit("a" * 32, 0.0, 9, (), 0, 0.0, 40, "question", 0.2, "primed", {"reused": 3})
     assert verdict(turn, None) == ""
     assert "Same as full prefill" in verdict(turn, same)
     changed = replace(same, differences=(4, 6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -148,7 +149,7 @@ def test_exact_answers_count_without_being_computed_again(engine: Engine) -> Non
         assert audit.is_same
         assert (audit.kl, audit.computed_tokens) == (0.0, 0)
     assert first.origin == "none"
-    assert metric(engine, "audited_answers_total", result="same") == 2
+    assert metric(engine, "audited_answers_total", result="exact") == 2
 
 
 def test_what_is_recomputed_in_full_agrees_everywhere(engine: Engine) -> None:
@@ -405,7 +406,7 @@ def test_a_file_that_cannot_be_used_costs_results_and_no_answer(
 
 def test_damaged_rows_are_left_out(tmp_path: Path) -> None:
     log = AuditLog(tmp_path, kept=10)
-    good = Audit("a" * 32, 1.0, 3, (1,), 0.5, 10, "question", 0.1, "primed", {"reused": 2})
+    good = Audit("a" * 32, 1.0, 3, (1,), 1, 0.5, 10, "question", 0.1, "primed", {"reused": 2})
     for name in ("x", "y", "z"):
         log.add("default", "model", replace(good, request_id=name))
     log.close()
@@ -430,10 +431,64 @@ def test_the_divergence_is_a_lower_bound_and_near_the_whole() -> None:
     predictions = Predictions()
     for row in reuse_logits:
         predictions.note(row)
-    likeliest, kl = compare(predictions, full_logits, begin=0)
+    places = compare(predictions, full_logits, begin=0)
     whole, agreement = divergence(full_logits, reuse_logits)
-    assert sum(kl) / 20 <= whole
-    assert sum(kl) / 20 > 0.8 * whole
-    noted = torch.tensor([int(ids[0]) for ids in predictions.ids])
-    assert (noted == torch.tensor(likeliest)).double().mean() == agreement
-    assert likeliest[5:] == compare(predictions, full_logits[5:], begin=5)[0]
+    kl = sum(place.kl for place in places) / 20
+    assert 0.8 * whole < kl <= whole
+    assert sum(not place.differs for place in places) / 20 == agreement
+    assert [place.likeliest for place in places] == full_logits.argmax(-1).tolist()
+    shares = full_logits.softmax(-1)
+    for number, place in enumerate(places):
+        margin = shares[number].max() - shares[number, reuse_logits[number].argmax()]
+        assert place.margin == pytest.approx(float(margin), abs=1e-6)
+    assert places[5:] == compare(predictions, full_logits[5:], begin=5)
+
+
+def test_of_equal_logits_the_token_that_greedy_sampling_takes_is_noted() -> None:
+    logits = torch.zeros(300)
+    logits[[7, 90, 250]] = 1.0
+    predictions = Predictions()
+    predictions.note(logits)
+    assert int(predictions.likeliest[0]) == int(logits.argmax())
+
+
+def test_near_ties_are_counted(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auditor_module, "NEAR_TIE", 2.0)  # every difference is one
+    engine = make_engine()
+    ask(engine, CHUNKS)
+    config = replace(CONFIG, capture=False)
+    audits = [audit_of(engine, ask(engine, MOVED, question=f"Question {n}?", config=config)) for n in range(6)]
+    assert sum(audit.near_ties for audit in audits) > 0
+    for audit in audits:
+        assert audit.near_ties == len(audit.differences)
+        assert audit.agreeing_net == audit.tokens
+
+
+def test_answers_with_a_grammar_are_not_audited(engine: Engine) -> None:
+    """The predictions that are compared know nothing of it."""
+    ask(engine, CHUNKS)
+    sampling = SamplingParams(max_new_tokens=24, json_schema={"type": "integer", "maximum": 99, "minimum": 10})
+    answer = ask(engine, MOVED, sampling=sampling, config=replace(CONFIG, capture=False))
+    assert answer.text
+    assert engine.audit_of(answer.stats.request_id) is None
+
+
+def test_text_ends_before_a_stop_string(make_engine: MakeEngine) -> None:
+    engine = make_engine(audit=Audits(1.0, keep_text=True))
+    ask(engine, CHUNKS)
+    config = replace(CONFIG, capture=False)
+    whole = ask(engine, MOVED, config=config).text
+    sampling = SamplingParams(max_new_tokens=24, stop=(whole[8:10],))
+    answer = ask(engine, MOVED, config=config, sampling=sampling)
+    text = audit_of(engine, answer).text
+    assert text is not None
+    assert answer.text == text.same + text.reuse
+    assert answer.text == whole[: len(answer.text)] != whole
+
+
+def test_a_deleted_folder_is_not_made_again(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    root = engine.store.root
+    shutil.rmtree(root)
+    ask(engine, CHUNKS)
+    assert not root.exists()

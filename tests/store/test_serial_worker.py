@@ -102,3 +102,38 @@ def test_an_interrupted_start_is_made_up_for(monkeypatch: pytest.MonkeyPatch) ->
             other.submit(lambda: ran.append("first"), ended=ignore)
     other.shut_down()
     assert ran == ["first"]
+
+
+def test_a_thread_that_cannot_start_costs_no_job_and_runs_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = SerialWorker("worker")
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ran: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        assert worker.submit(lambda: ran.append("first"), ended=ignore).done()
+    worker.submit(lambda: ran.append("second"), ended=ignore).result(60)
+    worker.shut_down()
+    assert ran == ["first", "second"]
+
+
+def test_a_mistake_in_what_follows_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    worker = SerialWorker("worker")
+    worker.submit(lambda: None, ended=lambda _: 1 // 0)
+    assert worker.submit(lambda: "next", ended=ignore).result(60) == "next"
+    worker.shut_down()
+    assert "What follows from a background job has failed" in caplog.text
+
+
+def test_jobs_of_exit_handlers_are_done() -> None:
+    """Handlers run in the reverse order of their registration: this one runs before the worker's own."""
+    program = """
+import atexit
+from cachecraft_rag.store.serial_worker import SerialWorker
+worker = SerialWorker("worker")
+atexit.register(lambda: worker.submit(lambda: print("done", flush=True), ended=lambda _: None))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["done"], done.stderr

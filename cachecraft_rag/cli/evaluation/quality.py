@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from cachecraft_rag.serving.audits.audit import Audit
 
 ID_LETTERS = 8  # of a request id in the table
-ADVICE = "answers are audited while the engine is idle: start it with --audit idle (or CACHECRAFT_AUDIT=idle)"
+ADVICE = (
+    "answers are audited while the engine is idle: start `cachecraft chat` with --audit idle, or open the engine of "
+    "a program with audit='idle'"
+)
+_ORIGINS = {"primed": "by priming", "asked": "while answering", "mixed": "both ways"}
 
 
 @takes("store")
@@ -50,7 +54,8 @@ def quality(
         raise StoreError(f"{store} holds no chunk-caches, and so no audits of answers; name the folder with --store")
     report = summarise_audits(audits_in(store / CACHE_FOLDER, namespace=namespace), worst=worst)
     if as_json:
-        print_json({"answers": 0} if report is None else report.as_dict() | {"answers": report.overall.answers})
+        answers = 0 if report is None or report.overall is None else report.overall.answers
+        print_json({"answers": answers} | ({} if report is None else report.as_dict()))
     elif report is None:
         out.print(f"No audited answers in {store}; {ADVICE}.", soft_wrap=True)
     else:
@@ -59,14 +64,23 @@ def quality(
 
 def print_report(report: QualityReport) -> None:
     """Print a report as tables."""
+    if report.exact:
+        out.print(
+            f"{report.exact} answers were exact: all their chunks were computed or reused without a change. They equal "
+            "full prefill's, and are not part of what follows.",
+            soft_wrap=True,
+        )
     overall = report.overall
+    if overall is None:
+        return
     out.print(
-        f"{overall.answers} audited answers. Full prefill agrees with every token of {_share(overall.same)} of them, "
-        f"and with {_share(overall.agreement)} of all tokens. KL divergence {_number(overall.kl)} nats per token.",
+        f"{overall.answers} answers were compared. Full prefill agrees with every token of {_share(overall.same)} of "
+        f"them, and with {_share(overall.agreement)} of all tokens; {_share(overall.net)} with near-ties, where it "
+        f"finds both tokens almost equally likely. KL divergence {_number(overall.kl)} nats per token.",
         soft_wrap=True,
     )
     out.print(f"{report.computed_tokens:,} tokens were computed for these audits, in idle time.", soft_wrap=True)
-    _print_groups("captured", report.by_origin)
+    _print_groups("chunks captured", report.by_origin)
     _print_groups("selector", report.by_selector)
     _print_groups("recomputed", report.by_recomputed)
     if len(report.by_termination) > 1:
@@ -84,10 +98,18 @@ def print_report(report: QualityReport) -> None:
 
 def _print_groups(heading: str, groups: Sequence[QualityGroup]) -> None:
     rows = [
-        (group.name, group.answers, _share(group.same), _share(group.agreement), _number(group.kl)) for group in groups
+        (
+            _ORIGINS.get(group.name, group.name),
+            group.answers,
+            _share(group.same),
+            _share(group.agreement),
+            _share(group.net),
+            _number(group.kl),
+        )
+        for group in groups
     ]
     out.print()
-    print_table((heading, "answers", "same", "agreement", "KL"), rows, numbers=True)
+    print_table((heading, "answers", "same", "agreement", "with near-ties", "KL"), rows, numbers=True)
 
 
 def _print_worst(audits: Sequence[Audit]) -> None:
@@ -104,10 +126,12 @@ def _print_worst(audits: Sequence[Audit]) -> None:
                 "" if first is None else first + 1,
                 f"{audit.agreement:.0%}",
                 f"{audit.kl:.3f}",
-                audit.origin,
+                _ORIGINS.get(audit.origin, audit.origin),
             )
         )
-    print_table(("worst answer", "audited", "tokens", "first other token", "agreement", "KL", "captured"), rows)
+    print_table(
+        ("worst answer", "audited", "tokens", "first difference at", "agreement", "KL", "chunks captured"), rows
+    )
     for audit in audits:
         text = audit.text
         if text is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.serving.request import Request, RequestProgress
+
+NEAR_TIE: Final = 0.02  # difference of two probabilities, as in `cachecraft eval`
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +17,9 @@ class AuditText:
     """Text of an audited answer; it is kept only with `Audits.keep_text`.
 
     question  the prompt after its chunks: the question, and earlier turns of the conversation
-    same      beginning of the answer, up to the first token that differs
+    same      beginning that both answers have
     reuse     the rest of the answer that was given
-    full      what full prefill says instead of that rest, decoded greedily
+    full      the rest of full prefill's answer, decoded greedily from the first token that differs
     """
 
     question: str
@@ -40,6 +41,8 @@ class Audit:
     tokens           tokens of the answer, with the token that ended it; of an answer that its reader closed, those
                      that were read
     differences      places at which full prefill finds another token the likeliest; 0 is the answer's first token
+    near_ties        number of these places at which full prefill finds both tokens almost equally likely: their
+                     probabilities differ by less than `NEAR_TIE`. In bfloat16, rounding alone decides many of them
     kl               mean over the tokens of KL(full prefill ‖ reuse) in nats, or a little less: see
                      `predictions.compare`
     computed_tokens  tokens that were computed for the audit; 0 if every chunk was exact, so that there was nothing to
@@ -49,7 +52,7 @@ class Audit:
     origin           how the reused chunks were captured: "primed", "asked" (while answering questions), "mixed", or
                      "none" if no chunk was reused
     outcomes         number of chunks by outcome, see `ChunkStats`
-    ratio            the recompute ratio that was set, by the caller or by a quality target; None if CFO decided
+    ratio            the recompute ratio, if a quality target chose it; else None
     early            True if early termination ended the computation of the chunks
     text             the text, if it is kept
     """
@@ -58,6 +61,7 @@ class Audit:
     created: float
     tokens: int
     differences: tuple[int, ...]
+    near_ties: int
     kl: float
     computed_tokens: int
     selector: str
@@ -77,6 +81,16 @@ class Audit:
     def agreeing(self) -> int:
         """Number of tokens that full prefill agrees with."""
         return self.tokens - len(self.differences)
+
+    @property
+    def agreeing_net(self) -> int:
+        """Number of tokens that full prefill agrees with, near-ties included."""
+        return self.agreeing + self.near_ties
+
+    @property
+    def is_exact(self) -> bool:
+        """True if every chunk was exact, so that nothing was compared."""
+        return self.computed_tokens == 0
 
     @property
     def agreement(self) -> float:
@@ -124,7 +138,7 @@ def reuse_facts(request: Request, progress: RequestProgress, *, exact: bool) -> 
         recomputed=recomputed / reused if reused else 0.0,
         origin=origin,
         outcomes=dict(Counter(str(planned.outcome) for planned in chunks)),
-        ratio=request.config.recompute_ratio,
+        ratio=request.config.recompute_ratio if request.quality else None,
         early=progress.focus_layer is not None,
         exact=exact,
     )
@@ -139,12 +153,3 @@ def _reused_tokens(request: Request, plan: Plan) -> tuple[int, int]:
             recomputed += len(planned.recompute)
             total += len(segment.token_ids)
     return recomputed, total
-
-
-def differing_places(tokens: Sequence[int], likeliest: Sequence[int]) -> tuple[int, ...]:
-    """Return the places at which two predictions differ.
-
-    >>> differing_places([5, 7, 9], [5, 8, 9])
-    (1,)
-    """
-    return tuple(place for place, pair in enumerate(zip(tokens, likeliest, strict=True)) if pair[0] != pair[1])

@@ -23,15 +23,19 @@ AUDIT_FILE = "audits.sqlite"
 _TABLES = (
     """CREATE TABLE audits (
          place INTEGER PRIMARY KEY, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL, request_id TEXT NOT NULL,
-         created REAL NOT NULL, tokens INTEGER NOT NULL, differences TEXT NOT NULL, kl REAL NOT NULL,
-         computed_tokens INTEGER NOT NULL, selector TEXT NOT NULL, recomputed REAL NOT NULL, origin TEXT NOT NULL,
-         outcomes TEXT NOT NULL, ratio REAL, early INTEGER NOT NULL, text TEXT)""",
+         created REAL NOT NULL, tokens INTEGER NOT NULL, differences TEXT NOT NULL, near_ties INTEGER NOT NULL,
+         kl REAL NOT NULL, computed_tokens INTEGER NOT NULL, selector TEXT NOT NULL, recomputed REAL NOT NULL,
+         origin TEXT NOT NULL, outcomes TEXT NOT NULL, ratio REAL, early INTEGER NOT NULL, text TEXT)""",
+    "CREATE INDEX audits_by_scope ON audits (namespace, fingerprint, place)",
 )
-_COLUMNS = """request_id, created, tokens, differences, kl, computed_tokens, selector, recomputed, origin, outcomes,
-    ratio, early, text"""
-_INSERT = f"INSERT INTO audits (namespace, fingerprint, {_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
+_COLUMNS = """request_id, created, tokens, differences, near_ties, kl, computed_tokens, selector, recomputed, origin,
+    outcomes, ratio, early, text"""
+_INSERT = f"INSERT INTO audits (namespace, fingerprint, {_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
 _READ = f"""SELECT {_COLUMNS} FROM audits WHERE namespace = coalesce(?1, namespace)
     AND fingerprint = coalesce(?2, fingerprint) ORDER BY place DESC LIMIT ?3"""
+
+_TRIM = """DELETE FROM audits WHERE namespace = ?1 AND fingerprint = ?2 AND place <= (SELECT place FROM audits
+    WHERE namespace = ?1 AND fingerprint = ?2 ORDER BY place DESC LIMIT 1 OFFSET ?3)"""
 
 
 def _message(path: Path, error: sqlite3.Error) -> str:
@@ -53,7 +57,7 @@ class AuditLog:
     """The results of one store folder, of all its namespaces and models. Any thread may call any method."""
 
     def __init__(self, folder: Path, *, kept: int, busy_timeout_s: float = 5.0) -> None:
-        """Open or create it in a folder; at most `kept` results stay. Raises StoreError."""
+        """Open or create it in a folder; at most `kept` results stay of each tenant and model. Raises StoreError."""
         self._kept = kept
         self._database = Database(folder / AUDIT_FILE, kind=_KIND, busy_timeout_s=busy_timeout_s)
 
@@ -68,6 +72,7 @@ class AuditLog:
             audit.created,
             audit.tokens,
             json.dumps(audit.differences),
+            audit.near_ties,
             audit.kl,
             audit.computed_tokens,
             audit.selector,
@@ -80,8 +85,7 @@ class AuditLog:
         )
         with self._database.writing() as connection:
             connection.execute(_INSERT, (namespace, fingerprint, *row))
-            oldest = "DELETE FROM audits WHERE place <= (SELECT max(place) FROM audits) - ?"
-            connection.execute(oldest, (self._kept,))
+            connection.execute(_TRIM, (namespace, fingerprint, self._kept))
 
     def read(self, *, namespace: str | None = None, fingerprint: str | None = None, limit: int = -1) -> list[Audit]:
         """Return the results, the latest first, of one namespace and model or of all. Raises StoreError.
@@ -121,6 +125,7 @@ def _audit_of(
     created: float,
     tokens: int,
     differences: str,
+    near_ties: int,
     kl: float,
     computed_tokens: int,
     selector: str,
@@ -140,6 +145,7 @@ def _audit_of(
         created=float(created),
         tokens=int(tokens),
         differences=places,
+        near_ties=int(near_ties),
         kl=float(kl),
         computed_tokens=int(computed_tokens),
         selector=str(selector),

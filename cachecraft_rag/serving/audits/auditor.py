@@ -8,6 +8,7 @@ with reuse is noted while the answer is decoded, so reuse is not computed a seco
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
@@ -28,10 +29,10 @@ from cachecraft_rag.compute.resolve import Resolved, resolve
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.serving.answer_text import AnswerText
-from cachecraft_rag.serving.audits.audit import Audit, AuditText, ReuseFacts, differing_places, reuse_facts
+from cachecraft_rag.serving.audits.audit import NEAR_TIE, Audit, AuditText, ReuseFacts, reuse_facts
 from cachecraft_rag.serving.audits.audit_log import AuditLog, audits_in
 from cachecraft_rag.serving.audits.controller import RatioController
-from cachecraft_rag.serving.audits.predictions import Predictions, compare
+from cachecraft_rag.serving.audits.predictions import ComparedPlace, Predictions, compare
 from cachecraft_rag.serving.config import Audits
 from cachecraft_rag.serving.new_variants import EXACT, LookUp, exact_only
 from cachecraft_rag.serving.request import Request, RequestProgress, stats_of
@@ -43,7 +44,7 @@ from cachecraft_rag.types import Prompt
 
 logger = logging.getLogger("cachecraft_rag.audits")
 
-_AT_ONCE = 32  # answer tokens in one step: about as much work as one layer of a prompt
+_AT_ONCE = 8  # answer tokens in one step: less work than one layer of a prompt
 _REMEMBERED = 1024  # results that are kept in memory
 _EXACT_WITHOUT_CAPTURE = replace(EXACT, capture=False)
 # Errors of the disk, the device (torch raises RuntimeError) or memory: the next audit may succeed.
@@ -118,6 +119,9 @@ class Auditor:
     _closed: bool = False
     _storing: int = 0  # results that are being written
     _log: AuditLog | None = None
+    _log_lock: threading.Lock = field(default_factory=threading.Lock)  # guards the two around it
+    _log_closed: bool = False
+    _has_warned: bool = False
 
     def __post_init__(self) -> None:
         if not self.config.share:  # neither metrics nor a file
@@ -137,8 +141,11 @@ class Auditor:
         return self._results.get(request_id)
 
     def recorder(self, request: Request) -> Predictions | None:
-        """Return where to note the predictions of an answer; None if it is not to be audited."""
-        if not self.config.share or self._closed or not request.config.reuse:
+        """Return where to note the predictions of an answer; None if it is not to be audited.
+
+        Answers with a grammar are not: the predictions compared are those without it.
+        """
+        if not self.config.share or self._closed or not request.config.reuse or request.constraint is not None:
             return None
         drawn = int(request.request_id[:8], 16) / 2**32  # request ids are random
         return Predictions() if drawn < self.config.share else None
@@ -149,12 +156,15 @@ class Auditor:
         """Have the first `tokens` tokens of an answer audited, if its predictions were noted."""
         if predictions is None or not tokens or self._closed:
             return
+        if any(segment.segment_id in progress.removed for segment in request.prompt.segments):
+            self._metrics.drop(AuditDrop.REMOVED)
+            return
         layers = self.decoder.layout.layers
         facts = reuse_facts(request, progress, exact=stats_of(request, progress, layers).exact)
         waiting = WaitingAudit(request, predictions, tuple(progress.tokens[:tokens]), facts)
         if facts.exact:  # full prefill would compute the same keys and values again
             text = self._same_text(waiting) if self.config.keep_text else None
-            self._keep(self._result(waiting, (), 0.0, computed=0, text=text), waiting)
+            self._keep(self._result(waiting, [], computed=0, text=text), waiting)
             return
         self._waiting.append(waiting)
         if len(self._waiting) > self.config.waiting:
@@ -186,8 +196,10 @@ class Auditor:
 
     def close_log(self) -> None:
         """Close the file of results."""
-        if self._log is not None:
-            self._log.close()
+        with self._log_lock:
+            self._log_closed = True
+            if self._log is not None:
+                self._log.close()
 
     def _give_up(self, reason: AuditDrop) -> None:
         if self._task is not None:
@@ -201,6 +213,7 @@ class Auditor:
             return
         waiting = self._waiting.popleft()
         self._running = waiting
+        self._dropped_as = AuditDrop.CLOSED
         self._task = LoopTask(lambda _: self._audit(waiting), self._ended, Priority.IDLE)
         self.loop.start(self._task)
 
@@ -228,8 +241,9 @@ class Auditor:
         if len(self._results) > _REMEMBERED:
             self._results.popitem(last=False)
         self._metrics.add(audit)
-        if self.controller is not None and audit.ratio is not None:
-            self.controller.add(audit.ratio, tokens=audit.tokens, agreeing=audit.agreeing)
+        # An exact answer says nothing about the ratio.
+        if self.controller is not None and audit.ratio is not None and not audit.is_exact:
+            self.controller.add(audit.ratio, tokens=audit.tokens, agreeing=audit.agreeing_net)
 
         is_private = waiting.request.session is not None
         stored = replace(audit, text=None) if is_private else audit
@@ -252,35 +266,39 @@ class Auditor:
         except (CacheCraftError, OSError) as error:
             logger.warning("Earlier audits could not be read, so the quality target starts anew: %s", error)
             return
-        for audit in reversed(earlier):
-            if audit.ratio is not None:
-                controller.add(audit.ratio, tokens=audit.tokens, agreeing=audit.agreeing)
+        controller.resume(
+            (audit.ratio, audit.tokens, audit.agreeing_net)
+            for audit in reversed(earlier)
+            if audit.ratio is not None and not audit.is_exact
+        )
 
     def _store(self, audit: Audit) -> None:
         """Write a result; for another thread. A file that cannot be written costs the result, and no answer."""
-        try:
-            if self._log is None:
-                self._log = AuditLog(self.store.root, kept=self.config.kept)
-            self._log.add(self.namespace, self.decoder.fingerprint, audit)
-        except (CacheCraftError, OSError) as error:
-            logger.warning("The result of an audit was not stored: %s", error)
+        with self._log_lock:
+            try:
+                if self._log_closed or not self.store.root.is_dir():
+                    return
+                if self._log is None:
+                    self._log = AuditLog(self.store.root, kept=self.config.kept)
+                self._log.add(self.namespace, self.decoder.fingerprint, audit)
+            except (CacheCraftError, OSError) as error:
+                level = logging.INFO if self._has_warned else logging.WARNING
+                self._has_warned = True
+                logger.log(level, "The result of an audit was not stored: %s", error)
 
     def _result(
-        self,
-        waiting: WaitingAudit,
-        differences: tuple[int, ...],
-        kl: float,
-        *,
-        computed: int,
-        text: AuditText | None,
+        self, waiting: WaitingAudit, places: Sequence[ComparedPlace], *, computed: int, text: AuditText | None
     ) -> Audit:
+        """Return the result; without `places`, of an answer that is exact."""
         facts = waiting.facts
+        differing = [number for number, place in enumerate(places) if place.differs]
         return Audit(
             request_id=waiting.request.request_id,
             created=time.time(),
             tokens=len(waiting.tokens),
-            differences=differences,
-            kl=kl,
+            differences=tuple(differing),
+            near_ties=sum(places[number].margin < NEAR_TIE for number in differing),
+            kl=sum(place.kl for place in places) / max(1, len(places)),
             computed_tokens=computed,
             selector=facts.selector,
             recomputed=facts.recomputed,
@@ -298,14 +316,12 @@ class Auditor:
         yield Until(lambda: not self.captures_pending())  # their chunk-caches make the audit cheaper
         full = yield from self._full_prefill(waiting)
 
-        likeliest, kl = yield from self._compare(waiting, full)
-        noted = [int(ids[0]) for ids in waiting.predictions.ids[: len(likeliest)]]
-        differences = differing_places(noted, likeliest)
-        computed = full.computed + len(waiting.tokens) - 1
+        places = yield from self._compare(waiting, full)
+        full.computed += len(waiting.tokens) - 1
         text = None
         if self.config.keep_text:
-            text = yield from self._text(waiting, full, likeliest, differences)
-        return self._result(waiting, differences, sum(kl) / len(kl), computed=computed, text=text)
+            text = yield from self._text(waiting, full, places)
+        return self._result(waiting, places, computed=full.computed, text=text)
 
     def _full_prefill(self, waiting: WaitingAudit) -> Work[FullPrefill]:
         yield Call(lambda: None)  # puts the look-up off until the loop is idle
@@ -335,63 +351,61 @@ class Auditor:
         )
         return resolved, self.loader.begin(resolved.to_load)
 
-    def _compare(self, waiting: WaitingAudit, full: FullPrefill) -> Work[tuple[list[int], list[float]]]:
-        """Compute the answer's tokens behind the prompt, and compare the predictions at each place."""
-        likeliest, kl = compare(waiting.predictions, full.logits[None], begin=0)
+    def _compare(self, waiting: WaitingAudit, full: FullPrefill) -> Work[list[ComparedPlace]]:
+        """Compute the answer's tokens after the prompt, and compare the predictions at each place."""
+        places = compare(waiting.predictions, full.logits[None], begin=0)
         position = waiting.request.prompt.bounds[-1]
         inputs = waiting.tokens[:-1]
         for begin in range(0, len(inputs), _AT_ONCE):
             piece = inputs[begin : begin + _AT_ONCE]
 
-            def computed(piece: Sequence[int] = piece, begin: int = begin) -> tuple[list[int], list[float]]:
+            def computed(piece: Sequence[int] = piece, begin: int = begin) -> list[ComparedPlace]:
                 hidden = extend(self.decoder, full.buffer, piece, position + begin)
                 return compare(waiting.predictions, self.decoder.logits(hidden), begin=begin + 1)
 
-            further_likeliest, further_kl = yield Call(computed)
-            likeliest += further_likeliest
-            kl += further_kl
-        return likeliest, kl
+            places += yield Call(computed)
+        return places
 
-    def _text(
-        self, waiting: WaitingAudit, full: FullPrefill, likeliest: Sequence[int], differences: tuple[int, ...]
-    ) -> Work[AuditText]:
+    def _text(self, waiting: WaitingAudit, full: FullPrefill, places: Sequence[ComparedPlace]) -> Work[AuditText]:
         """Return the text of an answer, and full prefill's text from the first difference on."""
-        if not differences:
+        first = next((number for number, place in enumerate(places) if place.differs), None)
+        if first is None:
             return self._same_text(waiting)
-        request = waiting.request
-        first = differences[0]
-        position = request.prompt.bounds[-1]
-        answer = AnswerText(request.sampling, self.decoder.tokenizer, self.decoder.end_tokens)
-        for token in waiting.tokens[:first]:
-            answer.take(token)
-        tokens = list(waiting.tokens[:first])
-        token = likeliest[first]
+
+        position = waiting.request.prompt.bounds[-1]
+        answer = self._answer_text(waiting)
+        text = "".join(answer.take(token) for token in waiting.tokens[:first])
+        token = places[first].likeliest
+        count = first
         while True:
-            answer.take(token)
-            tokens.append(token)
+            text += answer.take(token)
+            count += 1
             if answer.finish is not None:
                 break
-            step = partial(self._next_token, full.buffer, token, position + len(tokens) - 1)
-            token = yield Call(step)
-        same = self._decoded(waiting.tokens[:first])
-        return AuditText(
-            self._question(waiting),
-            same=same,
-            reuse=self._decoded(waiting.tokens).removeprefix(same),
-            full=self._decoded(tokens).removeprefix(same),
-        )
+            token = yield Call(partial(self._next_token, full.buffer, token, position + count - 1))
+            full.computed += 1
+        given = self._given_text(waiting)
+        same = _common_beginning(given, text)
+        return AuditText(self._question(waiting), same, given.removeprefix(same), text.removeprefix(same))
 
     def _same_text(self, waiting: WaitingAudit) -> AuditText:
         """Return the text of an answer without a difference."""
-        return AuditText(self._question(waiting), same=self._decoded(waiting.tokens), reuse="", full="")
+        return AuditText(self._question(waiting), same=self._given_text(waiting), reuse="", full="")
+
+    def _given_text(self, waiting: WaitingAudit) -> str:
+        """Return the text of the audited tokens, as the reader got it."""
+        answer = self._answer_text(waiting)
+        text = "".join(answer.take(token) for token in waiting.tokens)
+        return text if answer.finish is not None else text + answer.rest()
+
+    def _answer_text(self, waiting: WaitingAudit) -> AnswerText:
+        return AnswerText(waiting.request.sampling, self.decoder.tokenizer, self.decoder.end_tokens)
 
     def _question(self, waiting: WaitingAudit) -> str:
         """Return the text of the prompt after its chunks, without the template's last tokens."""
         segment = waiting.request.prompt.segments[-1]
-        return self._decoded(segment.token_ids[: len(segment.token_ids) - segment.closing])
-
-    def _decoded(self, tokens: Sequence[int]) -> str:
-        text: str = self.decoder.tokenizer.decode(tokens, skip_special_tokens=True)
+        tokens = segment.token_ids[: len(segment.token_ids) - segment.closing]
+        text: str = self.decoder.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def _next_token(self, buffer: KVBuffer, token: int, position: int) -> int:
@@ -408,7 +422,7 @@ class AuditMetrics:
         counter = partial(prometheus_client.Counter, registry=registry)
         self._answers = counter(
             "cachecraft_audited_answers",
-            "Audited answers: same if full prefill agrees with every token",
+            "Audited answers: same if full prefill agrees with every token; exact ones are not compared",
             ["result"],
         )
         self._tokens = counter(
@@ -423,8 +437,9 @@ class AuditMetrics:
         )
         self._computed = counter("cachecraft_audit_computed_tokens", "Tokens that were computed for audits")
         self._dropped = counter("cachecraft_audits_dropped", "Answers that were not audited, by reason", ["reason"])
-        for result in ("same", "changed"):  # a scraper sees the zeros too
+        for result in ("same", "changed", "exact"):  # a scraper sees the zeros too
             self._answers.labels(result)
+        for result in ("same", "near_tie", "changed"):
             self._tokens.labels(result)
         for reason in AuditDrop:
             self._dropped.labels(str(reason))
@@ -440,15 +455,29 @@ class AuditMetrics:
 
     def add(self, audit: Audit) -> None:
         """Count an audit."""
+        if audit.is_exact:
+            self._answers.labels("exact").inc()
+            return
         self._answers.labels("same" if audit.is_same else "changed").inc()
         self._tokens.labels("same").inc(audit.agreeing)
-        self._tokens.labels("changed").inc(len(audit.differences))
+        self._tokens.labels("near_tie").inc(audit.near_ties)
+        self._tokens.labels("changed").inc(audit.tokens - audit.agreeing_net)
         self._kl.observe(audit.kl)
         self._computed.inc(audit.computed_tokens)
 
     def drop(self, reason: AuditDrop) -> None:
         """Count an answer that is not audited."""
         self._dropped.labels(str(reason)).inc()
+
+
+def _common_beginning(text: str, other_text: str) -> str:
+    """Return the longest beginning that two texts share.
+
+    >>> _common_beginning("It lasts 3 years.", "It lasts 30 days.")
+    'It lasts 3'
+    """
+    places = (place for place, letters in enumerate(zip(text, other_text, strict=False)) if letters[0] != letters[1])
+    return text[: next(places, min(len(text), len(other_text)))]
 
 
 def _holds(waiting: WaitingAudit, chunk_ids: Collection[str]) -> bool:

@@ -90,7 +90,7 @@ class _Level:
     def half_width(self) -> float:
         """Half the width of a one-sided 95 % interval: the standard error of a ratio of means over answers.
 
-        Answers without any difference have no variance; a 21st answer with one token that differs is assumed then.
+        Answers without any difference have no variance; one token that differs is assumed then.
         """
         if not self.tokens:
             return 1.0
@@ -101,7 +101,7 @@ class _Level:
 
 
 class RatioController:
-    """Chooses the recompute ratio. Not thread-safe, except `ratio` and `reason`.
+    """Chooses the recompute ratio. Not thread-safe, except `ratio` and `choice`.
 
     >>> controller = RatioController(QualityTarget(0.98))
     >>> controller.ratio
@@ -125,27 +125,36 @@ class RatioController:
         """The recompute ratio of the next answer."""
         return self._ratios[self._place]
 
-    @property
-    def reason(self) -> str:
-        """Why this ratio, in words."""
-        level = self._levels[self._place]
+    def _reason(self, place: int) -> str:
+        ratio = self._ratios[place]
+        level = self._levels[place]
+        target = self.target.agreement
         if level.answers < 1.0:
-            return f"r = {self.ratio:g}: not audited yet, target {self.target.agreement:g}"
+            return f"r = {ratio:g}: not audited yet, target {target:g}"
         low = max(0.0, level.agreement - level.half_width)
         high = min(1.0, level.agreement + level.half_width)
         return (
-            f"r = {self.ratio:g}: {level.answers:.0f} audits, agreement {level.agreement:.3f} [{low:.3f}, {high:.3f}], "
-            f"target {self.target.agreement:g}"
+            f"r = {ratio:g}: {level.answers:.0f} audits, agreement {level.agreement:.3f} [{low:.3f}, {high:.3f}], "
+            f"target {target:g}"
         )
 
-    def knows(self, ratio: float | None) -> bool:
-        """Return whether answers with this ratio count."""
-        return ratio in self._ratios
+    def resume(self, audits: Iterable[tuple[float, int, int]]) -> None:
+        """Take up earlier audits, oldest first: (ratio, tokens, agreeing tokens) of each.
 
-    def replay(self, audits: Iterable[tuple[float, int, int]]) -> None:
-        """Take up earlier audits, oldest first: (ratio, tokens, agreeing tokens) of each."""
+        Their ratios say where the controller was, so it goes on there even if the first audits are gone.
+        """
         for ratio, tokens, agreeing in audits:
-            self.add(ratio, tokens=tokens, agreeing=agreeing)
+            if ratio in self._ratios:
+                place = self._ratios.index(ratio)
+                if place != self._place:
+                    self._place = place
+                    self._since = 0
+                self.add(ratio, tokens=tokens, agreeing=agreeing)
+
+    def choice(self) -> tuple[float, str]:
+        """Return the recompute ratio of the next answer, and the reason for it. Any thread may call this."""
+        place = self._place
+        return self._ratios[place], self._reason(place)
 
     def add(self, ratio: float, *, tokens: int, agreeing: int) -> None:
         """Take up an audit of an answer that was given with this ratio, and choose the ratio anew."""
