@@ -22,8 +22,8 @@ _CLOSE_S = 30.0
 class Step:
     """New token ids of one step.
 
-    report    `kv_transfer_params`, with the last ones
-    logprobs  of the likeliest tokens for the last one, by id, where they were asked for
+    report    `kv_transfer_params`; sent with the last step only
+    logprobs  token id → log probability, for the likeliest tokens in place of the last one; empty if not requested
     """
 
     tokens: tuple[int, ...]
@@ -41,7 +41,8 @@ class Calls(Closeable):
     """
 
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._engine, self._loop = engine, loop
+        self._engine = engine
+        self._loop = loop
         self.reports: dict[str, Mapping[str, Any] | None] = {}  # of requests under way, once they are filled
         self._numbers = itertools.count()
         self._jobs: set[Future[Any]] = set()  # requests under way
@@ -79,9 +80,10 @@ class Calls(Closeable):
         try:
             async for output in self._engine.generate(prompt, params, name):
                 best = output.outputs[0]
-                logprobs = {token: one.logprob for token, one in (best.logprobs or [{}])[-1].items()}
+                last_logprobs = best.logprobs[-1] if best.logprobs else {}
+                logprobs = {token: entry.logprob for token, entry in last_logprobs.items()}
                 steps.put(Step(tuple(best.token_ids), output.finished, output.kv_transfer_params or {}, logprobs))
-        except BaseException as error:  # or the reader of the steps would wait for ever
+        except BaseException as error:  # otherwise the reader of the steps would wait forever
             steps.put(Step((), error=error))
             raise
 
@@ -90,12 +92,12 @@ class Calls(Closeable):
 
 
 class Serving(Calls):
-    """A vLLM engine that is started here, with an event loop of its own.
+    """A vLLM engine that is started here, with its own event loop.
 
     Args:
-        arguments: of vLLM's `AsyncEngineArgs`, by name.
+        arguments: keyword arguments of vLLM's `AsyncEngineArgs`.
 
-    Raises vLLM's own exceptions where it cannot start.
+    Raises vLLM's own exceptions if it cannot start.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -119,7 +121,8 @@ class Serving(Calls):
         self._end_loop()
 
     async def _shut_down(self) -> None:
-        engine, self._engine = self._engine, None  # at the interpreter's end its finaliser would fail
+        engine = self._engine
+        self._engine = None  # otherwise its finaliser fails when the interpreter exits
         engine.shutdown()
 
     def _end_loop(self) -> None:
@@ -141,8 +144,9 @@ async def _start(arguments: dict[str, Any], reports: dict[str, Mapping[str, Any]
             """Needs nothing of them."""
 
         def record(self, scheduler_stats: Any, *_unused: Any, **_named: Any) -> None:
-            found = None if scheduler_stats is None else scheduler_stats.kv_connector_stats
-            reports.update({name: one for name, one in (found or {}).get(REPORTS, {}).items() if name in reports})
+            stats = None if scheduler_stats is None else scheduler_stats.kv_connector_stats
+            new_reports = (stats or {}).get(REPORTS, {})
+            reports.update({name: report for name, report in new_reports.items() if name in reports})
 
         def log_engine_initialized(self) -> None:
             """Do nothing."""

@@ -24,8 +24,9 @@ _OF_REMOTE = ("opened", "queued_bytes", "lookups", "reads", "captures")
 
 
 def counts_of(store: ChunkCacheStore) -> dict[str, Any]:
-    """Counts of this process's store as plain numbers: `ChunkCacheStore.counts`, and the same of its remote."""
-    counts, remote = store.counts(), store.remote_stats(ask=False)
+    """Return counts of this process's store as plain numbers: `ChunkCacheStore.counts`, and those of its remote."""
+    counts = store.counts()
+    remote = store.remote_stats(ask=False)
     if remote is not None:
         counts["remote"] = {name: getattr(remote, name) for name in _OF_REMOTE} | {"breakers": {remote.breaker: 1}}
     return counts
@@ -44,10 +45,12 @@ class StoreCounts(KVConnectorStats):
         return StoreCounts(self.data | other.data)
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log."""
+        """Return a summary for vLLM's log."""
         total = summed(counts for sender, counts in self.data.items() if sender != REPORTS)
-        loads, captures = (sum(total.get(name, {}).values()) for name in ("loads", "captures"))
-        return {"chunk-caches loaded so far": loads, "captures so far": captures}
+        return {
+            "chunk-caches loaded so far": sum(total.get("loads", {}).values()),
+            "captures so far": sum(total.get("captures", {}).values()),
+        }
 
     def is_empty(self) -> bool:
         """True without any counts."""
@@ -77,17 +80,17 @@ class ReportedCounts(KVConnectorPromMetrics):
 
 
 def reported_counts(engine_client: Any, on_report: Callable[[str, Mapping[str, Any]], object]) -> Reported:
-    """The counts that vLLM's processes have sent; always empty where vLLM keeps no statistics.
+    """Return the counts that vLLM's processes have sent; always empty if vLLM keeps no statistics.
 
     Args:
         on_report: see `ReportedCounts`.
     """
     manager = engine_client.logger_manager
     for logger in () if manager is None else manager.stat_loggers:
-        found = getattr(getattr(logger, "kv_connector_prom", None), "prom_metrics", None)
-        if isinstance(found, ReportedCounts):
-            found.on_report = on_report
-            return found.latest
+        metrics = getattr(getattr(logger, "kv_connector_prom", None), "prom_metrics", None)
+        if isinstance(metrics, ReportedCounts):
+            metrics.on_report = on_report
+            return metrics.latest
     return {}
 
 
@@ -112,8 +115,8 @@ class ServerCollector(EngineCollector):
 def summed(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Add up the counts of several stores, nested ones too."""
     total: dict[str, Any] = {}
-    for one in counts:
-        for name, value in one.items():
+    for store_counts in counts:
+        for name, value in store_counts.items():
             if isinstance(value, Mapping):
                 total[name] = summed([total.get(name, {}), value])
             else:

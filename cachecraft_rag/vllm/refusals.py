@@ -53,7 +53,7 @@ def _refusals(config: Any, options: VLLMOptions) -> Iterator[Refusal]:
 def _of_model(config: Any) -> Iterator[Refusal]:
     text = config.get_text_config()
     if getattr(text, "kv_lora_rank", None):
-        yield Refusal("its attention is latent (MLA) and has no keys of its own", _OTHER_MODEL)
+        yield Refusal("its attention is latent (MLA) and does not keep keys per head", _OTHER_MODEL)
     if getattr(config, "is_encoder_decoder", False):
         yield Refusal("it is an encoder-decoder", _OTHER_MODEL)
     names = list(getattr(config, "architectures", None) or [])

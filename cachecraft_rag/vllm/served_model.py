@@ -100,10 +100,10 @@ class ServedModel:
         )
 
     def require_ranks(self, ranks: int) -> None:
-        """Raise UnsupportedModelError where its heads cannot be divided among so many tensor-parallel ranks."""
+        """Raise UnsupportedModelError if the heads cannot be divided among so many tensor-parallel ranks."""
         heads = self.layout.kv_heads
         if heads % ranks:
-            fine = ", ".join(str(one) for one in range(1, heads + 1) if heads % one == 0)
+            fine = ", ".join(str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0)
             raise UnsupportedModelError(
                 f"{self.name} has {heads} key/value heads, which {ranks} ranks cannot divide; possible are {fine}"
             )

@@ -1,7 +1,7 @@
-"""The KV connector: glue between vLLM's calls and the two ends.
+"""The KV connector: glue between vLLM's calls and the two sides, scheduler and workers.
 
-vLLM ends the whole server where a connector raises. So every exception here is logged, and the request at hand is
-computed as any other.
+vLLM ends the whole server if a connector raises. So every exception here is logged, and the request is computed like
+any other.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from cachecraft_rag.vllm.worker.working import Workers
 logger = logging.getLogger("cachecraft_rag.vllm")
 T = TypeVar("T")
 
-_NONE: int | None = 0  # tokens to be filled; the type is that of the answer
+_NONE: int | None = 0  # no tokens to be filled; annotated with the return type of `Scheduling.matched`
 
 
 @dataclass
 class StepWork(KVConnectorMetadata):
-    """Scheduler → workers, once a step: fillings to begin, requests to give up, and the most rows to compute.
+    """Scheduler → workers, once per step: fillings to begin, requests to give up, and the most rows to compute.
 
-    alone   nothing else is computed in this step
-    idle    no request is under way but such that make new variants
-    wanted  a request waits for captures
+    alone   True if vLLM itself computes nothing in this step
+    idle    True if no requests are running except those that capture new variants
+    wanted  True if a request waits for captures
     """
 
     fills: list[Fill]
@@ -57,7 +57,7 @@ class StepWork(KVConnectorMetadata):
 
 @dataclass
 class StepNews(KVConnectorWorkerMetadata):
-    """Workers → scheduler, once a step."""
+    """Workers → scheduler, once per step."""
 
     news: News
 
@@ -71,7 +71,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     """The connector in vLLM's scheduler, and in each worker; `KVConnectorBase_V1` says when each method is called."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Open its end. Raises ConfigError without settings, UnsupportedModelError where the model cannot be served."""
+        """Open this process's side. Raises ConfigError without settings, and UnsupportedModelError for other models."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         settle_in()
         self._settings = ConnectorSettings.of(vllm_config)
@@ -80,7 +80,8 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
             raise refusal.error(vllm_config.model_config.model)
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._step_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
-        self._sender, self._sent_counts = str(role.name).lower(), dict[str, Any]()
+        self._sender = str(role.name).lower()
+        self._sent_counts: dict[str, Any] = {}
         stack = WorkerStack(_running_model(vllm_config), ranks_of_worker()) if role == KVConnectorRole.WORKER else None
         store_config = self._settings.config.store
         if stack is not None and stack.device.type == "cuda":
@@ -113,7 +114,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks of a request that is to be filled."""
-        # Not caught: the request waits for its blocks by now, and would wait for ever.
+        # Not caught: the request already waits for its blocks, and would wait forever.
         self._scheduling.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -122,9 +123,10 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         left = self._step_tokens - scheduled
         rows = max(left, self._settings.least_rows)
         scheduling = self._scheduling
-        fills, idle = scheduling.take_fills(), scheduling.idle
+        fills = scheduling.take_fills()
+        idle = scheduling.idle
         if idle:
-            rows = self._settings.least_rows  # a request that comes waits for the end of this step
+            rows = self._settings.least_rows  # a request that arrives now waits for the end of this step
         gone = sorted({*scheduler_output.finished_req_ids, *scheduling.take_given_up()})
         return StepWork(fills, gone, rows, scheduled == 0, idle, scheduling.take_wanted())
 
@@ -185,7 +187,8 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def _new_counts(self) -> StoreCounts | None:
         if isinstance(self._end, Workers) and not self._end.first_rank:
             return None
-        counts, data = counts_of(self._store), dict[str, Any]()
+        counts = counts_of(self._store)
+        data: dict[str, Any] = {}
         if counts != self._sent_counts:
             self._sent_counts = data[self._sender] = counts
         if isinstance(self._end, Scheduling) and (reports := self._end.take_reports()):
