@@ -47,7 +47,7 @@ def digest(*parts: str) -> str:
 
 
 def noted_chunk_id(metadata: Mapping[str, object]) -> str:
-    """Return the chunk id in a document's or node's metadata, or "" if there is none; it may be another text's."""
+    """Return the chunk id in a document's or node's metadata, or "" without one; it may belong to another text."""
     return str(metadata.get(CHUNK_ID_KEY) or "")
 
 
@@ -103,12 +103,14 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of prompt tokens. `private` text (a user's own) must not shape what others are served.
+    """A run of prompt tokens.
 
-    `closing` last tokens are the template's, the same for every question. `found` in text that nobody marked: captured
-    in idle time, never with the prompt that it stands in (`prompt.unmarked`). `tokens_digest` is a digest of the
-    token ids: a stored chunk-cache fits a segment only where these agree. Made here and not when it is asked for: asked
-    for at every plan, it was a third of planning.
+    private        True for text of one user, which must not affect chunk-caches of others
+    closing        number of last tokens that come from the chat template and are the same for every question
+    found          True if it was found in unmarked text: captured while the engine is idle, never with its own prompt
+                   (`prompt.unmarked`)
+    tokens_digest  digest of the token ids; a stored chunk-cache fits only a segment with the same digest. Computed once
+                   per segment: on demand it took a third of the time of planning
     """
 
     kind: Literal["system", "chunk", "question"]
@@ -250,7 +252,7 @@ class Variant:
     session        None when shared; otherwise the only session that may see it because private text stood before it
     tokens_digest  digest of the token ids; a variant serves only a segment with the same ids
     reuse_frequency  f_r of Cache-Craft §3.3: grows by 1 / max(CFO, 1/tokens) at each use
-    primed         captured ahead of questions, behind its document's neighbours
+    primed         True if it was captured by priming, after its neighbours in the document
     home           place where a look-up found it: this store's own catalog, or the remote that several engines share
     payload        facts about its bytes from the look-up; no part of its identity
     """
@@ -354,7 +356,7 @@ class CaptureDrop(StrEnum):
     READ_ONLY = "read_only"
     FOLDER_GONE = "folder_gone"
     CANCELLED = "cancelled"
-    PRIVATE = "private"  # behind something private, without a session that could be served it
+    PRIVATE = "private"  # captured after private text, without a session that could reuse it
     WRITE_BACK_FULL = "write_back_full"  # too many wait to be described
     FAILED = "failed"  # while it was described
     REMOVED = "removed"  # its chunk was, meanwhile

@@ -67,7 +67,9 @@ class _Deadline:
                 self._shut_down()
 
     def _shut_down(self) -> None:
-        connection = None if self._stream is None else self._stream.get_extra_info("socket")
+        if self._stream is None:
+            return
+        connection = self._stream.get_extra_info("socket")
         if connection is not None:
             with suppress(OSError, ValueError):
                 # Not SSLSocket's own method, which would change the object while another thread reads from it.
@@ -152,7 +154,8 @@ class Link:
             limit: most bytes of the reply; None = the limit of ordinary replies.
         """
         with self._replied(path, body, headers=headers, patient=patient) as reply:
-            content = b"".join(_bounded(reply, _MAX_REPLY if limit is None else limit))
+            most = _MAX_REPLY if limit is None else limit
+            content = b"".join(_bounded(reply, most))
         try:
             return parsed_json(content)
         except (ValueError, RecursionError) as error:
@@ -195,9 +198,10 @@ class Link:
     ) -> Iterator[httpx.Response]:
         """Send a request and open the reply. Raises an error for other statuses than 200."""
         deadline = _Deadline(None if patient else self._total_timeout_s)
+        has_body = body is not None
         try:
             with self._client.stream(
-                "GET" if body is None else "POST",
+                "POST" if has_body else "GET",
                 path,
                 json=body,
                 headers=headers,

@@ -224,16 +224,16 @@ def read_squad(records: Sequence[JsonRecord]) -> QuestionFile:
 
 def _asked(record: JsonRecord) -> list[tuple[str, str, JsonRecord | None, list[str]]]:
     """(Article, paragraph, question, answers) of the nested form, and each paragraph once with None as its question."""
-    found: list[tuple[str, str, JsonRecord | None, list[str]]] = []
+    rows: list[tuple[str, str, JsonRecord | None, list[str]]] = []
     for number, article in enumerate(record.records("data"), start=1):
         title = article.label("title", f"article {number}")
         for paragraph in article.records("paragraphs"):
             context = paragraph.text("context")
-            found.append((title, context, None, []))
+            rows.append((title, context, None, []))
             for asked in paragraph.records("qas"):
                 golds = [answer.text("text") for answer in asked.records("answers")] if "answers" in asked else []
-                found.append((title, context, asked, golds))
-    return found
+                rows.append((title, context, asked, golds))
+    return rows
 
 
 def _row(record: JsonRecord) -> list[tuple[str, str, JsonRecord | None, list[str]]]:

@@ -238,7 +238,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
             calls = CallReader(call_format, names, forced=is_forced)
 
         values: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING} | settings
-        stop_strings: Any = self.stop if stop is None else stop  # `SamplingParams` refuses a string in place of a list
+        # `SamplingParams` refuses a string in place of a list.
+        stop_strings: Any = self.stop if stop is None else stop
         sampling = SamplingParams(
             max_new_tokens=values.pop("max_tokens"),
             stop=stop_strings,
@@ -340,7 +341,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     def _captured_tokens(self, call: _Call) -> int:
         """Return the number of tokens whose chunk-caches were captured with this call."""
         captures = (self.reuse or self.engine.config).capture
-        is_unowned = self.engine.prompts.system.private and call.session is None  # private text without a session
+        # Captures after a private instruction need a session that owns them.
+        is_unowned = self.engine.prompts.system.private and call.session is None
         if not call.documents or not captures or is_unowned:
             return 0
         return sum(chunk.tokens for chunk in call.generation.stats.chunks if chunk.outcome == "computed")

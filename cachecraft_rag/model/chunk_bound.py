@@ -27,10 +27,11 @@ class ModelTokens:
 
     @classmethod
     def of(cls, tokenizer: Any, *, context_length: int) -> ModelTokens:
-        """From a transformers tokenizer and its model's context length; four chunks always fit into the context."""
+        """Return the bound for a transformers tokenizer and its model's context length, which holds four chunks."""
         limit = min(MODEL_TOKENS, max(SMALLEST_LIMIT, context_length // 4))
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:  # a slow tokenizer, identified by its vocabulary
+        if backend is None:
+            # A slow tokenizer is identified by its vocabulary.
             words = sorted(tokenizer.get_vocab().items())
             return cls(_name(repr(words), limit), lambda text: len(tokenizer.tokenize(text)), limit)
         from tokenizers import Tokenizer

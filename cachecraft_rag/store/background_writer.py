@@ -197,7 +197,8 @@ class BackgroundWriter:
                 self._mark(capture.key, capture.mark)
             with self._lock:
                 self._captures["stored"] += 1
-        if self._remote is not None and capture.session is None:  # even if the disk has no room for it
+        # Shared captures are sent to the remote even if the disk has no room for them.
+        if self._remote is not None and capture.session is None:
             self._remote.put(variant, encoded, capture.token_scores)
         return refused or variant
 

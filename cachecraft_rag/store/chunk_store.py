@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -153,52 +154,53 @@ class ChunkCacheStore(Closeable):
         self._check_open()
         check_text("namespace", namespace)
         check_text("session", session, optional=True)
-        found = LookupResult({chunk_id: [] for chunk_id in chunk_ids})
-        self._find_here(found, namespace, fingerprint, session=session, bounds=bounds)
+        lookup = LookupResult({chunk_id: [] for chunk_id in chunk_ids})
+        self._find_here(lookup, namespace, fingerprint, session=session, bounds=bounds)
         if self._remote is not None:
-            # After the catalog, not beside it: the catalog takes a millisecond, and its chunks need not be asked for.
-            few = [name for name, here in found.variants.items() if len(here) < self._remote.config.ask_below]
+            # After the catalog, not at the same time: the catalog takes a millisecond, and the remote need not be asked
+            # for chunks that it has.
+            few = [name for name, here in lookup.variants.items() if len(here) < self._remote.config.ask_below]
             there = self._remote.find(namespace, fingerprint, few, bounds) if few else LookupResult({})
-            for chunk_id, offers in there.variants.items():  # a variant that is here too stays as it is
-                here = {variant.variant_id for variant in found.variants[chunk_id]}
-                found.variants[chunk_id] += [variant for variant in offers if variant.variant_id not in here]
-            found.refused.update(there.refused)
-            found = replace(found, remote=there.remote)
+            for chunk_id, offers in there.variants.items():  # for variants in both places, the catalog's row is kept
+                here = {variant.variant_id for variant in lookup.variants[chunk_id]}
+                lookup.variants[chunk_id] += [variant for variant in offers if variant.variant_id not in here]
+            lookup.refused.update(there.refused)
+            lookup = replace(lookup, remote=there.remote)
         with self._lock:
-            self._lookups.update(found.outcomes())
-        return found
+            self._lookups.update(lookup.outcomes())
+        return lookup
 
     def _find_here(
-        self, found: LookupResult, namespace: str, fingerprint: str, *, session: str | None, bounds: RowBounds | None
+        self, lookup: LookupResult, namespace: str, fingerprint: str, *, session: str | None, bounds: RowBounds | None
     ) -> None:
         """Fill in the variants of the catalog."""
         payload = Payload(bounds.layout if bounds is not None else None)
 
         def find(catalog: Catalog) -> tuple[dict[str, list[Variant]], list[DamagedRow]]:
-            return catalog.find(namespace, fingerprint, list(found.variants), session=session, payload=payload)
+            return catalog.find(namespace, fingerprint, list(lookup.variants), session=session, payload=payload)
 
         nothing: tuple[dict[str, list[Variant]], list[DamagedRow]] = ({}, [])
         variants, damaged = self._asked("Nothing can be reused", find, instead=nothing)
         flawed = [(row.file, row.chunk_id, row.reason) for row in damaged]
-        for variant in (one for offers in variants.values() for one in offers):
+        for variant in itertools.chain.from_iterable(variants.values()):
             if bounds is not None and (flaw := bounds.flaw(variant)):
                 flawed.append((FileRef(variant.variant_id, variant.created), variant.key.chunk_id, flaw))
             else:
-                found.variants[variant.key.chunk_id].append(variant)
+                lookup.variants[variant.key.chunk_id].append(variant)
         for file, chunk_id, reason in flawed:
-            found.refused[chunk_id] = reason
+            lookup.refused[chunk_id] = reason
             self._writer.discard(file, chunk_id, reason)
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Token scores of each variant, by variant id; every asked id is a key."""
+        """Return variant id → token scores, for every given id."""
         known: dict[str, TokenScores] = self._asked(
             "No token scores", lambda catalog: catalog.token_scores(variant_ids), instead={}
         )
-        found = {variant_id: known.get(variant_id, TokenScores()) for variant_id in variant_ids}
+        scores = {variant_id: known.get(variant_id, TokenScores()) for variant_id in variant_ids}
         if self._remote is not None:
-            unknown = [name for name, scores in found.items() if scores.inter is None]
-            found |= self._remote.token_scores(unknown)
-        return found
+            unknown = [variant_id for variant_id, variant_scores in scores.items() if variant_scores.inter is None]
+            scores |= self._remote.token_scores(unknown)
+        return scores
 
     def seen_texts(self, names: Sequence[str]) -> set[str]:
         """Note that these texts were seen in prompts; returns those that had been seen before."""
@@ -231,8 +233,9 @@ class ChunkCacheStore(Closeable):
         self._check_open()
         streams: dict[str, RemoteStream | Unavailable] = {}
         if self._remote is not None:
-            far = [variant for variant in variants if variant.home == "remote" and self._memory.read(variant) is None]
-            streams = {variant.variant_id: self._remote.open(variant) for variant in far}
+            on_remote = [variant for variant in variants if variant.home == "remote"]
+            to_fetch = [variant for variant in on_remote if self._memory.read(variant) is None]
+            streams = {variant.variant_id: self._remote.open(variant) for variant in to_fetch}
         return [self.open_variant(variant, streams.get(variant.variant_id)) for variant in variants]
 
     def open_variant(
@@ -516,7 +519,7 @@ class ChunkCacheStore(Closeable):
 
 
 def _by_tier(counts: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+    by_tier: dict[str, dict[str, int]] = {}
     for (tier, code), count in counts.items():
-        found.setdefault(tier, {})[code] = count
-    return found
+        by_tier.setdefault(tier, {})[code] = count
+    return by_tier

@@ -356,13 +356,13 @@ class DurableVariants:
         else:
             file = FileRef(row.variant.variant_id, row.variant.created)
             path = self.disk.path(file.variant_id, file.created)
-            found = self.disk.read(row.variant)
-            if not isinstance(found, Unavailable) or not self.catalog.holds(file):  # evicted while it was read
+            result = self.disk.read(row.variant)
+            if not isinstance(result, Unavailable) or not self.catalog.holds(file):  # evicted while it was read
                 return []
-            if not isinstance(found, Damaged):
-                return [Finding("damaged file", path, found.reason, "left alone: this may pass")]
+            if not isinstance(result, Damaged):
+                return [Finding("damaged file", path, result.reason, "left alone: this may pass")]
             kind = "damaged file" if path.exists() else "missing file"
-            reason = found.reason
+            reason = result.reason
         if repair:
             self._remove([file], EvictionReason.DAMAGED)
         return [_finding(kind, path, reason, repair=repair)]
@@ -432,8 +432,8 @@ def too_large(variant: Variant, nbytes: int, limits: Limits) -> Unavailable:
 
 def _identity(path: Path) -> tuple[int, int]:
     """Device and inode of a file."""
-    found = path.stat()
-    return found.st_dev, found.st_ino
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def _unlink(path: Path) -> bool:

@@ -170,10 +170,10 @@ class Header:
 
     @classmethod
     def _of(cls, given: Mapping[str, Any]) -> Header:
-        key = VariantKey(**{one.name: given[one.name] for one in fields(VariantKey)})
+        key = VariantKey(**{field.name: given[field.name] for field in fields(VariantKey)})
         return cls(
             key=replace(key, origin_prefix=tuple(key.origin_prefix)),
-            layout=KVLayout(**{one.name: given[one.name] for one in fields(KVLayout)}),
+            layout=KVLayout(**{field.name: given[field.name] for field in fields(KVLayout)}),
             tokens=given["tokens"],
             tokens_digest=given["tokens_digest"],
             codec=given["codec"],
@@ -348,8 +348,8 @@ class StoredVariant:
             self.source.read(part, self._begin + offset + where.start)
         for (first, last), wanted in zip(self._pieces, self._header.extent_sums[layer], strict=True):
             if start <= first < stop:
-                found = _sum_of(codec, layout, stop - start, (first - start, last - start), parts)
-                if found != wanted:
+                checksum = _sum_of(codec, layout, stop - start, (first - start, last - start), parts)
+                if checksum != wanted:
                     raise ValueError(f"data damaged: checksum of layer {layer}")
         if not codec.in_place:
             try:

@@ -245,7 +245,7 @@ class VLLMBackend:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        extra = None if ask is None else {"kv_transfer_params": {FIELD: ask.message(self._key)}}
+        extra = {"kv_transfer_params": {FIELD: ask.message(self._key)}} if ask is not None else None
         return SamplingParams(
             **sampling,
             detokenize=False,

@@ -112,11 +112,11 @@ class VLLMOptions:
         )
 
     def fingerprint(self, checkpoint: str, *, own_quantization: str | None = None) -> str:
-        """Fingerprint of a checkpoint as it is served with these options: its own one if they change nothing.
+        """Return the fingerprint of a checkpoint served with these options: unchanged if they change no value.
 
         Args:
             checkpoint: fingerprint of the checkpoint's files.
-            own_quantization: method of its own quantisation, which may be named again.
+            own_quantization: quantisation method of the checkpoint itself; an option may repeat it.
         """
         shaping = [pair for pair in self.shaping if pair != ("quantization", own_quantization)]
         if not shaping:

@@ -10,7 +10,7 @@ import time
 
 _NAMES = ("EngineCore", "VllmWorker")  # names of processes that vLLM starts begin with these
 _WATCHER = "cachecraft-parent"
-_GRACE_S = 5.0  # time for vLLM to shut down by itself
+_GRACE_S = 5.0  # time for vLLM to shut down on its own, before the process is ended
 
 
 def settle_in() -> None:

@@ -291,7 +291,7 @@ def mass(
 
 
 def differs(run: Kernels) -> str:
-    """Compare the kernels with float64 on a few shapes; return the first difference in words, "" if there is none."""
+    """Compare the kernels with float64 on a few shapes; return a description of the first difference, or ""."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:

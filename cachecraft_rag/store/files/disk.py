@@ -179,7 +179,7 @@ class DiskTier:
     def leftovers(self, variant_id: str, created: float, writer: str) -> list[Path]:
         """Existing parts of a file that `writer` was about to create or delete: temporary and final."""
         path = self.path(variant_id, created)
-        return [found for found in (self._temporary(path, writer), path) if found.exists()]
+        return [part for part in (self._temporary(path, writer), path) if part.exists()]
 
     def scan(self) -> Iterator[tuple[Path, FileRef]]:
         """Every file below the root, temporary ones too; a foreign one has no id. Files may come and go meanwhile."""

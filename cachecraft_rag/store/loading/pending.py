@@ -171,7 +171,8 @@ class PendingLoads:
             self.meter.begin(nbytes)
             started = time.thread_time()
             try:
-                if out is None:  # buffers that a remote filled become the disk's copy
+                if out is None:
+                    # Buffers that a remote has filled become the copy on disk, so they are not used again.
                     old = None if stored.sequential else scratch
                     out = scratch = stored.scratch(extents[-1].last - extents[0].first, old)
                 stored.read(layer, extents[0].first, extents[-1].last, out=out)
@@ -392,9 +393,11 @@ class PendingLoads:
             return self.incomplete(), list(borders), self.bytes_left()
 
     def bytes_left(self) -> float:
-        """Bytes still to be read: an extent of which a part is computed is read as a whole."""
+        """Return the bytes still to be read. An extent is read as a whole even if a part of it is computed."""
         with self._lock:
-            left = [(one, (one.last - one.first) * (self.layers - one.layers)) for one in self._incomplete()]
+            left = [
+                (extent, (extent.last - extent.first) * (self.layers - extent.layers)) for extent in self._incomplete()
+            ]
         return sum(extent.stored.token_bytes * token_layers for extent, token_layers in left) / self.layers
 
     def depth(self) -> int:

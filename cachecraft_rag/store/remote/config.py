@@ -174,11 +174,11 @@ class RemoteConfig:
                 f"the remote's key is empty: leave it out (or unset its variable) to sign nothing, or {_MAKE_KEY}"
             )
         keys = [key.strip()] if key is not None else keys_in(Path(path)) if path is not None else []
-        if not all(len(one) >= SHORTEST_KEY and one.isprintable() for one in keys):
+        if not all(len(signing_key) >= SHORTEST_KEY and signing_key.isprintable() for signing_key in keys):
             raise ConfigError(
                 f"a key of a remote needs at least {SHORTEST_KEY} characters that can be printed; {_MAKE_KEY}"
             )
-        return tuple(one.encode() for one in keys)
+        return tuple(signing_key.encode() for signing_key in keys)
 
     @property
     def lookup_limit_s(self) -> float:

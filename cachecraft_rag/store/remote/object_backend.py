@@ -119,14 +119,15 @@ class ObjectBackend:
         return True
 
     async def _sweep(self, most: int) -> None:
-        """Remove what was written or read least recently until no more than `most` bytes are left."""
-        entries = {name: entry.values() for name, entry in (await self._list("")).items()}
-        used = sum(one["size"] for entry in entries.values() for one in entry)
-        for name in sorted(entries, key=lambda name: max(one["last_modified"] for one in entries[name])):
+        """Remove the least recently written or read objects until no more than `most` bytes are left."""
+        entries = {name: list(entry.values()) for name, entry in (await self._list("")).items()}
+        sizes = {name: sum(part["size"] for part in parts) for name, parts in entries.items()}
+        used = sum(sizes.values())
+        for name in sorted(entries, key=lambda name: max(part["last_modified"] for part in entries[name])):
             if used <= most:
                 return
             await self.remove(name)
-            used -= sum(one["size"] for one in entries[name])
+            used -= sizes[name]
 
     async def _require_folder(self) -> None:
         """Raise OSError where the folder has vanished: listing would find nothing, and writing create it."""
@@ -154,16 +155,16 @@ class ObjectBackend:
 
     async def _list(self, place: str) -> dict[str, _Entry]:
         """Entries by name, also halves of one; objects with other names are somebody else's."""
-        found: dict[str, _Entry] = {}
+        entries: dict[str, _Entry] = {}
 
         async def collect() -> None:
             async for batch in obstore.list(self._store, f"{ROOT}/{place}", chunk_size=1000):
                 for meta in batch:
                     if match := _PATH.fullmatch(meta["path"].removeprefix(f"{ROOT}/")):
-                        found.setdefault(match["name"], {})[match["kind"]] = meta
+                        entries.setdefault(match["name"], {})[match["kind"]] = meta
 
         await self._answer(collect())
-        return found
+        return entries
 
     async def _ask(self, function: Callable[..., Awaitable[T]], path: str, *more: bytes) -> T:
         """Call a function of obstore, which may raise at once, on one of our objects."""

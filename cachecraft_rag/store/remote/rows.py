@@ -40,9 +40,9 @@ class Row:
     token_scores: TokenScores
 
     def encode(self) -> bytes:
-        """The row's bytes, not signed."""
+        """Return the bytes of the row, without a signature."""
         variant = self.variant
-        found = {
+        values = {
             "layout_version": LAYOUT_VERSION,
             **asdict(variant.key),
             **{name: getattr(variant, name) for name in _AS_THEY_ARE},
@@ -50,8 +50,8 @@ class Row:
             "payload_bytes": variant.payload.nbytes,
         }
         if variant.payload.seal:
-            found["seal"] = base64.b64encode(variant.payload.seal).decode()
-        text = json.dumps(found, separators=(",", ":")).encode("ascii")
+            values["seal"] = base64.b64encode(variant.payload.seal).decode()
+        text = json.dumps(values, separators=(",", ":")).encode("ascii")
         return framed(created_hex(variant.created).encode("ascii"), text)
 
 
@@ -113,8 +113,8 @@ def decode_row(raw: bytes, *, namespace: str, fingerprint: str, chunk_id: str) -
 
 
 def _variant_of(row: Mapping[str, Any]) -> Variant:
-    """The variant of a row's fields; unknown ones are ignored. Raises LookupError, TypeError, ValueError."""
-    key = VariantKey(**{one.name: row[one.name] for one in fields(VariantKey)})
+    """Return the variant of a row's fields, without unknown ones. Raises LookupError, TypeError, ValueError."""
+    key = VariantKey(**{field.name: row[field.name] for field in fields(VariantKey)})
     given = {name: row[name] for name in _AS_THEY_ARE} | {"inter": tuple(array("f", row["inter"]))}
     payload = Payload(None, row["payload_bytes"], base64.b64decode(row.get("seal", ""), validate=True))
     key = replace(key, origin_prefix=tuple(key.origin_prefix))
@@ -122,11 +122,17 @@ def _variant_of(row: Mapping[str, Any]) -> Variant:
 
 
 def _encoded(scores: np.ndarray | None) -> str | None:
-    return None if scores is None else base64.b64encode(np.ascontiguousarray(scores, dtype="<f4").tobytes()).decode()
+    if scores is None:
+        return None
+    content = np.ascontiguousarray(scores, dtype="<f4").tobytes()
+    return base64.b64encode(content).decode()
 
 
 def _decoded(text: str | None) -> np.ndarray | None:
-    return None if text is None else np.frombuffer(base64.b64decode(text, validate=True), dtype="<f4")
+    if text is None:
+        return None
+    content = base64.b64decode(text, validate=True)
+    return np.frombuffer(content, dtype="<f4")
 
 
 def _require(row: Row) -> None:

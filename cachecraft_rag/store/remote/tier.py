@@ -94,34 +94,34 @@ class RemoteTier(Closeable):
         """
         places = {chunk_id: place_of(VariantKey(namespace, fingerprint, chunk_id, ())) for chunk_id in chunk_ids}
         outcome, answer = self._ask_rows(list(places.values()))
-        found = LookupResult({chunk_id: [] for chunk_id in places}, remote=outcome)
+        lookup = LookupResult({chunk_id: [] for chunk_id in places}, remote=outcome)
         left = MOST_ROW_BYTES
         damaged = 0
         for chunk_id, rows in zip(places, answer, strict=False):
             for name, raw in rows.items():
                 left -= len(raw)
                 if left < 0:
-                    found.refused[chunk_id] = "there are too many rows on the remote"
+                    lookup.refused[chunk_id] = "there are too many rows on the remote"
                     break
                 try:
                     row = decode_row(raw, namespace=namespace, fingerprint=fingerprint, chunk_id=chunk_id)
                     self._require(row, name, bounds)
                 except ConfigError as error:  # a codec that is missing here: left alone
-                    found.refused[chunk_id] = f"what the remote has of it cannot be used here: {error}"
+                    lookup.refused[chunk_id] = f"what the remote has of it cannot be used here: {error}"
                 except ValueError as error:
                     logger.info("Row on the remote, %s: %s", name, error)
-                    found.refused[chunk_id] = f"what the remote has of it is damaged: {error}"
+                    lookup.refused[chunk_id] = f"what the remote has of it is damaged: {error}"
                     damaged += 1
                     if damaged <= MOST_REMOVED:  # the next look-up goes on
                         self._connection.in_background(self._connection.backend.remove(name))
                 else:
                     if self._is_signed(raw, row):
                         self._remember(self._scores, row.variant.variant_id, row.token_scores, most=MOST_SCORES)
-                        found.variants[chunk_id].append(bounds.with_layout(row.variant) if bounds else row.variant)
+                        lookup.variants[chunk_id].append(bounds.with_layout(row.variant) if bounds else row.variant)
                     else:
                         self._remember(self._foreign, row.variant.variant_id, name, most=MOST_FOREIGN)
-                        found.refused[chunk_id] = "what the remote has of it is not signed with our key"
-        return found
+                        lookup.refused[chunk_id] = "what the remote has of it is not signed with our key"
+        return lookup
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """Token scores of each variant, from rows already seen; every asked id is a key."""

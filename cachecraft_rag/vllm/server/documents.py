@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
@@ -28,19 +29,24 @@ _HARMLESS = frozenset({"reuse", "capture", "loading"})
 _EXAMPLE = 'write "documents": [{"text": "…"}, …], best first'
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
+
+def _is_absent(value: object) -> bool:
+    return value is None
+
+
 # Fields of a chat request that do not work with a prompt of segments → test for harmless values, and advice.
-_UNSUPPORTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+_UNSUPPORTED: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "n": (lambda value: value in (None, 1), "ask again for another answer"),
-    "echo": (lambda value: not value, "leave it out"),
-    "prompt_logprobs": (lambda value: value is None, "leave it out"),
-    "use_beam_search": (lambda value: not value, "leave it out"),
-    "truncate_prompt_tokens": (lambda value: value is None, "documents that do not fit are left out by rank"),
-    "chat_template": (lambda value: value is None, "the model's own is used"),
-    "chat_template_kwargs": (lambda value: not value, "leave them out"),
-    "continue_final_message": (lambda value: not value, "end with the user's message"),
+    "echo": (operator.not_, "leave it out"),
+    "prompt_logprobs": (_is_absent, "leave it out"),
+    "use_beam_search": (operator.not_, "leave it out"),
+    "truncate_prompt_tokens": (_is_absent, "documents that do not fit are left out by rank"),
+    "chat_template": (_is_absent, "the model's own is used"),
+    "chat_template_kwargs": (operator.not_, "leave them out"),
+    "continue_final_message": (operator.not_, "end with the user's message"),
     "add_generation_prompt": (lambda value: value is not False, "leave it out"),
-    "return_token_offsets": (lambda value: not value, "leave it out"),
-    "return_prompt_text": (lambda value: not value, "leave it out"),
+    "return_token_offsets": (operator.not_, "leave it out"),
+    "return_prompt_text": (operator.not_, "leave it out"),
 }
 
 

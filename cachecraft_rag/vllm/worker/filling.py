@@ -23,7 +23,7 @@ from cachecraft_rag.vllm.messages import Fill
 class Filling:
     """A request's prefill: the Hugging Face engine's, but for the prompt's last token, which vLLM computes itself.
 
-    While `driver.run` would wait, `row_pass` is None, and the worker continues with another request.
+    While it waits for loads, where `driver.run` would block, the worker continues with another request.
 
     Attributes:
         result: result of the prefill, once it is done.
