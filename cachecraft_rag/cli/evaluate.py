@@ -173,7 +173,7 @@ def require_packages() -> None:
 
 
 def show_report(
-    report: Report, described: dict[str, Any], folder: Path, *, figures: Sequence[str] = (), as_json: bool
+    report: Report, described: dict[str, object], folder: Path, *, figures: Sequence[str] = (), as_json: bool
 ) -> None:
     """Write the page with the report into the folder, and print the report."""
     from cachecraft_rag.evaluation.report import full_answers, markdown

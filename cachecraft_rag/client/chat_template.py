@@ -31,7 +31,7 @@ class ServedTokenizer:
         self._tokenizer = tokenizer
         self._rendered = lru_cache(_KEPT_RENDERINGS)(_render)  # prompts are rendered with marks in place of texts
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__") or name == "_tokenizer":  # while it is copied, or not made yet
             raise AttributeError(name)
         return getattr(self._tokenizer, name)

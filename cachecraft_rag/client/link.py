@@ -44,7 +44,7 @@ class _Deadline:
             self._timer.daemon = True
             self._timer.start()
 
-    def trace(self, event: str, info: Mapping[str, Any]) -> None:
+    def trace(self, event: str, info: Mapping[str, object]) -> None:
         """Note the connection: an extension of httpx that is called for each event of a request."""
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             with self._guard:
@@ -139,7 +139,7 @@ class Link:
     def call(
         self,
         path: str,
-        body: Mapping[str, Any] | None = None,
+        body: Mapping[str, object] | None = None,
         *,
         headers: Mapping[str, str] | None = None,
         patient: bool = False,
@@ -171,7 +171,7 @@ class Link:
             logger.warning("The statistics of request %s did not arrive: %s", printable(name), error)
             return {}
 
-    def events(self, body: Mapping[str, Any], *, headers: Mapping[str, str]) -> Generator[Mapping[str, Any]]:
+    def events(self, body: Mapping[str, object], *, headers: Mapping[str, str]) -> Generator[Mapping[str, object]]:
         """Yield the events of a streamed chat completion. Raises ServerError, ConfigError, ContextLengthError."""
         with self._replied("/v1/chat/completions", body, headers=headers) as reply:
             for line in _lines(reply):
@@ -191,7 +191,7 @@ class Link:
     def _replied(
         self,
         path: str,
-        body: Mapping[str, Any] | None,
+        body: Mapping[str, object] | None,
         *,
         headers: Mapping[str, str] | None = None,
         patient: bool = False,

@@ -26,7 +26,7 @@ def limit_resources() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
 
 
-def render(template: str, variables: dict[str, Any]) -> str:
+def render(template: str, variables: dict[str, object]) -> str:
     """Render a chat template as transformers does. Raises what Jinja raises."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols

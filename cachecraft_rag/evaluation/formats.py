@@ -132,7 +132,7 @@ class JsonRecord:
         return JsonRecord(f"{self.where}, {name}", self._field(name, dict, "an object"))
 
 
-def as_record(value: Any, where: str) -> JsonRecord:
+def as_record(value: object, where: str) -> JsonRecord:
     """The value as a record. Raises DocumentError if it is not an object."""
     if not isinstance(value, dict):
         raise DocumentError(

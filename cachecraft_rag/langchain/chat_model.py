@@ -153,7 +153,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         include_raw: bool = False,
         method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
         strict: bool | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Runnable[Any, Any]:
         """Return the model with answers that keep to a schema: a pydantic model, a TypedDict or a JSON schema.
 
@@ -192,7 +192,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         return "cachecraft"
 
     @property
-    def _identifying_params(self) -> Mapping[str, Any]:
+    def _identifying_params(self) -> Mapping[str, object]:
         """Everything an answer depends on besides the messages; LangChain's own answer cache is keyed by it."""
         engine = self.engine
         return {
@@ -263,7 +263,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         messages: list[BaseMessage],
         stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Iterator[ChatGenerationChunk]:
         """Stream the answer; the last chunk has no text, only the statistics. LangChain itself calls the callbacks."""
         call = self._open(messages, stop, kwargs)
@@ -283,7 +283,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         messages: list[BaseMessage],
         stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> AsyncIterator[ChatGenerationChunk]:
         """`_stream` that never blocks the event loop; tokenisation of the prompt runs in a thread."""
         call = await asyncio.to_thread(self._open, messages, stop, kwargs)
@@ -373,7 +373,7 @@ class _Call:
             if chunk.chunk_id in outcomes:
                 note(document, {OUTCOME_KEY: outcomes[chunk.chunk_id]})
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, object]:
         """Return the statistics of the answer, with the chunk id of each document and what was searched for."""
         pairs = zip(self.documents, self.chunks, strict=True)
         noted = (document.metadata for document in self.documents if SEARCHED in document.metadata)
@@ -407,7 +407,7 @@ def _rest_of(calls: CallReader, generation: Generation) -> ChatGenerationChunk:
     return ChatGenerationChunk(message=AIMessageChunk(content=text, tool_call_chunks=chunks))
 
 
-def check_settings(settings: Mapping[str, Any], *classes: type[BaseModel]) -> None:
+def check_settings(settings: Mapping[str, object], *classes: type[BaseModel]) -> None:
     """Raise ConfigError for a setting that is neither an option of `EngineConfig` nor a field of one of the classes."""
     fields = {name for owner in classes for name in owner.model_fields} - {"engine", "llm"}
     known = {"store", "config"} | EngineConfig.option_names() | fields
@@ -426,7 +426,7 @@ def documents_of(given: Any, name: str) -> list[Document]:
     return documents
 
 
-def history_of(input: Mapping[str, Any], key: str) -> list[BaseMessage]:
+def history_of(input: Mapping[str, object], key: str) -> list[BaseMessage]:
     """Return the messages under `key` of a chain's input, or none. Raises ConfigError for anything else."""
     given = input.get(key) or []
     # LangChain would turn each letter, key or field of these into a message.

@@ -55,7 +55,7 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
         return await self._acall_with_config(self._aretrieve, input, config, run_type="retriever", **kwargs)
 
     def _retrieve(
-        self, input: dict[str, Any], run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
+        self, input: dict[str, Any], run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: object
     ) -> list[Document]:
         question, history = self._read(input)
         texts = search_texts(question, history)
@@ -65,7 +65,11 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
         return _marked(documents, texts)
 
     async def _aretrieve(
-        self, input: dict[str, Any], run_manager: AsyncCallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
+        self,
+        input: dict[str, Any],
+        run_manager: AsyncCallbackManagerForChainRun,
+        config: RunnableConfig,
+        **kwargs: object,
     ) -> list[Document]:
         question, history = self._read(input)
         texts = search_texts(question, history)

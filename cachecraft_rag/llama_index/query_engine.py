@@ -89,7 +89,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         output_cls: type[BaseModel] | None = None,
         text_qa_template: BasePromptTemplate | None = None,
         callback_manager: CallbackManager | None = None,
-        **options: Any,
+        **options: object,
     ) -> Self:
         """In place of `index.as_query_engine()`, over any LlamaIndex index.
 

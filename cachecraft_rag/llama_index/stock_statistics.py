@@ -35,7 +35,7 @@ class _StockStatistics(BaseEventHandler):
         """Return the class name among LlamaIndex's event handlers."""
         return "CacheCraftStockStatistics"
 
-    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
+    def handle(self, event: BaseEvent, **kwargs: object) -> None:
         """Begin to collect, or put what was collected into the response."""
         if isinstance(event, SynthesizeStartEvent):
             _answers.set(deque(maxlen=_MOST_CALLS))

@@ -94,12 +94,12 @@ def snapshot_folder(source: str, *, revision: str | None = None) -> Path | None:
     return Path(path).parent if isinstance(path, str) else None
 
 
-def _fingerprint(kind: str, *, weights: Mapping[str, str], config: Any, tokenizer: Any, dtype: str) -> str:
+def _fingerprint(kind: str, *, weights: Mapping[str, str], config: object, tokenizer: object, dtype: str) -> str:
     parts = [json.dumps(part, sort_keys=True, default=str) for part in (weights, config, tokenizer)]
     return f"{IDENTITY_VERSION}-{digest(kind, str(IDENTITY_VERSION), str(LAYOUT_VERSION), *parts, dtype)}"
 
 
-def _without(settings: Mapping[str, Any], left_out: Iterable[str]) -> dict[str, Any]:
+def _without(settings: Mapping[str, object], left_out: Iterable[str]) -> dict[str, object]:
     return {name: value for name, value in settings.items() if name not in left_out}
 
 
@@ -152,7 +152,7 @@ def _digests(file: Path) -> dict[str, str]:
     return tensors
 
 
-def _check(stamp: Mapping[str, Any], tensors: Mapping[str, str]) -> str:
+def _check(stamp: Mapping[str, object], tensors: Mapping[str, str]) -> str:
     return digest(json.dumps([stamp, tensors], sort_keys=True))
 
 

@@ -30,7 +30,7 @@ _FEW_ROWS = 8
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 
-def _plain_linear(module: Any) -> bool:
+def _plain_linear(module: object) -> bool:
     """Return True for a linear layer whose weight is a plain tensor: a quantised one has no floats at its address."""
     if type(module) is not torch.nn.Linear or type(module.weight) is not torch.nn.Parameter:
         return False

@@ -49,7 +49,7 @@ class LayerInputs:
     """
 
     hidden: Tensor
-    named: Mapping[str, Any]
+    named: Mapping[str, object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +63,14 @@ class RotaryCall:
     """
 
     module: Callable[..., Any]
-    args: tuple[Any, ...]
-    named: Mapping[str, Any]
+    args: tuple[object, ...]
+    named: Mapping[str, object]
     given: Any
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin as the module gives them at these positions, each `[tokens, width]`."""
 
-        def replaced(value: Any) -> Any:
+        def replaced(value: object) -> object:
             if not isinstance(value, Tensor):
                 return value
             if value.is_floating_point():
@@ -189,7 +189,7 @@ class LayerCall:
 
     layer: Any
     attention: Any
-    named: Mapping[str, Any]
+    named: Mapping[str, object]
     takes: frozenset[str]
     rotary: Any
 
@@ -234,7 +234,7 @@ class ModelSurvey:
     ids: Tensor
 
 
-def cos_and_sin(given: Any) -> tuple[Tensor, Tensor]:
+def cos_and_sin(given: object) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each `[tokens, width]`, of what a rotary module returned.
 
     Raises SurveyError if it is neither a pair of tensors nor a complex tensor.
@@ -271,7 +271,7 @@ def survey_model(
     model: Any,
     layers: Sequence[Any],
     *,
-    stock: Callable[[], contextlib.AbstractContextManager[Any]],
+    stock: Callable[[], contextlib.AbstractContextManager[object]],
     watch: Watch,
 ) -> ModelSurvey:
     """Run the model's own forward and each layer over a few tokens.
@@ -333,7 +333,7 @@ def _watched_forward(model: Any, layers: Sequence[Any], ids: Tensor) -> tuple[li
     inputs: list[LayerInputs] = []
     rotary_calls: list[RotaryCall] = []
 
-    def before_layer(layer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def before_layer(layer: Any, args: tuple[object, ...], named: dict[str, object]) -> None:
         signature = inspect.signature(layer.forward)
         given = dict(signature.bind_partial(*args, **named).arguments)
         for parameter in signature.parameters.values():
@@ -367,7 +367,7 @@ def _layer_call(layer: Any, inputs: LayerInputs) -> LayerCall:
     return LayerCall(layer, None, named, frozenset(takes), inputs.named.get(_ROTARY))
 
 
-def _holds_tensors(value: Any) -> bool:
+def _holds_tensors(value: object) -> bool:
     if isinstance(value, Tensor):
         return True
     if isinstance(value, Mapping):

@@ -191,7 +191,7 @@ def asking_for(schema: str) -> str:
     return f"\n\nAnswer in JSON of this schema: {schema}"
 
 
-def _closed(schema: Any) -> Any:
+def _closed(schema: object) -> Any:
     """Forbid properties that the schema does not name; a small model would go on to invent some.
 
     >>> _closed({"properties": {"a": {}}})

@@ -29,7 +29,7 @@ from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.config import CACHE_FOLDER
 from cachecraft_rag.types import Prompt, Segment
 from cachecraft_rag.vllm.calls import Calls, Serving, Step
-from cachecraft_rag.vllm.messages import FIELD, Ask
+from cachecraft_rag.vllm.messages import FIELD, Ask, FillReport
 from cachecraft_rag.vllm.new_variants import Captured, IdleVariants
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
@@ -137,9 +137,10 @@ class VLLMBackend:
         )
         self._fill(ask)
 
-    def note_fixed(self, request: Request, report: Mapping[str, Any] | None) -> None:
+    def note_fixed(self, request: Request, report: FillReport | None) -> None:
         """Note the chunks of an answer that were reused and fixed: they are captured in idle time."""
-        fixed = {int(index): int(tokens) for index, tokens in (report or {}).get("fixed", ())}
+        entries = report.get("fixed", ()) if report is not None else ()
+        fixed = {int(index): int(tokens) for index, tokens in entries}
         candidate = None
         if fixed:
             segments = request.prompt.segments[: max(fixed) + 1]
@@ -190,11 +191,10 @@ class VLLMBackend:
             dropped=Dropped.REFUSED if left else None,
         )
 
-    def _fill(self, ask: Ask) -> Mapping[str, Any]:
-        """Have a prompt filled; returns the connector's report."""
+    def _fill(self, ask: Ask) -> FillReport:
+        """Have a prompt filled; return the connector's report."""
         step = self._last_step(self._prompt(ask), self._one_token(ask))
-        report: Mapping[str, Any] = step.report.get(FIELD, {})
-        return report
+        return step.report.get(FIELD, {})
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class VLLMBackend:
             seed=sampling.seed,
             structured_outputs=_structured(sampling),
         )
-        reports: list[Mapping[str, Any]] = []
+        reports: list[FillReport] = []
         try:
             self._calls.reports[ask.name] = None
             with closing(self._calls.generate(self._prompt(ask), params)) as steps:
@@ -226,22 +226,22 @@ class VLLMBackend:
 
     # -- requests to vLLM ---------------------------------------------------------------------------------------------
 
-    def transfer(self, ask: Ask) -> dict[str, Any]:
+    def transfer(self, ask: Ask) -> dict[str, object]:
         """Return vLLM's `kv_transfer_params` of a request."""
         return {"prompt_token_ids": ask.prompt.token_ids, FIELD: ask.message(self._key)}
 
-    def _prompt(self, ask: Ask) -> dict[str, Any]:
+    def _prompt(self, ask: Ask) -> dict[str, object]:
         return {"prompt_token_ids": ask.prompt.token_ids, "cache_salt": ask.cache_salt(self._namespace)}
 
-    def _last_step(self, prompt: dict[str, Any], params: Any) -> Step:
+    def _last_step(self, prompt: dict[str, object], params: object) -> Step:
         (*_, last) = self._calls.generate(prompt, params)
         return last
 
-    def _one_token(self, ask: Ask | None, **sampling: Any) -> Any:
+    def _one_token(self, ask: Ask | None, **sampling: object) -> object:
         """Return vLLM's parameters of a request for its prompt's sake."""
         return self._params(ask, max_tokens=1, temperature=0.0, **sampling)
 
-    def _params(self, ask: Ask | None, **sampling: Any) -> Any:
+    def _params(self, ask: Ask | None, **sampling: object) -> object:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -263,19 +263,19 @@ def _with_question(segments: Sequence[Segment]) -> Prompt:
 
 
 def _tokens(
-    request: Request, progress: RequestProgress, steps: Iterable[Step], reports: list[Mapping[str, Any]]
+    request: Request, progress: RequestProgress, steps: Iterable[Step], reports: list[FillReport]
 ) -> Iterator[int]:
     """Yield the tokens of an answer; `reports` takes up the connector's reports."""
     for step in steps:
         progress.drew_first(at=request.clock())
         if step.report:
-            report = step.report.get(FIELD, {})
+            report: FillReport = step.report.get(FIELD, {})
             reports.append(report)
             progress.reported(report)
         yield from step.tokens
 
 
-def _structured(sampling: Sampling) -> Any:
+def _structured(sampling: Sampling) -> object:
     """Return the grammar of an answer in vLLM's form, or None."""
     if sampling.json_schema is None:
         return None
@@ -369,8 +369,8 @@ class VLLMEngine(AnswerEngine):
         yield from self._backend.pieces(request, progress)
 
 
-def _arguments(model: ServedModel, settings: ConnectorSettings, server: Mapping[str, Any]) -> dict[str, Any]:
-    required = {
+def _arguments(model: ServedModel, settings: ConnectorSettings, server: Mapping[str, object]) -> dict[str, object]:
+    required: dict[str, object] = {
         "model": str(model.folder),
         "dtype": model.layout.dtype,
         "enable_prefix_caching": True,

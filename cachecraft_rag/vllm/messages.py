@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
-from typing import Any, Self
+from typing import Literal, Self, TypedDict
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
@@ -23,6 +23,36 @@ from cachecraft_rag.types import Prompt, Segment, TokenScores, digest
 FIELD = "cachecraft"  # field of `kv_transfer_params`, in both directions
 REPORTS = "reports"  # field of vLLM's statistics: `Ask.name` → report of a filled request
 _KINDS = ("system", "chunk", "question")
+
+# Kind, id, number of tokens, `private`, `closing` and `found` of a segment.
+_SegmentEntry = tuple[Literal["system", "chunk", "question"], str, int, bool, int, bool]
+
+
+class FillReport(TypedDict, total=False):
+    """Report of a request whose prompt was filled, as plain JSON values.
+
+    segments     values of each segment, see `serving.request.SegmentReport`
+    row_layers   rows computed, summed over layers
+    focus_layer  layer after which early termination stopped recomputation; None: it did not
+    planned_s    time for planning, in seconds
+    waited_s     time spent waiting for loads, in seconds
+    remote       outcome of the look-up in the remote; None without one
+    fixed        [segment, tokens] of `Candidate.fixed`
+    recomputed   recomputed tokens of each segment, if the request asked for details
+    refused      reason why vLLM computed the prompt without chunk-caches; then there are no other fields
+    given_up     True if the request was given up; then there are no other fields
+    """
+
+    segments: list[dict[str, object]]
+    row_layers: int
+    focus_layer: int | None
+    planned_s: float
+    waited_s: float
+    remote: str | None
+    fixed: list[list[int]]
+    recomputed: list[list[int]]
+    refused: str
+    given_up: bool
 
 
 @dataclass(frozen=True)
@@ -68,10 +98,10 @@ class Ask:
         """True if the request pauses while others run, even if it has begun."""
         return self.idle and not self.first
 
-    def message(self, key: str) -> dict[str, Any]:
+    def message(self, key: str) -> dict[str, object]:
         """Return plain JSON values for `kv_transfer_params[FIELD]`, signed with the server's key, see `read`."""
         names = [field.name for field in fields(self) if field.name != "prompt"]
-        message = {name: getattr(self, name) for name in names}
+        message: dict[str, object] = {name: getattr(self, name) for name in names}
         message["config"] = asdict(self.config)
         message["segments"] = [
             [
@@ -123,12 +153,12 @@ class Ask:
         return digest("cachecraft salt", self.client_salt, namespace, *owner, settings, *ids)
 
 
-def _seal(message: Mapping[str, Any], token_ids: Sequence[int], key: str) -> str:
+def _seal(message: Mapping[str, object], token_ids: Sequence[int], key: str) -> str:
     text = json.dumps([message, list(token_ids)], sort_keys=True)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), key=key.encode()[:64], digest_size=16).hexdigest()
 
 
-def _prompt(segments: Sequence[Sequence[Any]], token_ids: Sequence[int]) -> Prompt:
+def _prompt(segments: Sequence[_SegmentEntry], token_ids: Sequence[int]) -> Prompt:
     edges = [0, *accumulate(int(length) for _, _, length, *_ in segments)]
     kinds = [kind for kind, *_ in segments]
     if edges[-1] != len(token_ids) or min(length for _, _, length, *_ in segments) < 1:
@@ -173,7 +203,7 @@ class News:
     capturing  segments that are being captured; None: unchanged
     """
 
-    reports: Mapping[str, Mapping[str, Any]]
+    reports: Mapping[str, FillReport]
     capturing: frozenset[str] | None = None
 
     def joined(self, other: News) -> News:

@@ -16,14 +16,14 @@ from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.observability.metrics import EngineCollector
 from cachecraft_rag.store import ChunkCacheStore, StoreStats
 from cachecraft_rag.store.remote.breaker import State
-from cachecraft_rag.vllm.messages import REPORTS
+from cachecraft_rag.vllm.messages import REPORTS, FillReport
 
-Reported = Mapping[Any, Mapping[str, Any]]  # by sender, see `counts_of`
+Reported = Mapping[tuple[int, str], Mapping[str, object]]  # engine and sender → counts, see `counts_of`
 _BREAKERS: tuple[State, ...] = ("open", "probing", "closed")  # the worst one first
 _OF_REMOTE = ("opened", "queued_bytes", "lookups", "reads", "captures")
 
 
-def counts_of(store: ChunkCacheStore) -> dict[str, Any]:
+def counts_of(store: ChunkCacheStore) -> dict[str, object]:
     """Return counts of this process's store as plain numbers: `ChunkCacheStore.counts`, and those of its remote."""
     counts = store.counts()
     remote = store.remote_stats(ask=False)
@@ -67,8 +67,8 @@ class ReportedCounts(KVConnectorPromMetrics):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.latest: dict[tuple[int, str], Mapping[str, Any]] = {}
-        self.on_report: Callable[[str, Mapping[str, Any]], object] = lambda _name, _report: None
+        self.latest: dict[tuple[int, str], Mapping[str, object]] = {}
+        self.on_report: Callable[[str, FillReport], object] = lambda _name, _report: None
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take over the counts that came with a step's statistics."""
@@ -79,7 +79,7 @@ class ReportedCounts(KVConnectorPromMetrics):
             self.on_report(name, report)
 
 
-def reported_counts(engine_client: Any, on_report: Callable[[str, Mapping[str, Any]], object]) -> Reported:
+def reported_counts(engine_client: Any, on_report: Callable[[str, FillReport], object]) -> Reported:
     """Return the counts that vLLM's processes have sent; always empty if vLLM keeps no statistics.
 
     Args:
@@ -112,7 +112,7 @@ class ServerCollector(EngineCollector):
         return replace(own, **total)
 
 
-def summed(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def summed(counts: Iterable[Mapping[str, object]]) -> dict[str, Any]:
     """Add up the counts of several stores, nested ones too."""
     total: dict[str, Any] = {}
     for store_counts in counts:

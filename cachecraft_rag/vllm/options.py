@@ -141,7 +141,7 @@ def _as(kind: type, name: str, value: Any) -> Any:
     return str(getattr(value, "value", value))
 
 
-def _text(name: str, value: Any) -> str:
+def _text(name: str, value: object) -> str:
     """A value as text that is the same for the same JSON."""
     if callable(value):
         raise ConfigError(f"{name}: a function cannot be compared with another server's; write plain values")

@@ -6,21 +6,21 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from cachecraft_rag.observability.stats import RequestStats
+from cachecraft_rag.observability.stats import Finish, RequestStats
 from cachecraft_rag.planning.planner import SegmentOutcome
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.serving.request import Request, RequestProgress, SegmentReport, stats_of
 from cachecraft_rag.types import Prompt
-from cachecraft_rag.vllm.messages import FIELD
+from cachecraft_rag.vllm.calls import EngineClient, RequestOutput
+from cachecraft_rag.vllm.messages import FIELD, FillReport
 
 _REMEMBERED = 1000  # requests: a few kilobytes each
 
-_FINISH: Mapping[str, Any] = {"stop": "end", "length": "length"}
+_FINISH: Mapping[str, Finish] = {"stop": "end", "length": "length"}
 
 
-def cached_report(prompt: Prompt, cached: int, layers: int, *, outcome: SegmentOutcome) -> dict[str, Any]:
+def cached_report(prompt: Prompt, cached: int, layers: int, *, outcome: SegmentOutcome) -> FillReport:
     """Return a report like `filling.Filling.report` for a prompt served from vLLM's own prefix cache.
 
     Args:
@@ -34,9 +34,14 @@ def cached_report(prompt: Prompt, cached: int, layers: int, *, outcome: SegmentO
         if segment.kind != "question" and (cached > start or outcome == "reused"):
             report = SegmentReport(outcome, Reason.PREFIX_CACHED, not_loaded=min(max(0, end - cached), end - start))
         segments.append(report.as_dict())
-    rows = (prompt.bounds[-1] - cached) * layers
-    times: dict[str, Any] = {"planned_s": 0.0, "waited_s": 0.0, "focus_layer": None, "remote": None}
-    return {"segments": segments, "row_layers": rows} | times
+    return {
+        "segments": segments,
+        "row_layers": (prompt.bounds[-1] - cached) * layers,
+        "planned_s": 0.0,
+        "waited_s": 0.0,
+        "focus_layer": None,
+        "remote": None,
+    }
 
 
 @dataclass
@@ -55,13 +60,13 @@ class RequestRecord:
     layers: int
     name: str = ""
     progress: RequestProgress = field(default_factory=RequestProgress)
-    report: dict[str, Any] = field(default_factory=dict)
+    report: FillReport = field(default_factory=FillReport)
     begun: bool = False
     counted: bool = False
     alone: bool = False
     remark: str = ""
 
-    def note(self, output: Any) -> None:
+    def note(self, output: RequestOutput) -> None:
         """Note an output of vLLM: new tokens, or all tokens at once if the answer is not streamed."""
         progress = self.progress
         if not progress.first_token_s:
@@ -87,9 +92,9 @@ class RequestRecord:
             is_reported = progress.reports is not None
             output.num_cached_tokens = self.stats().tokens_reused if is_reported else None
 
-    def take(self, report: Mapping[str, Any]) -> None:
+    def take(self, report: FillReport) -> None:
         """Take the connector's report: once the prompt is filled, and again with the last output."""
-        self.report = dict(report)
+        self.report = report.copy()
         self.progress.reported(self.report)
 
     def end(self) -> None:
@@ -100,7 +105,7 @@ class RequestRecord:
         """Return the statistics so far."""
         return stats_of(self.request, self.progress, self.layers)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain values, for JSON."""
         refused = self.report.get("refused")
         return {
@@ -119,13 +124,13 @@ class Records:
         self._count_ended = ended
         self._under_way: dict[str, RequestRecord] = {}
         self._named: dict[str, RequestRecord] = {}
-        self._ended: OrderedDict[str, tuple[str | None, dict[str, Any]]] = OrderedDict()
+        self._ended: OrderedDict[str, tuple[str | None, dict[str, object]]] = OrderedDict()
 
     def begin(self, name: str, record: RequestRecord) -> None:
         """Add a request that is handed to vLLM."""
         self._under_way[name] = self._named[record.name] = record
 
-    def take(self, name: str, report: Mapping[str, Any]) -> None:
+    def take(self, name: str, report: FillReport) -> None:
         """Take the report of a request whose prompt is filled."""
         if (record := self._named.get(name)) is not None:
             record.take(report)
@@ -144,7 +149,7 @@ class Records:
         while len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
 
-    def get(self, name: str, *, session: str | None) -> dict[str, Any] | None:
+    def get(self, name: str, *, session: str | None) -> dict[str, object] | None:
         """Return the statistics of a request of this session; None for an unknown request or another session."""
         owner, numbers = self._ended.get(name, (None, {}))
         if (record := self._under_way.get(name)) is not None:
@@ -156,21 +161,25 @@ class Records:
 class RecordingClient:
     """vLLM's engine client for the handler of one request; it notes the request's outputs."""
 
-    def __init__(self, client: Any, record: RequestRecord, records: Records) -> None:
+    def __init__(self, client: EngineClient, record: RequestRecord, records: Records) -> None:
         self._client = client
         self._record = record
         self._records = records
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._client, name)
 
-    def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any]:
+    def generate(
+        self, prompt: object, params: object, request_id: str, **options: object
+    ) -> AsyncGenerator[RequestOutput]:
         """Generate as vLLM's client does; the last output carries the whole record."""
         self._record.begun = True
         self._record.request = replace(self._record.request, request_id=request_id)
         return self._generate(prompt, params, request_id, **options)
 
-    async def _generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any]:
+    async def _generate(
+        self, prompt: object, params: object, request_id: str, **options: object
+    ) -> AsyncGenerator[RequestOutput]:
         self._records.begin(request_id, self._record)
         try:
             async with aclosing(self._client.generate(prompt, params, request_id, **options)) as outputs:

@@ -33,7 +33,7 @@ class Refusal:
         return UnsupportedModelError(f"{model} cannot be served from chunk-caches: {self.reason}. {self.advice}.")
 
 
-def refusal(config: Any, options: VLLMOptions) -> Refusal | None:
+def refusal(config: object, options: VLLMOptions) -> Refusal | None:
     """Return why a model with this Hugging Face config cannot be served from chunk-caches, or None if it may be.
 
     Args:
@@ -62,7 +62,7 @@ def _of_model(config: Any) -> Iterator[Refusal]:
         yield Refusal(f"its architecture is {', '.join(names) or 'unknown'}; known are {known}", _OTHER_MODEL)
 
 
-def _of_positions(text: Any) -> Iterator[Refusal]:
+def _of_positions(text: object) -> Iterator[Refusal]:
     rope = getattr(text, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
     if kind == "longrope":
@@ -72,7 +72,7 @@ def _of_positions(text: Any) -> Iterator[Refusal]:
         yield Refusal("its rotary embedding has positions of several parts", _OTHER_MODEL)
 
 
-def _of_windows(text: Any, options: VLLMOptions) -> Iterator[Refusal]:
+def _of_windows(text: object, options: VLLMOptions) -> Iterator[Refusal]:
     window = getattr(text, "sliding_window", None)
     uses_window = bool(window) and getattr(text, "use_sliding_window", True)
     if uses_window and not options.disable_sliding_window:
@@ -82,7 +82,7 @@ def _of_windows(text: Any, options: VLLMOptions) -> Iterator[Refusal]:
         )
 
 
-def _of_kv_caches(config: Any, options: VLLMOptions) -> Iterator[Refusal]:
+def _of_kv_caches(config: object, options: VLLMOptions) -> Iterator[Refusal]:
     dtype = options.kv_cache_dtype
     if dtype not in _STANDARD_KV:
         yield Refusal(f"the KV cache is quantised ({dtype})", "Leave out --kv-cache-dtype")

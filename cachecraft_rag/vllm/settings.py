@@ -116,13 +116,13 @@ class ConnectorSettings:
     def of(cls, vllm_config: Any) -> ConnectorSettings:
         """Return the settings of a running vLLM. Raises ConfigError if this package did not start it."""
         transfer = vllm_config.kv_transfer_config
-        extra: Mapping[str, Any] = {} if transfer is None else transfer.kv_connector_extra_config
+        extra: Mapping[str, object] = {} if transfer is None else transfer.kv_connector_extra_config
         settings = extra.get(_KEY)
         if not isinstance(settings, cls):
             raise ConfigError("vLLM runs without this package's settings: start the server with `cachecraft serve`")
         return settings
 
-    def transfer_config(self) -> Any:
+    def transfer_config(self) -> object:
         """Return vLLM's `KVTransferConfig` that starts the connector with these settings."""
         from vllm.config import KVTransferConfig
 

@@ -38,7 +38,7 @@ _P = ctypes.c_void_p
 _N = ctypes.c_long
 
 
-def _fields(text: str, kind: Any) -> list[tuple[str, Any]]:
+def _fields(text: str, kind: object) -> list[tuple[str, Any]]:
     return [(name, kind) for name in text.split()]
 
 

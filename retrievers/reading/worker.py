@@ -40,7 +40,7 @@ def _answer(path: Path, data: bytes) -> dict[str, Any]:
         return {"exceeded": "memory"} if is_memory else {"error": str(error)}
 
 
-def _write(answers: BinaryIO, answer: dict[str, Any]) -> None:
+def _write(answers: BinaryIO, answer: dict[str, object]) -> None:
     answers.write(json.dumps(answer).encode() + b"\n")
     answers.flush()
 

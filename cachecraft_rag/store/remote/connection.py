@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.closeable import Closeable
@@ -38,7 +38,7 @@ class Connection(Closeable):
         self._thread.start()
         self.in_background(self.backend.probe())  # so that the first request finds a connection
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    def submit(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
         """Hand a coroutine to the loop. Raises RuntimeError when that is closed."""
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -46,7 +46,7 @@ class Connection(Closeable):
             coroutine.close()
             raise
 
-    def ask(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    def ask(self, coroutine: Coroutine[object, object, T], timeout_s: float) -> T:
         """Wait `timeout_s` seconds at most for the answer, whatever happens. Raises OSError, TimeoutError."""
         try:
             future = self.submit(coroutine)
@@ -59,7 +59,7 @@ class Connection(Closeable):
         finally:
             future.cancel()
 
-    def in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def in_background(self, coroutine: Coroutine[object, object, None]) -> None:
         """Run a coroutine without waiting for it, if the remote may be asked now."""
         if self._closing or not self.allows():
             coroutine.close()
@@ -115,7 +115,7 @@ class Connection(Closeable):
             self.breaker.succeeded("probe")
             logger.warning("The remote %s answers again", self.config.shown)
 
-    async def _quietly(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    async def _quietly(self, coroutine: Coroutine[object, object, None]) -> None:
         try:
             async with asyncio.timeout(self.config.put_timeout_s):
                 await coroutine

@@ -7,7 +7,7 @@ import errno
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from typing import Any, Literal
+from typing import Literal
 
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.layout import Encoded
@@ -34,7 +34,7 @@ class RemoteStream(Closeable):
         pieces: AsyncIterator[Piece],
         nbytes: int,
         *,
-        submit: Callable[[Coroutine[Any, Any, Piece]], Future[Piece]],
+        submit: Callable[[Coroutine[object, object, Piece]], Future[Piece]],
         timeout_s: float,
         first_timeout_s: float,
         ended: Callable[[End], None],

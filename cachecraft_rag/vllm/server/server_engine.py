@@ -104,7 +104,7 @@ class ServerEngine(AnswerEngine):
         log_request(stats)
         self._backend.note_fixed(record.request, record.report)
 
-    def transfer(self, ask: Ask) -> dict[str, Any]:
+    def transfer(self, ask: Ask) -> dict[str, object]:
         """Return vLLM's `kv_transfer_params` of a request."""
         return self._backend.transfer(ask)
 

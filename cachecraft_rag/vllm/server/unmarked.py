@@ -15,13 +15,13 @@ import threading
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.candidates import Candidate
@@ -32,10 +32,13 @@ from cachecraft_rag.serving.request import Request
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.background_writer import log_mistake
 from cachecraft_rag.types import Prompt, Segment, digest
+from cachecraft_rag.vllm.calls import EngineClient, RequestOutput
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
 
+T = TypeVar("T")
+Message = Mapping[str, object]  # a chat message as JSON
 Notes = Callable[[], Mapping[str, Candidate]]
 
 logger = logging.getLogger("cachecraft_rag.vllm")
@@ -143,7 +146,7 @@ def text_in(ids: Sequence[int], marked: Sequence[int]) -> range:
     return range(first, len(ids) - equal_at_end)
 
 
-def searched_messages(messages: Sequence[Any], *, search_system: bool) -> list[int]:
+def searched_messages(messages: Sequence[Message], *, search_system: bool) -> list[int]:
     """Return the indices of the messages to search.
 
     These are messages of the user, results of tools, and with `search_system` system messages. Short messages hold no
@@ -158,17 +161,17 @@ def searched_messages(messages: Sequence[Any], *, search_system: bool) -> list[i
     return places[-_MOST_MESSAGES:]
 
 
-def _text_of(content: Any) -> str | None:
+def _text_of(content: object) -> str | None:
     """Return the text of a message; None if it holds more than text."""
     if isinstance(content, str):
         return content
-    parts = list(content or ())
+    parts = list(content) if isinstance(content, Iterable) else []
     if not parts or not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
         return None
     return "".join(str(part.get("text") or "") for part in parts)
 
 
-def marked(messages: Sequence[Any], place: int) -> list[Any]:
+def marked(messages: Sequence[Message], place: int) -> list[Message]:
     """Return the messages with the text at index `place` replaced."""
     is_text = isinstance(messages[place].get("content"), str)
     mark = _MARK if is_text else [{"type": "text", "text": _MARK}]
@@ -265,7 +268,7 @@ class PlainPrompts:
         """Note a prompt whose blocks are now in vLLM's prefix cache."""
         self._served.note(ids, origin, None if prepared is None else prepared.ask)
 
-    def asking(self, ask: Ask) -> tuple[dict[str, Any], str]:
+    def asking(self, ask: Ask) -> tuple[dict[str, object], str]:
         """Return the `kv_transfer_params` of a request, and its salt."""
         return {FIELD: self._engine.transfer(ask)[FIELD]}, ask.cache_salt(self._engine.namespace)
 
@@ -274,7 +277,7 @@ class PlainPrompts:
         name = prepared.request.request_id
         return RequestRecord(prepared.request, self._engine.decoder.layout.layers, name, alone=prepared.ask is None)
 
-    async def aside(self, act: Callable[[], Any]) -> Any:
+    async def aside(self, act: Callable[[], T]) -> T | None:
         """Call a blocking function; return None if it fails: then vLLM serves the request without chunk-caches."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, act)
@@ -322,32 +325,41 @@ def _continued(before: Ask, ids: Sequence[int]) -> Ask:
     return replace(before, prompt=Prompt((*before.prompt.segments[:-1], question)))
 
 
+class RequestParams(Protocol):
+    """`vllm.SamplingParams` or `vllm.PoolingParams` of a request; `n` is missing in the latter."""
+
+    prompt_logprobs: int | None
+    extra_args: dict[str, Any] | None
+
+
 class SearchingClient:
     """vLLM's engine client for the handler of one request without documents.
 
     Each prompt is searched on its way, and recorded if it has segments.
     """
 
-    def __init__(self, client: Any, prompts: PlainPrompts, origin: Origin, locate: Locate) -> None:
+    def __init__(self, client: EngineClient, prompts: PlainPrompts, origin: Origin, locate: Locate) -> None:
         self._client = client
         self._prompts = prompts
         self._origin = origin
         self._locate = locate
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._client, name)
 
-    async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any]:
+    async def generate(
+        self, prompt: Mapping[str, Any], params: RequestParams, request_id: str, **options: object
+    ) -> AsyncGenerator[RequestOutput]:
         """Generate as vLLM's client does."""
         prompts = self._prompts
-        client = self._client
+        client: EngineClient | RecordingClient = self._client
         prepared: Prepared | None = None
         ids = prompt["prompt_token_ids"] if _searchable(prompt, params, options) else []
         if ids:
             searched = await self._locate(ids)
             prepared = await prompts.aside(partial(prompts.prepare, ids, searched, self._origin))
         if prepared is not None:
-            client = RecordingClient(client, prompts.record(prepared), prompts.records)
+            client = RecordingClient(self._client, prompts.record(prepared), prompts.records)
             if prepared.ask is not None:
                 transfer, salt = prompts.asking(prepared.ask)
                 params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": transfer}
@@ -363,7 +375,7 @@ class SearchingClient:
                 prompts.note(prepared.notes)
 
 
-def _searchable(prompt: Any, params: Any, options: Mapping[str, Any]) -> bool:
+def _searchable(prompt: object, params: RequestParams, options: Mapping[str, object]) -> bool:
     """Return True if vLLM can serve the request from chunk-caches: one answer to a prompt of text only."""
     return (
         isinstance(prompt, Mapping)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -21,10 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.vllm.messages import REPORTS, Fill, News
+from cachecraft_rag.vllm.messages import REPORTS, Fill, FillReport, News
 from cachecraft_rag.vllm.metrics import ReportedCounts, StoreCounts, counts_of
 from cachecraft_rag.vllm.processes import settle_in
 from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.worker.interfaces import EngineRequest, RequestBlocks, SchedulerOutput
 from cachecraft_rag.vllm.worker.models import model_of
 from cachecraft_rag.vllm.worker.ranks import ranks_of_worker
 from cachecraft_rag.vllm.worker.refusals import start_up_refusal
@@ -67,6 +68,13 @@ class StepNews(KVConnectorWorkerMetadata):
         return StepNews(self.news.joined(other.news))
 
 
+class ConnectorOutput(Protocol):
+    """`vllm.v1.outputs.KVConnectorOutput`, the workers' results of a step."""
+
+    kv_connector_worker_meta: StepNews | None
+    finished_recving: set[str] | None
+
+
 class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     """The connector in vLLM's scheduler, and in each worker; `KVConnectorBase_V1` says when each method is called."""
 
@@ -81,7 +89,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._step_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self._sender = str(role.name).lower()
-        self._sent_counts: dict[str, Any] = {}
+        self._sent_counts: dict[str, object] = {}
         stack = WorkerStack(_running_model(vllm_config), ranks_of_worker()) if role == KVConnectorRole.WORKER else None
         store_config = self._settings.config.store
         if stack is not None and stack.device.type == "cuda":
@@ -107,17 +115,17 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler ----------------------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Number of tokens to be filled, and that this happens between steps; None: not known yet."""
         tokens = self._safely(_NONE, lambda: self._scheduling.matched(request, num_computed_tokens))
         return tokens, bool(tokens)
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: EngineRequest, blocks: RequestBlocks, num_external_tokens: int) -> None:
         """Note the blocks of a request that is to be filled."""
         # Not caught: the request already waits for its blocks, and would wait forever.
         self._scheduling.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Work of this step; the rows are those that vLLM's own requests leave."""
         scheduled = int(scheduler_output.total_num_scheduled_tokens)
         left = self._step_tokens - scheduled
@@ -130,25 +138,27 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         gone = sorted({*scheduler_output.finished_req_ids, *scheduling.take_given_up()})
         return StepWork(fills, gone, rows, scheduled == 0, idle, scheduling.take_wanted())
 
-    def update_connector_output(self, connector_output: Any) -> None:
+    def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Take the workers' news."""
         sent = connector_output.kv_connector_worker_meta
         self._safely(None, lambda: self._scheduling.take_news(sent.news) if sent is not None else None)
         self._safely(None, lambda: self._scheduling.ended(set(connector_output.finished_recving or ())))
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: EngineRequest, block_ids: list[int]
+    ) -> tuple[bool, dict[str, FillReport] | None]:
         """Statistics that go out with the answer; vLLM may free the blocks."""
         return False, self._safely(None, lambda: self._scheduling.finished(request))
 
     def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+        self, request: EngineRequest, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, FillReport] | None]:
         """See `request_finished`."""
         return self.request_finished(request, [])
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
         """Fill, for this step's share of time."""
         work = self._get_connector_metadata()
         assert isinstance(work, StepWork), "made by build_connector_meta"
@@ -157,7 +167,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: blocks are filled before vLLM computes with them."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: object, attn_metadata: object, **kwargs: object) -> None:
         """Do nothing: captures come from our own passes."""
 
     def wait_for_save(self) -> None:
@@ -188,7 +198,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(self._end, Workers) and not self._end.first_rank:
             return None
         counts = counts_of(self._store)
-        data: dict[str, Any] = {}
+        data: dict[str, object] = {}
         if counts != self._sent_counts:
             self._sent_counts = data[self._sender] = counts
         if isinstance(self._end, Scheduling) and (reports := self._end.take_reports()):
@@ -196,12 +206,12 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         return StoreCounts(data) if data else None
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreCounts:
+    def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> StoreCounts:
         """Counts, on their arrival in the API server."""
         return StoreCounts(data or {})
 
     @classmethod
-    def build_prom_metrics(cls, *arguments: Any) -> ReportedCounts:
+    def build_prom_metrics(cls, *arguments: object) -> ReportedCounts:
         """Their receiver for /metrics, see `metrics.ServerCollector`."""
         return ReportedCounts(*arguments)
 
@@ -223,7 +233,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
             return otherwise
 
 
-def _running_model(vllm_config: Any) -> Any:
+def _running_model(vllm_config: Any) -> object:
     """The model of this worker. Raises UnsupportedModelError where it is not one of this package's."""
     model = model_of(vllm_config)
     if model is None:

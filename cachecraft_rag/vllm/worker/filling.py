@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.job import PrefillResult
@@ -17,7 +16,7 @@ from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.serving.request import segment_reports
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
-from cachecraft_rag.vllm.messages import Fill
+from cachecraft_rag.vllm.messages import Fill, FillReport
 
 
 class Filling:
@@ -109,11 +108,11 @@ class Filling:
         self._loader.end(self._loads)
         self._resolved.close()
 
-    def report(self) -> dict[str, Any]:
-        """Numbers for the request's statistics, as plain JSON values."""
+    def report(self) -> FillReport:
+        """Return numbers for the statistics of the request."""
         assert self.result is not None, "it is not done"
         segments = [segment.as_dict() for segment in segment_reports(self.plan, self._resolved.tiers)]
-        report: dict[str, Any] = {
+        report: FillReport = {
             "segments": segments,
             "row_layers": self.result.row_layers,
             "focus_layer": self.result.focus_layer,

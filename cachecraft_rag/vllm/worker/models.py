@@ -28,7 +28,7 @@ def model_of(vllm_config: Any) -> Any | None:
     return None
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in ARCHITECTURES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     base = getattr(importlib.import_module(f"vllm.model_executor.models.{ARCHITECTURES[name]}"), name)

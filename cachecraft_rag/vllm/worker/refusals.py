@@ -6,11 +6,12 @@ from typing import Any
 
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.refusals import Refusal, refusal
+from cachecraft_rag.vllm.worker.interfaces import EngineRequest
 
 _OTHER_MODEL = "Choose another model, or serve this one without reuse (`vllm serve`)"
 
 
-def start_up_refusal(config: Any, kv_cache_config: Any) -> Refusal | None:
+def start_up_refusal(config: Any, kv_cache_config: object) -> Refusal | None:
     """Return why a server with this `VllmConfig` and KV caches cannot reuse chunk-caches, or None if it can."""
     model = config.model_config
     early = refusal(model.hf_config, VLLMOptions.from_config(config))
@@ -42,8 +43,8 @@ def _of_ranks(config: Any) -> Refusal | None:
     return None
 
 
-def request_refusal(request: Any, *, salt: str | None) -> str | None:
-    """Reason why this request of vLLM's is computed like any other, or None.
+def request_refusal(request: EngineRequest, *, salt: str | None) -> str | None:
+    """Return the reason why vLLM computes this request without chunk-caches, or None.
 
     Args:
         salt: the `cache_salt` that it must have while prefix caching is on; None while it is off.

@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.planner import make_plan
@@ -21,9 +20,10 @@ from cachecraft_rag.serving.new_variants import exact_only
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
 from cachecraft_rag.types import TokenScores
-from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, News
+from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, FillReport, News
 from cachecraft_rag.vllm.records import cached_report
 from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.worker.interfaces import EngineRequest
 from cachecraft_rag.vllm.worker.refusals import request_refusal
 
 logger = logging.getLogger("cachecraft_rag.vllm")
@@ -71,7 +71,7 @@ class Pending:
     filling: bool = False
     filled: bool = False
     cached: int | None = None
-    report: Mapping[str, Any] | None = None
+    report: FillReport | None = None
 
 
 class Scheduling:
@@ -105,10 +105,10 @@ class Scheduling:
         self._filled: OrderedDict[int, None] = OrderedDict()  # digests of filled prompts, the latest last
         self._capturing: frozenset[str] = frozenset()
         self._captures_wanted = False  # a request has waited for captures since the last step
-        self._reports: dict[str, Mapping[str, Any]] = {}  # `Ask.name` → report to be sent to the front end
+        self._reports: dict[str, FillReport] = {}  # `Ask.name` → report to be sent to the front end
         self._row_s: float | None = None  # seconds per computed row of the last fill
 
-    def matched(self, request: Any, computed: int) -> int | None:
+    def matched(self, request: EngineRequest, computed: int) -> int | None:
         """Return how many tokens after the first `computed` will be filled; None: ask again in the next step."""
         tokens = self._matched(request, computed)
         known = self._known.get(request.request_id)
@@ -118,7 +118,7 @@ class Scheduling:
                 self._short.add(request.request_id)
         return tokens
 
-    def _matched(self, request: Any, computed: int) -> int | None:
+    def _matched(self, request: EngineRequest, computed: int) -> int | None:
         message = (request.kv_transfer_params or {}).get(FIELD)
         if not message:
             return 0
@@ -159,7 +159,7 @@ class Scheduling:
             return None
         return int(request.num_prompt_tokens) - 1 - computed
 
-    def allocated(self, request: Any, blocks: tuple[int, ...], tokens: int) -> None:
+    def allocated(self, request: EngineRequest, blocks: tuple[int, ...], tokens: int) -> None:
         """Note the blocks that vLLM has given the request; `tokens` of their positions are to be filled."""
         self._short.discard(request.request_id)
         known = self._known.get(request.request_id)
@@ -226,7 +226,7 @@ class Scheduling:
             if "refused" in report:  # vLLM asks again if none of the prompt is computed yet
                 known.ask = None
 
-    def take_reports(self) -> dict[str, Mapping[str, Any]]:
+    def take_reports(self) -> dict[str, FillReport]:
         """Return the reports since the last call, by `Ask.name`."""
         reports = self._reports
         self._reports = {}
@@ -237,7 +237,7 @@ class Scheduling:
         for name in names & self._known.keys():
             self._known[name].filling = False
 
-    def finished(self, request: Any) -> dict[str, Any] | None:
+    def finished(self, request: EngineRequest) -> dict[str, FillReport] | None:
         """Forget a request, and return its report, which its answer carries in `kv_transfer_params`."""
         self._busy.discard(request.request_id)
         self._short.discard(request.request_id)
@@ -248,7 +248,7 @@ class Scheduling:
         if known.report is None and known.ask is not None and known.cached is not None:
             known.report = self._cached(known.ask, known.cached)
         if known.report is not None:
-            return {FIELD: dict(known.report)}
+            return {FIELD: known.report.copy()}
         if known.ask is not None and known.ask.idle:
             return {FIELD: {"given_up": True}}
         return {FIELD: {"refused": known.refused or "it ended before its prompt was filled"}}
@@ -258,16 +258,17 @@ class Scheduling:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _send(self, ask: Ask | None, report: Mapping[str, Any]) -> None:
+    def _send(self, ask: Ask | None, report: FillReport) -> None:
         if ask is not None and ask.name:
             self._reports[ask.name] = report
 
-    def _cached(self, ask: Ask, cached: int) -> dict[str, Any]:
+    def _cached(self, ask: Ask, cached: int) -> FillReport:
         return cached_report(ask.prompt, cached, self._identity.layout.layers, outcome="reused")
 
-    def _take_in(self, request: Any, message: object) -> Pending:
+    def _take_in(self, request: EngineRequest, message: object) -> Pending:
+        token_ids = request.prompt_token_ids or ()
         try:
-            ask = Ask.read(message, request.prompt_token_ids or (), self._settings.key)
+            ask = Ask.read(message, token_ids, self._settings.key)
         except CacheCraftError as error:
             return self._refused(request, str(error))
         salt = ask.cache_salt(self._settings.namespace) if self._prefix_caching else None
@@ -275,9 +276,9 @@ class Scheduling:
             return self._refused(request, reason)
         if len(ask.prompt.segments[-1].token_ids) < 2:
             return self._refused(request, "its question is a single token")
-        return Pending(ask, salt or "", hash((request.cache_salt, *request.prompt_token_ids)))
+        return Pending(ask, salt or "", hash((request.cache_salt, *token_ids)))
 
-    def _refused(self, request: Any, reason: str) -> Pending:
+    def _refused(self, request: EngineRequest, reason: str) -> Pending:
         logger.info("Request %s is computed as any other: %s", request.request_id, reason)
         return Pending(None, refused=reason)
 

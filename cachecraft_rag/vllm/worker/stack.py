@@ -90,7 +90,7 @@ class WorkerStack:
         settings = _settings(attention)
         raised: list[Exception] = []
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, *_unused: Any, **_named: Any) -> Tensor:
+        def attend(query: Tensor, key: Tensor, value: Tensor, *_unused: object, **_named: object) -> Tensor:
             q, k, v = (states.reshape(states.shape[0], -1, width) for states in (query, key, value))
             try:
                 return layer_pass.attend(index, q, k, v, settings).reshape(query.shape[0], -1)
@@ -129,7 +129,7 @@ def _settings(attention: Any) -> AttentionSettings:
     return AttentionSettings(impl.scale, getattr(attention, "sliding_window", None), softcap)
 
 
-def _unsupported_reason(layers: list[Any]) -> str | None:
+def _unsupported_reason(layers: list[object]) -> str | None:
     attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
     if any(not hasattr(attention, name) for attention in attentions for name in ("rotary_emb", "attn")):
         return "its layers are not laid out like Llama's, or another rank holds some of them"

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ from cachecraft_rag.compute.row_pass import advance
 from cachecraft_rag.planning.planner import exact_shares
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
-from cachecraft_rag.vllm.messages import Fill, News
+from cachecraft_rag.vllm.messages import Fill, FillReport, News
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker.filling import Filling
 from cachecraft_rag.vllm.worker.ranks import AnotherRankFailedError, RanksApartError, TensorParallel
@@ -75,7 +74,7 @@ class Workers:
         self._done: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._broken = ""  # reason why no blocks can be filled any more
-        self._reports: dict[str, dict[str, Any]] = {}
+        self._reports: dict[str, FillReport] = {}
         self._last_capturing: frozenset[str] = frozenset()  # as last sent to the scheduler
 
     def step(
@@ -180,7 +179,7 @@ class Workers:
             spent = time.perf_counter() - began
         self._hurry.wait(_RESTS * spent)
 
-    def _describe(self, steps: Work[Any], ended: Ended) -> None:
+    def _describe(self, steps: Work[object], ended: Ended) -> None:
         """Describe a capture in a thread that alternates with the steps."""
         stream = WorkerStream.current(self._stack.device)
 
