@@ -178,6 +178,9 @@ class Progress:
     what: str
 
 
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """The shape of a model's chunk-caches, apart from the number of tokens."""
@@ -185,7 +188,7 @@ class KVLayout:
     layers: int
     kv_heads: int
     head_dim: int
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: DTypeName
 
     def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
         """`[layers, 2, tokens, kv_heads, head_dim]`."""

@@ -95,7 +95,7 @@ class CacheCraftEmbedding(BaseEmbedding):
 
     def to_dict(self, **kwargs: object) -> dict[str, object]:
         """Return the settings; `model` names what to load, if that is not `model_name`."""
-        data: dict[str, Any] = super().to_dict(**kwargs)
+        data: dict[str, object] = super().to_dict(**kwargs)
         source = self._embedder.source
         return data if source == self.model_name else {**data, "model": source}
 

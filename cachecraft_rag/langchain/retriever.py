@@ -97,7 +97,7 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
         except NotImplementedError:  # not every store can
             return None
 
-    def _read(self, input: dict[str, Any]) -> tuple[str, list[Turn]]:
+    def _read(self, input: Mapping[str, object]) -> tuple[str, list[Turn]]:
         """Return the question and the turns before it."""
         if not isinstance(input, Mapping) or self.input_key not in input:
             raise ConfigError(f"the input must be a dict with {self.input_key!r}, not {input!r}; or set input_key")

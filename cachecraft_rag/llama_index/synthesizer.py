@@ -8,7 +8,7 @@ from contextlib import ExitStack, aclosing, closing
 from contextvars import ContextVar
 from typing import Any, Self
 
-from llama_index.core.base.llms.types import CompletionResponse
+from llama_index.core.base.llms.types import CompletionResponse, CompletionResponseGen
 from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
@@ -281,7 +281,7 @@ def _question_in(template: BasePromptTemplate, query: str) -> str:
 
 
 def _deltas(
-    responses: Generator[Any, None, None], generation: Generation, record: _AnswerRecord
+    responses: CompletionResponseGen, generation: Generation, record: _AnswerRecord
 ) -> Generator[str, None, None]:
     """The pieces of an answer; its statistics are filled in at the end in any case."""
     try:
@@ -294,7 +294,7 @@ def _deltas(
 
 
 async def _adeltas(
-    responses: AsyncGenerator[Any, None], generation: Generation, record: _AnswerRecord
+    responses: AsyncGenerator[CompletionResponse, None], generation: Generation, record: _AnswerRecord
 ) -> AsyncGenerator[str, None]:
     try:
         async with aclosing(responses):

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -24,6 +24,9 @@ import xxhash
 from cachecraft_rag.model.demo_model import cache_folder
 from cachecraft_rag.store.small_file import replace_file
 from cachecraft_rag.types import IDENTITY_VERSION, LAYOUT_VERSION, digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Keys of a config that differ between saves and change no number; the dtype in use is digested separately.
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"})
@@ -55,7 +58,7 @@ def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
     return _fingerprint("checkpoint", weights=tensors, config=settings, tokenizer=_tokenizer(folder), dtype=dtype)
 
 
-def model_fingerprint(model: Any, tokenizer: Any) -> str:
+def model_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the fingerprint of a Hugging Face model that is given as an object, from digests of its tensors."""
     tensors = {}
     for name, tensor in model.state_dict().items():

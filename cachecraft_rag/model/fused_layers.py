@@ -8,7 +8,7 @@ computes the whole layer and reads its weights at the memory's speed. Products t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -186,7 +186,7 @@ class FusedLayer:
 
 @torch.inference_mode()
 def fused_layers(
-    layers: Sequence[Any],
+    layers: Iterable[Any],
     hidden_size: int,
     dtype: torch.dtype,
     *,

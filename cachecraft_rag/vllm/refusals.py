@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.plugin import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _STANDARD_KV = ("auto", "float16", "bfloat16", "float32", "half", "float")
 _OTHER_MODEL = (
@@ -33,7 +36,7 @@ class Refusal:
         return UnsupportedModelError(f"{model} cannot be served from chunk-caches: {self.reason}. {self.advice}.")
 
 
-def refusal(config: object, options: VLLMOptions) -> Refusal | None:
+def refusal(config: PretrainedConfig, options: VLLMOptions) -> Refusal | None:
     """Return why a model with this Hugging Face config cannot be served from chunk-caches, or None if it may be.
 
     Args:
@@ -42,7 +45,7 @@ def refusal(config: object, options: VLLMOptions) -> Refusal | None:
     return next(_refusals(config, options), None)
 
 
-def _refusals(config: Any, options: VLLMOptions) -> Iterator[Refusal]:
+def _refusals(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
     yield from _of_model(config)
     yield from _of_positions(config.get_text_config())
     yield from _of_windows(config.get_text_config(), options)
@@ -50,7 +53,7 @@ def _refusals(config: Any, options: VLLMOptions) -> Iterator[Refusal]:
     yield from _of_options(options)
 
 
-def _of_model(config: Any) -> Iterator[Refusal]:
+def _of_model(config: PretrainedConfig) -> Iterator[Refusal]:
     text = config.get_text_config()
     if getattr(text, "kv_lora_rank", None):
         yield Refusal("its attention is latent (MLA) and does not keep keys per head", _OTHER_MODEL)
@@ -62,7 +65,7 @@ def _of_model(config: Any) -> Iterator[Refusal]:
         yield Refusal(f"its architecture is {', '.join(names) or 'unknown'}; known are {known}", _OTHER_MODEL)
 
 
-def _of_positions(text: object) -> Iterator[Refusal]:
+def _of_positions(text: PretrainedConfig) -> Iterator[Refusal]:
     rope = getattr(text, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
     if kind == "longrope":
@@ -72,7 +75,7 @@ def _of_positions(text: object) -> Iterator[Refusal]:
         yield Refusal("its rotary embedding has positions of several parts", _OTHER_MODEL)
 
 
-def _of_windows(text: object, options: VLLMOptions) -> Iterator[Refusal]:
+def _of_windows(text: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
     window = getattr(text, "sliding_window", None)
     uses_window = bool(window) and getattr(text, "use_sliding_window", True)
     if uses_window and not options.disable_sliding_window:
@@ -82,7 +85,7 @@ def _of_windows(text: object, options: VLLMOptions) -> Iterator[Refusal]:
         )
 
 
-def _of_kv_caches(config: object, options: VLLMOptions) -> Iterator[Refusal]:
+def _of_kv_caches(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
     dtype = options.kv_cache_dtype
     if dtype not in _STANDARD_KV:
         yield Refusal(f"the KV cache is quantised ({dtype})", "Leave out --kv-cache-dtype")

@@ -6,7 +6,7 @@ import json
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, Literal, Protocol, Self
 
 from cachecraft_rag.checks import check_flag, check_mapping, check_names
 from cachecraft_rag.errors import ConfigError
@@ -27,7 +27,12 @@ _CHARACTERS_PER_TOKEN = 64  # text with more characters per token of the context
 # Settings that do not change captured values.
 _HARMLESS = frozenset({"reuse", "capture", "loading"})
 _EXAMPLE = 'write "documents": [{"text": "…"}, …], best first'
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_ROLES: Mapping[str, Literal["user", "assistant", "system"]] = {
+    "user": "user",
+    "assistant": "assistant",
+    "system": "system",
+    "developer": "system",
+}
 
 
 def _is_absent(value: object) -> bool:
@@ -50,6 +55,24 @@ _UNSUPPORTED: Mapping[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
+class PlainRequest(Protocol):
+    """The field of vLLM's requests that holds unknown fields of the body."""
+
+    model_extra: Mapping[str, object] | None
+
+
+class ChatRequest(PlainRequest, Protocol):
+    """The fields of vLLM's `ChatCompletionRequest` that are read here."""
+
+    documents: list[dict[str, str]] | None
+    messages: Sequence[object]
+    tools: Sequence[object] | None
+    tool_choice: object
+    max_tokens: int | None
+    max_completion_tokens: int | None
+    cache_salt: str | None
+
+
 @dataclass(frozen=True)
 class Asked:
     """A request with documents.
@@ -68,7 +91,9 @@ class Asked:
     client_salt: str
 
     @classmethod
-    def read(cls, request: Any, default: ReuseConfig, *, context_length: int, allowed: ClientSettings = "all") -> Self:
+    def read(
+        cls, request: ChatRequest, default: ReuseConfig, *, context_length: int, allowed: ClientSettings = "all"
+    ) -> Self:
         """Read vLLM's `ChatCompletionRequest`. Raises ConfigError with what to do instead.
 
         Args:
@@ -79,9 +104,10 @@ class Asked:
                 raise ConfigError(f"{name} cannot be used together with documents: {advice}")
         if request.tools and request.tool_choice not in (None, "none"):
             raise ConfigError("tools cannot be used together with documents: leave out one of the two")
+        documents = request.documents or []
         check_documents(request.documents)
         system, turns = _conversation(request.messages)
-        size = sum(len(document["text"]) for document in request.documents) + sum(len(text) for _, text in turns)
+        size = sum(len(document["text"]) for document in documents) + sum(len(text) for _, text in turns)
         if size > (most := _CHARACTERS_PER_TOKEN * context_length):
             raise ConfigError(
                 f"documents and messages have {size} characters, and the model's context is {context_length} tokens; "
@@ -90,7 +116,7 @@ class Asked:
         answer = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         return cls(
             question=turns[-1][1],
-            chunks=_chunks(request.documents, strict=_strict_ids(request)),
+            chunks=_chunks(documents, strict=_strict_ids(request)),
             history=tuple(turns[:-1]),
             system=system,
             config=_config(_reuse_settings(request), default, allowed),
@@ -99,7 +125,7 @@ class Asked:
         )
 
 
-def plain_config(request: Any, default: ReuseConfig, allowed: ClientSettings) -> ReuseConfig | None:
+def plain_config(request: PlainRequest, default: ReuseConfig, allowed: ClientSettings) -> ReuseConfig | None:
     """Return the settings of a request without documents; None if it asks for no reuse. Raises ConfigError."""
     given = _reuse_settings(request)
     if isinstance(given, Mapping) and given.get("plain_prompts") == "off":
@@ -176,7 +202,7 @@ def _chunks(documents: Sequence[Mapping[str, str]], *, strict: bool = False) -> 
     return chunks
 
 
-def _strict_ids(request: Any) -> bool:
+def _strict_ids(request: PlainRequest) -> bool:
     """Return True if a request asks to be refused when a document's id is not the id of its text."""
     given = (request.model_extra or {}).get(FIELD)
     strict = given.get(STRICT_IDS, False) if isinstance(given, Mapping) else False
@@ -184,7 +210,7 @@ def _strict_ids(request: Any) -> bool:
     return bool(strict)
 
 
-def _reuse_settings(request: Any) -> object:
+def _reuse_settings(request: PlainRequest) -> object:
     """Return the reuse settings in a request, or None."""
     given = (request.model_extra or {}).get(FIELD)
     if not isinstance(given, Mapping) or STRICT_IDS not in given:
@@ -215,18 +241,19 @@ def _check_characters(text: str, where: str) -> None:
         raise ConfigError(why) from error
 
 
-def _conversation(messages: Sequence[Any]) -> tuple[str | None, list[Turn]]:
+def _conversation(messages: Sequence[object]) -> tuple[str | None, list[Turn]]:
     """Return the instruction or None, and the turns; neighbouring messages of the same role are joined."""
     instructions: list[str] = []
-    turns: list[tuple[Any, list[str]]] = []
+    turns: list[tuple[Literal["user", "assistant"], list[str]]] = []
     for place, message in enumerate(messages):
-        role = _ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
+        fields_of_message = message if isinstance(message, Mapping) else {}
+        role = _ROLES.get(str(fields_of_message.get("role")))
         if role is None:
             raise ConfigError(
                 f"messages[{place}]: together with documents, roles are system, user and assistant; write the text of "
                 "others into a message of the user's"
             )
-        text = _text(message.get("content"), place)
+        text = _text(fields_of_message.get("content"), place)
         if role == "system":
             instructions.append(text)
         elif turns and turns[-1][0] == role:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import copy
 import hmac
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import prometheus_client
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from vllm.entrypoints.openai.chat_completion import api_router as own
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
@@ -75,7 +76,7 @@ class ChatWithDocuments:
         """Add the routes; the route of chat completions replaces vLLM's."""
         app.include_router(_router())
 
-    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Open the engine over vLLM's, and check that reuse is exact here, before the first request."""
         settings = ConnectorSettings.of(engine_client.vllm_config)
         loop = asyncio.get_running_loop()
@@ -89,10 +90,18 @@ class ChatWithDocuments:
         prometheus_client.REGISTRY.register(ServerCollector(engine, reported))
 
 
+class CacheConfig(Protocol):
+    """The fields of vLLM's `CacheConfig` that are read here."""
+
+    num_gpu_blocks: int | None
+    enable_prefix_caching: bool
+    block_size: int
+
+
 class Endpoint:
     """State of the routes: the engine, threads for blocking calls, and the records of requests."""
 
-    def __init__(self, engine: ServerEngine, cache_config: Any) -> None:
+    def __init__(self, engine: ServerEngine, cache_config: CacheConfig) -> None:
         self.engine = engine
         self.records = Records(engine.ended)
         self.plain_prompts: PlainPrompts | None = None
@@ -137,7 +146,7 @@ async def _documents_are_well_formed(raw_request: Request) -> None:
             raise bad_request(error) from error
 
 
-async def create_chat_completion(request: ChatCompletionRequest, raw_request: Request) -> Any:
+async def create_chat_completion(request: ChatCompletionRequest, raw_request: Request) -> Response:
     """Serve chat completions; requests with `documents` are served from chunk-caches."""
     if request.documents is not None:
         return await _with_documents(request, raw_request)
@@ -148,12 +157,12 @@ async def create_chat_completion(request: ChatCompletionRequest, raw_request: Re
 
 @with_cancellation  # type: ignore[untyped-decorator]
 @load_aware_call  # type: ignore[untyped-decorator]
-async def _with_documents(request: ChatCompletionRequest, raw_request: Request) -> Any:
+async def _with_documents(request: ChatCompletionRequest, raw_request: Request) -> Response:
     endpoint = _endpoint(raw_request)
     engine = endpoint.engine
     session = endpoint.session(raw_request)
 
-    def prepare() -> tuple[RequestRecord, dict[str, Any], str]:
+    def prepare() -> tuple[RequestRecord, dict[str, object], str]:
         asked = Asked.read(
             request,
             engine.config,
@@ -186,7 +195,7 @@ async def _with_documents(request: ChatCompletionRequest, raw_request: Request) 
 
 @with_cancellation  # type: ignore[untyped-decorator]
 @load_aware_call  # type: ignore[untyped-decorator]
-async def _plain_chat(request: ChatCompletionRequest, raw_request: Request, origin: Origin) -> Any:
+async def _plain_chat(request: ChatCompletionRequest, raw_request: Request, origin: Origin) -> Response:
     async def locate(ids: Sequence[int]) -> Searched:
         """Locate each message: there the prompt differs from the same prompt with that message replaced."""
         texts = []
@@ -206,7 +215,7 @@ async def _plain_chat(request: ChatCompletionRequest, raw_request: Request, orig
     return await _answer(handler.create_chat_completion, request, raw_request)
 
 
-async def create_completion(request: CompletionRequest, raw_request: Request) -> Any:
+async def create_completion(request: CompletionRequest, raw_request: Request) -> Response:
     """Serve completions; only chat completions take documents."""
     _require_none(request)
     if (origin := _origin(request, raw_request)) is None:
@@ -216,7 +225,7 @@ async def create_completion(request: CompletionRequest, raw_request: Request) ->
 
 @with_cancellation  # type: ignore[untyped-decorator]
 @load_aware_call  # type: ignore[untyped-decorator]
-async def _plain_completion(request: CompletionRequest, raw_request: Request, origin: Origin) -> Any:
+async def _plain_completion(request: CompletionRequest, raw_request: Request, origin: Origin) -> Response:
     async def locate(ids: Sequence[int]) -> Searched:
         return Searched((range(len(ids)),))
 
@@ -250,7 +259,7 @@ def _searching(stock: Any, raw_request: Request, origin: Origin, locate: Locate)
     return handler
 
 
-async def create_responses(request: ResponsesRequest, raw_request: Request) -> Any:
+async def create_responses(request: ResponsesRequest, raw_request: Request) -> Response:
     """Serve responses as vLLM does; only chat completions take documents."""
     _require_none(request)
     return await responses.create_responses(request, raw_request)
@@ -261,7 +270,9 @@ def _require_none(request: CompletionRequest | ResponsesRequest) -> None:
         raise bad_request(ConfigError("documents are taken by /v1/chat/completions: send the question there"))
 
 
-async def _answer(act: Callable[..., Any], request: Any, raw_request: Request) -> Any:
+async def _answer(
+    act: Callable[[object, Request], Awaitable[object]], request: object, raw_request: Request
+) -> Response:
     """Answer as vLLM's route does, with the handler's method `act`."""
     answer = await act(request, raw_request)
     if isinstance(answer, ErrorResponse):
@@ -273,18 +284,18 @@ async def _answer(act: Callable[..., Any], request: Any, raw_request: Request) -
     return StreamingResponse(with_sse_keep_alive(answer, interval), media_type="text/event-stream")
 
 
-async def facts(raw_request: Request) -> dict[str, Any]:
+async def facts(raw_request: Request) -> dict[str, object]:
     """Return the served model and the settings that a client needs."""
     return _endpoint(raw_request).engine.facts()
 
 
-async def tokenizer(raw_request: Request) -> dict[str, Any]:
+async def tokenizer(raw_request: Request) -> dict[str, object]:
     """Return the files of the model's tokenizer, for clients that do not have them."""
     endpoint = _endpoint(raw_request)
     return {"files": await endpoint.in_thread(endpoint.engine.tokenizer_files)}
 
 
-async def statistics(name: str, raw_request: Request) -> dict[str, Any]:
+async def statistics(name: str, raw_request: Request) -> dict[str, object]:
     """Return statistics of a request with documents; `name` is the id of its answer."""
     endpoint = _endpoint(raw_request)
     numbers = endpoint.records.get(name, session=endpoint.session(raw_request))
@@ -293,13 +304,13 @@ async def statistics(name: str, raw_request: Request) -> dict[str, Any]:
     return numbers
 
 
-async def prime(raw_request: Request) -> dict[str, Any]:
+async def prime(raw_request: Request) -> dict[str, object]:
     """Capture the chunks of one document, in order; with "estimate": only count them, with the disk's space."""
     endpoint = _administered(raw_request)
     body = await _body(raw_request)
     engine = endpoint.engine
 
-    def act() -> dict[str, Any]:
+    def act() -> dict[str, object]:
         asked = read_priming(body, context_length=engine.decoder.context_length)
         primer = engine.primer(related=lambda _: asked.related)
         if asked.estimate:
@@ -309,12 +320,12 @@ async def prime(raw_request: Request) -> dict[str, Any]:
     return await endpoint.in_thread(act, slow=True)
 
 
-async def evict(raw_request: Request) -> Any:
+async def evict(raw_request: Request) -> dict[str, object]:
     """Remove the chunk-caches of chunks in this server's namespace, by their ids."""
     endpoint = _administered(raw_request)
     body = await _body(raw_request)
 
-    def act() -> Any:
+    def act() -> dict[str, object]:
         ids = read_body(body, ("chunk_ids",)).get("chunk_ids")
         if not isinstance(ids, list):
             raise ConfigError('write {"chunk_ids": ["…"]}')
@@ -356,7 +367,7 @@ def _router() -> APIRouter:
     """Return the routes, added without decorators, which would hide the functions' types."""
     router = APIRouter()
     json = Depends(validate_json_request)
-    posts: list[tuple[str, Callable[..., Any], list[Any]]] = [
+    posts: list[tuple[str, Callable[..., Awaitable[object]], list[object]]] = [
         ("/v1/chat/completions", create_chat_completion, [json, Depends(_documents_are_well_formed)]),
         ("/v1/completions", create_completion, [json]),
         ("/v1/responses", create_responses, [json]),
@@ -365,7 +376,7 @@ def _router() -> APIRouter:
     ]
     for path, act, dependencies in posts:
         router.add_api_route(path, act, methods=["POST"], dependencies=dependencies)
-    gets: list[tuple[str, Callable[..., Any]]] = [
+    gets: list[tuple[str, Callable[..., Awaitable[object]]]] = [
         ("/v1/cachecraft", facts),
         ("/v1/cachecraft/tokenizer", tokenizer),
         ("/v1/cachecraft/requests/{name}", statistics),

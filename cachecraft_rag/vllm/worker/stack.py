@@ -23,7 +23,7 @@ from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.attention_choice import measured_paths
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types import DTypeName, KVLayout
 from cachecraft_rag.vllm.worker.ranks import OneRank, TensorParallel
 
 
@@ -49,7 +49,7 @@ class WorkerStack:
             layers=len(self._layers),
             kv_heads=attention.attn.num_kv_heads,
             head_dim=attention.attn.head_size,
-            dtype=cast(Any, str(self.dtype).removeprefix("torch.")),
+            dtype=cast(DTypeName, str(self.dtype).removeprefix("torch.")),
         )
         # From the config: the CPU build packs the weights and leaves empty tensors in their place.
         self.keys_per_row = keys_per_row_of(model.config)
