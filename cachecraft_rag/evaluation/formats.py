@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from cachecraft_rag.errors import ConfigError, DocumentError
 
@@ -82,6 +82,9 @@ def texts_of(values: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text.strip() for text in values if text.strip()))
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, slots=True)
 class JsonRecord:
     """One JSON object, line or row; `where` locates it, in words, for error messages.
@@ -90,12 +93,12 @@ class JsonRecord:
     """
 
     where: str
-    fields: Mapping[str, Any]
+    fields: Mapping[str, object]
 
     def __contains__(self, name: str) -> bool:
         return name in self.fields
 
-    def _field(self, name: str, kind: type, wanted: str) -> Any:
+    def _field(self, name: str, kind: type[T], wanted: str) -> T:
         value = self.fields.get(name)
         if not isinstance(value, kind):
             problem = "is missing" if value is None else f"is {json.dumps(value, default=str)[:40]}"
@@ -104,7 +107,7 @@ class JsonRecord:
 
     def text(self, name: str) -> str:
         """A text that is not blank, stripped."""
-        text: str = self._field(name, str, "a text").strip()
+        text = self._field(name, str, "a text").strip()
         if not text:
             raise DocumentError(f'{self.where}: "{name}" is blank. Fix or remove that entry.')
         return text
@@ -118,13 +121,13 @@ class JsonRecord:
         """A list of texts; empty if it is optional and missing."""
         if optional and self.fields.get(name) is None:
             return []
-        values: list[Any] = self._field(name, list, "a list of texts")
+        values: list[object] = self._field(name, list, "a list of texts")
         items = JsonRecord(self.where, {f"{name} {place}": value for place, value in enumerate(values, start=1)})
         return [items._field(item, str, "a text") for item in items.fields]
 
     def records(self, name: str) -> list[JsonRecord]:
         """A list of objects."""
-        values: list[Any] = self._field(name, list, "a list of objects")
+        values: list[object] = self._field(name, list, "a list of objects")
         return [as_record(value, f"{self.where}, {name} {place}") for place, value in enumerate(values, start=1)]
 
     def record(self, name: str) -> JsonRecord:

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 import xxhash
@@ -126,7 +126,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return []
 
 
-def _tokenizer(folder: Path) -> dict[str, Any]:
+def _tokenizer(folder: Path) -> Mapping[str, object]:
     if (whole := folder / "tokenizer.json").is_file():
         return _without(json.loads(whole.read_text(encoding="utf-8")), _CALL_STATE)
     files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
@@ -189,7 +189,7 @@ def _whole(path: Path) -> str:
     return state.hexdigest()
 
 
-def _update(state: Any, file: Any, nbytes: int) -> int:
+def _update(state: xxhash.xxh3_128, file: BinaryIO, nbytes: int) -> int:
     """Feed the next `nbytes` of a file to a digest; returns how many there were."""
     done = 0
     while done < nbytes and (piece := file.read(min(_PIECE, nbytes - done))):

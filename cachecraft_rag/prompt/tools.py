@@ -154,7 +154,7 @@ def _is_call(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("arguments"), dict)
 
 
-def call_message(name: str, arguments: Mapping[str, object], number: int) -> dict[str, Any]:
+def call_message(name: str, arguments: Mapping[str, object], number: int) -> dict[str, object]:
     """Return a call in the form that templates take."""
     function = {"name": name, "arguments": dict(arguments)}
     return {"id": f"{number:09}", "type": "function", "function": function}
@@ -232,7 +232,7 @@ class CallReader:
             place = text.find("{", stop)
         return ("" if calls else text), calls
 
-    def _call(self, value: Any) -> ToolCall | None:
+    def _call(self, value: Mapping[str, object]) -> ToolCall | None:
         name = value.get(self._form.name_key)
         arguments = value.get(self._form.arguments_key, {})
         if isinstance(arguments, str):  # some models write the object as a string

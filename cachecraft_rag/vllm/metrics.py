@@ -1,7 +1,8 @@
-"""Our metrics at a server's own /metrics: requests are counted in the API server, loads and captures where vLLM runs.
+"""Metrics of this package at /metrics of a vLLM server.
 
-The stores of the scheduler and of the first worker send their counts with vLLM's own statistics, after each step that
-changed them. They are running totals, so a lost one does no harm.
+Requests are counted in the API server, loads and captures in vLLM's processes. The stores of the scheduler and of the
+first worker send their counts with vLLM's own statistics, after each step that changed them. Counts are running totals,
+so a lost message does no harm.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ def counts_of(store: ChunkCacheStore) -> dict[str, object]:
 
 @dataclass
 class StoreCounts(KVConnectorStats):
-    """Counts of the stores of one vLLM engine: `data` is by "scheduler" and "worker", beside `REPORTS`."""
+    """Counts of the stores of one vLLM engine: `data` has the keys "scheduler", "worker" and `REPORTS`."""
 
     def reset(self) -> None:
         """Forget all counts."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another store's counts, or the same one's newer totals."""
+        """Add the counts of another store, or newer totals of the same store."""
         return StoreCounts(self.data | other.data)
 
     def reduce(self) -> dict[str, int | float]:
@@ -58,11 +59,11 @@ class StoreCounts(KVConnectorStats):
 
 
 class ReportedCounts(KVConnectorPromMetrics):
-    """In the API server: the newest totals of each store.
+    """The newest totals of each store, in the API server.
 
     Attributes:
-        latest: by number of vLLM's engine and by sender.
-        on_report: called with the name and the report of a request that is filled.
+        latest: (number of vLLM's engine, sender) → counts.
+        on_report: called with the name and the report of each filled request.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -71,7 +72,7 @@ class ReportedCounts(KVConnectorPromMetrics):
         self.on_report: Callable[[str, FillReport], object] = lambda _name, _report: None
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take over the counts that came with a step's statistics."""
+        """Take the counts in the statistics of a step."""
         for who, counts in transfer_stats_data.items():
             if who != REPORTS:
                 self.latest[engine_idx, who] = counts

@@ -30,12 +30,12 @@ _NOTHING: tuple[object, ...] = (None, "", "{}", "auto", "None", False, {})
 
 @dataclass(frozen=True)
 class VLLMOptions:
-    """Decisive options of a vLLM server; names without a comment are vLLM's own.
+    """Options of a vLLM server that matter for reuse; other fields have vLLM's own names.
 
     Attributes:
-        speculates: speculative decoding is on.
-        prefetches_weights: weights are offloaded and fetched layer by layer while a forward runs.
-        shaping: (option, value) for each option that changes what the model computes.
+        speculates: True if speculative decoding is on.
+        prefetches_weights: True if weights are offloaded and fetched layer by layer during a forward pass.
+        shaping: (option, value) of each option that changes the model's results.
     """
 
     enable_lora: bool = False
@@ -53,7 +53,7 @@ class VLLMOptions:
 
     @classmethod
     def from_arguments(cls, arguments: Sequence[str]) -> Self:
-        """Read them from arguments of vLLM's command line, without importing vLLM, which takes many seconds.
+        """Read the options from vLLM's command line without importing vLLM, which takes many seconds.
 
         >>> VLLMOptions.from_arguments(["--enable-lora", "--kv_cache_dtype=fp8", "-pp", "2"]).kv_cache_dtype
         'fp8'
@@ -75,9 +75,9 @@ class VLLMOptions:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
-        """Read them from values by the names of vLLM's `EngineArgs`; those that are missing have their defaults.
+        """Read the options from a mapping with names of vLLM's `EngineArgs`; missing ones have their defaults.
 
-        Raises ConfigError for a function in the place of plain values, whose effect on the model cannot be compared.
+        Raises ConfigError for a function in place of plain values, because functions cannot be compared.
         """
         known = {field.name: type(field.default) for field in fields(cls) if field.name != "shaping"}
         chosen = {name: _as(known[name], name, values[name]) for name in known if values.get(name) is not None}
@@ -94,7 +94,7 @@ class VLLMOptions:
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
-        """Read them from a running vLLM's `VllmConfig`; without `shaping`, which the front end has digested."""
+        """Read the options from the `VllmConfig` of a running vLLM, without `shaping`, which the front end handles."""
         parallel = config.parallel_config
         offload = config.offload_config
         return cls(
@@ -142,7 +142,7 @@ def _as(kind: type, name: str, value: Any) -> Any:
 
 
 def _text(name: str, value: object) -> str:
-    """A value as text that is the same for the same JSON."""
+    """Return a value as text; equal JSON gives equal text."""
     if callable(value):
         raise ConfigError(f"{name}: a function cannot be compared with another server's; write plain values")
     if isinstance(value, str):

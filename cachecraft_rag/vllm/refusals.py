@@ -1,7 +1,7 @@
 """Models and options of vLLM with which chunk-caches cannot be reused, decided from the config before vLLM starts.
 
-vLLM needs a minute to start, and ends with several tracebacks where its connector refuses. So what can be known is
-decided here, in a moment. `worker.refusals` adds what only a running vLLM knows.
+vLLM needs a minute to start, and ends with several tracebacks if its connector refuses a model. So all reasons that the
+config shows are found here, at once. `worker.refusals` adds those that only a running vLLM knows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Refusal:
     advice: str
 
     def error(self, model: str) -> UnsupportedModelError:
-        """The error that says both."""
+        """Return an error with reason and advice."""
         return UnsupportedModelError(f"{model} cannot be served from chunk-caches: {self.reason}. {self.advice}.")
 
 
@@ -40,7 +40,7 @@ def refusal(config: PretrainedConfig, options: VLLMOptions) -> Refusal | None:
     """Return why a model with this Hugging Face config cannot be served from chunk-caches, or None if it may be.
 
     Args:
-        config: of the whole model; that of its text part is found in it.
+        config: config of the whole model, which contains that of its text part.
     """
     return next(_refusals(config, options), None)
 

@@ -25,7 +25,7 @@ from cachecraft_rag.vllm.messages import REPORTS, Fill, FillReport, News
 from cachecraft_rag.vllm.metrics import ReportedCounts, StoreCounts, counts_of
 from cachecraft_rag.vllm.processes import settle_in
 from cachecraft_rag.vllm.settings import ConnectorSettings
-from cachecraft_rag.vllm.worker.interfaces import EngineRequest, RequestBlocks, SchedulerOutput
+from cachecraft_rag.vllm.worker.interfaces import CausalLM, EngineRequest, RequestBlocks, SchedulerOutput
 from cachecraft_rag.vllm.worker.models import model_of
 from cachecraft_rag.vllm.worker.ranks import ranks_of_worker
 from cachecraft_rag.vllm.worker.refusals import start_up_refusal
@@ -63,7 +63,7 @@ class StepNews(KVConnectorWorkerMetadata):
     news: News
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Join it with another rank's."""
+        """Join the news with those of another rank."""
         assert isinstance(other, StepNews), "all ranks run this connector"
         return StepNews(self.news.joined(other.news))
 
@@ -96,7 +96,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
             # Page-locked memory: copies from it are several times as fast. vLLM needs the GPU's memory for itself.
             store_config = replace(store_config, device=str(stack.device), device_bytes=0)
         self._store = ChunkCacheStore.open(self._settings.store, store_config)
-        # One of the two: vLLM calls the methods of one end only.
+        # Only one of the two is set: vLLM calls the methods of one side only.
         self._scheduling: Scheduling
         self._workers: Workers
         self._end: Scheduling | Workers
@@ -116,7 +116,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler ----------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Number of tokens to be filled, and that this happens between steps; None: not known yet."""
+        """Return how many tokens will be filled (None: not known yet), and True if that happens between steps."""
         tokens = self._safely(_NONE, lambda: self._scheduling.matched(request, num_computed_tokens))
         return tokens, bool(tokens)
 
@@ -126,7 +126,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Work of this step; the rows are those that vLLM's own requests leave."""
+        """Return the work of this step, with as many rows as vLLM's own requests leave."""
         scheduled = int(scheduler_output.total_num_scheduled_tokens)
         left = self._step_tokens - scheduled
         rows = max(left, self._settings.least_rows)
@@ -147,7 +147,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: EngineRequest, block_ids: list[int]
     ) -> tuple[bool, dict[str, FillReport] | None]:
-        """Statistics that go out with the answer; vLLM may free the blocks."""
+        """Return the statistics that the answer carries. vLLM may free the blocks."""
         return False, self._safely(None, lambda: self._scheduling.finished(request))
 
     def request_finished_all_groups(
@@ -159,7 +159,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
-        """Fill, for this step's share of time."""
+        """Fill blocks for this step's share of time."""
         work = self._get_connector_metadata()
         assert isinstance(work, StepWork), "made by build_connector_meta"
         self._safely(None, lambda: self._workers.step(**vars(work)))
@@ -174,23 +174,24 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose blocks are filled, or that were given up."""
+        """Return the requests whose blocks are filled, or that were given up."""
         return None, self._workers.finished() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that could not be filled: vLLM computes them."""
+        """Return the blocks that could not be filled and that vLLM has to compute."""
         return self._workers.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Reports and captures under way."""
+        """Return reports and running captures."""
         news = self._safely(None, lambda: self._workers.news())
         return None if news is None else StepNews(news)
 
     # -- both ---------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> StoreCounts | None:
-        """Running totals of the store, if they have changed, and reports of requests that are filled; of the workers
-        only the first one reports.
+        """Return running totals of the store, if they have changed, and reports of filled requests.
+
+        Only the first worker reports.
         """
         return self._safely(None, self._new_counts)
 
@@ -207,12 +208,12 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> StoreCounts:
-        """Counts, on their arrival in the API server."""
+        """Return the counts that have arrived in the API server."""
         return StoreCounts(data or {})
 
     @classmethod
     def build_prom_metrics(cls, *arguments: object) -> ReportedCounts:
-        """Their receiver for /metrics, see `metrics.ServerCollector`."""
+        """Return the receiver of counts for /metrics, see `metrics.ServerCollector`."""
         return ReportedCounts(*arguments)
 
     def shutdown(self) -> None:
@@ -221,10 +222,10 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
             self._safely(None, part.close)
 
     def _safely(self, otherwise: T, act: Callable[[], T]) -> T:
-        """Return the result of `act`, or `otherwise`. The one place that keeps every exception from vLLM.
+        """Return the result of `act`, or `otherwise` after an exception.
 
-        Failures of a disk, a remote or a request are handled further down. Whatever arrives here is a mistake of any
-        kind; vLLM would end its engine, and with it every user's request.
+        Failures of a disk, a remote or a request are handled further down. An exception that arrives here is a bug;
+        vLLM would end its engine, and with it the requests of all users.
         """
         try:
             return act()
@@ -233,8 +234,8 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
             return otherwise
 
 
-def _running_model(vllm_config: Any) -> object:
-    """The model of this worker. Raises UnsupportedModelError where it is not one of this package's."""
+def _running_model(vllm_config: Any) -> CausalLM:
+    """Return the model of this worker. Raises UnsupportedModelError if it is not a class of this package."""
     model = model_of(vllm_config)
     if model is None:
         raise UnsupportedModelError(

@@ -1,9 +1,13 @@
-"""The attributes of vLLM's objects that the scheduler's side reads. vLLM itself is untyped here."""
+"""The attributes of vLLM's objects that this folder reads. vLLM itself is untyped here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig
 
 
 class RequestSampling(Protocol):
@@ -32,6 +36,53 @@ class RequestBlocks(Protocol):
 
     def get_block_ids(self) -> tuple[list[int], ...]:
         """Return the block ids of each group of layers."""
+
+
+class Attention(Protocol):
+    """`vllm.attention.layer.Attention`, the attention of a layer."""
+
+    layer_name: str
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    impl: Any
+    kv_cache: Tensor
+    forward: Callable[..., Tensor]
+
+
+class SelfAttention(Protocol):
+    """The attention module of a decoder layer."""
+
+    attn: Attention
+    rotary_emb: Any
+
+
+class DecoderLayer(Protocol):
+    """A decoder layer like Llama's."""
+
+    self_attn: SelfAttention
+
+    def __call__(self, positions: Tensor, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return hidden states and residual."""
+
+
+class DecoderLayers(Protocol):
+    """The part of a causal LM that holds its layers."""
+
+    layers: Sequence[DecoderLayer]
+
+
+class CausalLM(Protocol):
+    """A causal LM like Llama's."""
+
+    model: DecoderLayers
+    config: PretrainedConfig
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Return the weights."""
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings of token ids."""
 
 
 class SchedulerOutput(Protocol):

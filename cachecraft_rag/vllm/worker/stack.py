@@ -24,16 +24,17 @@ from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.attention_choice import measured_paths
 from cachecraft_rag.types import DTypeName, KVLayout
+from cachecraft_rag.vllm.worker.interfaces import Attention, CausalLM
 from cachecraft_rag.vllm.worker.ranks import OneRank, TensorParallel
 
 
 class WorkerStack:
     """One rank's decoder layers inside a vLLM worker; see `compute.stack.Stack`.
 
-    Raises UnsupportedModelError with the reason where the layers are not what the passes need.
+    Raises UnsupportedModelError with the reason if the passes cannot run these layers.
     """
 
-    def __init__(self, model: Any, ranks: OneRank | TensorParallel) -> None:
+    def __init__(self, model: CausalLM, ranks: OneRank | TensorParallel) -> None:
         self.ranks = ranks
         self._model = model
         self._layers = list(model.model.layers)
@@ -64,7 +65,7 @@ class WorkerStack:
             )
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Token ids `[rows]` to `[2, rows, hidden]`: a residual of zeros counts as none."""
+        """Embed token ids `[rows]` as `[2, rows, hidden]`, with a residual of zeros."""
         hidden = self._model.embed_input_ids(ids)
         return torch.stack((hidden, torch.zeros_like(hidden)))
 
@@ -74,7 +75,7 @@ class WorkerStack:
         return [0] * len(self._layers)
 
     def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
-        """cos and sin of the model's own rotary module, each `[tokens, rotary_dim]`."""
+        """Return cos and sin of the model's own rotary module, each `[tokens, rotary_dim]`."""
         cos, sin = self._rotary.cos_sin_cache[positions].to(self.dtype).chunk(2, dim=-1)
         return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
@@ -85,7 +86,7 @@ class WorkerStack:
             return torch.stack(layer(positions, hidden[0], hidden[1]))
 
     @contextmanager
-    def _taken_apart(self, attention: Any, index: int, layer_pass: LayerPass) -> Iterator[None]:
+    def _taken_apart(self, attention: Attention, index: int, layer_pass: LayerPass) -> Iterator[None]:
         width = attention.head_size
         settings = _settings(attention)
         raised: list[Exception] = []
@@ -95,7 +96,7 @@ class WorkerStack:
             try:
                 return layer_pass.attend(index, q, k, v, settings).reshape(query.shape[0], -1)
             except Exception as error:  # noqa: BLE001  # raised again below
-                # The layer goes on to sums over all ranks, and the others wait there.
+                # Not raised here: the layer continues with sums over all ranks, where the others wait.
                 raised.append(error)
                 return torch.zeros_like(query)
 
@@ -123,13 +124,13 @@ class WorkerStack:
             )
 
 
-def _settings(attention: Any) -> AttentionSettings:
+def _settings(attention: Attention) -> AttentionSettings:
     impl = attention.impl
     softcap = getattr(impl, "logits_soft_cap", None) or getattr(impl, "softcap", None) or None
     return AttentionSettings(impl.scale, getattr(attention, "sliding_window", None), softcap)
 
 
-def _unsupported_reason(layers: list[object]) -> str | None:
+def _unsupported_reason(layers: Sequence[object]) -> str | None:
     attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
     if any(not hasattr(attention, name) for attention in attentions for name in ("rotary_emb", "attn")):
         return "its layers are not laid out like Llama's, or another rank holds some of them"
