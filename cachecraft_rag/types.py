@@ -225,7 +225,7 @@ class VariantKey:
         >>> len({key.variant_id, key.variant_id_in("ada"), key.variant_id_in("bob")})
         3
         """
-        owner = ("variant",) if session is None else ("private variant", session)
+        owner = ("private variant", session) if session is not None else ("variant",)
         return digest(*owner, self.namespace, self.fingerprint, self.chunk_id, *self.origin_prefix)
 
 
@@ -252,7 +252,8 @@ class Variant:
     cci            eq. 11
     exact_share    share of the origin prefix's tokens that were exact when this variant was captured: computed, or
                    taken from a lossless chunk-cache of the very same prefix (1.0 = exact capture)
-    session        None when shared; otherwise the only session that may see it because private text stood before it
+    session        None if shared; otherwise the only session that may use it, because it was captured after private
+                   text
     tokens_digest  digest of the token ids; a variant serves only a segment with the same ids
     reuse_frequency  f_r of Cache-Craft §3.3: grows by 1 / max(CFO, 1/tokens) at each use
     primed         True if it was captured by priming, after its neighbours in the document
@@ -296,11 +297,12 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class Capture:
-    """A newly computed chunk-cache on its way into the store.
+    """A newly computed chunk-cache that is to be stored.
 
-    `kv` is `[layers, 2, tokens, kv_heads, head_dim]`: raw keys and values, contiguous, on the CPU. `extra_variant`: a
-    further variant of a stored chunk, dropped if any process removed that chunk meanwhile. `mark`: by which its text
-    is recognised in prompts, and the place of its last token (`planning.found_text.marks`).
+    kv             `[layers, 2, tokens, kv_heads, head_dim]`: raw keys and values, contiguous, on the CPU
+    extra_variant  True for a further variant of a stored chunk, which is dropped if a process has removed that chunk
+    mark           mark by which its text is recognised in prompts, and the position of its last token
+                   (`planning.found_text.marks`)
     """
 
     key: VariantKey
@@ -333,14 +335,14 @@ class LoadedVariant:
 class LoadFailure(StrEnum):
     """Reasons for not loading a stored chunk-cache. The value is the code that statistics count by."""
 
-    MISSING = "missing"  # its file, or what the remote had
+    MISSING = "missing"  # its file or its payload on the remote
     DAMAGED = "damaged"
     UNKNOWN_FORMAT = "unknown_format"  # of a codec that is not installed
     UNREADABLE = "unreadable"  # the system refused; this may pass
     NO_MEMORY = "no_memory"
     NO_REMOTE = "no_remote"  # it is on a remote, and this store has none
-    NOT_OFFERED = "not_offered"  # no look-up on the remote gave it
-    CIRCUIT_OPEN = "circuit_open"  # the remote, after repeated failures
+    NOT_OFFERED = "not_offered"  # no look-up on the remote has returned it
+    CIRCUIT_OPEN = "circuit_open"  # the remote is not asked after repeated failures
     CLOSED = "closed"
 
 
@@ -349,9 +351,9 @@ class CaptureDrop(StrEnum):
 
     CLOSED = "closed"
     TOO_LARGE = "too_large"  # larger than the whole byte budget
-    QUEUE_FULL = "queue_full"  # the store's, see `StoreConfig.queue_bytes`
+    QUEUE_FULL = "queue_full"  # see `StoreConfig.queue_bytes`
     FLAWED = "flawed"  # its scores cannot be stored
-    NOT_ENCODABLE = "not_encodable"  # by this codec
+    NOT_ENCODABLE = "not_encodable"  # the codec cannot encode its values
     DISK_FULL = "disk_full"
     FILE_ERROR = "file_error"
     CATALOG_ERROR = "catalog_error"
@@ -360,9 +362,9 @@ class CaptureDrop(StrEnum):
     FOLDER_GONE = "folder_gone"
     CANCELLED = "cancelled"
     PRIVATE = "private"  # captured after private text, without a session that could reuse it
-    WRITE_BACK_FULL = "write_back_full"  # too many wait to be described
-    FAILED = "failed"  # while it was described
-    REMOVED = "removed"  # its chunk was, meanwhile
+    WRITE_BACK_FULL = "write_back_full"  # too many captures wait to be described
+    FAILED = "failed"  # an exception while it was described
+    REMOVED = "removed"  # its chunk was removed
 
 
 class EvictionReason(StrEnum):
@@ -380,8 +382,8 @@ class EvictionReason(StrEnum):
 class Unavailable:
     """A variant that the catalog lists but that could not be served (a miss), or a capture that is not stored.
 
-    code    what statistics count by
-    reason  in words, with what is known of this one
+    code    code that statistics count by
+    reason  reason in words, specific to this variant
     """
 
     variant_id: str
@@ -391,10 +393,10 @@ class Unavailable:
 
 @dataclass(frozen=True, slots=True)
 class Damaged(Unavailable):
-    """The bytes are missing or wrong for good, so row and file should go; a plain `Unavailable` may pass."""
+    """The bytes are missing or damaged permanently, so row and file should be removed. Other reasons may pass."""
 
 
 class RemovedChunks(set[str]):
-    """Ids of the chunks removed since something began that may capture them; see `compute.captures.write_back`."""
+    """Ids of chunks that were removed after a capture of them had begun; see `compute.captures.write_back`."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]  # by identity, to be held weakly

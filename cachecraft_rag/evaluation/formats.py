@@ -101,7 +101,8 @@ class JsonRecord:
     def _field(self, name: str, kind: type[T], wanted: str) -> T:
         value = self.fields.get(name)
         if not isinstance(value, kind):
-            problem = "is missing" if value is None else f"is {json.dumps(value, default=str)[:40]}"
+            shown = json.dumps(value, default=str)[:40]
+            problem = f"is {shown}" if value is not None else "is missing"
             raise DocumentError(f'{self.where}: "{name}" {problem}; it must be {wanted}. Fix or remove that entry.')
         return value
 

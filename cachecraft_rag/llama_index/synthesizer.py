@@ -246,7 +246,9 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         return response.text if self._output_cls is None else validated(self._output_cls, response.text)
 
     def _get_prompts(self) -> PromptDictType:
-        return {} if self._template is None else {"text_qa_template": self._template}
+        if self._template is None:
+            return {}
+        return {"text_qa_template": self._template}
 
     def _update_prompts(self, prompts: PromptDictType) -> None:
         if others := prompts.keys() - {"text_qa_template"}:

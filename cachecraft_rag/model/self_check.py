@@ -104,8 +104,8 @@ def _check_windows(decoder: Decoder, output: PrefillResult) -> None:
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     for layer, settings in enumerate(output.recorder.settings):
-        has_window = kinds is None or kinds[layer] == "sliding_attention"
-        expected = window if has_window else None
+        is_global = kinds is not None and kinds[layer] != "sliding_attention"
+        expected = None if is_global else window
         if settings.window != expected:
             raise _refusal(decoder, f"layer {layer} attends within a window of {settings.window}, not {expected}")
 

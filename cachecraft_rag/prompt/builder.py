@@ -446,7 +446,7 @@ class PromptBuilder:
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, Any]], *, tools: Sequence[Mapping[str, object]] | None) -> str:
-    options = {} if tools is None else {"tools": tools}
+    options = {"tools": tools} if tools is not None else {}
     rendered: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     return rendered
 

@@ -487,7 +487,7 @@ class ChunkCacheStore(Closeable):
         with self._lock:
             first = kind not in self._warned
             self._warned.add(kind)
-        extra = None if fields is None else {"cachecraft": fields}
+        extra = {"cachecraft": fields} if fields is not None else None
         logger.log(logging.WARNING if first else logging.INFO, "%s", message, extra=extra)
 
     def _count_load(self, tier: TierName) -> None:
