@@ -109,7 +109,7 @@ class Measuring:
         *,
         origin: OriginCondition,
         kind: type[ChunkCacheStore] | None = None,
-    ) -> tuple[dict[str, Any], list[Record]]:
+    ) -> tuple[dict[str, object], list[Record]]:
         """Measure what the folder's records lack; returns the settings as written there, and all records."""
         from cachecraft_rag.evaluation import runner
         from cachecraft_rag.evaluation.measuring import trials_of

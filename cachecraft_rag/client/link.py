@@ -119,7 +119,7 @@ class Link:
         """Close the connections; requests under way fail."""
         self._client.close()
 
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self) -> Mapping[str, object]:
         """Return facts about the server. Raises ServerError if it is another kind of server, or another version."""
         facts = self.call("/v1/cachecraft")
         if not isinstance(facts, dict) or "protocol" not in facts:
@@ -161,7 +161,7 @@ class Link:
         except (ValueError, RecursionError) as error:
             raise ServerError(self._not_ours()) from error
 
-    def report(self, name: str, *, headers: Mapping[str, str]) -> Mapping[str, Any]:
+    def report(self, name: str, *, headers: Mapping[str, str]) -> Mapping[str, object]:
         """Return the report of a request; empty if the server has none, or sends nonsense."""
         try:
             reply = self.call(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=headers)

@@ -208,7 +208,7 @@ def new_tokens(event: Mapping[str, object]) -> list[int]:
     return tokens
 
 
-def report_of(reply: object) -> Mapping[str, Any]:
+def report_of(reply: object) -> Mapping[str, object]:
     """Return the report of a request; empty if the server has none. For use within `checked_reply`."""
     report = mapping_of(mapping_of(reply).get("report") or {})
     for entry in list_of(report.get("segments") or []):

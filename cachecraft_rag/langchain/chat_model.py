@@ -95,7 +95,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_settings_of_servers(cls, values: Any) -> Any:
+    def _without_settings_of_servers(cls, values: Any) -> object:
         """Ignore server settings (a timeout …), so that this model can replace a remote one in an application."""
         return {name: value for name, value in values.items() if name not in _SERVER_SETTINGS}
 
@@ -106,7 +106,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         *,
         store: PathLike = "chunk-caches",
         config: EngineConfig | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> Self:
         """Load a model and open (or make) a store of chunk-caches, as `Engine.from_pretrained` does.
 
@@ -133,7 +133,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         self._opened.close()
 
     def bind_tools(
-        self, tools: Sequence[Any], *, tool_choice: str | bool | dict[str, Any] | None = None, **kwargs: Any
+        self, tools: Sequence[Any], *, tool_choice: str | bool | dict[str, Any] | None = None, **kwargs: object
     ) -> Runnable[Any, AIMessage]:
         """Return the model with tools, which it calls in the form of its chat template.
 
@@ -169,7 +169,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         is_model = isinstance(schema, type) and is_basemodel_subclass(schema)
         parser: Any = PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
         if not include_raw:
-            answers: Runnable[Any, Any] = model | parser
+            answers: Runnable[object, object] = model | parser
             return answers
         parsed = RunnablePassthrough.assign(
             parsed=itemgetter("raw") | parser, parsing_error=lambda _: None

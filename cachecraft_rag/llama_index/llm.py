@@ -203,7 +203,7 @@ class CacheCraftLLM(CustomLLM):
         prompt: BasePromptTemplate,
         given: dict[str, Any] | None,
         values: Mapping[str, object],
-    ) -> tuple[list[ChatMessage], dict[str, Any]]:
+    ) -> tuple[list[ChatMessage], dict[str, object]]:
         sampling = self.keeping_to(output_cls, (given or {}).get("sampling"))
         messages = prompt.format_messages(llm=self, **values)
         last = messages[-1]
@@ -235,23 +235,23 @@ class CacheCraftLLM(CustomLLM):
         return aresponses_of(await asyncio.to_thread(self.begin, prompt, **kwargs))
 
     @llm_chat_callback()
-    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponse:
         """Answer the last message; keyword arguments as in `begin`, apart from `history`."""
         return completion_response_to_chat_response(last_of(responses_of(self._begin_chat(messages, kwargs))))
 
     @llm_chat_callback()
-    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponseGen:
         """Answer the last message piece by piece."""
         return stream_completion_response_to_chat_response(responses_of(self._begin_chat(messages, kwargs)))
 
     @llm_chat_callback()
-    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponse:
         """`chat`, the model in a thread."""
         generation = await asyncio.to_thread(self._begin_chat, messages, kwargs)
         return completion_response_to_chat_response(await alast_of(aresponses_of(generation)))
 
     @llm_chat_callback()
-    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponseAsyncGen:
         """`stream_chat`, the model in a thread."""
         generation = await asyncio.to_thread(self._begin_chat, messages, kwargs)
         return astream_completion_response_to_chat_response(aresponses_of(generation))

@@ -32,7 +32,7 @@ _LLAMA_INDEX_ONLY = frozenset(
 _MODES = ("compact", "simple_summarize")  # as one prompt with all chunks is called
 
 
-def _retriever(index: BaseIndex[Any], options: dict[str, Any], *, own: Collection[str]) -> BaseRetriever:
+def _retriever(index: BaseIndex[Any], options: dict[str, object], *, own: Collection[str]) -> BaseRetriever:
     """The index's retriever. LlamaIndex ignores unknown options; here they are an error."""
     try:
         retriever = index.as_retriever(**options)

@@ -55,9 +55,9 @@ class _AnswerRecord:
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
-        self.statistics: dict[str, Any] = {}
+        self.statistics: dict[str, object] = {}
 
-    def fill(self, counted: dict[str, Any]) -> None:
+    def fill(self, counted: dict[str, object]) -> None:
         """Fill in the statistics of an answer that has ended, and send the event."""
         self.sources.note_outcomes(counted)
         self.statistics.update(counted, chunk_ids=self.sources.chunk_ids)
@@ -146,7 +146,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         output_cls: type[BaseModel] | None = None,
         text_qa_template: BasePromptTemplate | None = None,
         callback_manager: CallbackManager | None = None,
-        **engine_options: Any,
+        **engine_options: object,
     ) -> Self:
         """Load a model and open (or make) a store folder, as `Engine.from_pretrained`; `close` closes both.
 
@@ -174,7 +174,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         """Write pending captures and close what `from_pretrained` opened."""
         self._opened.close()
 
-    def synthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: Any, **settings: Any) -> Any:
+    def synthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: object, **settings: object) -> Any:
         """LlamaIndex's own; the model does not see the nodes' `file_path`."""
         sources = Sources(nodes)
         settings["document_ids"] = sources.noted_ids
@@ -184,7 +184,9 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         finally:
             _record.reset(token)
 
-    async def asynthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: Any, **settings: Any) -> Any:
+    async def asynthesize(
+        self, query: QueryTextType, nodes: list[NodeWithScore], *args: object, **settings: object
+    ) -> Any:
         """`synthesize` with the model in threads."""
         sources = Sources(nodes)
         settings["document_ids"] = sources.noted_ids
@@ -194,7 +196,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         finally:
             _record.reset(token)
 
-    def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
+    def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: object) -> RESPONSE_TEXT_TYPE:
         """Answer from texts, best first: a string, or a generator of pieces if this synthesizer streams."""
         question, asked = self._asked(query_str, text_chunks, response_kwargs)
         answer: RESPONSE_TEXT_TYPE
@@ -207,7 +209,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         return answer
 
     async def aget_response(
-        self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
+        self, query_str: str, text_chunks: Sequence[str], **response_kwargs: object
     ) -> RESPONSE_TEXT_TYPE:
         """`get_response` with the model in threads; a stream is an asynchronous generator."""
         question, asked = self._asked(query_str, text_chunks, response_kwargs)

@@ -63,8 +63,8 @@ class FusedLayer:
         self._index = index
         self._settings = settings
         self._call: calls.LayerCall | None = None
-        self._held: list[tuple[dict[str, Any], str, Any]] = []  # modules and tensors that the call points to
-        self._hooks: list[dict[int, Any]] = []  # of these modules
+        self._held: list[tuple[dict[str, object], str, object]] = []  # modules and tensors that the call points to
+        self._hooks: list[dict[int, object]] = []  # of these modules
 
     def _whole(self, hidden: Tensor) -> calls.LayerCall | None:
         """Return the call that computes the whole layer; None if a product is not a plain linear layer's."""
