@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.vllm.messages import REPORTS, FillReport
+from cachecraft_rag.vllm.options import VLLMConfig
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ class RequestOutput(Protocol):
 class EngineClient(Protocol):
     """`vllm.engine.protocol.EngineClient`, of which `AsyncLLM` is one."""
 
-    vllm_config: Any
+    vllm_config: VLLMConfig
 
     def generate(
         self, prompt: object, params: object, request_id: str, **options: object
@@ -108,7 +109,7 @@ class Calls(Closeable):
             self._jobs.discard(job)
 
     @property
-    def vllm_config(self) -> Any:
+    def vllm_config(self) -> VLLMConfig:
         """vLLM's configuration."""
         assert self._engine is not None, "it is closed"
         return self._engine.vllm_config

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types import digest
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # Short forms on vLLM's command line.
 _SHORT = {
@@ -26,6 +29,84 @@ _SHAPING = ("quantization", "quantization_config", "hf_overrides", "hf_config_pa
 # Values of `load_format` that read the checkpoint's own weights.
 _SAME_WEIGHTS = ("auto", "hf", "safetensors", "pt", "fastsafetensors", "runai_streamer")
 _NOTHING: tuple[object, ...] = (None, "", "{}", "auto", "None", False, {})
+
+
+class ModelConfig(Protocol):
+    """The fields of `vllm.config.ModelConfig` that this package reads."""
+
+    model: str
+    tokenizer: str
+    dtype: object
+    max_model_len: int
+    model_impl: str
+    disable_sliding_window: bool
+    hf_config: PretrainedConfig
+    hf_text_config: PretrainedConfig
+
+
+class ParallelConfig(Protocol):
+    """The fields of `vllm.config.ParallelConfig` that this package reads."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    decode_context_parallel_size: int
+    prefill_context_parallel_size: int
+    enable_expert_parallel: bool
+
+
+class CacheConfig(Protocol):
+    """The fields of `vllm.config.CacheConfig` that this package reads."""
+
+    block_size: int
+    num_gpu_blocks: int | None
+    cache_dtype: str
+    enable_prefix_caching: bool
+
+
+class PrefetchConfig(Protocol):
+    """The field of `vllm.config.PrefetchOffloadConfig` that this package reads."""
+
+    offload_group_size: int
+
+
+class OffloadConfig(Protocol):
+    """The fields of `vllm.config.OffloadConfig` that this package reads."""
+
+    offload_backend: str
+    prefetch: PrefetchConfig
+
+
+class SchedulerConfig(Protocol):
+    """The field of `vllm.config.SchedulerConfig` that this package reads."""
+
+    max_num_batched_tokens: int
+
+
+class CompilationConfig(Protocol):
+    """The field of `vllm.config.CompilationConfig` that this package reads."""
+
+    static_forward_context: Mapping[str, object]
+
+
+class TransferConfig(Protocol):
+    """The field of `vllm.config.KVTransferConfig` that this package reads."""
+
+    kv_connector_extra_config: Mapping[str, object]
+
+
+class VLLMConfig(Protocol):
+    """The fields of `vllm.config.VllmConfig` that this package reads."""
+
+    model_config: ModelConfig
+    parallel_config: ParallelConfig
+    cache_config: CacheConfig
+    offload_config: OffloadConfig
+    scheduler_config: SchedulerConfig
+    compilation_config: CompilationConfig
+    lora_config: object
+    speculative_config: object
+    kv_transfer_config: TransferConfig | None
 
 
 @dataclass(frozen=True)
@@ -93,7 +174,7 @@ class VLLMOptions:
         return cls(**chosen)
 
     @classmethod
-    def from_config(cls, config: Any) -> Self:
+    def from_config(cls, config: VLLMConfig) -> Self:
         """Read the options from the `VllmConfig` of a running vLLM, without `shaping`, which the front end handles."""
         parallel = config.parallel_config
         offload = config.offload_config

@@ -11,6 +11,7 @@ from cachecraft_rag.checks import check_choice, check_flag, check_text
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import PlainPromptsMode
+from cachecraft_rag.vllm.options import VLLMConfig
 from cachecraft_rag.vllm.plugin import CONNECTOR
 from cachecraft_rag.vllm.served_model import ModelIdentity
 
@@ -113,7 +114,7 @@ class ConnectorSettings:
         return self.config.namespace
 
     @classmethod
-    def of(cls, vllm_config: Any) -> ConnectorSettings:
+    def of(cls, vllm_config: VLLMConfig) -> ConnectorSettings:
         """Return the settings of a running vLLM. Raises ConfigError if this package did not start it."""
         transfer = vllm_config.kv_transfer_config
         extra: Mapping[str, object] = {} if transfer is None else transfer.kv_connector_extra_config

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import prometheus_client
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
@@ -36,6 +36,7 @@ from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.vllm.calls import Calls
 from cachecraft_rag.vllm.metrics import ServerCollector, reported_counts
+from cachecraft_rag.vllm.options import CacheConfig
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
 from cachecraft_rag.vllm.server.documents import (
     ADMIN_HEADER,
@@ -88,14 +89,6 @@ class ChatWithDocuments:
         state.cachecraft = Endpoint(engine, engine_client.vllm_config.cache_config)
         reported = reported_counts(engine_client, state.cachecraft.records.take)
         prometheus_client.REGISTRY.register(ServerCollector(engine, reported))
-
-
-class CacheConfig(Protocol):
-    """The fields of vLLM's `CacheConfig` that are read here."""
-
-    num_gpu_blocks: int | None
-    enable_prefix_caching: bool
-    block_size: int
 
 
 class Endpoint:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -23,9 +23,16 @@ from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.vllm.messages import REPORTS, Fill, FillReport, News
 from cachecraft_rag.vllm.metrics import ReportedCounts, StoreCounts, counts_of
+from cachecraft_rag.vllm.options import VLLMConfig
 from cachecraft_rag.vllm.processes import settle_in
 from cachecraft_rag.vllm.settings import ConnectorSettings
-from cachecraft_rag.vllm.worker.interfaces import CausalLM, EngineRequest, RequestBlocks, SchedulerOutput
+from cachecraft_rag.vllm.worker.interfaces import (
+    CausalLM,
+    EngineRequest,
+    KVCacheConfig,
+    RequestBlocks,
+    SchedulerOutput,
+)
 from cachecraft_rag.vllm.worker.models import model_of
 from cachecraft_rag.vllm.worker.ranks import ranks_of_worker
 from cachecraft_rag.vllm.worker.refusals import start_up_refusal
@@ -78,7 +85,7 @@ class ConnectorOutput(Protocol):
 class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     """The connector in vLLM's scheduler, and in each worker; `KVConnectorBase_V1` says when each method is called."""
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: VLLMConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Open this process's side. Raises ConfigError without settings, and UnsupportedModelError for other models."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         settle_in()
@@ -234,7 +241,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
             return otherwise
 
 
-def _running_model(vllm_config: Any) -> CausalLM:
+def _running_model(vllm_config: VLLMConfig) -> CausalLM:
     """Return the model of this worker. Raises UnsupportedModelError if it is not a class of this package."""
     model = model_of(vllm_config)
     if model is None:

@@ -38,6 +38,24 @@ class RequestBlocks(Protocol):
         """Return the block ids of each group of layers."""
 
 
+class KVCacheSpec(Protocol):
+    """`vllm.v1.kv_cache_interface.KVCacheSpec`, the kind of KV cache of a group of layers."""
+
+    block_size: int
+
+
+class KVCacheGroup(Protocol):
+    """`vllm.v1.kv_cache_interface.KVCacheGroupSpec`, layers with the same kind of KV cache."""
+
+    kv_cache_spec: KVCacheSpec
+
+
+class KVCacheConfig(Protocol):
+    """`vllm.v1.kv_cache_interface.KVCacheConfig`, the KV caches of a model."""
+
+    kv_cache_groups: Sequence[KVCacheGroup]
+
+
 class Attention(Protocol):
     """`vllm.attention.layer.Attention`, the attention of a layer."""
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 import threading
 import weakref
-from typing import Any
 
+from cachecraft_rag.vllm.options import VLLMConfig
 from cachecraft_rag.vllm.plugin import ARCHITECTURES
 from cachecraft_rag.vllm.worker.interfaces import CausalLM
 
@@ -18,7 +18,7 @@ _lock = threading.Lock()
 _living: list[weakref.ReferenceType[CausalLM]] = []
 
 
-def model_of(vllm_config: Any) -> CausalLM | None:
+def model_of(vllm_config: VLLMConfig) -> CausalLM | None:
     """Return the model that was built with this config; None if another plugin has registered its architecture too."""
     layers = vllm_config.compilation_config.static_forward_context  # by name; they belong to one model only
     with _lock:
