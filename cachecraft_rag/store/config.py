@@ -23,11 +23,11 @@ class StoreConfig:
     The first four are stored with the folder. None keeps the stored value, by default `DEFAULT_LIMITS` and "saving", so
     a command that only reads a store does not change it. The others apply to this process.
 
-    disk_bytes          most bytes of all files
-    max_variants        most variants of all chunks together; N×M of Cache-Craft §3.3
-    variants_per_chunk  most variants of one chunk. It limits the time of planning, which compares all variants of a
-                        chunk (M of the paper limits no single chunk). After it was lowered, a chunk's variants are
-                        reduced when it gets its next one
+    disk_bytes          limit of all files together, kept with the store
+    max_variants        most variants of all chunks together, kept with the store; N×M of Cache-Craft §3.3
+    variants_per_chunk  most variants of one chunk, kept with the store. It limits the time of planning, which compares
+                        all variants of a chunk (M of the paper limits no single chunk). After it was lowered, a chunk's
+                        variants are reduced when it gets its next one
     eviction            eviction policy: saving, or f_r as published. A change computes all scores again, so all
                         processes on a folder should use the same policy
     host_bytes          bytes of chunk-caches in main memory; 0 switches the host tier off
