@@ -1,7 +1,7 @@
 """Checks of arguments and settings: each raises a ConfigError with the name, the rule and the wrong value.
 
-A bool is no number here, NaN lies in no range, and no whole number needs more than the 63 bits that SQLite and torch
-hold. Text must be Unicode that can be stored: half a surrogate pair, as a wrongly decoded argument holds, cannot.
+Numbers exclude bools, NaN, and integers over 63 bits, which SQLite and torch cannot store. Text must be valid Unicode:
+half a surrogate pair, the result of decoding an argument wrongly, is rejected.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from cachecraft_rag.errors import ConfigError
 
 T = TypeVar("T")
 MOST = 2**63 - 1
-MOST_SECONDS = 1e6  # eleven days; what waits counts in 32-bit milliseconds
+MOST_SECONDS = 1e6  # eleven days; some waits count in 32-bit milliseconds
 FINITE = math.nextafter(math.inf, 0.0)
-_SHOWN = 120  # letters of a wrong value
+_SHOWN = 120  # characters of a wrong value in a message
 
 
 def shown(value: object) -> str:
-    """A wrong value in a message: short, printable, whatever it is.
+    """Return a short and printable form of a wrong value, for a message.
 
     >>> shown("2GB"), shown(10**5000)
     ("'2GB'", 'a number of 16610 bits')
@@ -44,7 +44,7 @@ def _wrong(name: str, must: str, value: object, advice: str = "") -> ConfigError
 
 
 def check_whole(name: str, value: object, *, least: int = 0, most: int = MOST, optional: bool = False) -> None:
-    """A whole number in a range, or None where it is optional."""
+    """Require a whole number in a range, or None if `optional`."""
     if optional and value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -55,9 +55,9 @@ def check_whole(name: str, value: object, *, least: int = 0, most: int = MOST, o
 def check_number(
     name: str, value: object, *, least: float = 0.0, most: float = math.inf, above: bool = False, optional: bool = False
 ) -> None:
-    """A number in a range (`above`: without its lower end), or None where it is optional; never NaN.
+    """Require a number in a range (`above` excludes the lower end), or None if `optional`. Rejects NaN.
 
-    Infinity is in the range unless `most` says otherwise: FINITE where it has no meaning.
+    Infinity is allowed unless `most` excludes it, such as FINITE.
     """
     if optional and value is None:
         return
@@ -70,13 +70,13 @@ def check_number(
 
 
 def check_flag(name: str, value: object, *, advice: str = "") -> None:
-    """True or False."""
+    """Require True or False."""
     if not isinstance(value, bool):
         raise _wrong(name, "True or False", value, advice)
 
 
 def check_text(name: str, value: object, *, optional: bool = False, empty: bool = True, damaged: bool = False) -> None:
-    """Text, or None where it is optional; `damaged` allows half surrogate pairs, which a model reads as "?"."""
+    """Require text, or None if `optional`; `damaged` allows half surrogate pairs, which a model reads as "?"."""
     if optional and value is None:
         return
     if not isinstance(value, str):
@@ -91,7 +91,7 @@ def check_text(name: str, value: object, *, optional: bool = False, empty: bool 
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    """One of a few words."""
+    """Require one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         *others, last = choices
         raise _wrong(name, f"{', '.join(others)} or {last}", value)
@@ -100,7 +100,7 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
 def check_kind(
     name: str, value: object, kinds: type | tuple[type, ...], *, advice: str = "", optional: bool = False
 ) -> None:
-    """An object of one of these classes, or None where it is optional; `advice` says how to make one."""
+    """Require an object of one of these classes, or None if `optional`; `advice` says how to make one."""
     if (optional and value is None) or isinstance(value, kinds):
         return
     names = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
@@ -108,7 +108,7 @@ def check_kind(
 
 
 def check_path(name: str, value: object) -> None:
-    """A path as text or a path object, not as bytes, whose encoding is unknown, and without a NUL."""
+    """Require a path without a NUL, as text or a path object. Rejects bytes, whose encoding is unknown."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str):
         raise _wrong(name, "a path", value)
@@ -128,9 +128,9 @@ def check_names(
     advice: str = "",
     hints: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Refuse unknown names: the message begins with the nearest known one, and ends with all of them.
+    """Reject unknown names. The message suggests the nearest known name, and lists all known names.
 
-    `hints` offers something else in place of names that are often tried.
+    `hints` maps names that are often tried to suggestions.
 
     >>> check_names(["sedd"], ["seed", "stop"])
     Traceback (most recent call last):
@@ -146,7 +146,7 @@ def check_names(
 
 
 def check_callable(name: str, value: object) -> None:
-    """A function, or None."""
+    """Require a function, or None."""
     if value is not None and not callable(value):
         raise _wrong(name, "a function", value)
 
@@ -163,13 +163,13 @@ def config_errors() -> Iterator[None]:
 
 
 def check_mapping(name: str, value: object) -> None:
-    """A mapping with text for keys."""
+    """Require a mapping with text keys."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise _wrong(name, "a mapping from names to values", value)
 
 
 def listed(name: str, given: Iterable[T]) -> list[T]:
-    """A list of the items, because a generator gives them only once. A single text is a mistake."""
+    """Return a list of the items, because a generator yields them only once. Rejects a single text."""
     if not isinstance(given, Iterable) or isinstance(given, str | bytes):
         raise _wrong(name, "a list", given, "put a single one into a list")
     return list(given)

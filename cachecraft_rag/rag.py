@@ -111,7 +111,7 @@ class Comparison:
         """Full prefill's time to the first token, divided by that with reuse."""
         return self.full.stats.ttft_s / self.reused.stats.ttft_s
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain values, for JSON."""
         return {
             "reused": self.reused.as_dict(),

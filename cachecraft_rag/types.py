@@ -47,7 +47,7 @@ def digest(*parts: str) -> str:
 
 
 def noted_chunk_id(metadata: Mapping[str, object]) -> str:
-    """Return the chunk id in a document's or node's metadata, or "" if there is none; it may be another text's."""
+    """Return the chunk id in a document's or node's metadata, or "" without one; it may belong to another text."""
     return str(metadata.get(CHUNK_ID_KEY) or "")
 
 
@@ -103,12 +103,14 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of prompt tokens. `private` text (a user's own) must not shape what others are served.
+    """A run of prompt tokens.
 
-    `closing` last tokens are the template's, the same for every question. `found` in text that nobody marked: captured
-    in idle time, never with the prompt that it stands in (`prompt.unmarked`). `tokens_digest` is a digest of the
-    token ids: a stored chunk-cache fits a segment only where these agree. Made here and not when it is asked for: asked
-    for at every plan, it was a third of planning.
+    private        True for text of one user, which must not affect chunk-caches of others
+    closing        number of last tokens that come from the chat template and are the same for every question
+    found          True if it was found in unmarked text: captured while the engine is idle, never with its own prompt
+                   (`prompt.unmarked`)
+    tokens_digest  digest of the token ids; a stored chunk-cache fits only a segment with the same digest. Computed once
+                   per segment: on demand it took a third of the time of planning
     """
 
     kind: Literal["system", "chunk", "question"]
@@ -176,6 +178,9 @@ class Progress:
     what: str
 
 
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """The shape of a model's chunk-caches, apart from the number of tokens."""
@@ -183,7 +188,7 @@ class KVLayout:
     layers: int
     kv_heads: int
     head_dim: int
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: DTypeName
 
     def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
         """`[layers, 2, tokens, kv_heads, head_dim]`."""
@@ -220,7 +225,7 @@ class VariantKey:
         >>> len({key.variant_id, key.variant_id_in("ada"), key.variant_id_in("bob")})
         3
         """
-        owner = ("variant",) if session is None else ("private variant", session)
+        owner = ("private variant", session) if session is not None else ("variant",)
         return digest(*owner, self.namespace, self.fingerprint, self.chunk_id, *self.origin_prefix)
 
 
@@ -247,10 +252,11 @@ class Variant:
     cci            eq. 11
     exact_share    share of the origin prefix's tokens that were exact when this variant was captured: computed, or
                    taken from a lossless chunk-cache of the very same prefix (1.0 = exact capture)
-    session        None when shared; otherwise the only session that may see it because private text stood before it
+    session        None if shared; otherwise the only session that may use it, because it was captured after private
+                   text
     tokens_digest  digest of the token ids; a variant serves only a segment with the same ids
     reuse_frequency  f_r of Cache-Craft §3.3: grows by 1 / max(CFO, 1/tokens) at each use
-    primed         captured ahead of questions, behind its document's neighbours
+    primed         True if it was captured by priming, after its neighbours in the document
     home           place where a look-up found it: this store's own catalog, or the remote that several engines share
     payload        facts about its bytes from the look-up; no part of its identity
     """
@@ -291,11 +297,12 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class Capture:
-    """A newly computed chunk-cache on its way into the store.
+    """A newly computed chunk-cache that is to be stored.
 
-    `kv` is `[layers, 2, tokens, kv_heads, head_dim]`: raw keys and values, contiguous, on the CPU. `extra_variant`: a
-    further variant of a stored chunk, dropped if any process removed that chunk meanwhile. `mark`: by which its text
-    is recognised in prompts, and the place of its last token (`planning.found_text.marks`).
+    kv             `[layers, 2, tokens, kv_heads, head_dim]`: raw keys and values, contiguous, on the CPU
+    extra_variant  True for a further variant of a stored chunk, which is dropped if a process has removed that chunk
+    mark           mark by which its text is recognised in prompts, and the position of its last token
+                   (`planning.found_text.marks`)
     """
 
     key: VariantKey
@@ -328,14 +335,14 @@ class LoadedVariant:
 class LoadFailure(StrEnum):
     """Reasons for not loading a stored chunk-cache. The value is the code that statistics count by."""
 
-    MISSING = "missing"  # its file, or what the remote had
+    MISSING = "missing"  # its file or its payload on the remote
     DAMAGED = "damaged"
     UNKNOWN_FORMAT = "unknown_format"  # of a codec that is not installed
     UNREADABLE = "unreadable"  # the system refused; this may pass
     NO_MEMORY = "no_memory"
     NO_REMOTE = "no_remote"  # it is on a remote, and this store has none
-    NOT_OFFERED = "not_offered"  # no look-up on the remote gave it
-    CIRCUIT_OPEN = "circuit_open"  # the remote, after repeated failures
+    NOT_OFFERED = "not_offered"  # no look-up on the remote has returned it
+    CIRCUIT_OPEN = "circuit_open"  # the remote is not asked after repeated failures
     CLOSED = "closed"
 
 
@@ -344,9 +351,9 @@ class CaptureDrop(StrEnum):
 
     CLOSED = "closed"
     TOO_LARGE = "too_large"  # larger than the whole byte budget
-    QUEUE_FULL = "queue_full"  # the store's, see `StoreConfig.queue_bytes`
+    QUEUE_FULL = "queue_full"  # see `StoreConfig.queue_bytes`
     FLAWED = "flawed"  # its scores cannot be stored
-    NOT_ENCODABLE = "not_encodable"  # by this codec
+    NOT_ENCODABLE = "not_encodable"  # the codec cannot encode its values
     DISK_FULL = "disk_full"
     FILE_ERROR = "file_error"
     CATALOG_ERROR = "catalog_error"
@@ -354,10 +361,10 @@ class CaptureDrop(StrEnum):
     READ_ONLY = "read_only"
     FOLDER_GONE = "folder_gone"
     CANCELLED = "cancelled"
-    PRIVATE = "private"  # behind something private, without a session that could be served it
-    WRITE_BACK_FULL = "write_back_full"  # too many wait to be described
-    FAILED = "failed"  # while it was described
-    REMOVED = "removed"  # its chunk was, meanwhile
+    PRIVATE = "private"  # captured after private text, without a session that could reuse it
+    WRITE_BACK_FULL = "write_back_full"  # too many captures wait to be described
+    FAILED = "failed"  # an exception while it was described
+    REMOVED = "removed"  # its chunk was removed
 
 
 class EvictionReason(StrEnum):
@@ -375,8 +382,8 @@ class EvictionReason(StrEnum):
 class Unavailable:
     """A variant that the catalog lists but that could not be served (a miss), or a capture that is not stored.
 
-    code    what statistics count by
-    reason  in words, with what is known of this one
+    code    code that statistics count by
+    reason  reason in words, specific to this variant
     """
 
     variant_id: str
@@ -386,10 +393,10 @@ class Unavailable:
 
 @dataclass(frozen=True, slots=True)
 class Damaged(Unavailable):
-    """The bytes are missing or wrong for good, so row and file should go; a plain `Unavailable` may pass."""
+    """The bytes are missing or damaged permanently, so row and file should be removed. Other reasons may pass."""
 
 
 class RemovedChunks(set[str]):
-    """Ids of the chunks removed since something began that may capture them; see `compute.captures.write_back`."""
+    """Ids of chunks that were removed after a capture of them had begun; see `compute.captures.write_back`."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]  # by identity, to be held weakly

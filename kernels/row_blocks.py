@@ -53,7 +53,8 @@ def row_blocks(visible: Visibility, block_rows: int = BLOCK_ROWS) -> tuple[RowBl
         lowest = int(host_positions[start])
         highest = int(host_positions[stop - 1])
         first_key = 0 if window is None else max(0, lowest - window + 1)
-        if stop - start == 1 and absent is None:  # a decode step sees every key in reach
+        # A decode step attends to every key within the window.
+        if stop - start == 1 and absent is None:
             blocks.append(RowBlock(start, stop, first_key, highest + 1))
             continue
 
@@ -107,7 +108,7 @@ def softmax_with_sinks(scores: Tensor, group: int, sinks: Tensor | None) -> Tens
     Args:
         scores: float32 `[kv_heads, group · rows, keys]`, masked.
         group: query heads of a key/value head.
-        sinks: float32 `[heads]`, the score of each head's sink; None = there is none.
+        sinks: float32 `[heads]`, the score of each head's sink; None: no sinks.
 
     >>> softmax_with_sinks(torch.zeros(1, 1, 1), 1, torch.zeros(1)).tolist()
     [[[0.5]]]

@@ -5,9 +5,9 @@ folder named `docs`. A second folder of the same name gets the label `docs-2`, s
 another. A folder (or a single file) below one that has been indexed before belongs to it, under its label; a folder
 around earlier ones takes over their documents. A folder is identified by its absolute path, links not followed.
 
-A run deletes only documents of its own folder. A file that exists but cannot be opened keeps its chunks, because its
-content may be unchanged; a file whose content can no longer be parsed (emptied, damaged) loses them. Both are in the
-report. No document stops a run: an exception of its parser becomes a problem in the report too.
+A run deletes only documents of the folder that it indexes. A file that exists but cannot be opened keeps its chunks,
+because its content may be unchanged; a file whose content can no longer be parsed (emptied, damaged) loses them. Both
+are in the report. No document stops a run: an exception of its parser becomes a problem in the report too.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         ids: list[str] | None = None,
         folder: str | os.PathLike[str] = DEFAULT_FOLDER,
         caches: Caches | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Self:
         """Open the index in `folder` and add texts to what it holds; `caches` as in this class.
 
@@ -139,7 +139,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         """The embeddings that make the vectors."""
         return self._embedding
 
-    def add_documents(self, documents: list[Document], ids: list[str] | None = None, **kwargs: Any) -> list[str]:
+    def add_documents(self, documents: list[Document], ids: list[str] | None = None, **kwargs: object) -> list[str]:
         """Add documents, or replace those with the same ids; returns the ids, new ones where none were given.
 
         Raises `ConfigError` for metadata that JSON cannot hold.
@@ -161,7 +161,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         self._evictions.settle(self.index, removed)
         return names
 
-    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
+    def delete(self, ids: list[str] | None = None, **kwargs: object) -> bool:
         """Delete documents, or all of them without `ids`. Unknown ids are no error.
 
         Chunk-caches follow with the next addition, after a minute, or at `close`: an upsert deletes first.
@@ -205,7 +205,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return [(_document(hit), hit.score) for hit in hits]
 
     def similarity_search_with_score(
-        self, query: str, k: int = 4, *, filter: Filter | None = None, **kwargs: Any
+        self, query: str, k: int = 4, *, filter: Filter | None = None, **kwargs: object
     ) -> list[tuple[Document, float]]:
         """Return the `k` nearest documents with their cosines.
 
@@ -231,7 +231,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         lambda_mult: float = 0.5,
         *,
         filter: Filter | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> list[Document]:
         """`max_marginal_relevance_search` for a vector instead of a text."""
         check_names(kwargs, ("fetch_k", "filter", "k", "lambda_mult"))
@@ -246,7 +246,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return [nearest[row] for row in chosen]
 
     def _search(
-        self, embedding: list[float], k: int, *, filter: Filter | None = None, **unknown: Any
+        self, embedding: list[float], k: int, *, filter: Filter | None = None, **unknown: object
     ) -> list[tuple[Document, float]]:
         check_names(unknown, ("filter", "k"))
         hits = self.index.search(unit_vectors(embedding), k, where=_where(filter))
@@ -278,7 +278,7 @@ def _where(filter: Filter | None) -> Where | None:
 
 def _values(metadata: Metadata) -> dict[str, Any]:
     """Return the metadata that the document was added with."""
-    rest: dict[str, Any] = json.loads(str(metadata.get(_OURS, "{}"))).get("rest", {})
+    rest: dict[str, object] = json.loads(str(metadata.get(_OURS, "{}"))).get("rest", {})
     return {key: value for key, value in metadata.items() if key != _OURS} | rest
 
 
@@ -298,11 +298,11 @@ class NotedMetadata(dict[str, Any]):
     __hash__ = None  # as of any dict
 
 
-def _without_notes(metadata: dict[str, Any]) -> dict[str, Any]:
+def _without_notes(metadata: dict[str, object]) -> dict[str, object]:
     return {key: value for key, value in metadata.items() if key not in NOTE_KEYS}
 
 
-def note(document: Document, notes: Mapping[str, Any]) -> None:
+def note(document: Document, notes: Mapping[str, object]) -> None:
     """Add notes to a document's metadata."""
     document.metadata = NotedMetadata({**document.metadata, **notes})
 

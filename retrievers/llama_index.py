@@ -93,9 +93,9 @@ class CacheCraftEmbedding(BaseEmbedding):
         """The class name in LlamaIndex's events."""
         return "CacheCraftEmbedding"
 
-    def to_dict(self, **kwargs: Any) -> dict[str, Any]:
+    def to_dict(self, **kwargs: object) -> dict[str, object]:
         """Return the settings; `model` names what to load, if that is not `model_name`."""
-        data: dict[str, Any] = super().to_dict(**kwargs)
+        data: dict[str, object] = super().to_dict(**kwargs)
         source = self._embedder.source
         return data if source == self.model_name else {**data, "model": source}
 
@@ -107,7 +107,7 @@ class CacheCraftEmbedding(BaseEmbedding):
         name = settings.pop("model_name", BUNDLED_EMBEDDER)
         return cls(settings.pop("model", name), **settings)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self).from_dict, (self.to_dict(),)
 
     @property
@@ -190,7 +190,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         constants = ("class_name", "stores_text", "is_embedding_query")
         return cls(**{name: value for name, value in {**data, **kwargs}.items() if name not in constants})
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self).from_dict, (self.to_dict(),)
 
     @property
@@ -200,7 +200,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
     # --- changes ---
 
-    def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+    def add(self, nodes: Sequence[BaseNode], **kwargs: object) -> list[str]:
         """Add nodes with their embeddings, or replace those with the same ids; returns the node ids."""
         check_names(kwargs, ())
         nodes = list(nodes)
@@ -218,7 +218,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
             self._evictions.settle(self._store, removed)
         return [node.node_id for node in nodes]
 
-    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+    def delete(self, ref_doc_id: str, **delete_kwargs: object) -> None:
         """Remove a document's nodes. A chunk that another document has too stays, with its chunk-cache.
 
         Chunk-caches follow with the next `add`, after a minute, or at `close`: an upsert deletes first.
@@ -228,7 +228,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
             self._evictions.later(self._store, self._store.delete_document(ref_doc_id).removed)
 
     def delete_nodes(
-        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: object
     ) -> None:
         """Remove the nodes that have one of the ids and pass the filters; one of the two must be given."""
         check_names(delete_kwargs, ())
@@ -258,7 +258,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
             return []
         return [_node_of(chunk) for chunk in self._store.places(node_ids, where=where_of(filters))]
 
-    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+    def query(self, query: VectorStoreQuery, **kwargs: object) -> VectorStoreQueryResult:
         """Return the best nodes, best first; filters may be nested.
 
         Query modes: the default, by embedding, and `mmr`, near the query and unlike each other, with `mmr_threshold`
@@ -306,7 +306,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
     # --- life ---
 
-    def persist(self, persist_path: str = "", fs: Any = None) -> None:
+    def persist(self, persist_path: str = "", fs: object = None) -> None:
         """Write the index's cache file into the store's own folder; LlamaIndex's arguments are ignored."""
         if self._store is not None:
             self._store.save()
@@ -406,7 +406,7 @@ def without_paths(node: BaseNode) -> BaseNode:
     return node.model_copy(update={"excluded_llm_metadata_keys": [*node.excluded_llm_metadata_keys, *sorted(seen)]})
 
 
-def with_notes(node: BaseNode, notes: Mapping[str, Any]) -> BaseNode:
+def with_notes(node: BaseNode, notes: Mapping[str, object]) -> BaseNode:
     """Return a copy of a node with more metadata, which neither the model nor the embedding model sees."""
     hidden_from_llm = dict.fromkeys((*node.excluded_llm_metadata_keys, *notes))
     hidden_from_embedder = dict.fromkeys((*node.excluded_embed_metadata_keys, *notes))

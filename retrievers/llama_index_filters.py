@@ -58,5 +58,5 @@ def _condition(condition: MetadataFilter) -> Where:
 
 def _node(metadata: Metadata) -> dict[str, Any]:
     """Return the node in a row's metadata; an empty one for a chunk that LlamaIndex did not add."""
-    node: dict[str, Any] = json.loads(str(metadata[NODE])) if NODE in metadata else {}
+    node: dict[str, object] = json.loads(str(metadata[NODE])) if NODE in metadata else {}
     return node

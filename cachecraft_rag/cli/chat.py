@@ -84,10 +84,11 @@ class Conversation:
         """Handle a line: a command, or a question to answer."""
         if typed == "/new":
             self._history.clear()
-        elif typed == "/sources" and self._last is None:
-            err.print("nothing has been answered yet", style="dim")
-        elif typed == "/sources" and self._last is not None:
-            ask.print_sources(self._last)
+        elif typed == "/sources":
+            if self._last is None:
+                err.print("nothing has been answered yet", style="dim")
+            else:
+                ask.print_sources(self._last)
         elif typed.startswith("/") and " " not in typed:
             err.print(HELP, style="dim")
         elif typed:

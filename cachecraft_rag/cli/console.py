@@ -38,7 +38,7 @@ def _escape(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
-def as_json(value: Any) -> str:
+def as_json(value: object) -> str:
     """One line of JSON that is safe to print: non-ASCII letters as they are, control characters escaped."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return _UNPRINTABLE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

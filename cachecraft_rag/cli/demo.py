@@ -6,7 +6,7 @@ import re
 import statistics
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -176,7 +176,7 @@ def _print_summary(compared: list[ComparedQuestion]) -> None:
     )
 
 
-def _as_dict(comparison: ComparedQuestion) -> dict[str, Any]:
+def _as_dict(comparison: ComparedQuestion) -> dict[str, object]:
     return {
         "question": comparison.asked.question,
         "answer": comparison.reused.as_dict(),

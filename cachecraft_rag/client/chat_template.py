@@ -31,12 +31,12 @@ class ServedTokenizer:
         self._tokenizer = tokenizer
         self._rendered = lru_cache(_KEPT_RENDERINGS)(_render)  # prompts are rendered with marks in place of texts
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__") or name == "_tokenizer":  # while it is copied, or not made yet
             raise AttributeError(name)
         return getattr(self._tokenizer, name)
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
+    def __call__(self, *arguments: object, **options: object) -> object:
         """Tokenise as the tokenizer does."""
         return self._tokenizer(*arguments, **options)
 
@@ -45,11 +45,11 @@ class ServedTokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
         tokenize: bool = False,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
         """Render messages as transformers does.
 

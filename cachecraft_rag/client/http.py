@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from cachecraft_rag.checks import check_number, check_text
 from cachecraft_rag.client import replies
@@ -50,7 +50,7 @@ class SentRequest(Request):
     body  body of the chat request
     """
 
-    body: Mapping[str, Any] = field(default_factory=dict)
+    body: Mapping[str, object] = field(default_factory=dict)
 
 
 class HTTPEngine(AnswerEngine):
@@ -151,7 +151,7 @@ class HTTPEngine(AnswerEngine):
         messages = [{"role": role, "content": text} for role, text in turns]
         if self._system != self._facts.system:
             messages.insert(0, {"role": "system", "content": self._system})
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "model": self._model.name,
             "messages": messages,
             **_documents(asked.chunks),
@@ -203,7 +203,7 @@ class HTTPEngine(AnswerEngine):
                     self._link.report(names[-1], headers=headers)
                 )
 
-    def _tokens(self, events: Iterable[Mapping[str, Any]], names: list[str]) -> Iterator[int]:
+    def _tokens(self, events: Iterable[Mapping[str, object]], names: list[str]) -> Iterator[int]:
         """Yield the new tokens of a streamed chat completion; `names` takes up its id."""
         for event in events:
             with checked_reply(self._link.url, "an answer"):
@@ -261,7 +261,7 @@ class ServerPrimer:
         """See `Primer.fits`."""
         return Primer(self.engine).fits(chunk)
 
-    def _body(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
+    def _body(self, chunks: Sequence[Chunk]) -> dict[str, object]:
         """Return the body of a request to prime: the chunks, and what a document of one chunk is captured after."""
         body = _documents(chunks)
         if len(chunks) == 1 and self._related is not None:
@@ -306,5 +306,5 @@ def request_sized(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
         yield part
 
 
-def _documents(chunks: Iterable[Chunk]) -> dict[str, Any]:
+def _documents(chunks: Iterable[Chunk]) -> dict[str, object]:
     return {"documents": [{"text": chunk.text, "id": chunk.chunk_id} for chunk in chunks]}

@@ -44,7 +44,7 @@ class _Deadline:
             self._timer.daemon = True
             self._timer.start()
 
-    def trace(self, event: str, info: Mapping[str, Any]) -> None:
+    def trace(self, event: str, info: Mapping[str, object]) -> None:
         """Note the connection: an extension of httpx that is called for each event of a request."""
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             with self._guard:
@@ -67,7 +67,9 @@ class _Deadline:
                 self._shut_down()
 
     def _shut_down(self) -> None:
-        connection = None if self._stream is None else self._stream.get_extra_info("socket")
+        if self._stream is None:
+            return
+        connection = self._stream.get_extra_info("socket")
         if connection is not None:
             with suppress(OSError, ValueError):
                 # Not SSLSocket's own method, which would change the object while another thread reads from it.
@@ -117,7 +119,7 @@ class Link:
         """Close the connections; requests under way fail."""
         self._client.close()
 
-    def facts(self) -> Mapping[str, Any]:
+    def facts(self) -> Mapping[str, object]:
         """Return facts about the server. Raises ServerError if it is another kind of server, or another version."""
         facts = self.call("/v1/cachecraft")
         if not isinstance(facts, dict) or "protocol" not in facts:
@@ -137,7 +139,7 @@ class Link:
     def call(
         self,
         path: str,
-        body: Mapping[str, Any] | None = None,
+        body: Mapping[str, object] | None = None,
         *,
         headers: Mapping[str, str] | None = None,
         patient: bool = False,
@@ -152,13 +154,14 @@ class Link:
             limit: most bytes of the reply; None = the limit of ordinary replies.
         """
         with self._replied(path, body, headers=headers, patient=patient) as reply:
-            content = b"".join(_bounded(reply, _MAX_REPLY if limit is None else limit))
+            most = _MAX_REPLY if limit is None else limit
+            content = b"".join(_bounded(reply, most))
         try:
             return parsed_json(content)
         except (ValueError, RecursionError) as error:
             raise ServerError(self._not_ours()) from error
 
-    def report(self, name: str, *, headers: Mapping[str, str]) -> Mapping[str, Any]:
+    def report(self, name: str, *, headers: Mapping[str, str]) -> Mapping[str, object]:
         """Return the report of a request; empty if the server has none, or sends nonsense."""
         try:
             reply = self.call(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=headers)
@@ -168,7 +171,7 @@ class Link:
             logger.warning("The statistics of request %s did not arrive: %s", printable(name), error)
             return {}
 
-    def events(self, body: Mapping[str, Any], *, headers: Mapping[str, str]) -> Generator[Mapping[str, Any]]:
+    def events(self, body: Mapping[str, object], *, headers: Mapping[str, str]) -> Generator[Mapping[str, object]]:
         """Yield the events of a streamed chat completion. Raises ServerError, ConfigError, ContextLengthError."""
         with self._replied("/v1/chat/completions", body, headers=headers) as reply:
             for line in _lines(reply):
@@ -188,16 +191,17 @@ class Link:
     def _replied(
         self,
         path: str,
-        body: Mapping[str, Any] | None,
+        body: Mapping[str, object] | None,
         *,
         headers: Mapping[str, str] | None = None,
         patient: bool = False,
     ) -> Iterator[httpx.Response]:
         """Send a request and open the reply. Raises an error for other statuses than 200."""
         deadline = _Deadline(None if patient else self._total_timeout_s)
+        has_body = body is not None
         try:
             with self._client.stream(
-                "GET" if body is None else "POST",
+                "POST" if has_body else "GET",
                 path,
                 json=body,
                 headers=headers,

@@ -9,17 +9,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 from cachecraft_rag.client.chat_template import ServedTokenizer
 from cachecraft_rag.errors import ConfigError, ServerError
 from cachecraft_rag.model.facts import DiskSpace
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store.durable import Evicted
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types import DTypeName, KVLayout
 from cachecraft_rag.vllm.served_model import TOKENIZER_FILES, ServedModel
 
-DTypeName = Literal["float32", "bfloat16", "float16"]
 _MAX_SHOWN = 300  # characters of a server's text in a message
 _MAX_WHOLE = 2**53  # the largest whole number that every JSON reader keeps
 _MAX_TOKEN = 2**31 - 1
@@ -68,7 +67,7 @@ def mapping_of(value: object) -> Mapping[str, Any]:
     return value
 
 
-def list_of(value: object) -> list[Any]:
+def list_of(value: object) -> list[object]:
     """Return a JSON list. Raises TypeError."""
     if not isinstance(value, list):
         raise TypeError(f"a list was expected, not {type(value).__name__}")
@@ -128,11 +127,11 @@ class ServerFacts:
     reuse: ReuseConfig
 
     @classmethod
-    def of(cls, reply: Mapping[str, Any]) -> ServerFacts:
+    def of(cls, reply: Mapping[str, object]) -> ServerFacts:
         """Check the facts; for use within `checked_reply`."""
         layout = mapping_of(reply["layout"])
-        header = reply["session_header"]
-        if header is not None and not _HEADER.fullmatch(text_of(header)):
+        header = None if reply["session_header"] is None else text_of(reply["session_header"])
+        if header is not None and not _HEADER.fullmatch(header):
             raise ValueError("the session header is not the name of a header")
         return cls(
             model=text_of(reply["model"]),
@@ -200,7 +199,7 @@ def evicted(reply: object) -> Evicted:
     return Evicted(variants=whole_of(counts["variants"]), nbytes=whole_of(counts["nbytes"], most=2**63))
 
 
-def new_tokens(event: Mapping[str, Any]) -> list[int]:
+def new_tokens(event: Mapping[str, object]) -> list[int]:
     """Return the new tokens of an event of a streamed answer; for use within `checked_reply`."""
     tokens: list[int] = []
     for choice in list_of(event.get("choices") or []):
@@ -209,12 +208,13 @@ def new_tokens(event: Mapping[str, Any]) -> list[int]:
     return tokens
 
 
-def report_of(reply: object) -> Mapping[str, Any]:
+def report_of(reply: object) -> Mapping[str, object]:
     """Return the report of a request; empty if the server has none. For use within `checked_reply`."""
     report = mapping_of(mapping_of(reply).get("report") or {})
-    for segment in list_of(report.get("segments") or []):
+    for entry in list_of(report.get("segments") or []):
+        segment = mapping_of(entry)
         for name in ("recomputed", "not_loaded"):
-            whole_of(mapping_of(segment).get(name, 0))
+            whole_of(segment.get(name, 0))
         for name in ("cfo", "beta_prime"):
             seconds_of(segment.get(name) or 0.0)
         for name in ("outcome", "reason", "detail", "variant_id", "tier"):

@@ -26,7 +26,7 @@ def limit_resources() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
 
 
-def render(template: str, variables: dict[str, Any]) -> str:
+def render(template: str, variables: dict[str, object]) -> str:
     """Render a chat template as transformers does. Raises what Jinja raises."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
@@ -46,7 +46,7 @@ def render(template: str, variables: dict[str, Any]) -> str:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    def to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(

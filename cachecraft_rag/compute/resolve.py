@@ -170,7 +170,7 @@ def rows_of(plan: Plan, bounds: Sequence[int]) -> Rows:
 
 
 def _shared_until(prompt: Prompt, plan: Plan, config: ReuseConfig) -> int:
-    """Return the end of the last segment that will be computed and stored for all users; 0 if there is none."""
+    """Return the end of the last segment that will be computed and stored for all users, or 0."""
     shared_until = 0
     if not config.capture:
         return shared_until

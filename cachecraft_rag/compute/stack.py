@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch import Tensor
 from cachecraft_rag.kernels.attention_paths import AttentionPaths
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.types import KVLayout
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 T = TypeVar("T")
 
@@ -170,7 +173,7 @@ class RotaryTables:
         return [layer for layer, own_kind in enumerate(self.kinds) if own_kind == kind]
 
 
-def keys_per_row_of(config: Any) -> float:
+def keys_per_row_of(config: PretrainedConfig) -> float:
     """`Stack.keys_per_row` of a Hugging Face config; of a mixture of experts, those that one token passes through."""
     last_layer = [config, *(getattr(config, "per_layer_config", None) or ())][-1]  # Gemma 4: its layers differ
     heads = config.num_attention_heads

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from cachecraft_rag.errors import ConfigError, DocumentError
 
@@ -82,6 +82,9 @@ def texts_of(values: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text.strip() for text in values if text.strip()))
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, slots=True)
 class JsonRecord:
     """One JSON object, line or row; `where` locates it, in words, for error messages.
@@ -90,21 +93,22 @@ class JsonRecord:
     """
 
     where: str
-    fields: Mapping[str, Any]
+    fields: Mapping[str, object]
 
     def __contains__(self, name: str) -> bool:
         return name in self.fields
 
-    def _field(self, name: str, kind: type, wanted: str) -> Any:
+    def _field(self, name: str, kind: type[T], wanted: str) -> T:
         value = self.fields.get(name)
         if not isinstance(value, kind):
-            problem = "is missing" if value is None else f"is {json.dumps(value, default=str)[:40]}"
+            shown = json.dumps(value, default=str)[:40]
+            problem = f"is {shown}" if value is not None else "is missing"
             raise DocumentError(f'{self.where}: "{name}" {problem}; it must be {wanted}. Fix or remove that entry.')
         return value
 
     def text(self, name: str) -> str:
         """A text that is not blank, stripped."""
-        text: str = self._field(name, str, "a text").strip()
+        text = self._field(name, str, "a text").strip()
         if not text:
             raise DocumentError(f'{self.where}: "{name}" is blank. Fix or remove that entry.')
         return text
@@ -118,13 +122,13 @@ class JsonRecord:
         """A list of texts; empty if it is optional and missing."""
         if optional and self.fields.get(name) is None:
             return []
-        values: list[Any] = self._field(name, list, "a list of texts")
+        values: list[object] = self._field(name, list, "a list of texts")
         items = JsonRecord(self.where, {f"{name} {place}": value for place, value in enumerate(values, start=1)})
         return [items._field(item, str, "a text") for item in items.fields]
 
     def records(self, name: str) -> list[JsonRecord]:
         """A list of objects."""
-        values: list[Any] = self._field(name, list, "a list of objects")
+        values: list[object] = self._field(name, list, "a list of objects")
         return [as_record(value, f"{self.where}, {name} {place}") for place, value in enumerate(values, start=1)]
 
     def record(self, name: str) -> JsonRecord:
@@ -132,7 +136,7 @@ class JsonRecord:
         return JsonRecord(f"{self.where}, {name}", self._field(name, dict, "an object"))
 
 
-def as_record(value: Any, where: str) -> JsonRecord:
+def as_record(value: object, where: str) -> JsonRecord:
     """The value as a record. Raises DocumentError if it is not an object."""
     if not isinstance(value, dict):
         raise DocumentError(
@@ -224,16 +228,16 @@ def read_squad(records: Sequence[JsonRecord]) -> QuestionFile:
 
 def _asked(record: JsonRecord) -> list[tuple[str, str, JsonRecord | None, list[str]]]:
     """(Article, paragraph, question, answers) of the nested form, and each paragraph once with None as its question."""
-    found: list[tuple[str, str, JsonRecord | None, list[str]]] = []
+    rows: list[tuple[str, str, JsonRecord | None, list[str]]] = []
     for number, article in enumerate(record.records("data"), start=1):
         title = article.label("title", f"article {number}")
         for paragraph in article.records("paragraphs"):
             context = paragraph.text("context")
-            found.append((title, context, None, []))
+            rows.append((title, context, None, []))
             for asked in paragraph.records("qas"):
                 golds = [answer.text("text") for answer in asked.records("answers")] if "answers" in asked else []
-                found.append((title, context, asked, golds))
-    return found
+                rows.append((title, context, asked, golds))
+    return rows
 
 
 def _row(record: JsonRecord) -> list[tuple[str, str, JsonRecord | None, list[str]]]:

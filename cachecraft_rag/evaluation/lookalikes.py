@@ -114,7 +114,7 @@ def lookalikes_dataset(
                 answers=question.answers,
             )
         )
-    name = NAME if half is None else f"{NAME}:{half}"
+    name = f"{NAME}:{half}" if half is not None else NAME
     documents = tuple((chunk,) for chunk in chunks.values())
     return Dataset(name, documents, tuple(questions))
 

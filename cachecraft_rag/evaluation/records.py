@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.measuring import Record
@@ -36,10 +35,10 @@ class RecordLog(Closeable):
     """
 
     def __init__(
-        self, folder: Path, settings: Mapping[str, Any], *, restart: bool = False, discard_others: bool = False
+        self, folder: Path, settings: Mapping[str, object], *, restart: bool = False, discard_others: bool = False
     ) -> None:
         self._path = folder / FILE
-        plain: dict[str, Any] = json.loads(json.dumps(settings))
+        plain: dict[str, object] = json.loads(json.dumps(settings))
         self.records: list[Record] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -72,11 +71,11 @@ class RecordLog(Closeable):
         """Close the file."""
         self._file.close()
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _write(self, line: Mapping[str, object]) -> None:
         self._file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
         self._file.flush()
 
-    def _read(self, whole: bytes, settings: dict[str, Any]) -> list[Record]:
+    def _read(self, whole: bytes, settings: dict[str, object]) -> list[Record]:
         try:
             first, *rest = [json.loads(line) for line in whole.splitlines()]
             same_version = first.get("version") == VERSION
@@ -102,7 +101,7 @@ class RecordLog(Closeable):
         return records
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> Iterator[str]:
+def _differences(old: Mapping[str, object], new: Mapping[str, object], path: str = "") -> Iterator[str]:
     """Each setting that differs, in words."""
     for name in [*old, *(name for name in new if name not in old)]:
         before = old.get(name)
@@ -113,7 +112,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "")
             yield f"{path}{name}: {_short(before)} there, {_short(now)} now"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     if value is None:
         return "none"
     if isinstance(value, dict):

@@ -176,7 +176,7 @@ class Report:
         """Return one measure of the method with this label."""
         return self.methods[method][name]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain values for JSON: each mean under its name, its interval under `…_ci`, its questions under `…_n`.
 
         Shares also have the number of questions counted, under `…_hits`.
@@ -266,7 +266,7 @@ def full_answers(report: Report) -> str:
     return f"{sentence}."
 
 
-def markdown(report: Report, settings: Mapping[str, Any], figures: Sequence[str] = ()) -> str:
+def markdown(report: Report, settings: Mapping[str, object], figures: Sequence[str] = ()) -> str:
     """Return the report as a Markdown page; `figures` are paths relative to it."""
     about = {name: value for name, value in settings.items() if not isinstance(value, dict) and value is not None}
     answer_rows = report.answer_rows(intervals=True)
@@ -289,10 +289,10 @@ def markdown(report: Report, settings: Mapping[str, Any], figures: Sequence[str]
     return "\n\n".join(parts) + "\n"
 
 
-def _plain(name: str, estimate: Estimate | None) -> dict[str, Any]:
+def _plain(name: str, estimate: Estimate | None) -> dict[str, object]:
     if estimate is None:
         return {name: None, f"{name}_ci": None, f"{name}_n": 0}
-    plain: dict[str, Any] = {
+    plain: dict[str, object] = {
         name: estimate.mean,
         f"{name}_ci": [estimate.low, estimate.high],
         f"{name}_n": estimate.count,

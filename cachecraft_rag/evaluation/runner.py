@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.measuring import Record, Reference, Trial, measure, reference_of
@@ -68,7 +68,7 @@ class EvaluationSettings:
     def _warmup(self) -> int:
         return self.warmup if self.origin.is_stream else 0
 
-    def describe(self, engine: Engine, dataset: Dataset) -> dict[str, Any]:
+    def describe(self, engine: Engine, dataset: Dataset) -> dict[str, object]:
         """Everything that the measurements depend on, as plain values."""
         import torch
 
@@ -289,5 +289,5 @@ def _ids(question: EvaluationQuestion) -> list[str]:
     return [chunk.chunk_id for chunk in question.passages]
 
 
-def _plain(config: ReuseConfig) -> dict[str, Any]:
+def _plain(config: ReuseConfig) -> dict[str, object]:
     return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in asdict(config).items()}

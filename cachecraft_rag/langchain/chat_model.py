@@ -95,7 +95,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_settings_of_servers(cls, values: Any) -> Any:
+    def _without_settings_of_servers(cls, values: Any) -> object:
         """Ignore server settings (a timeout …), so that this model can replace a remote one in an application."""
         return {name: value for name, value in values.items() if name not in _SERVER_SETTINGS}
 
@@ -106,7 +106,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         *,
         store: PathLike = "chunk-caches",
         config: EngineConfig | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> Self:
         """Load a model and open (or make) a store of chunk-caches, as `Engine.from_pretrained` does.
 
@@ -133,7 +133,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         self._opened.close()
 
     def bind_tools(
-        self, tools: Sequence[Any], *, tool_choice: str | bool | dict[str, Any] | None = None, **kwargs: Any
+        self, tools: Sequence[Any], *, tool_choice: str | bool | dict[str, Any] | None = None, **kwargs: object
     ) -> Runnable[Any, AIMessage]:
         """Return the model with tools, which it calls in the form of its chat template.
 
@@ -153,7 +153,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         include_raw: bool = False,
         method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
         strict: bool | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Runnable[Any, Any]:
         """Return the model with answers that keep to a schema: a pydantic model, a TypedDict or a JSON schema.
 
@@ -169,7 +169,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         is_model = isinstance(schema, type) and is_basemodel_subclass(schema)
         parser: Any = PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
         if not include_raw:
-            answers: Runnable[Any, Any] = model | parser
+            answers: Runnable[object, object] = model | parser
             return answers
         parsed = RunnablePassthrough.assign(
             parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
@@ -192,7 +192,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         return "cachecraft"
 
     @property
-    def _identifying_params(self) -> Mapping[str, Any]:
+    def _identifying_params(self) -> Mapping[str, object]:
         """Everything an answer depends on besides the messages; LangChain's own answer cache is keyed by it."""
         engine = self.engine
         return {
@@ -238,7 +238,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
             calls = CallReader(call_format, names, forced=is_forced)
 
         values: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING} | settings
-        stop_strings: Any = self.stop if stop is None else stop  # `SamplingParams` refuses a string in place of a list
+        # `SamplingParams` refuses a string in place of a list.
+        stop_strings: Any = self.stop if stop is None else stop
         sampling = SamplingParams(
             max_new_tokens=values.pop("max_tokens"),
             stop=stop_strings,
@@ -262,7 +263,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         messages: list[BaseMessage],
         stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Iterator[ChatGenerationChunk]:
         """Stream the answer; the last chunk has no text, only the statistics. LangChain itself calls the callbacks."""
         call = self._open(messages, stop, kwargs)
@@ -282,7 +283,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         messages: list[BaseMessage],
         stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> AsyncIterator[ChatGenerationChunk]:
         """`_stream` that never blocks the event loop; tokenisation of the prompt runs in a thread."""
         call = await asyncio.to_thread(self._open, messages, stop, kwargs)
@@ -340,7 +341,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     def _captured_tokens(self, call: _Call) -> int:
         """Return the number of tokens whose chunk-caches were captured with this call."""
         captures = (self.reuse or self.engine.config).capture
-        is_unowned = self.engine.prompts.system.private and call.session is None  # private text without a session
+        # Captures after a private instruction need a session that owns them.
+        is_unowned = self.engine.prompts.system.private and call.session is None
         if not call.documents or not captures or is_unowned:
             return 0
         return sum(chunk.tokens for chunk in call.generation.stats.chunks if chunk.outcome == "computed")
@@ -371,7 +373,7 @@ class _Call:
             if chunk.chunk_id in outcomes:
                 note(document, {OUTCOME_KEY: outcomes[chunk.chunk_id]})
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, object]:
         """Return the statistics of the answer, with the chunk id of each document and what was searched for."""
         pairs = zip(self.documents, self.chunks, strict=True)
         noted = (document.metadata for document in self.documents if SEARCHED in document.metadata)
@@ -405,7 +407,7 @@ def _rest_of(calls: CallReader, generation: Generation) -> ChatGenerationChunk:
     return ChatGenerationChunk(message=AIMessageChunk(content=text, tool_call_chunks=chunks))
 
 
-def check_settings(settings: Mapping[str, Any], *classes: type[BaseModel]) -> None:
+def check_settings(settings: Mapping[str, object], *classes: type[BaseModel]) -> None:
     """Raise ConfigError for a setting that is neither an option of `EngineConfig` nor a field of one of the classes."""
     fields = {name for owner in classes for name in owner.model_fields} - {"engine", "llm"}
     known = {"store", "config"} | EngineConfig.option_names() | fields
@@ -424,7 +426,7 @@ def documents_of(given: Any, name: str) -> list[Document]:
     return documents
 
 
-def history_of(input: Mapping[str, Any], key: str) -> list[BaseMessage]:
+def history_of(input: Mapping[str, object], key: str) -> list[BaseMessage]:
     """Return the messages under `key` of a chain's input, or none. Raises ConfigError for anything else."""
     given = input.get(key) or []
     # LangChain would turn each letter, key or field of these into a message.

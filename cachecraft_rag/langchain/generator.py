@@ -101,18 +101,20 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
         """The answer piece by piece."""
         return self._streamed(kwargs).stream(input, config)
 
-    def astream(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> AsyncIterator[str]:
+    def astream(
+        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: object
+    ) -> AsyncIterator[str]:
         """The answer piece by piece, without blocking the event loop."""
         return self._streamed(kwargs).astream(input, config)
 
     def transform(
-        self, input: Iterator[dict[str, Any]], config: RunnableConfig | None = None, **kwargs: Any
+        self, input: Iterator[dict[str, Any]], config: RunnableConfig | None = None, **kwargs: object
     ) -> Iterator[str]:
         """`stream` for a chain whose earlier steps deliver the input in parts."""
         return self._streamed(kwargs).transform(input, config)
 
     def atransform(
-        self, input: AsyncIterator[dict[str, Any]], config: RunnableConfig | None = None, **kwargs: Any
+        self, input: AsyncIterator[dict[str, Any]], config: RunnableConfig | None = None, **kwargs: object
     ) -> AsyncIterator[str]:
         """`astream` for a chain whose earlier steps deliver the input in parts."""
         return self._streamed(kwargs).atransform(input, config)
@@ -140,7 +142,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
         streamed: Runnable[dict[str, Any], str] = untyped(pieces, apieces, name=self.get_name())
         return streamed
 
-    def _read(self, input: dict[str, Any]) -> _Asked:
+    def _read(self, input: dict[str, object]) -> _Asked:
         """Return the messages and the passages of an input."""
         if not isinstance(input, Mapping):
             raise ConfigError(

@@ -55,7 +55,7 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
         return await self._acall_with_config(self._aretrieve, input, config, run_type="retriever", **kwargs)
 
     def _retrieve(
-        self, input: dict[str, Any], run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
+        self, input: dict[str, Any], run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: object
     ) -> list[Document]:
         question, history = self._read(input)
         texts = search_texts(question, history)
@@ -65,7 +65,11 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
         return _marked(documents, texts)
 
     async def _aretrieve(
-        self, input: dict[str, Any], run_manager: AsyncCallbackManagerForChainRun, config: RunnableConfig, **kwargs: Any
+        self,
+        input: dict[str, Any],
+        run_manager: AsyncCallbackManagerForChainRun,
+        config: RunnableConfig,
+        **kwargs: object,
     ) -> list[Document]:
         question, history = self._read(input)
         texts = search_texts(question, history)
@@ -93,7 +97,7 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
         except NotImplementedError:  # not every store can
             return None
 
-    def _read(self, input: dict[str, Any]) -> tuple[str, list[Turn]]:
+    def _read(self, input: Mapping[str, object]) -> tuple[str, list[Turn]]:
         """Return the question and the turns before it."""
         if not isinstance(input, Mapping) or self.input_key not in input:
             raise ConfigError(f"the input must be a dict with {self.input_key!r}, not {input!r}; or set input_key")

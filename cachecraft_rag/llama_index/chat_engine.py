@@ -210,7 +210,7 @@ class _Turn:
         return [ChatMessage(role=role, content=text) for role, text in roles] if answer else []
 
 
-def _refuse(options: dict[str, Any]) -> None:
+def _refuse(options: dict[str, object]) -> None:
     if refused := sorted(_LLAMA_INDEX_ONLY.intersection(options)):
         raise ConfigError(
             f"{', '.join(refused)}: the model is named by `model`, the instruction by `system`, every answer is one "
@@ -218,10 +218,10 @@ def _refuse(options: dict[str, Any]) -> None:
         )
 
 
-def _statistics(turn: _Turn, sources: Sources, counted: dict[str, Any]) -> dict[str, Any]:
+def _statistics(turn: _Turn, sources: Sources, counted: dict[str, object]) -> dict[str, object]:
     """Return the statistics of an answer that has ended, and put outcomes into its nodes; sends the event too."""
     sources.note_outcomes(counted)
-    stats: dict[str, Any] = {
+    stats: dict[str, object] = {
         **counted,
         "searched": tuple(turn.query.embedding_strs),
         "chunk_ids": sources.chunk_ids,

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 from llama_index.core.base.llms.generic_utils import (
     astream_completion_response_to_chat_response,
@@ -114,7 +114,7 @@ class CacheCraftLLM(CustomLLM):
             raise ConfigError("a dict holds no engine: write CacheCraftLLM.from_dict(data, engine=engine)")
         return cls(engine, session=data.get("session"), **kwargs)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise ConfigError(
             "CacheCraftLLM holds an open engine and cannot be pickled; open an engine in each process, or run the "
             "pipeline without num_workers"
@@ -140,7 +140,7 @@ class CacheCraftLLM(CustomLLM):
         sampling: SamplingParams | None = None,
         max_tokens: int | None = None,
         config: ReuseConfig | None = None,
-        **unknown: Any,
+        **unknown: object,
     ) -> Generation:
         """The engine's answer, without LlamaIndex's events; the model starts with the first piece.
 
@@ -156,8 +156,9 @@ class CacheCraftLLM(CustomLLM):
                 "messages), max_tokens, sampling (SamplingParams: temperature and others) and config"
             )
         # A generator gives its texts once.
-        given: Any = list(documents) if isinstance(documents, Iterable) and not isinstance(documents, str) else [None]
-        if not all(isinstance(text, str) for text in given):
+        is_list = isinstance(documents, Iterable) and not isinstance(documents, str)
+        given = list(documents) if is_list else []
+        if not is_list or not all(isinstance(text, str) for text in given):
             raise ConfigError("documents must be a list of texts, each of them a chunk; put a single text into a list")
         ids = list(document_ids) or [""] * len(given)
         if len(ids) != len(given):
@@ -179,7 +180,7 @@ class CacheCraftLLM(CustomLLM):
         output_cls: type[Model],
         prompt: BasePromptTemplate,
         llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
+        **prompt_args: object,
     ) -> Model:
         """An answer that keeps to a pydantic model; `llm_kwargs` as in `begin`."""
         messages, options = self._structured(output_cls, prompt, llm_kwargs, prompt_args)
@@ -190,15 +191,19 @@ class CacheCraftLLM(CustomLLM):
         output_cls: type[Model],
         prompt: BasePromptTemplate,
         llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
+        **prompt_args: object,
     ) -> Model:
         """`structured_predict`, the model in a thread."""
         messages, options = self._structured(output_cls, prompt, llm_kwargs, prompt_args)
         return validated(output_cls, (await self.achat(messages, **options)).message.content)
 
     def _structured(
-        self, output_cls: type[BaseModel], prompt: BasePromptTemplate, given: dict[str, Any] | None, values: Any
-    ) -> tuple[list[ChatMessage], dict[str, Any]]:
+        self,
+        output_cls: type[BaseModel],
+        prompt: BasePromptTemplate,
+        given: dict[str, Any] | None,
+        values: Mapping[str, object],
+    ) -> tuple[list[ChatMessage], dict[str, object]]:
         sampling = self.keeping_to(output_cls, (given or {}).get("sampling"))
         messages = prompt.format_messages(llm=self, **values)
         last = messages[-1]
@@ -230,23 +235,23 @@ class CacheCraftLLM(CustomLLM):
         return aresponses_of(await asyncio.to_thread(self.begin, prompt, **kwargs))
 
     @llm_chat_callback()
-    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponse:
         """Answer the last message; keyword arguments as in `begin`, apart from `history`."""
         return completion_response_to_chat_response(last_of(responses_of(self._begin_chat(messages, kwargs))))
 
     @llm_chat_callback()
-    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponseGen:
         """Answer the last message piece by piece."""
         return stream_completion_response_to_chat_response(responses_of(self._begin_chat(messages, kwargs)))
 
     @llm_chat_callback()
-    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponse:
         """`chat`, the model in a thread."""
         generation = await asyncio.to_thread(self._begin_chat, messages, kwargs)
         return completion_response_to_chat_response(await alast_of(aresponses_of(generation)))
 
     @llm_chat_callback()
-    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponseAsyncGen:
         """`stream_chat`, the model in a thread."""
         generation = await asyncio.to_thread(self._begin_chat, messages, kwargs)
         return astream_completion_response_to_chat_response(aresponses_of(generation))
@@ -263,9 +268,9 @@ def with_max_tokens(sampling: SamplingParams, max_tokens: int | None) -> Samplin
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
     """Return messages as turns. Consecutive messages of a role are joined; every role but the assistant is the user."""
-    turns: list[tuple[Any, list[str]]] = []
+    turns: list[tuple[Literal["user", "assistant"], list[str]]] = []
     for message in messages:
-        role = "assistant" if message.role in _ASSISTANTS else "user"
+        role: Literal["user", "assistant"] = "assistant" if message.role in _ASSISTANTS else "user"
         if not turns or turns[-1][0] != role:
             turns.append((role, []))
         turns[-1][1].append(message.content or "")
@@ -288,7 +293,7 @@ def validated(output_cls: type[Model], text: str | None) -> Model:
         raise ConfigError(f"the answer is no {output_cls.__name__}; allow it more max_tokens: {error}") from error
 
 
-def _raw(stats: RequestStats) -> dict[str, Any]:
+def _raw(stats: RequestStats) -> dict[str, object]:
     usage = {"prompt_tokens": stats.tokens_prompt, "completion_tokens": stats.tokens_generated}
     return {"usage": usage | {"total_tokens": sum(usage.values())}, "cachecraft": stats.as_dict()}
 
@@ -323,20 +328,32 @@ async def alast_of(responses: CompletionResponseAsyncGen) -> CompletionResponse:
         return [response async for response in responses][-1]
 
 
+@overload
+def observed(
+    llm: CacheCraftLLM, asked: str, generation: Generation, documents: Mapping[str, object]
+) -> CompletionResponseGen: ...
+
+
+@overload
+def observed(
+    llm: CacheCraftLLM, asked: Sequence[ChatMessage], generation: Generation, documents: Mapping[str, object]
+) -> ChatResponseGen: ...
+
+
 def observed(
     llm: CacheCraftLLM, asked: str | Sequence[ChatMessage], generation: Generation, documents: Mapping[str, object]
-) -> Generator[Any, None, None]:
+) -> CompletionResponseGen | ChatResponseGen:
     """The responses of an answer with LlamaIndex's events of an LLM call, to a prompt or to messages.
 
     The answer ends with its reader: LlamaIndex's wrapper does not close it, and event handlers may keep its frames
     alive.
     """
-    responses: Any = responses_of(generation)
-    if not isinstance(asked, str):
-        responses = stream_completion_response_to_chat_response(responses)
+    completions = responses_of(generation)
+    is_completion = isinstance(asked, str)
+    responses = completions if is_completion else stream_completion_response_to_chat_response(completions)
 
-    @(llm_completion_callback() if isinstance(asked, str) else llm_chat_callback())
-    def call(llm: CacheCraftLLM, asked: Any, **_documents: Any) -> Any:
+    @(llm_completion_callback() if is_completion else llm_chat_callback())
+    def call(llm: CacheCraftLLM, asked: object, **_documents: object) -> object:
         return responses
 
     called = call(llm, asked, **documents)
@@ -351,16 +368,28 @@ def observed(
     return pieces()
 
 
+@overload
+async def aobserved(
+    llm: CacheCraftLLM, asked: str, generation: Generation, documents: Mapping[str, object]
+) -> AsyncGenerator[CompletionResponse, None]: ...
+
+
+@overload
+async def aobserved(
+    llm: CacheCraftLLM, asked: Sequence[ChatMessage], generation: Generation, documents: Mapping[str, object]
+) -> AsyncGenerator[ChatResponse, None]: ...
+
+
 async def aobserved(
     llm: CacheCraftLLM, asked: str | Sequence[ChatMessage], generation: Generation, documents: Mapping[str, object]
-) -> AsyncGenerator[Any, None]:
+) -> AsyncGenerator[CompletionResponse, None] | AsyncGenerator[ChatResponse, None]:
     """`observed` for an event loop."""
-    responses: Any = aresponses_of(generation)
-    if not isinstance(asked, str):
-        responses = astream_completion_response_to_chat_response(responses)
+    completions = aresponses_of(generation)
+    is_completion = isinstance(asked, str)
+    responses = completions if is_completion else astream_completion_response_to_chat_response(completions)
 
-    @(llm_completion_callback() if isinstance(asked, str) else llm_chat_callback())
-    async def call(llm: CacheCraftLLM, asked: Any, **_documents: Any) -> Any:
+    @(llm_completion_callback() if is_completion else llm_chat_callback())
+    async def call(llm: CacheCraftLLM, asked: object, **_documents: object) -> object:
         return responses
 
     called = await call(llm, asked, **documents)

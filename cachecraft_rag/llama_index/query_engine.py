@@ -32,7 +32,7 @@ _LLAMA_INDEX_ONLY = frozenset(
 _MODES = ("compact", "simple_summarize")  # as one prompt with all chunks is called
 
 
-def _retriever(index: BaseIndex[Any], options: dict[str, Any], *, own: Collection[str]) -> BaseRetriever:
+def _retriever(index: BaseIndex[Any], options: dict[str, object], *, own: Collection[str]) -> BaseRetriever:
     """The index's retriever. LlamaIndex ignores unknown options; here they are an error."""
     try:
         retriever = index.as_retriever(**options)
@@ -89,7 +89,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         output_cls: type[BaseModel] | None = None,
         text_qa_template: BasePromptTemplate | None = None,
         callback_manager: CallbackManager | None = None,
-        **options: Any,
+        **options: object,
     ) -> Self:
         """In place of `index.as_query_engine()`, over any LlamaIndex index.
 

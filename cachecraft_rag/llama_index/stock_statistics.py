@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextvars import ContextVar
-from typing import Any
 
-from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
+from llama_index.core.base.response.schema import RESPONSE_TYPE, AsyncStreamingResponse, StreamingResponse
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]  # re-exported silently
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.base import BaseEvent  # type: ignore[attr-defined]
@@ -35,7 +34,7 @@ class _StockStatistics(BaseEventHandler):
         """Return the class name among LlamaIndex's event handlers."""
         return "CacheCraftStockStatistics"
 
-    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
+    def handle(self, event: BaseEvent, **kwargs: object) -> None:
         """Begin to collect, or put what was collected into the response."""
         if isinstance(event, SynthesizeStartEvent):
             _answers.set(deque(maxlen=_MOST_CALLS))
@@ -60,11 +59,11 @@ def note_answer(generation: Generation) -> None:
         answers.append(generation)
 
 
-def _attach(response: Any, answers: deque[Generation]) -> None:
+def _attach(response: RESPONSE_TYPE, answers: deque[Generation]) -> None:
     """Put the statistics of the answers into a response, for a stream at its end."""
     if response.metadata is None:
         response.metadata = {}
-    metadata: dict[str, Any] = response.metadata
+    metadata = response.metadata
     if "cachecraft" in metadata:  # a `CacheCraftSynthesizer` made it
         return
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, aclosing, closing
 from contextvars import ContextVar
 from typing import Any, Self
 
-from llama_index.core.base.llms.types import CompletionResponse
+from llama_index.core.base.llms.types import CompletionResponse, CompletionResponseGen
 from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
@@ -55,9 +55,9 @@ class _AnswerRecord:
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
-        self.statistics: dict[str, Any] = {}
+        self.statistics: dict[str, object] = {}
 
-    def fill(self, counted: dict[str, Any]) -> None:
+    def fill(self, counted: dict[str, object]) -> None:
         """Fill in the statistics of an answer that has ended, and send the event."""
         self.sources.note_outcomes(counted)
         self.statistics.update(counted, chunk_ids=self.sources.chunk_ids)
@@ -146,7 +146,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         output_cls: type[BaseModel] | None = None,
         text_qa_template: BasePromptTemplate | None = None,
         callback_manager: CallbackManager | None = None,
-        **engine_options: Any,
+        **engine_options: object,
     ) -> Self:
         """Load a model and open (or make) a store folder, as `Engine.from_pretrained`; `close` closes both.
 
@@ -174,7 +174,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         """Write pending captures and close what `from_pretrained` opened."""
         self._opened.close()
 
-    def synthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: Any, **settings: Any) -> Any:
+    def synthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: object, **settings: object) -> Any:
         """LlamaIndex's own; the model does not see the nodes' `file_path`."""
         sources = Sources(nodes)
         settings["document_ids"] = sources.noted_ids
@@ -184,7 +184,9 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         finally:
             _record.reset(token)
 
-    async def asynthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: Any, **settings: Any) -> Any:
+    async def asynthesize(
+        self, query: QueryTextType, nodes: list[NodeWithScore], *args: object, **settings: object
+    ) -> Any:
         """`synthesize` with the model in threads."""
         sources = Sources(nodes)
         settings["document_ids"] = sources.noted_ids
@@ -194,7 +196,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         finally:
             _record.reset(token)
 
-    def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
+    def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: object) -> RESPONSE_TEXT_TYPE:
         """Answer from texts, best first: a string, or a generator of pieces if this synthesizer streams."""
         question, asked = self._asked(query_str, text_chunks, response_kwargs)
         answer: RESPONSE_TEXT_TYPE
@@ -207,7 +209,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         return answer
 
     async def aget_response(
-        self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
+        self, query_str: str, text_chunks: Sequence[str], **response_kwargs: object
     ) -> RESPONSE_TEXT_TYPE:
         """`get_response` with the model in threads; a stream is an asynchronous generator."""
         question, asked = self._asked(query_str, text_chunks, response_kwargs)
@@ -246,7 +248,9 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         return response.text if self._output_cls is None else validated(self._output_cls, response.text)
 
     def _get_prompts(self) -> PromptDictType:
-        return {} if self._template is None else {"text_qa_template": self._template}
+        if self._template is None:
+            return {}
+        return {"text_qa_template": self._template}
 
     def _update_prompts(self, prompts: PromptDictType) -> None:
         if others := prompts.keys() - {"text_qa_template"}:
@@ -281,7 +285,7 @@ def _question_in(template: BasePromptTemplate, query: str) -> str:
 
 
 def _deltas(
-    responses: Generator[Any, None, None], generation: Generation, record: _AnswerRecord
+    responses: CompletionResponseGen, generation: Generation, record: _AnswerRecord
 ) -> Generator[str, None, None]:
     """The pieces of an answer; its statistics are filled in at the end in any case."""
     try:
@@ -294,7 +298,7 @@ def _deltas(
 
 
 async def _adeltas(
-    responses: AsyncGenerator[Any, None], generation: Generation, record: _AnswerRecord
+    responses: AsyncGenerator[CompletionResponse, None], generation: Generation, record: _AnswerRecord
 ) -> AsyncGenerator[str, None]:
     try:
         async with aclosing(responses):

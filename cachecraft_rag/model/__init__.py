@@ -1,4 +1,4 @@
-"""How is one Hugging Face model loaded, taken apart into layers, checked and identified?
+"""A Hugging Face model: how it is loaded, divided into layers, checked and identified.
 
 Import from here: `decoder` (the model's layers as a stack), `fused_layers` and `attention_choice` (faster ways to
 compute the same), `self_check`, `fingerprint`, `demo_model`, and facts about a model: `facts`, `sizes`,

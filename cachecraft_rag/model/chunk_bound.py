@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from cachecraft_rag.types import digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SMALLEST_LIMIT = 16
 MODEL_TOKENS = 1024  # most tokens of a chunk; text in the model's languages stays far below
@@ -26,11 +29,12 @@ class ModelTokens:
     limit: int
 
     @classmethod
-    def of(cls, tokenizer: Any, *, context_length: int) -> ModelTokens:
-        """From a transformers tokenizer and its model's context length; four chunks always fit into the context."""
+    def of(cls, tokenizer: PreTrainedTokenizerBase, *, context_length: int) -> ModelTokens:
+        """Return the bound for a transformers tokenizer and its model's context length, which holds four chunks."""
         limit = min(MODEL_TOKENS, max(SMALLEST_LIMIT, context_length // 4))
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:  # a slow tokenizer, identified by its vocabulary
+        if backend is None:
+            # A slow tokenizer is identified by its vocabulary.
             words = sorted(tokenizer.get_vocab().items())
             return cls(_name(repr(words), limit), lambda text: len(tokenizer.tokenize(text)), limit)
         from tokenizers import Tokenizer

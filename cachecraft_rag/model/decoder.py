@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,10 @@ from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, model_finge
 from cachecraft_rag.model.fused_layers import FusedLayer, fused_layers, product
 from cachecraft_rag.model.hub_check import require_hub, without_bars
 from cachecraft_rag.model.layer_survey import ModelSurvey, SeenAttention, SurveyError, in_order, survey_model
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types import DTypeName, KVLayout
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 ATTENTION_NAME = "cachecraft"
 _running: ContextVar[Callable[[SeenAttention], Tensor] | None] = ContextVar("cachecraft_attention", default=None)
@@ -44,7 +47,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def _attention(
-    module: Any,
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -99,7 +102,9 @@ class Decoder:
         survey: how the model calls its layers, and how each of them rotates and attends.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, name: str, fingerprint: str | None = None) -> None:
+    def __init__(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, *, name: str, fingerprint: str | None = None
+    ) -> None:
         """Take a loaded model apart.
 
         Args:
@@ -139,7 +144,7 @@ class Decoder:
             layers=len(self._layers),
             kv_heads=max(self.survey.heads),
             head_dim=max(max(dims) for dims in self.survey.dims),
-            dtype=cast(Any, str(self.dtype).removeprefix("torch.")),
+            dtype=cast(DTypeName, str(self.dtype).removeprefix("torch.")),
         )
         self.fused_layers: list[FusedLayer] | None = None
         if self.device.type == "cpu" and not any(order is not None for order in self._orders):
@@ -172,7 +177,7 @@ class Decoder:
             raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(_DTYPES)}")
         with _loading(name) as source:
             config = config_of(name)
-            kind: Any = _DTYPES.get(auto_dtype(config, place) if dtype == "auto" else dtype, "auto")
+            kind: torch.dtype | str = _DTYPES.get(auto_dtype(config, place) if dtype == "auto" else dtype, "auto")
             if getattr(config, "is_encoder_decoder", False):  # the next lines would not even know its class
                 raise _refusal(name, config.model_type, _ENCODER_DECODER)
             tokenizer = AutoTokenizer.from_pretrained(source)
@@ -310,15 +315,16 @@ class Decoder:
         seen: list[tuple[Tensor, Tensor]] = []
         inputs: list[Tensor] = []
 
-        def before(_layer: Any, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        def before(_layer: torch.nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
             inputs.append(args[0] if args else named["hidden_states"])
 
-        def after(_attention: Any, _args: object, out: Any) -> None:
+        def after(_attention: torch.nn.Module, _args: object, out: Tensor | tuple[Tensor, ...]) -> None:
             seen.append((inputs[-1], out[0] if isinstance(out, tuple) else out))
 
         with contextlib.ExitStack() as hooks:
             for call in self.survey.calls:
                 hooks.callback(call.layer.register_forward_pre_hook(before, with_kwargs=True).remove)
+                assert call.attention is not None, "found by the survey"
                 hooks.callback(call.attention.register_forward_hook(after).remove)
             yield seen
 
@@ -343,7 +349,7 @@ def chunk_bound_of(name: str) -> ModelTokens:
     return ModelTokens.of(tokenizer, context_length=context_length_of(config) if has_length else 4 * MODEL_TOKENS)
 
 
-def config_of(name: str) -> Any:
+def config_of(name: str) -> PretrainedConfig:
     """The config of a model, without its weights. Raises ModelNotFoundError."""
     from huggingface_hub import try_to_load_from_cache
     from transformers import AutoConfig
@@ -351,7 +357,8 @@ def config_of(name: str) -> Any:
     with _loading(name) as source:
         if not os.path.isdir(source) and not isinstance(try_to_load_from_cache(source, "config.json"), str):
             require_hub([source])
-        return AutoConfig.from_pretrained(source)
+        config: PretrainedConfig = AutoConfig.from_pretrained(source)
+        return config
 
 
 def _loading_bars(source: str) -> contextlib.AbstractContextManager[None]:
@@ -388,7 +395,7 @@ def _device(name: str) -> torch.device:
     return place
 
 
-def auto_dtype(config: Any, place: torch.device) -> str:
+def auto_dtype(config: PretrainedConfig, place: torch.device) -> str:
     """Return the dtype for `auto`: the checkpoint's own, but bfloat16 for float32 on a CPU with instructions for it.
 
     There bfloat16 takes less than half the time, and chunk-caches take half the space.
@@ -403,7 +410,7 @@ def computes_bfloat16() -> bool:
     return any(capabilities.get(name) for name in _FAST_BFLOAT16)
 
 
-def layout_of(config: Any, dtype: str) -> KVLayout:
+def layout_of(config: PretrainedConfig, dtype: str) -> KVLayout:
     """Return the layout of a model's chunk-caches, from its Hugging Face config.
 
     Layers may have different heads (Gemma 4): the largest are the layout's, and others are filled with zeros.
@@ -419,18 +426,18 @@ def layout_of(config: Any, dtype: str) -> KVLayout:
         layers=config.num_hidden_layers,
         kv_heads=max(kv_heads),
         head_dim=max(head_dims),
-        dtype=cast(Any, dtype),
+        dtype=cast(DTypeName, dtype),
     )
 
 
-def _latent_head_dim(config: Any) -> int | None:
+def _latent_head_dim(config: PretrainedConfig) -> int | None:
     """Return the dimensions of a head of multi-head latent attention (DeepSeek); None for other models."""
     if not getattr(config, "kv_lora_rank", None):
         return None
     return max(int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim), int(config.v_head_dim))
 
 
-def context_length_of(config: Any) -> int:
+def context_length_of(config: PretrainedConfig) -> int:
     """Return the number of positions that one set of rotary frequencies serves.
 
     LongRoPE has two sets and changes all keys if a prompt exceeds the original length, so a chunk-cache captured on one
@@ -444,7 +451,7 @@ def context_length_of(config: Any) -> int:
     return longest
 
 
-def end_tokens_of(*holders: Any) -> frozenset[int]:
+def end_tokens_of(*holders: object) -> frozenset[int]:
     """Return the ids that end an answer, of the generation config, the config and the tokenizer together."""
     end_tokens: set[int] = set()
     for holder in holders:
@@ -463,10 +470,10 @@ class _Parts:
     head    hidden states to logits
     """
 
-    embed: Any
-    layers: Any
-    norm: Any
-    head: Any
+    embed: torch.nn.Module
+    layers: torch.nn.ModuleList
+    norm: torch.nn.Module
+    head: torch.nn.Module
 
 
 def _parts_of(model: Any) -> _Parts | None:
@@ -481,7 +488,7 @@ def _parts_of(model: Any) -> _Parts | None:
     return _Parts(embed, layers, norm, head)
 
 
-def _refuse_unsupported(model: Any, name: str) -> None:
+def _refuse_unsupported(model: PreTrainedModel, name: str) -> None:
     """Raise UnsupportedModelError with the reason if the model cannot be taken apart."""
     reason = _unsupported_reason(model)
     if reason is not None:
@@ -496,7 +503,7 @@ def _refusal(name: str, kind: str, reason: str) -> UnsupportedModelError:
     )
 
 
-def _unsupported_reason(model: Any) -> str | None:
+def _unsupported_reason(model: PreTrainedModel) -> str | None:
     parameter = next(model.parameters())
     known = _position_reason(model)
     if known is not None:
@@ -510,7 +517,7 @@ def _unsupported_reason(model: Any) -> str | None:
     return None
 
 
-def _position_reason(model: Any) -> str | None:
+def _position_reason(model: PreTrainedModel) -> str | None:
     """Return the reason if models of this kind have no keys that could be moved; else None."""
     config = model.config
     if getattr(config, "is_encoder_decoder", False):

@@ -130,7 +130,7 @@ def _key() -> str:
 
 
 def _require_gguf_readers() -> None:
-    missing = [name for name in ("gguf", "accelerate") if util.find_spec(name) is None]
+    missing = [name for name in ("gguf", "accelerate") if not util.find_spec(name)]
     if missing:
         raise ModelNotFoundError(f"reading the demo model needs {' and '.join(missing)}; install with: {INSTALL}")
 

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 import xxhash
@@ -24,6 +24,9 @@ import xxhash
 from cachecraft_rag.model.demo_model import cache_folder
 from cachecraft_rag.store.small_file import replace_file
 from cachecraft_rag.types import IDENTITY_VERSION, LAYOUT_VERSION, digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Keys of a config that differ between saves and change no number; the dtype in use is digested separately.
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"})
@@ -55,7 +58,7 @@ def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
     return _fingerprint("checkpoint", weights=tensors, config=settings, tokenizer=_tokenizer(folder), dtype=dtype)
 
 
-def model_fingerprint(model: Any, tokenizer: Any) -> str:
+def model_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the fingerprint of a Hugging Face model that is given as an object, from digests of its tensors."""
     tensors = {}
     for name, tensor in model.state_dict().items():
@@ -94,12 +97,12 @@ def snapshot_folder(source: str, *, revision: str | None = None) -> Path | None:
     return Path(path).parent if isinstance(path, str) else None
 
 
-def _fingerprint(kind: str, *, weights: Mapping[str, str], config: Any, tokenizer: Any, dtype: str) -> str:
+def _fingerprint(kind: str, *, weights: Mapping[str, str], config: object, tokenizer: object, dtype: str) -> str:
     parts = [json.dumps(part, sort_keys=True, default=str) for part in (weights, config, tokenizer)]
     return f"{IDENTITY_VERSION}-{digest(kind, str(IDENTITY_VERSION), str(LAYOUT_VERSION), *parts, dtype)}"
 
 
-def _without(settings: Mapping[str, Any], left_out: Iterable[str]) -> dict[str, Any]:
+def _without(settings: Mapping[str, object], left_out: Iterable[str]) -> dict[str, object]:
     return {name: value for name, value in settings.items() if name not in left_out}
 
 
@@ -123,7 +126,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return []
 
 
-def _tokenizer(folder: Path) -> dict[str, Any]:
+def _tokenizer(folder: Path) -> Mapping[str, object]:
     if (whole := folder / "tokenizer.json").is_file():
         return _without(json.loads(whole.read_text(encoding="utf-8")), _CALL_STATE)
     files = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
@@ -152,7 +155,7 @@ def _digests(file: Path) -> dict[str, str]:
     return tensors
 
 
-def _check(stamp: Mapping[str, Any], tensors: Mapping[str, str]) -> str:
+def _check(stamp: Mapping[str, object], tensors: Mapping[str, str]) -> str:
     return digest(json.dumps([stamp, tensors], sort_keys=True))
 
 
@@ -186,7 +189,7 @@ def _whole(path: Path) -> str:
     return state.hexdigest()
 
 
-def _update(state: Any, file: Any, nbytes: int) -> int:
+def _update(state: xxhash.xxh3_128, file: BinaryIO, nbytes: int) -> int:
     """Feed the next `nbytes` of a file to a digest; returns how many there were."""
     done = 0
     while done < nbytes and (piece := file.read(min(_PIECE, nbytes - done))):

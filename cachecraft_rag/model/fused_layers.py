@@ -8,7 +8,7 @@ computes the whole layer and reads its weights at the memory's speed. Products t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -30,7 +30,7 @@ _FEW_ROWS = 8
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 
-def _plain_linear(module: Any) -> bool:
+def _plain_linear(module: object) -> bool:
     """Return True for a linear layer whose weight is a plain tensor: a quantised one has no floats at its address."""
     if type(module) is not torch.nn.Linear or type(module.weight) is not torch.nn.Parameter:
         return False
@@ -63,8 +63,8 @@ class FusedLayer:
         self._index = index
         self._settings = settings
         self._call: calls.LayerCall | None = None
-        self._held: list[tuple[dict[str, Any], str, Any]] = []  # modules and tensors that the call points to
-        self._hooks: list[dict[int, Any]] = []  # of these modules
+        self._held: list[tuple[dict[str, object], str, object]] = []  # modules and tensors that the call points to
+        self._hooks: list[dict[int, object]] = []  # of these modules
 
     def _whole(self, hidden: Tensor) -> calls.LayerCall | None:
         """Return the call that computes the whole layer; None if a product is not a plain linear layer's."""
@@ -186,7 +186,7 @@ class FusedLayer:
 
 @torch.inference_mode()
 def fused_layers(
-    layers: Sequence[Any],
+    layers: Iterable[Any],
     hidden_size: int,
     dtype: torch.dtype,
     *,

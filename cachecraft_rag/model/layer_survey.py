@@ -16,13 +16,16 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.stack import AttentionSettings
 from cachecraft_rag.kernels.rope import rotate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SURVEY_TOKENS = 6
 
@@ -49,7 +52,7 @@ class LayerInputs:
     """
 
     hidden: Tensor
-    named: Mapping[str, Any]
+    named: Mapping[str, object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,15 +65,15 @@ class RotaryCall:
     given   what the module returned, and layers are given
     """
 
-    module: Callable[..., Any]
-    args: tuple[Any, ...]
-    named: Mapping[str, Any]
-    given: Any
+    module: Callable[..., object]
+    args: tuple[object, ...]
+    named: Mapping[str, object]
+    given: object
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin as the module gives them at these positions, each `[tokens, width]`."""
 
-        def replaced(value: Any) -> Any:
+        def replaced(value: object) -> object:
             if not isinstance(value, Tensor):
                 return value
             if value.is_floating_point():
@@ -166,7 +169,7 @@ class SeenAttention:
     Tensors are `[1, heads, tokens, dim]` as transformers passes them.
     """
 
-    module: Any
+    module: torch.nn.Module
     query: Tensor
     key: Tensor
     value: Tensor
@@ -187,11 +190,11 @@ class LayerCall:
     rotary     rotary embedding that rotates nothing, in the form that the layer takes; None = it takes none
     """
 
-    layer: Any
-    attention: Any
-    named: Mapping[str, Any]
+    layer: torch.nn.Module
+    attention: torch.nn.Module | None
+    named: Mapping[str, object]
     takes: frozenset[str]
-    rotary: Any
+    rotary: object
 
     def run(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """Run the layer over `[1, tokens, hidden]` at these positions."""
@@ -234,7 +237,7 @@ class ModelSurvey:
     ids: Tensor
 
 
-def cos_and_sin(given: Any) -> tuple[Tensor, Tensor]:
+def cos_and_sin(given: object) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each `[tokens, width]`, of what a rotary module returned.
 
     Raises SurveyError if it is neither a pair of tensors nor a complex tensor.
@@ -250,7 +253,7 @@ def cos_and_sin(given: Any) -> tuple[Tensor, Tensor]:
     return cos.reshape(-1, width), sin.reshape(-1, width)
 
 
-def identity_like(given: Any, dtype: torch.dtype) -> Any:
+def identity_like(given: Any, dtype: torch.dtype) -> object:
     """Return a rotary embedding that rotates nothing, in the form of `given`."""
     if given is None:
         return None
@@ -268,10 +271,10 @@ class _Stop(Exception):  # ends a layer after its attention; nothing failed
 
 @torch.no_grad()
 def survey_model(
-    model: Any,
-    layers: Sequence[Any],
+    model: PreTrainedModel,
+    layers: torch.nn.ModuleList,
     *,
-    stock: Callable[[], contextlib.AbstractContextManager[Any]],
+    stock: Callable[[], contextlib.AbstractContextManager[object]],
     watch: Watch,
 ) -> ModelSurvey:
     """Run the model's own forward and each layer over a few tokens.
@@ -328,12 +331,14 @@ def survey_model(
     )
 
 
-def _watched_forward(model: Any, layers: Sequence[Any], ids: Tensor) -> tuple[list[LayerInputs], list[RotaryCall]]:
+def _watched_forward(
+    model: PreTrainedModel, layers: torch.nn.ModuleList, ids: Tensor
+) -> tuple[list[LayerInputs], list[RotaryCall]]:
     """Run the model's own forward; return what its layers were given, and its calls of rotary modules."""
     inputs: list[LayerInputs] = []
     rotary_calls: list[RotaryCall] = []
 
-    def before_layer(layer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def before_layer(layer: torch.nn.Module, args: tuple[object, ...], named: dict[str, object]) -> None:
         signature = inspect.signature(layer.forward)
         given = dict(signature.bind_partial(*args, **named).arguments)
         for parameter in signature.parameters.values():
@@ -342,7 +347,7 @@ def _watched_forward(model: Any, layers: Sequence[Any], ids: Tensor) -> tuple[li
         hidden = given.pop(_HIDDEN)
         inputs.append(LayerInputs(hidden.clone(), given))
 
-    def after_rotary(module: Any, args: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
+    def after_rotary(module: torch.nn.Module, args: tuple[object, ...], named: dict[str, object], out: object) -> None:
         rotary_calls.append(RotaryCall(module, args, named, out))
 
     with contextlib.ExitStack() as hooks:
@@ -357,7 +362,7 @@ def _watched_forward(model: Any, layers: Sequence[Any], ids: Tensor) -> tuple[li
     return inputs, rotary_calls
 
 
-def _layer_call(layer: Any, inputs: LayerInputs) -> LayerCall:
+def _layer_call(layer: torch.nn.Module, inputs: LayerInputs) -> LayerCall:
     """Return how to call a layer. Raises SurveyError if it takes tensors that a pass does not have."""
     takes = {_ROTARY, *_POSITIONS, *_NOT_GIVEN} & set(inputs.named)
     named = {name: value for name, value in inputs.named.items() if name not in takes}
@@ -367,7 +372,7 @@ def _layer_call(layer: Any, inputs: LayerInputs) -> LayerCall:
     return LayerCall(layer, None, named, frozenset(takes), inputs.named.get(_ROTARY))
 
 
-def _holds_tensors(value: Any) -> bool:
+def _holds_tensors(value: object) -> bool:
     if isinstance(value, Tensor):
         return True
     if isinstance(value, Mapping):
@@ -395,7 +400,7 @@ def _attention_of(
     return seen[0]
 
 
-def _source(rotary: Any, calls: Sequence[RotaryCall]) -> RotaryCall | None:
+def _source(rotary: object, calls: Sequence[RotaryCall]) -> RotaryCall | None:
     """Return the call of a rotary module whose result a layer was given; None if no rotary embedding was given."""
     if rotary is None:
         return None
@@ -407,7 +412,7 @@ def _source(rotary: Any, calls: Sequence[RotaryCall]) -> RotaryCall | None:
     raise SurveyError("its rotary embedding is not made by a rotary module alone")
 
 
-def _rotation_form(rotary: Any, raw: SeenAttention, rotated: SeenAttention) -> RotationForm:
+def _rotation_form(rotary: object, raw: SeenAttention, rotated: SeenAttention) -> RotationForm:
     """Return the form of rotation that leads from raw queries and keys to rotated ones.
 
     Raises SurveyError if no known form does.

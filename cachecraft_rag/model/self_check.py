@@ -1,7 +1,8 @@
 """A short self-check when a model is loaded: is reuse exact on this model?
 
-Structure can look right and still be wrong: a window that only the mask knows, a factor in the attention. Users must
-not find out by garbled answers, so a model is refused if its numbers differ from those of its own forward.
+A model's structure can look right and still be wrong: a window that only the mask applies, or a factor in the
+attention. Users should not learn this from garbled answers, so a model is refused if our results differ from those of
+its own forward pass.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def _check_windows(decoder: Decoder, output: PrefillResult) -> None:
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     for layer, settings in enumerate(output.recorder.settings):
-        expected = window if kinds is None or kinds[layer] == "sliding_attention" else None
+        is_global = kinds is not None and kinds[layer] != "sliding_attention"
+        expected = None if is_global else window
         if settings.window != expected:
             raise _refusal(decoder, f"layer {layer} attends within a window of {settings.window}, not {expected}")
 

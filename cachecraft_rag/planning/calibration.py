@@ -1,7 +1,7 @@
-"""α as calibrated on a validation set (Cache-Craft eq. 13), kept beside the store.
+"""α calibrated on a validation set (Cache-Craft eq. 13), in a file next to the store.
 
-`cachecraft calibrate` writes it; `Engine.from_pretrained` reads it where `ReuseConfig.alpha` is not given. It holds for
-one model and one way of choosing tokens: with another selector the same α buys another quality.
+`cachecraft calibrate` writes it; `Engine.from_pretrained` reads it if `ReuseConfig.alpha` is not given. It is valid for
+one model and one way of choosing tokens: with another selector the same α gives another quality.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Calibration:
     nearest_share: float = 0.0  # calibrations of versions before 0.2 have no such field
 
     def fits(self, config: ReuseConfig) -> bool:
-        """True if α was calibrated with this way of choosing tokens, and nothing else lowers quality."""
+        """Return True if α was calibrated with this way of choosing tokens, and no other setting lowers quality."""
         plain = not config.early_termination and config.scope == "anywhere"
         return plain and (self.selector, self.budget_scope, self.drift, self.nearest_share) == (
             config.selector,
@@ -65,7 +65,7 @@ class Calibration:
 
 
 def save_calibration(store: Path, fingerprint: str, calibration: Calibration) -> None:
-    """Save the calibration of a model in place of an earlier one; StoreError where the folder is not writable."""
+    """Save the calibration of a model in place of an earlier one. Raises StoreError if the folder is not writable."""
     path = store / CALIBRATION_FILE
     content = json.dumps(_known(path) | {fingerprint: asdict(calibration)}, indent=1)
     try:
@@ -75,25 +75,26 @@ def save_calibration(store: Path, fingerprint: str, calibration: Calibration) ->
 
 
 def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
-    """The calibration of this model, or None; a damaged entry is logged as a warning and counts as missing."""
-    found = _known(store / CALIBRATION_FILE).get(fingerprint)
-    if found is None:
+    """Return the calibration of this model, or None. A damaged entry is logged as a warning and counts as missing."""
+    entry = _known(store / CALIBRATION_FILE).get(fingerprint)
+    if entry is None:
         return None
     try:
-        known = Calibration(**found)  # type: ignore[arg-type]  # JSON says nothing about types
-        if not all(isinstance(number, int | float) for number in (known.alpha, known.quality, known.questions)):
-            raise TypeError("a field that should be a number is none")
-        ReuseConfig(alpha=known.alpha)
+        calibration = Calibration(**entry)  # type: ignore[arg-type]  # JSON says nothing about types
+        numbers = (calibration.alpha, calibration.quality, calibration.questions)
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise TypeError("alpha, quality and questions must be numbers")
+        ReuseConfig(alpha=calibration.alpha)
     except (TypeError, AttributeError, ValueError, ConfigError) as error:
         logger.warning("%s is damaged (%s); run cachecraft calibrate again", store / CALIBRATION_FILE, error)
         return None
-    return known
+    return calibration
 
 
 def all_calibrations(store: Path) -> dict[str, Calibration]:
-    """The calibration of each model, by its fingerprint; damaged entries are logged as warnings and left out."""
-    found = {fingerprint: load_calibration(store, fingerprint) for fingerprint in _known(store / CALIBRATION_FILE)}
-    return {fingerprint: one for fingerprint, one in found.items() if one is not None}
+    """Return fingerprint → calibration of each model; damaged entries are logged as warnings and left out."""
+    calibrations = {name: load_calibration(store, name) for name in _known(store / CALIBRATION_FILE)}
+    return {name: calibration for name, calibration in calibrations.items() if calibration is not None}
 
 
 def _known(path: Path) -> dict[str, dict[str, object]]:

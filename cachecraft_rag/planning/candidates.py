@@ -1,6 +1,6 @@
-"""New variants worth computing (Cache-Craft §3.3): chunks fixed behind a prefix, most requested first.
+"""Candidates for new variants (Cache-Craft §3.3): chunks that were fixed after a prefix, most valuable first.
 
-Pure bookkeeping: no tensor, no clock, no lock.
+Pure bookkeeping, without tensors, clock or lock.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.types import Prompt, Segment
 
-_Path = tuple[str | None, tuple[str, ...]]  # whose it is, and the segments up to the one to be captured
+_Path = tuple[str | None, tuple[str, ...]]  # session, and ids of the segments up to the one to be captured
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The beginning of a prompt with chunks that were reused and fixed; one pass over it captures all of them.
+    """The beginning of a prompt whose chunks were reused and fixed; one pass over it captures all of them.
 
-    segments  the instruction and the chunks, up to the last one that was fixed
-    fixed     segment → tokens that its variant behind this prefix would save each time
-    session   whose private text stands in it; None where nothing is private
-    first     segments of text that nobody marked, and what stands in for their neighbours: nothing of them may be
-              stored yet
+    segments  the instruction and the chunks up to the last fixed one
+    fixed     segment → tokens that a variant after this prefix would save per use
+    session   session that owns the private text in it; None if all text is public
+    first     found segments, and fixed passages in place of their neighbours, that may not be stored yet
     """
 
     segments: tuple[Segment, ...]
@@ -36,10 +35,11 @@ class Candidate:
 
     @classmethod
     def of(cls, prompt: Prompt, plan: Plan, config: ReuseConfig, *, session: str | None) -> Self | None:
-        """Captures that a request would have made; None if nothing was fixed, or nobody could reuse them.
+        """Return a candidate for the captures that a request would have made.
 
-        A chunk that comes after private text belongs to the session, and without one to nobody. So a prompt counts up
-        to its private text, or belongs to the session as a whole.
+        Returns None if no chunk was fixed, or if no later request could reuse the captures: a chunk after private text
+        can be reused only within its session. So without a session, chunks after private text do not count. With a
+        session, the candidate belongs to it if its segments include private text.
         """
         segments = prompt.segments
         fixed = {index: n for index, planned in enumerate(plan.segments) if (n := _spent(planned, config))}
@@ -57,14 +57,14 @@ class Candidate:
         return self.session, tuple(segment.segment_id for segment in self.segments)
 
     def paths(self) -> Iterator[tuple[_Path, int]]:
-        """Captures to be made, and the tokens that each saves per use."""
+        """Yield the captures to be made, and the tokens that each saves per use."""
         session, ids = self.identity
         for index, tokens in self.fixed.items():
             yield (session, ids[: index + 1]), tokens
 
 
 def _spent(planned: SegmentPlan, config: ReuseConfig) -> int:
-    """Tokens that fixing a segment adds to those recomputed, in this chunk or in others (`budget_scope`)."""
+    """Return how many more tokens are recomputed because of a segment, in it or in others (`budget_scope`)."""
     if not planned.to_fix or planned.variant is None:
         return 0
     if planned.in_full:
@@ -74,25 +74,28 @@ def _spent(planned: SegmentPlan, config: ReuseConfig) -> int:
 
 
 class Candidates:
-    """Waiting candidates, at most `most`, and the tokens that each chunk behind each prefix would have saved."""
+    """Waiting candidates, at most `most`, and the tokens that each chunk after each prefix would have saved."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._waiting: dict[_Path, Candidate] = {}  # the one asked for last at the end
+        self._waiting: dict[_Path, Candidate] = {}  # the latest request last
         self._would_have_saved: Counter[_Path] = Counter()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def value(self, candidate: Candidate) -> int:
-        """Tokens that its variants would have saved since they were first requested."""
+        """Return how many tokens its variants would have saved since they were first requested."""
         return sum(self._would_have_saved[path] for path, _ in candidate.paths())
 
     def add(self, candidate: Candidate) -> Candidate | None:
-        """Count one request for it; returns the least valuable candidate if there are too many (perhaps this one)."""
+        """Count a request for a candidate.
+
+        If there are too many candidates, removes the least valuable one, which may be this one, and returns it.
+        """
         known = self._waiting.pop(candidate.identity, None)
         self._would_have_saved.update(dict(candidate.paths()))
-        if known is not None:  # the same chunks, of which others may have been fixed this time
+        if known is not None:  # this request may have fixed other chunks of the same prompt
             fixed = {**known.fixed, **candidate.fixed}
             candidate = replace(candidate, fixed=fixed, first=known.first | candidate.first)
         self._waiting[candidate.identity] = candidate
@@ -103,9 +106,13 @@ class Candidates:
         return least
 
     def best(self, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
-        """The most valuable candidate among these, or all, and of equals the latest; it is not removed."""
-        some = [one for one in reversed(self._waiting.values()) if among is None or among(one)]
-        return max(some, key=self.value, default=None)
+        """Return the most valuable of the candidates for which `among` is true (by default all).
+
+        Of equally valuable ones it is the latest. It is not removed.
+        """
+        latest_first = reversed(self._waiting.values())
+        candidates = [candidate for candidate in latest_first if among is None or among(candidate)]
+        return max(candidates, key=self.value, default=None)
 
     def remove(self, candidate: Candidate) -> None:
         """Remove a candidate, and the count of its captures unless another candidate has them too."""
@@ -116,8 +123,12 @@ class Candidates:
                 del self._would_have_saved[path]
 
     def having(self, segment_ids: Set[str]) -> list[Candidate]:
-        """Candidates with one of these segments."""
-        return [one for one in self._waiting.values() if not segment_ids.isdisjoint(one.identity[1])]
+        """Return the candidates with one of these segments."""
+        return [
+            candidate
+            for candidate in self._waiting.values()
+            if any(segment.segment_id in segment_ids for segment in candidate.segments)
+        ]
 
     def clear(self) -> int:
         """Remove all; returns their number."""

@@ -72,7 +72,7 @@ class ReuseConfig:
     loading: Loading = "cake"
 
     @classmethod
-    def paper(cls, **changes: Any) -> Self:
+    def paper(cls, **changes: object) -> Self:
         """Return the settings that are closest to Cache-Craft and Cake as published.
 
         Each chunk recomputes the fraction CFO of its tokens (eq. 12), those with the highest scores of eq. 14, until
@@ -110,7 +110,7 @@ class ReuseConfig:
         return cls(reuse=False, capture=False, plain_prompts="off")
 
     @classmethod
-    def deterministic(cls, **changes: Any) -> Self:
+    def deterministic(cls, **changes: object) -> Self:
         """Return settings with which a request leaves the stored chunk-caches as they are and follows no clock.
 
         Nothing is captured, and everything stored is loaded instead of being computed where that is faster. With

@@ -60,5 +60,6 @@ class FocusMonitor:
         recent = self._history[-self._window :]
         if len(recent) < self._window or any(focused != recent[0] for focused in recent):
             return False
-        self.focused, self.layer = recent[0], layer
+        self.focused = recent[0]
+        self.layer = layer
         return True

@@ -1,10 +1,10 @@
-"""Segments found by content in text that nobody marked: content-defined chunking over token ids, as in rsync.
+"""Segments found by content in unmarked text: content-defined chunking over token ids, as in rsync.
 
-The text is cut where its own content says so, so that the same passage gives the same segments wherever it stands. Firm
-ends are blank lines, lines without a word (`-----`), tags, short lines in brackets (`[CONTEXT 1]:`), the ends of lines
-that are long enough for a segment, and in JSON the quotation marks. Longer passages are cut again where a rolling hash
-of the last tokens says so, at a line end if there is one. What separates segments belongs to none: a passage that ends
-with a blank line here and with a tag there is still the same.
+Cuts depend on the content only, so the same passage gives the same segments in every prompt. Fixed cuts are blank
+lines, lines without a word (`-----`), tags, short lines in brackets (`[CONTEXT 1]:`), the ends of lines that are long
+enough for a segment, and quotation marks in JSON. Longer passages are cut again at positions chosen by a rolling hash
+of the last tokens, at a line end if there is one. Separators belong to no segment: a passage that ends with a blank
+line in one prompt and with a tag in another gives the same segments.
 """
 
 from __future__ import annotations
@@ -16,26 +16,32 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-LEAST, MOST = 64, 512  # tokens of a segment
-_WHOLE = 256  # a passage of at most so many tokens is not cut
-_LONG_LINE = 96  # tokens of a line that is a passage by itself
-_WINDOW = 16  # tokens that a hash looks at
-_ONE_IN, _LINE_ENDS_ONE_IN = 64, 4  # positions, and line ends, at which the hash cuts
-_LONGEST_TAG = 32
-_SPREAD, _STEP = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
+# Fewest and most tokens of a segment.
+LEAST = 64
+MOST = 512
+_WHOLE = 256  # passages of at most this many tokens are not cut
+_LONG_LINE = 96  # a line of at least this many tokens is a separate passage
+_WINDOW = 16  # tokens per rolling hash
+# On average the hash cuts at one in so many positions, and at one in so many line ends.
+_ONE_IN = 64
+_LINE_ENDS_ONE_IN = 4
+_LONGEST_TAG = 32  # tokens
+# Multipliers of the rolling hash.
+_SPREAD = 0x9E3779B97F4A7C15
+_STEP = 0xD6E8FEB86659FD93
 _SPACES = str.maketrans({"\u0120": " ", "\u2581": " ", "\u010a": "\n", "\u010d": "\r", "\u0109": "\t"})
 
 
 @dataclass(frozen=True, eq=False)
 class TokenKinds:
-    """What each token of a vocabulary says about where text may be cut.
+    """Features of each token of a vocabulary that determine where text is cut.
 
-    newlines       uint8 `[vocabulary]`: line ends that it closes with
-    words          bool `[vocabulary]`: whether it holds a letter or digit
-    opens, closes  bool `[vocabulary]`: whether it holds `<`, and `>`
-    opens_line     bool `[vocabulary]`: whether its text begins with `[` or `{`
-    closes_line    bool `[vocabulary]`: whether its text ends with `]` or `]:`
-    quotes         bool `[vocabulary]`: whether it holds a quotation mark that is not escaped
+    newlines       uint8 `[vocabulary]`: number of line ends at the token's end
+    words          bool `[vocabulary]`: True if the token holds a letter or digit
+    opens, closes  bool `[vocabulary]`: True if the token holds `<`, or `>`
+    opens_line     bool `[vocabulary]`: True if the token begins with `[` or `{`
+    closes_line    bool `[vocabulary]`: True if the token ends with `]` or `]:`
+    quotes         bool `[vocabulary]`: True if the token holds a quotation mark that is not escaped
     """
 
     newlines: NDArray[np.uint8]
@@ -48,7 +54,7 @@ class TokenKinds:
 
     @classmethod
     def of(cls, tokens: Iterable[str | None]) -> Self:
-        """From the tokens as a vocabulary writes them, by id; SentencePiece and byte-level marks are understood."""
+        """Return the features of a vocabulary's tokens, listed by id, with SentencePiece or byte-level marks."""
         texts = ["\n" if token == "<0x0A>" else (token or "").translate(_SPACES) for token in tokens]
         return cls(
             np.array([text[len(text.rstrip()) :].count("\n") for text in texts], dtype=np.uint8),
@@ -62,7 +68,7 @@ class TokenKinds:
 
 
 def window_hashes(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """`[tokens]`: a hash of each token and the 15 before it (of fewer at the beginning)."""
+    """Return for each token a hash of it and the 15 tokens before it (fewer at the beginning), `[tokens]`."""
     mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_SPREAD)
     mixed ^= mixed >> np.uint64(31)
     mixed *= np.uint64(_STEP)
@@ -76,13 +82,13 @@ def window_hashes(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def find_segments(token_ids: Sequence[int], kinds: TokenKinds) -> list[range]:
-    """The segments of a text, in order; what lies between them belongs to none. Each has `LEAST` to `MOST` tokens.
+    """Return the segments of a text in order, each of `LEAST` to `MOST` tokens. Tokens between them are separators.
 
     >>> kinds = TokenKinds.of(["word", "\\n\\n"])
     >>> find_segments([0] * 5 + [1] + [0] * 80 + [1] + [0] * 70, kinds)
     [range(6, 86), range(87, 157)]
 
-    A passage is the same between tags, line ends and other passages:
+    A passage gives the same segments between tags, between line ends and between other passages:
 
     >>> kinds = TokenKinds.of(["word", "\\n", "<p>"])
     >>> find_segments([2, 1] + [0] * 70 + [1, 2], kinds)
@@ -93,20 +99,20 @@ def find_segments(token_ids: Sequence[int], kinds: TokenKinds) -> list[range]:
         return []
     hashes = window_hashes(ids)
     line_ends = _line_ends(ids, kinds)
-    found: list[range] = []
+    segments: list[range] = []
     short: list[range] = []
     for passage in _passages(ids, kinds, line_ends):
         if len(passage) < LEAST:
             short.append(passage)
             continue
-        found += _joined(short, hashes)
+        segments += _joined(short, hashes)
         short = []
-        found += _cut(passage, hashes, line_ends)
-    return [*found, *_joined(short, hashes)]
+        segments += _cut(passage, hashes, line_ends)
+    return [*segments, *_joined(short, hashes)]
 
 
 def _line_ends(ids: NDArray[np.int64], kinds: TokenKinds) -> list[tuple[int, int, int]]:
-    """(First token, end, number of line ends) of each run of tokens that end a line."""
+    """Return (first token, end, number of line ends) of each run of tokens that end a line."""
     newlines = kinds.newlines[ids]
     ends = np.flatnonzero(newlines)
     if not len(ends):
@@ -117,24 +123,27 @@ def _line_ends(ids: NDArray[np.int64], kinds: TokenKinds) -> list[tuple[int, int
 
 
 def _passages(ids: NDArray[np.int64], kinds: TokenKinds, line_ends: list[tuple[int, int, int]]) -> Iterator[range]:
-    """What stands between firm ends, in order; never empty."""
+    """Yield the passages between fixed cuts, in order and without empty ones."""
     words = np.concatenate(([0], np.cumsum(kinds.words[ids])))
-    firm = list(_tags(ids, kinds))
+    cuts = list(_tags(ids, kinds))
     if kinds.opens_line[ids[0]]:  # JSON, whose strings are passages
-        firm += [(int(quote), int(quote) + 1) for quote in np.flatnonzero(kinds.quotes[ids])]
-    last = start = 0  # the line end before, and where it stops
+        cuts += [(int(quote), int(quote) + 1) for quote in np.flatnonzero(kinds.quotes[ids])]
+    # Begin and end of the previous line end.
+    last = 0
+    start = 0
     for begin, end, count in [*line_ends, (len(ids), len(ids), 0)]:
         is_heading = _is_bracketed(ids[start:begin], kinds)
         if words[begin] == words[start] or is_heading:  # a line without a word, or `[CONTEXT 1]:`
-            firm.append((last, end))
+            cuts.append((last, end))
         elif count > 1:
-            firm.append((begin, end))
-        if begin - start >= _LONG_LINE:  # a whole passage or paragraph: applications join them by single line ends
-            firm += [(last, start), (begin, end)]
-        last, start = begin, end
+            cuts.append((begin, end))
+        if begin - start >= _LONG_LINE:  # a whole passage or paragraph: applications join these by single line ends
+            cuts += [(last, start), (begin, end)]
+        last = begin
+        start = end
     is_line_end = kinds.newlines[ids] > 0
     begin = 0
-    for start, end in [*sorted(firm), (len(ids), len(ids))]:
+    for start, end in [*sorted(cuts), (len(ids), len(ids))]:
         passage = _without_line_ends(range(begin, start), is_line_end)
         if passage:
             yield passage
@@ -142,7 +151,7 @@ def _passages(ids: NDArray[np.int64], kinds: TokenKinds, line_ends: list[tuple[i
 
 
 def _without_line_ends(passage: range, is_line_end: NDArray[np.bool_]) -> range:
-    """Return a passage without the line ends around it, which depend on the tag or line beside it."""
+    """Return a passage without the line ends around it, which depend on the neighbouring tag or line."""
     start = passage.start
     stop = passage.stop
     while start < stop and is_line_end[start]:
@@ -153,14 +162,14 @@ def _without_line_ends(passage: range, is_line_end: NDArray[np.bool_]) -> range:
 
 
 def _is_bracketed(line: NDArray[np.int64], kinds: TokenKinds) -> bool:
-    """Return whether a line is a short heading in brackets."""
+    """Return True if a line is a short heading in brackets."""
     if not 0 < len(line) <= _LONGEST_TAG:
         return False
     return bool(kinds.opens_line[line[0]] and kinds.closes_line[line[-1]])
 
 
 def _tags(ids: NDArray[np.int64], kinds: TokenKinds) -> Iterator[tuple[int, int]]:
-    """What stands from `<` to `>` in one line."""
+    """Yield the ranges from `<` to `>` within a line."""
     closes = np.flatnonzero(kinds.closes[ids])
     if not len(closes):
         return
@@ -177,7 +186,7 @@ def _tags(ids: NDArray[np.int64], kinds: TokenKinds) -> Iterator[tuple[int, int]
 
 
 def _joined(passages: Sequence[range], hashes: NDArray[np.uint64]) -> Iterator[range]:
-    """Neighbouring short passages joined to segments, as the hashes at their ends say; what is left over is dropped."""
+    """Join neighbouring short passages to segments, which end where the hash says. A remainder is dropped."""
     begin: int | None = None
     for passage in passages:
         if begin is None or passage.stop - begin > MOST:
@@ -188,15 +197,17 @@ def _joined(passages: Sequence[range], hashes: NDArray[np.uint64]) -> Iterator[r
 
 
 def _cut(passage: range, hashes: NDArray[np.uint64], line_ends: list[tuple[int, int, int]]) -> Iterator[range]:
-    """A passage of at least `LEAST` tokens in segments."""
+    """Cut a passage of at least `LEAST` tokens into segments."""
     if len(passage) <= _WHOLE:
         yield passage
         return
     inside = [(begin, end) for begin, end, _ in line_ends if passage.start < begin and end < passage.stop]
     lines = {begin: end for begin, end in inside if not hashes[begin - 1] & np.uint64(_LINE_ENDS_ONE_IN - 1)}
-    own = np.flatnonzero(hashes[passage.start : passage.stop] & np.uint64(_ONE_IN - 1) == 0) + passage.start + 1
-    cuts = sorted(lines.items() | {(int(cut), int(cut)) for cut in own.tolist()})
-    start, place = passage.start, 0
+    is_cut = hashes[passage.start : passage.stop] & np.uint64(_ONE_IN - 1) == 0
+    hash_cuts = np.flatnonzero(is_cut) + passage.start + 1
+    cuts = sorted(lines.items() | {(int(cut), int(cut)) for cut in hash_cuts.tolist()})
+    start = passage.start
+    place = 0
     while passage.stop - start > _WHOLE:
         while place < len(cuts) and cuts[place][0] < start + LEAST:
             place += 1
@@ -213,10 +224,10 @@ def _cut(passage: range, hashes: NDArray[np.uint64], line_ends: list[tuple[int, 
 
 
 def marks(token_ids: Sequence[int], *, width: int = 16) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Places and hashes of some windows: of any `width` neighbouring ones, the one with the least hash (winnowing).
+    """Return positions and hashes of a text's marks: of `width` neighbouring windows, the one with the least hash.
 
-    So two texts with `width + 15` equal tokens in a row have a mark in common (Schleimer et al., SIGMOD 2003).
-    A mark's place is that of its last token. Shorter texts have none.
+    This is winnowing (Schleimer et al., SIGMOD 2003): two texts with `width + 15` equal tokens in a row share a mark.
+    The position of a mark is that of its last token. Shorter texts have no marks.
     """
     hashes = window_hashes(np.asarray(token_ids, dtype=np.int64))[_WINDOW - 1 :]
     if len(hashes) < width:
@@ -227,7 +238,7 @@ def marks(token_ids: Sequence[int], *, width: int = 16) -> tuple[NDArray[np.int6
 
 
 def text_mark(token_ids: Sequence[int]) -> tuple[int, int] | None:
-    """The mark by which a captured text is recognised, and its place; None for a text too short to have one."""
+    """Return the mark that identifies a captured text, and its position; None if the text is too short for a mark."""
     places, hashes = marks(token_ids)
     if not len(places):
         return None

@@ -1,4 +1,4 @@
-"""Why a chunk was not simply reused: one enum for plans, statistics and metrics."""
+"""Reasons why a chunk was not simply reused, for plans, statistics and metrics."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class Reason(StrEnum):
     sentence: str
 
     def __new__(cls, code: str, sentence: str = "") -> Self:
-        """A member whose value is the code."""
+        """Return a member whose value is the code."""
         member = str.__new__(cls, code)
-        member._value_, member.sentence = code, sentence
+        member._value_ = code
+        member.sentence = sentence
         return member
 
     REUSED = "", ""
@@ -27,10 +28,10 @@ class Reason(StrEnum):
     NOT_STORED = "not_stored", "no chunk-cache stored"
     REFUSED = "refused", "what is stored cannot be used"
     OTHER_TOKENS = "other_tokens", "stored chunk-caches were tokenised differently"
-    OTHER_PREFIX = "other_prefix", "stored behind other chunks only"
+    OTHER_PREFIX = "other_prefix", "stored after other chunks only"
     NOT_WORTH_FIXING = "not_worth_fixing", "CFO is 1: fixing it costs as much as computing it"
     NEAREST = "nearest", "nearest to the question, so all of it was recomputed"
-    LOSSY_CODEC = "lossy_codec", "behind its origin prefix, but stored by a lossy codec"
+    LOSSY_CODEC = "lossy_codec", "after its origin prefix, but stored by a lossy codec"
     NOT_LOADED = "not_loaded", "it could not be loaded"
     COMPUTED_FASTER = "computed_faster", "computing it was faster than loading it"
     COMPUTED_LATE = "computed_late", "computed in the end, but its first layers had been in use as they were stored"
@@ -47,7 +48,7 @@ _DETAIL_ALONE = frozenset(
 
 
 def explain(reason: Reason, detail: str = "") -> str:
-    """The reason as a sentence; where a detail says more than the general words, the detail.
+    """Return the reason as a sentence, or the detail if that is more specific.
 
     >>> explain(Reason.NOT_LOADED, "file is missing")
     'file is missing'

@@ -1,8 +1,7 @@
 """The equations of Cache-Craft §3.1–3.2, one function each, on plain numbers.
 
-Prefixes here hold corpus chunks only. The system segment stands before every chunk of every prompt, so counting it
-would give a chunk captured right behind it an overlap of 1 everywhere; it is compared for equality instead (see
-`planner`).
+Prefixes here hold corpus chunks only. The instruction precedes every chunk of every prompt, so counting it would give a
+chunk captured right after it an overlap of 1 in every prompt. It is compared for equality instead (see `planner`).
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def context_impact(*, inter: Sequence[float], prefix_tokens: Sequence[int], intr
     """
     a = math.fsum(value / (tokens * length) for value, length in zip(inter, prefix_tokens, strict=True))
     b = intra / tokens**2
-    if b <= 0.0:  # a chunk of one token has no earlier token of its own to look at
+    if b <= 0.0:  # the token of a one-token chunk has no earlier token in the chunk to attend to
         return 1.0 if a > 0.0 else 0.5
     return 1.0 / (1.0 + math.exp(-min(a / b, 60.0)))
 

@@ -155,11 +155,12 @@ def select(
         if done:
             scores[sorted(done[index])] = -np.inf
 
-        if selector_scores is None or budget_scope == "chunk":
-            chosen[index] = _highest(scores, max(0, remaining))
-        else:
+        is_pooled = budget_scope != "chunk" and selector_scores is not None
+        if is_pooled:
             pool.append((index, scores * (budget / chunk_facts.tokens)))
             pooled_budget += remaining
+        else:
+            chosen[index] = _highest(scores, max(0, remaining))
 
     if pool:
         pooled_scores = np.concatenate([scores for _, scores in pool])

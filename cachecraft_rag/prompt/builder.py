@@ -313,7 +313,7 @@ class PromptBuilder:
             )
         return head, parts
 
-    def _marked(self, turns: Sequence[Turn]) -> tuple[list[dict[str, Any]], list[_MarkedText]]:
+    def _marked(self, turns: Sequence[Turn]) -> tuple[list[dict[str, object]], list[_MarkedText]]:
         """Return the messages with marks in place of texts, and the texts."""
         messages: list[dict[str, Any]] = []
         texts: list[_MarkedText] = []
@@ -445,8 +445,8 @@ class PromptBuilder:
         return ids
 
 
-def _rendered(tokenizer: Any, messages: list[dict[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None) -> str:
-    options = {} if tools is None else {"tools": tools}
+def _rendered(tokenizer: Any, messages: list[dict[str, Any]], *, tools: Sequence[Mapping[str, object]] | None) -> str:
+    options = {"tools": tools} if tools is not None else {}
     rendered: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     return rendered
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 from urllib.parse import unquote
 
 _SCALARS = frozenset(("string", "number", "integer", "boolean", "null"))
 
 
-def has_finite_instance(schema: Any) -> bool:
+def has_finite_instance(schema: object) -> bool:
     """Return False if every JSON value that fits the schema would be infinite.
 
     Only recursion through `$ref` can cause that. The finite references are found as a least fixpoint: at first none
@@ -31,12 +30,12 @@ def has_finite_instance(schema: Any) -> bool:
 class _Round:
     """One round of the fixpoint over the references of a schema."""
 
-    def __init__(self, root: Any, finite: dict[str, bool]) -> None:
+    def __init__(self, root: object, finite: dict[str, bool]) -> None:
         self._root = root
         self._finite = finite  # by reference, as far as is known
         self._looked_at: set[str] = set()  # references that this round has followed
 
-    def is_finite(self, schema: Any) -> bool:
+    def is_finite(self, schema: object) -> bool:
         """Return whether a part of the schema has a finite instance, as far as is known."""
         if not isinstance(schema, Mapping):
             return schema is not False
@@ -53,7 +52,7 @@ class _Round:
                 parts.append(any(self.is_finite(part) for part in schema[name]))
         return all(parts) and self._has_finite_type(schema)
 
-    def _has_finite_type(self, schema: Mapping[str, Any]) -> bool:
+    def _has_finite_type(self, schema: Mapping[str, object]) -> bool:
         """Return whether at least one of the allowed types has a finite instance."""
         allowed = schema.get("type")
         types = [allowed] if isinstance(allowed, str) else allowed
@@ -62,7 +61,7 @@ class _Round:
         is_finite = {"object": self._is_finite_object(schema), "array": self._is_finite_array(schema)}
         return any(name in _SCALARS or is_finite.get(name, True) for name in types)
 
-    def _is_finite_object(self, schema: Mapping[str, Any]) -> bool:
+    def _is_finite_object(self, schema: Mapping[str, object]) -> bool:
         properties = schema.get("properties")
         properties = properties if isinstance(properties, Mapping) else {}
         finite = {name for name, part in properties.items() if self.is_finite(part)}
@@ -76,7 +75,7 @@ class _Round:
         least = schema.get("minProperties", 0)
         return others or "patternProperties" in schema or not isinstance(least, int) or len(finite) >= least
 
-    def _is_finite_array(self, schema: Mapping[str, Any]) -> bool:
+    def _is_finite_array(self, schema: Mapping[str, object]) -> bool:
         least = schema.get("minItems", 0)
         least = least if isinstance(least, int) else 0
         first = schema.get("prefixItems")
@@ -96,7 +95,7 @@ class _Round:
         return self._finite.get(reference, False)
 
 
-def _target(root: Any, reference: str) -> Any:
+def _target(root: object, reference: str) -> object:
     """Return the part of the schema that a reference within it names, or None."""
     if reference != "#" and not reference.startswith("#/"):
         return None

@@ -14,6 +14,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.prompt.finite_schema import has_finite_instance
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
     from torch import Tensor
 
 # White space is fixed, because small models would fill the answer with it.
@@ -75,7 +76,7 @@ class Constraint:
         digit_tokens: bool `[vocabulary]`: tokens that begin with a digit.
     """
 
-    def __init__(self, matcher: Any, vocabulary: Any, digit_tokens: NDArray[np.bool_]) -> None:
+    def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer, digit_tokens: NDArray[np.bool_]) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._digit_tokens = digit_tokens
@@ -174,7 +175,7 @@ class Constraints:
         return np.array([bool(text) and text[0] in _DIGITS for text in texts], dtype=np.bool_)
 
     @cached_property
-    def _vocabulary(self) -> Any:
+    def _vocabulary(self) -> LLTokenizer:
         from llguidance.hf import from_tokenizer
 
         if not getattr(self._tokenizer, "is_fast", False):
@@ -191,7 +192,7 @@ def asking_for(schema: str) -> str:
     return f"\n\nAnswer in JSON of this schema: {schema}"
 
 
-def _closed(schema: Any) -> Any:
+def _closed(schema: object) -> Any:
     """Forbid properties that the schema does not name; a small model would go on to invent some.
 
     >>> _closed({"properties": {"a": {}}})

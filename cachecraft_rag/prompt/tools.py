@@ -150,17 +150,17 @@ def calls_in(text: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _is_call(value: Any) -> bool:
+def _is_call(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("arguments"), dict)
 
 
-def call_message(name: str, arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
+def call_message(name: str, arguments: Mapping[str, object], number: int) -> dict[str, object]:
     """Return a call in the form that templates take."""
     function = {"name": name, "arguments": dict(arguments)}
     return {"id": f"{number:09}", "type": "function", "function": function}
 
 
-def result_message(name: str, text: str, number: int) -> dict[str, Any]:
+def result_message(name: str, text: str, number: int) -> dict[str, object]:
     """Return the result of a call in the form that templates take."""
     return {"role": "tool", "name": name, "tool_call_id": f"{number:09}", "content": text}
 
@@ -232,7 +232,7 @@ class CallReader:
             place = text.find("{", stop)
         return ("" if calls else text), calls
 
-    def _call(self, value: Any) -> ToolCall | None:
+    def _call(self, value: Mapping[str, object]) -> ToolCall | None:
         name = value.get(self._form.name_key)
         arguments = value.get(self._form.arguments_key, {})
         if isinstance(arguments, str):  # some models write the object as a string
@@ -242,7 +242,7 @@ class CallReader:
         return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
-def _json_at(text: str, place: int) -> Any:
+def _json_at(text: str, place: int) -> object:
     """Return the JSON value that begins at this place, or None."""
     try:
         return json.JSONDecoder().raw_decode(text, place)[0]

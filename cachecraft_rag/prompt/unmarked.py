@@ -172,7 +172,7 @@ def candidates_of(
     shared: Segment | None = None,
     each_prefix: bool = False,
 ) -> dict[str, Candidate]:
-    """Return what to capture if it was seen before, keyed by the name under which that is remembered.
+    """Return name → candidate to capture, if text with that name was seen before.
 
     Candidates may be the beginning of others, see `largest`.
 
@@ -180,14 +180,14 @@ def candidates_of(
         session: session of the request, see `session_of`.
         scope: parts of the names that separate tenants and models, besides the session.
         stand_in: passages are captured after this fixed passage.
-        shared: instruction for captures that everybody may use, where the prompt's own instruction is private.
+        shared: instruction for captures that all users may reuse, if the prompt's own instruction is private.
         each_prefix: in a session, name the prefix up to each found segment, because a conversation's prompts grow and
             no whole prompt is sent twice.
     """
     system, *_ = prompt.segments
     segments = tuple(replace(segment, found=False) for segment in prompt.segments)
-    found = {index: planned for index, planned in enumerate(plan.segments) if prompt.segments[index].found}
-    new = [index for index, planned in found.items() if planned.variant is None]
+    found_plans = {index: planned for index, planned in enumerate(plan.segments) if prompt.segments[index].found}
+    new = [index for index, planned in found_plans.items() if planned.variant is None]
     new_passages = frozenset(
         index for index in new if segments[index].segment_id == _passage_name(segments[index].tokens_digest)
     )
@@ -208,13 +208,13 @@ def candidates_of(
 
     inexact = {
         index: len(segments[index].token_ids)
-        for index, planned in found.items()
+        for index, planned in found_plans.items()
         if planned.outcome != "exact" and not _has_repeats(segments[:index])
     }
-    in_session = any(segments[index].private for index in found)
+    in_session = any(segments[index].private for index in found_plans)
     ends = sorted(inexact) if each_prefix and in_session else []
     if inexact:
-        ends.append(max(found))  # of the whole prompt
+        ends.append(max(found_plans))  # end of the whole prompt
     for end in ends:
         fixed = {index: tokens for index, tokens in inexact.items() if index <= end}
         name = digest("prefix", *scope, session or "", _digest_of(segments[: end + 1]))

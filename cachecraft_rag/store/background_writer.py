@@ -33,13 +33,13 @@ T = TypeVar("T")
 class BackgroundWriter:
     """One thread that changes the catalog, the disk and the remote, one job after the other.
 
-    Any thread may call any method; none waits. A capture that cannot be written is dropped with a reason, which is
+    Any thread may call any method; no call waits. A capture that cannot be written is dropped, and the reason is
     counted.
 
     Args:
-        queue_bytes: captures and copies waiting to be written; one that comes while it is full is dropped.
-        codec: how captures are written.
-        warn_once: called with the kind of a problem, the problem in words and, if any, the fields of a structured log.
+        queue_bytes: most bytes of waiting captures and copies; further ones are dropped.
+        codec: name of the codec for captures.
+        warn_once: called with the kind of a problem, a message and, if any, the fields of a structured log.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class BackgroundWriter:
         self._uses: dict[str, Use] = {}
         self._uses_scheduled = False
         self._tickets = itertools.count()
-        self._queued: dict[int, int] = {}  # bytes by ticket; a ticket that is given back twice counts once
+        self._queued: dict[int, int] = {}  # ticket → bytes; a ticket may be returned twice
         self._captures: Counter[str] = Counter()
-        # One thread: captures are written in order, and SQLite has one writer anyhow.
+        # One thread: captures are written in order, and SQLite allows only one writer.
         self._thread = SerialWorker("cachecraft-store-writer")
         weakref.finalize(self, self._thread.end).atexit = False
 
@@ -86,7 +86,7 @@ class BackgroundWriter:
                 if future is not None:
                     return future
                 self._done(variant, ticket)
-        except BaseException:  # Ctrl-C: it may not have reached the thread, and must not fill the queue for ever
+        except BaseException:  # after Ctrl-C the job may never run, and would count towards the queue forever
             self._done(variant, ticket)
             raise
         refused: Future[Variant | Unavailable] = Future()
@@ -129,10 +129,10 @@ class BackgroundWriter:
         self.submit(partial(self._discard, file, chunk_id, reason))
 
     def submit(self, job: Callable[[], T], *, ended: Callable[[Future[T]], object] | None = None) -> Future[T] | None:
-        """Hand a job to the thread; None when the store is closed.
+        """Submit a job to the thread; return None if the store is closed.
 
-        At the end of the interpreter no thread takes jobs any more, but an engine that was never closed still hands
-        over its captures: the caller then does the job itself.
+        When the interpreter exits, the thread accepts no more jobs, but an engine that was never closed still submits
+        its captures: then the job runs in the caller's thread.
 
         Args:
             ended: called with the future once it is done.
@@ -154,13 +154,13 @@ class BackgroundWriter:
             return future
 
     def shut_down(self) -> None:
-        """Refuse new jobs, and wait until all others are done."""
+        """Refuse new jobs, and wait for the others."""
         with self._lock:
             self._closed = True
         self._thread.shut_down()
 
     def write_uses(self) -> None:
-        """Write the uses noted so far; after a failure they are written with the next."""
+        """Write the uses noted so far; after a failure they are written together with the next ones."""
         with self._lock:
             uses = self._uses
             self._uses = {}
@@ -176,7 +176,7 @@ class BackgroundWriter:
                     self._uses[variant_id] = use + self._uses[variant_id] if variant_id in self._uses else use
 
     def counts(self) -> tuple[int, dict[str, int]]:
-        """Bytes that are waiting, and captures by outcome: "stored", or the `CaptureDrop` of one that is not."""
+        """Return the waiting bytes, and outcome → number of captures: "stored" or a `CaptureDrop`."""
         with self._lock:
             return self._queued_bytes(), dict(self._captures)
 
@@ -194,10 +194,10 @@ class BackgroundWriter:
         """Write one capture. An error of the disk or the catalog becomes a dropped capture."""
         try:
             encoded = encode(variant, capture.layout, capture.kv)
-        except ValueError as error:  # a lossy codec and values that it cannot take
+        except ValueError as error:  # a lossy codec cannot encode these values
             why = f"it cannot be encoded: {error}"
             return self._drop(variant, Unavailable(variant.variant_id, CaptureDrop.NOT_ENCODABLE, why))
-        # A chunk that was removed here may still lie on a remote, and then it is as good as stored.
+        # A chunk that was removed here may still be on a remote, which counts as stored.
         extra_variant = capture.extra_variant and self._remote is None
         refused = self._written(variant, encoded, capture.token_scores, extra_variant=extra_variant)
         if refused is not None:
@@ -207,20 +207,21 @@ class BackgroundWriter:
                 self._mark(capture.key, capture.mark)
             with self._lock:
                 self._captures["stored"] += 1
-        if self._remote is not None and capture.session is None:  # even if the disk has no room for it
+        # Shared captures are sent to the remote even if the disk has no room for them.
+        if self._remote is not None and capture.session is None:
             self._remote.put(variant, encoded, capture.token_scores)
         return refused or variant
 
     def _mark(self, key: VariantKey, mark: tuple[int, int]) -> None:
         try:
             self._durable.catalog.texts.mark(key.namespace, key.fingerprint, key.chunk_id, mark)
-        except StoreError as error:  # its text is not recognised in prompts; as a document it is found all the same
+        except StoreError as error:  # its text cannot be recognised in prompts, but documents still use it
             self._warn_once("mark", f"A text cannot be marked: {error}")
 
     def _written(
         self, variant: Variant, encoded: Encoded, scores: TokenScores, *, extra_variant: bool = False
     ) -> Unavailable | None:
-        """Write a variant; returns None, or the reason why it cannot be written."""
+        """Write a variant; return None, or the reason why it cannot be written."""
         try:
             return self._durable.write(variant, encoded, scores, extra_variant=extra_variant)
         except OSError as error:
@@ -235,8 +236,8 @@ class BackgroundWriter:
         scores = self._remote.token_scores([variant.variant_id]) if self._remote is not None else {}
         try:
             if self._durable.catalog.holds(FileRef(variant.variant_id, variant.created), or_at_risk=True):
-                return  # another request, or a process on the same folder, fetched it too
-        except StoreError:  # writing it says what is wrong
+                return  # another request or process has fetched it too
+        except StoreError:  # writing it reports the reason
             pass
         refused = self._written(variant, encoded, scores.get(variant.variant_id, TokenScores()))
         if refused is not None:
@@ -257,16 +258,16 @@ class BackgroundWriter:
     def _variant_of(self, capture: Capture) -> Variant:
         with self._lock:  # `created` names the file, so no two captures of this process may share it
             created = self._last_created = max(time.time(), self._last_created + 1e-6)
-        # An instruction stands before every chunk, and all of them would inherit what a codec loses.
+        # All chunks are computed after the instruction, and would inherit the errors of a lossy codec.
         codec = self._codec if capture.key.origin_prefix else "raw"
         return variant_of(capture, codec=codec, created=created)
 
     def _refusal(self, capture: Capture, variant: Variant) -> Unavailable | None:
-        """Reason why a capture cannot even be queued, or None; the caller holds the lock."""
+        """Return the reason why a capture cannot be queued, or None. The caller holds the lock."""
         if self._closed:
             return _closed(variant)
         limits = self._durable.limits
-        if variant.codec == "raw" and variant.nbytes > limits.disk_bytes:  # others: when its size is known
+        if variant.codec == "raw" and variant.nbytes > limits.disk_bytes:  # other codecs: once the size is known
             return too_large(variant, variant.nbytes, limits)
         queued_bytes = self._queued_bytes()
         if queued_bytes + variant.nbytes > self._queue_bytes:
@@ -288,13 +289,13 @@ def _closed(variant: Variant) -> Unavailable:
 
 
 def log_mistake(future: Future[T]) -> None:
-    """Log an exception of a background job: its future may be dropped, and a mistake of our own must be seen."""
+    """Log an exception of a background job, whose future no caller may look at: it is a bug."""
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.error("A background job failed", exc_info=error)
 
 
 def variant_of(capture: Capture, *, codec: str, created: float) -> Variant:
-    """The variant that the catalog will list. Raises StoreError when its tensor does not have its layout."""
+    """Return the variant that the catalog will list. Raises StoreError if the tensor does not have its layout."""
     kv = capture.kv
     layout = capture.layout
     tokens = kv.shape[2] if kv.dim() == 5 else 0
@@ -310,7 +311,7 @@ def variant_of(capture: Capture, *, codec: str, created: float) -> Variant:
         variant_id=capture.key.variant_id_in(capture.session),
         tokens=tokens,
         tokens_digest=capture.tokens_digest,
-        inter=tuple(array("f", capture.inter)),  # as the catalog will give them back
+        inter=tuple(array("f", capture.inter)),  # in the precision of the catalog
         intra=float(capture.intra),
         cci=float(capture.cci),
         exact_share=float(capture.exact_share),

@@ -1,7 +1,8 @@
-"""`ChunkCacheStore`: memory before disk, writing in the background, and numbers about both."""
+"""`ChunkCacheStore`: chunk-caches in memory, on disk and on a remote, written in the background."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -82,7 +83,7 @@ class ChunkCacheStore(Closeable):
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._closed = False
         self._warned: set[str] = set()
-        # Called with chunk ids before their chunk-caches are removed, so that a capture under way is not stored again.
+        # Called with chunk ids before their chunk-caches are removed, so that no running capture stores them again.
         self.before_removal: list[Callable[[Sequence[str]], None]] = []
         self._lookups: Counter[str] = Counter()
         self._loads: Counter[str] = Counter()
@@ -108,10 +109,9 @@ class ChunkCacheStore(Closeable):
 
     @classmethod
     def open(cls, root: str | Path, config: StoreConfig | None = None, **settings: Any) -> Self:
-        """Open or create the store in the folder `root`; `settings` go before the same fields of `config`.
+        """Open or create the store in the folder `root`; `settings` override fields of `config`.
 
-        Raises StoreError when the folder or its catalog cannot be used, ConfigError for an unknown or impossible
-        setting.
+        Raises StoreError if the folder or its catalog cannot be used, ConfigError for an unknown or invalid setting.
         """
         check_path("root", root)
         check_kind("config", config, StoreConfig, optional=True)
@@ -128,11 +128,11 @@ class ChunkCacheStore(Closeable):
     def lookup(
         self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], *, session: str | None = None
     ) -> dict[str, list[Variant]]:
-        """The variants of each chunk: shared ones and those private to exactly this session. One query, no tensors.
+        """Return chunk id → variants: shared ones, and private ones of this session. One query, no tensors.
 
-        Every chunk id that was passed in is a key of the result. Chunks with too few variants here are looked up on
-        the remote, for no longer than its time limit. A catalog that cannot be read gives empty lists and one warning:
-        the answer then computes everything, which is better than no answer. Raises StoreError only after `close`.
+        Every given chunk id is a key of the result. Chunks with too few variants here are looked up on the remote,
+        within its time limit. If the catalog cannot be read, the lists are empty and a warning is logged: the answer is
+        then computed without reuse. Raises StoreError only after `close`.
         """
         return self.find(namespace, fingerprint, chunk_ids, session=session).variants
 
@@ -145,63 +145,64 @@ class ChunkCacheStore(Closeable):
         session: str | None = None,
         bounds: RowBounds | None = None,
     ) -> LookupResult:
-        """Look up, with the reasons for refusing a stored variant. Raises StoreError only after `close`.
+        """Look up variants, with reasons for refused ones. Raises StoreError only after `close`.
 
-        With `bounds`, a row that cannot be of this model and these chunks is refused, and leaves the catalog or the
+        With `bounds`, a row that does not fit the model or the chunks is refused, and removed from the catalog or the
         remote.
         """
         self._check_open()
         check_text("namespace", namespace)
         check_text("session", session, optional=True)
-        found = LookupResult({chunk_id: [] for chunk_id in chunk_ids})
-        self._find_here(found, namespace, fingerprint, session=session, bounds=bounds)
+        lookup = LookupResult({chunk_id: [] for chunk_id in chunk_ids})
+        self._find_here(lookup, namespace, fingerprint, session=session, bounds=bounds)
         if self._remote is not None:
-            # After the catalog, not beside it: the catalog takes a millisecond, and its chunks need not be asked for.
-            few = [name for name, here in found.variants.items() if len(here) < self._remote.config.ask_below]
+            # After the catalog, not at the same time: the catalog takes a millisecond, and the remote need not be asked
+            # for chunks that it has.
+            few = [name for name, here in lookup.variants.items() if len(here) < self._remote.config.ask_below]
             there = self._remote.find(namespace, fingerprint, few, bounds) if few else LookupResult({})
-            for chunk_id, offers in there.variants.items():  # a variant that is here too stays as it is
-                here = {variant.variant_id for variant in found.variants[chunk_id]}
-                found.variants[chunk_id] += [variant for variant in offers if variant.variant_id not in here]
-            found.refused.update(there.refused)
-            found = replace(found, remote=there.remote)
+            for chunk_id, offers in there.variants.items():  # for variants in both places, the catalog's row is kept
+                here = {variant.variant_id for variant in lookup.variants[chunk_id]}
+                lookup.variants[chunk_id] += [variant for variant in offers if variant.variant_id not in here]
+            lookup.refused.update(there.refused)
+            lookup = replace(lookup, remote=there.remote)
         with self._lock:
-            self._lookups.update(found.outcomes())
-        return found
+            self._lookups.update(lookup.outcomes())
+        return lookup
 
     def _find_here(
-        self, found: LookupResult, namespace: str, fingerprint: str, *, session: str | None, bounds: RowBounds | None
+        self, lookup: LookupResult, namespace: str, fingerprint: str, *, session: str | None, bounds: RowBounds | None
     ) -> None:
         """Fill in the variants of the catalog."""
         payload = Payload(bounds.layout if bounds is not None else None)
 
         def find(catalog: Catalog) -> tuple[dict[str, list[Variant]], list[DamagedRow]]:
-            return catalog.find(namespace, fingerprint, list(found.variants), session=session, payload=payload)
+            return catalog.find(namespace, fingerprint, list(lookup.variants), session=session, payload=payload)
 
         nothing: tuple[dict[str, list[Variant]], list[DamagedRow]] = ({}, [])
         variants, damaged = self._asked("Nothing can be reused", find, instead=nothing)
         flawed = [(row.file, row.chunk_id, row.reason) for row in damaged]
-        for variant in (one for offers in variants.values() for one in offers):
+        for variant in itertools.chain.from_iterable(variants.values()):
             if bounds is not None and (flaw := bounds.flaw(variant)):
                 flawed.append((FileRef(variant.variant_id, variant.created), variant.key.chunk_id, flaw))
             else:
-                found.variants[variant.key.chunk_id].append(variant)
+                lookup.variants[variant.key.chunk_id].append(variant)
         for file, chunk_id, reason in flawed:
-            found.refused[chunk_id] = reason
+            lookup.refused[chunk_id] = reason
             self._writer.discard(file, chunk_id, reason)
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Token scores of each variant, by variant id; every asked id is a key."""
+        """Return variant id → token scores, for every given id."""
         known: dict[str, TokenScores] = self._asked(
             "No token scores", lambda catalog: catalog.token_scores(variant_ids), instead={}
         )
-        found = {variant_id: known.get(variant_id, TokenScores()) for variant_id in variant_ids}
+        scores = {variant_id: known.get(variant_id, TokenScores()) for variant_id in variant_ids}
         if self._remote is not None:
-            unknown = [name for name, scores in found.items() if scores.inter is None]
-            found |= self._remote.token_scores(unknown)
-        return found
+            unknown = [variant_id for variant_id, variant_scores in scores.items() if variant_scores.inter is None]
+            scores |= self._remote.token_scores(unknown)
+        return scores
 
     def seen_texts(self, names: Sequence[str]) -> set[str]:
-        """Note that these texts were seen in prompts; returns those that had been seen before."""
+        """Note that these texts were seen in prompts; return those that had been seen before."""
         self._check_open()
         if self._durable.read_only:
             return set()
@@ -210,7 +211,7 @@ class ChunkCacheStore(Closeable):
     def marked_texts(
         self, namespace: str, fingerprint: str, marks: Mapping[int, object], *, session: str | None = None
     ) -> list[MarkedText]:
-        """Captured texts that have one of these marks."""
+        """Return the captured texts that have one of these marks."""
         return self._asked(
             "No text is recognised",
             lambda catalog: catalog.texts.marked(namespace, fingerprint, marks, session=session),
@@ -218,7 +219,7 @@ class ChunkCacheStore(Closeable):
         )
 
     def _asked(self, problem: str, ask: Callable[[Catalog], T], *, instead: T) -> T:
-        """The catalog's answer; `instead`, with one warning, if it cannot be read or the folder is gone."""
+        """Return the catalog's answer; `instead`, with a warning, if it cannot be read or the folder is gone."""
         self._check_open()
         try:
             return instead if self._gone() else ask(self._durable.catalog)
@@ -227,27 +228,28 @@ class ChunkCacheStore(Closeable):
             return instead
 
     def open_variants(self, variants: Sequence[Variant]) -> list[LoadedVariant | StoredVariant | Unavailable]:
-        """`open_variant` for each, in the same order; those on the remote are fetched at the same time."""
+        """Call `open_variant` for each variant, in the same order. Those on the remote are fetched concurrently."""
         self._check_open()
         streams: dict[str, RemoteStream | Unavailable] = {}
         if self._remote is not None:
-            far = [variant for variant in variants if variant.home == "remote" and self._memory.read(variant) is None]
-            streams = {variant.variant_id: self._remote.open(variant) for variant in far}
+            on_remote = [variant for variant in variants if variant.home == "remote"]
+            to_fetch = [variant for variant in on_remote if self._memory.read(variant) is None]
+            streams = {variant.variant_id: self._remote.open(variant) for variant in to_fetch}
         return [self.open_variant(variant, streams.get(variant.variant_id)) for variant in variants]
 
     def open_variant(
         self, variant: Variant, stream: RemoteStream | Unavailable | None = None
     ) -> LoadedVariant | StoredVariant | Unavailable:
-        """The tensor if it is in memory, else the opened variant, ready to be read, or why it cannot be served.
+        """Return the tensor if it is in memory, otherwise the opened variant, or the reason why it cannot be served.
 
-        Hand an opened variant back: to `keep`, or to `lost`. A variant whose file is missing or damaged leaves
-        the catalog, in the background. Raises StoreError only after `close`.
+        Pass an opened variant to `keep` or `lost` afterwards. A variant whose file is missing or damaged is removed
+        from the catalog in the background. Raises StoreError only after `close`.
 
         Args:
-            stream: its payload, if it is already on its way from the remote.
+            stream: the payload, if its transfer from the remote has already begun.
         """
         self._check_open()
-        # Memory knows a variant by its id alone; a file says what it is.
+        # Memory identifies a variant by its id only; a file carries the full identity.
         ours = variant.variant_id == variant.key.variant_id_in(variant.session)
         if ours and (held := self._memory.read(variant)) is not None:
             if isinstance(stream, RemoteStream):
@@ -276,7 +278,7 @@ class ChunkCacheStore(Closeable):
         return stored
 
     def keep(self, stored: StoredVariant, *, whole: bool = True) -> None:
-        """Record a load. If it was read as a `whole`, memory keeps it, and the disk too if it was remote."""
+        """Record a load. A variant that was read as a `whole` is kept in memory, a remote one on disk too."""
         stored.close()
         self._count_load(stored.tier)
         if whole:
@@ -286,11 +288,11 @@ class ChunkCacheStore(Closeable):
                 self._writer.keep_copy(replace(stored.variant, home="disk"), encoded)
 
     def keeps(self, stored: StoredVariant) -> bool:
-        """Return True if memory would keep this variant; else the loader may release it once it is placed."""
+        """Return True if memory would keep this variant; otherwise the loader may release it once it is placed."""
         return stored.kv is not None and self._memory.host.admits(stored.kv.nbytes)
 
     def lost(self, variant: Variant, why: Unavailable) -> None:
-        """Record that a variant could not be read; if it is missing or damaged, it is removed where it was found."""
+        """Record that a variant could not be read; a missing or damaged one is removed where it was found."""
         remote = self._remote if variant.home == "remote" else None
         with self._lock:
             self._load_failures[variant.home, str(why.code)] += 1
@@ -310,7 +312,7 @@ class ChunkCacheStore(Closeable):
                 self._writer.discard(file, variant.key.chunk_id, why.reason)
 
     def load(self, variant: Variant) -> LoadedVariant | Unavailable:
-        """The whole tensor, from memory or else from disk or remote (see `keep`); or why it cannot be served."""
+        """Return the whole tensor from memory, disk or remote (see `keep`), or the reason why it cannot be served."""
         stored = self.open_variant(variant)
         if not isinstance(stored, StoredVariant):
             return stored
@@ -325,7 +327,7 @@ class ChunkCacheStore(Closeable):
         return LoadedVariant(variant.variant_id, kv, stored.tier)
 
     def read_in_background(self, job: Callable[[], None]) -> bool:
-        """Run a job on one of the reading threads. After `close` the job is dropped and the result is False."""
+        """Run a job on one of the reading threads. After `close` the job is dropped, and False is returned."""
         self._home.require()
         try:
             self._readers.submit(job).add_done_callback(log_mistake)
@@ -334,23 +336,23 @@ class ChunkCacheStore(Closeable):
         return True
 
     def put(self, capture: Capture) -> Future[Variant | Unavailable]:
-        """Store a chunk-cache in the background; the caller never waits and must not write to `capture.kv` any more.
+        """Store a chunk-cache in the background, without waiting. The caller must not write to `capture.kv` again.
 
-        Memory has the tensor at once, but `lookup` shows the variant only when its row is committed. The future gives
-        the stored variant, or the reason why the capture was dropped (also logged). A capture replaces an older one of
-        the same identity in one step. Raises StoreError when the tensor is not what its layout says: that is a mistake
-        of the caller.
+        Memory holds the tensor at once, but `lookup` returns the variant only after its row is committed. The future
+        returns the stored variant, or the reason why the capture was dropped (also logged). A capture replaces an older
+        one of the same identity atomically. Raises StoreError if the tensor does not have its layout, which is a bug of
+        the caller.
         """
         self._home.require()
         check_kind("capture", capture, Capture)
         return self._writer.put(capture)
 
     def count_drop(self, chunk_id: str, code: CaptureDrop, reason: str) -> None:
-        """Count and log a capture that was dropped before it came here."""
+        """Count and log a capture that was dropped before `put`."""
         self._writer.count_drop(chunk_id, code, reason)
 
     def used(self, variant_id: str, cfo: float, tokens: int) -> None:
-        """Record a use, which raises the eviction scores, see `eviction.Use`. Written in the background, in batches."""
+        """Record a use, which raises the eviction score, see `eviction.Use`. Uses are written in batches."""
         self._home.require()
         use = Use.of(cfo, tokens)
         self._memory.record_use(variant_id, use)
@@ -359,10 +361,10 @@ class ChunkCacheStore(Closeable):
     # -- administration -----------------------------------------------------------------------------------------------
 
     def stats(self, *, ask_remote: bool = True) -> StoreStats:
-        """Sizes, budgets and counts; with `ask_remote` also the remote's sizes, which takes two seconds at most.
+        """Return sizes, budgets and counts; with `ask_remote` also the remote's sizes, which takes at most two seconds.
 
-        If the folder was deleted, its sizes are 0; the counts of this process stay. Raises StoreError when the catalog
-        cannot be read.
+        If the folder was deleted, its sizes are 0, and the counts of this process remain. Raises StoreError if the
+        catalog cannot be read.
         """
         self._home.require()
         totals = Totals(0, 0, 0, 0) if self._gone() else self._durable.catalog.totals()
@@ -378,11 +380,11 @@ class ChunkCacheStore(Closeable):
         )
 
     def remote_stats(self, *, ask: bool) -> RemoteStats | None:
-        """Counts of this process on the remote, and with `ask` its sizes; None without a remote."""
+        """Return counts of this process on the remote, and with `ask` its sizes; None without a remote."""
         return self._remote.stats(ask=ask) if self._remote is not None else None
 
     def counts(self) -> dict[str, Any]:
-        """Fields of `StoreStats` that need neither catalog nor remote: memory in use, and counts of this process."""
+        """Return the fields of `StoreStats` that need neither catalog nor remote: memory use and process counts."""
         queued_bytes, captures = self._writer.counts()
         with self._lock:
             return {
@@ -397,7 +399,7 @@ class ChunkCacheStore(Closeable):
             }
 
     def rows(self, chosen: RowFilter | None = None, *, offset: int = 0, limit: int = 100) -> list[Listed]:
-        """A page of what is stored, private variants included, highest eviction score first. Raises StoreError."""
+        """Return a page of all variants, private ones too, highest eviction score first. Raises StoreError."""
         check_kind("chosen", chosen, RowFilter, optional=True)
         check_whole("offset", offset)
         check_whole("limit", limit, least=1)
@@ -405,9 +407,9 @@ class ChunkCacheStore(Closeable):
         return self._durable.catalog.rows(chosen or RowFilter(), offset=offset, limit=limit)
 
     def evict(self, chosen: RowFilter | None = None, *, down_to_bytes: int | None = None) -> Evicted:
-        """Remove the chosen variants, lowest eviction score first: all, or until all files have `down_to_bytes`.
+        """Remove the chosen variants: all, or those with the lowest scores until the files have `down_to_bytes` bytes.
 
-        Raises ConfigError when neither says what to remove, StoreError when the catalog cannot be written.
+        Raises ConfigError without either argument, StoreError if the catalog cannot be written.
         """
         check_kind("chosen", chosen, RowFilter, optional=True)
         check_whole("down_to_bytes", down_to_bytes, optional=True)
@@ -426,8 +428,8 @@ class ChunkCacheStore(Closeable):
     def check(self, *, repair: bool = False, progress: Callable[[Progress], None] | None = None) -> CheckReport:
         """Compare rows and files, read every byte, and report flaws; with `repair` fix them.
 
-        Safe while other processes read and write: files that a running writer is working on are left alone. `progress`
-        is called after each row. Raises StoreError when the catalog or the folder cannot be read.
+        Safe while other processes read and write: files that a running writer uses are skipped. `progress` is called
+        after each row. Raises StoreError if the catalog or the folder cannot be read.
         """
         self._require_folder()
         try:
@@ -440,9 +442,9 @@ class ChunkCacheStore(Closeable):
             self._finish_interrupted()
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything put or used so far is written, and sent to the remote or given up there.
+        """Wait until all captures and uses so far are written, and sent to the remote or dropped there.
 
-        False when that takes longer than `timeout` seconds.
+        Returns False after `timeout` seconds.
         """
         self._home.require()
         check_number("timeout", timeout, most=MOST_SECONDS, optional=True)
@@ -453,8 +455,8 @@ class ChunkCacheStore(Closeable):
         return written and (self._remote is None or self._remote.flush(left))
 
     def close(self) -> None:
-        """Write what is waiting, then close everything; a remote gets `close_timeout_s`. May be called twice."""
-        if not self._home.here:  # a fork of its process: nothing waits here, and its files are that one's
+        """Write waiting captures and uses, then close. A remote gets `close_timeout_s`. May be called twice."""
+        if not self._home.here:  # a fork has no waiting captures, and the files belong to its parent
             return
         with self._lock:
             if self._closed:
@@ -476,16 +478,16 @@ class ChunkCacheStore(Closeable):
         return _by_tier(counts)
 
     def _finish_interrupted(self) -> None:
-        """Delete in the background what a removal that ended with Ctrl-C left, so that it takes up no room."""
+        """Delete in the background files that a removal interrupted by Ctrl-C has left."""
         if self._durable.has_interrupted:
             self._writer.submit(self._durable.finish_interrupted)
 
     def _warn_once(self, kind: str, message: str, fields: Mapping[str, str] | None = None) -> None:
-        """Warn of the first of its kind; the others at level INFO, because a full disk says so at every capture."""
+        """Log the first problem of a kind as a warning, later ones as info: a full disk fails at every capture."""
         with self._lock:
             first = kind not in self._warned
             self._warned.add(kind)
-        extra = None if fields is None else {"cachecraft": fields}
+        extra = {"cachecraft": fields} if fields is not None else None
         logger.log(logging.WARNING if first else logging.INFO, "%s", message, extra=extra)
 
     def _count_load(self, tier: TierName) -> None:
@@ -493,7 +495,7 @@ class ChunkCacheStore(Closeable):
             self._loads[tier] += 1
 
     def _gone(self) -> bool:
-        """Return True if the folder has vanished; warn of it once."""
+        """Return True if the folder has vanished; log a warning once."""
         gone = self._durable.gone()
         if gone:
             self._warn_once(
@@ -516,7 +518,7 @@ class ChunkCacheStore(Closeable):
 
 
 def _by_tier(counts: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+    by_tier: dict[str, dict[str, int]] = {}
     for (tier, code), count in counts.items():
-        found.setdefault(tier, {})[code] = count
-    return found
+        by_tier.setdefault(tier, {})[code] = count
+    return by_tier

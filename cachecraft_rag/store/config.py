@@ -12,7 +12,7 @@ from cachecraft_rag.store.eviction import policy_named
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStats
 
 DEFAULT_LIMITS = MappingProxyType({"disk_bytes": 20 << 30, "variants_per_chunk": 64, "max_variants": 100_000})
-CACHE_FOLDER = "caches"  # below the folder that a user names as the store, beside the index
+CACHE_FOLDER = "caches"  # in the folder that a user names as the store, next to the index
 _MOST_READERS = 1024
 
 
@@ -20,26 +20,26 @@ _MOST_READERS = 1024
 class StoreConfig:
     """Settings of a store.
 
-    The first four are the folder's. None keeps what was set last, or else `DEFAULT_LIMITS` and "saving", so a command
-    that only looks at a store does not change it. The others belong to the process.
+    The first four are stored with the folder. None keeps the stored value, by default `DEFAULT_LIMITS` and "saving", so
+    a command that only reads a store does not change it. The others apply to this process.
 
     disk_bytes          limit of all files together, kept with the store
-    max_variants        most variants in all, kept with the store; N×M of Cache-Craft §3.3, of one popular chunk or many
-    variants_per_chunk  most variants of one chunk, kept with the store. It bounds planning, which compares all variants
-                        of a chunk (M bounds no single chunk, as in the paper); after it was lowered, a chunk follows
-                        when it gets its next variant
-    eviction            what leaves first: saving, or f_r as published; scores are
-                        computed again when it changes, so all processes on a folder should have the same
-    host_bytes          memory for chunk-caches; 0 switches the host tier off
-    device, device_bytes  where the model runs, as torch calls it, and tensors kept there; None: it runs on the host
-    queue_bytes         captures waiting to be written; a capture that does not fit is dropped
-    readers             threads that read files, shared by all requests
-    read_bytes_per_s    limit on reading files, for a disk that others need too
-    codec               how captures are written: raw (exact), int8 or entropy (smaller); what is stored already keeps
-                        its own, and the instruction is always raw, because every chunk is computed after it. Memory
-                        keeps a capture as it was computed: a lossy codec shows once it has left memory
-    busy_timeout_s      how long a background write waits for another process's transaction
-    remote              what is shared with other engines, and where: a URL or a whole `RemoteConfig`
+    max_variants        most variants of all chunks together, kept with the store; N×M of Cache-Craft §3.3
+    variants_per_chunk  most variants of one chunk, kept with the store. It limits the time of planning, which compares
+                        all variants of a chunk (M of the paper limits no single chunk). After it was lowered, a chunk's
+                        variants are reduced when it gets its next one
+    eviction            eviction policy: saving, or f_r as published. A change computes all scores again, so all
+                        processes on a folder should use the same policy
+    host_bytes          bytes of chunk-caches in main memory; 0 switches the host tier off
+    device, device_bytes  torch's name of the model's device, and bytes of chunk-caches on it; None: main memory only
+    queue_bytes         most bytes of captures that wait to be written; further captures are dropped
+    readers             number of threads that read files, shared by all requests
+    read_bytes_per_s    limit on the rate of reading files, for a disk that other programs need too
+    codec               codec of new captures: raw (exact), int8 or entropy (smaller). Stored chunk-caches keep theirs,
+                        and the instruction is always raw, because all chunks are computed after it. Memory keeps a
+                        capture as it was computed, so a lossy codec takes effect once it has left memory
+    busy_timeout_s      longest wait of a background write for another process's transaction, in seconds
+    remote              remote that is shared with other engines: a URL or a `RemoteConfig`
     """
 
     disk_bytes: int | None = None
@@ -72,28 +72,28 @@ class StoreConfig:
             policy_named(self.eviction)
         check_number("busy_timeout_s", self.busy_timeout_s, most=MOST_SECONDS)
         check_kind("remote", self.remote, (RemoteConfig, str), optional=True, advice="write its URL")
-        if isinstance(self.remote, str):  # as a RemoteConfig it does not show its password when it is printed
+        if isinstance(self.remote, str):  # a RemoteConfig hides its password when it is printed
             object.__setattr__(self, "remote", RemoteConfig(self.remote))
         codec_named(self.codec)
 
     @property
     def given_limits(self) -> dict[str, int]:
-        """Limits set by the caller, which the folder keeps from now on."""
+        """Return the limits set by the caller, which are stored with the folder."""
         given = {name: getattr(self, name) for name in DEFAULT_LIMITS}
         return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """The state of the whole store (all processes) and what this process did with it.
+    """State of the whole store, including other processes, and counts of this process.
 
-    disk_bytes  files with a row, and files being written or deleted
-    lookups     chunks that were looked up, by outcome: "found", "not_stored", or "refused" (it did not pass the checks)
-    loads       chunk-caches that were loaded, by tier: "device", "host", "disk", "remote"
-    load_failures  those that were not, by tier, then by `types.LoadFailure`
-    captures    captures by outcome: "stored", or the `types.CaptureDrop` that kept one out; for the remote see `remote`
-    evictions   chunk-caches that left, by tier, then by `types.EvictionReason`; those that left memory are on disk
-    remote      sizes on the remote, and what this process did there; None without a remote
+    disk_bytes  bytes of files with a row, and of files that are being written or deleted
+    lookups     outcome → number of chunks: "found", "not_stored", or "refused" (the row did not pass the checks)
+    loads       tier → number of chunk-caches loaded: "device", "host", "disk", "remote"
+    load_failures  tier → `types.LoadFailure` → number of chunk-caches
+    captures    outcome → number of captures: "stored", or a `types.CaptureDrop`; for the remote see `remote`
+    evictions   tier → `types.EvictionReason` → number of chunk-caches; those that left memory are still on disk
+    remote      sizes on the remote, and counts of this process there; None without a remote
     """
 
     variants: int

@@ -1,12 +1,12 @@
-"""Rows and files kept in step: the part of a store that survives the process.
+"""Consistent rows and files: the part of a store that survives the process.
 
-The order of a write: make room, note the file as at risk, bytes to a temporary name, sync, rename, row, commit. The
-order of an eviction: row away, commit, unlink, settle. So at any moment a kill leaves either a whole chunk-cache with
-its row, or bytes that the catalog lists without a row, which the next opening removes. Those count until then, and so
-do files that are about to be deleted: the byte budget holds at every moment, in all processes.
+Order of a write: make room, note the file as at risk, write to a temporary name, sync, rename, insert the row, commit.
+Order of an eviction: delete the row, commit, unlink, settle. So at any time a kill leaves either a whole chunk-cache
+with its row, or a file that the catalog notes as at risk, which is removed when the store is opened next. Such files,
+and files that are about to be deleted, count until then: the byte budget holds at any time, in all processes.
 
-On a full disk SQLite cannot remove a row. Then files are deleted first, which makes room; a row without its file is a
-miss.
+On a full disk SQLite cannot delete a row. Then files are deleted first, which makes room; a row without a file counts
+as a miss.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FindingKind = Literal[
     "missing file", "damaged file", "damaged row", "file without row", "leftover of a writer", "foreign file", "catalog"
 ]
 _KILLED = "its process ended in the middle"
-_ATTEMPTS = 5  # to find room that another writer has not taken first
+_ATTEMPTS = 5  # attempts to make room before other writers take it
 CATALOG_FILE = "catalog.sqlite"
 logger = logging.getLogger("cachecraft_rag.store")
 
@@ -81,17 +81,17 @@ class Evicted:
 
 @runtime_checkable
 class Caches(Protocol):
-    """Chunk-caches that can be evicted. Two implementations stand: `ChunkCacheStore` and `client.http.ServerCaches`."""
+    """Chunk-caches that can be evicted: `ChunkCacheStore` or `client.http.ServerCaches`."""
 
     def evict(self, chosen: RowFilter | None = None) -> Evicted:
-        """Remove the chosen chunk-caches; returns how many, and the bytes they took on disk."""
+        """Remove the chosen chunk-caches; return their number, and their bytes on disk."""
 
 
 class DurableVariants:
-    """The catalog and the disk tier of one store folder, changed only in the order that a kill cannot break.
+    """The catalog and the disk tier of one store folder, changed only in an order that survives a kill.
 
     Every method may be called from any thread. `on_removed(variant_id, created)` is called for every variant whose row
-    is gone, so that memory need not keep it.
+    was removed, so that memory can drop it.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class DurableVariants:
         throttle: Throttle | None = None,
         policy: Policy | None = None,
     ) -> None:
-        """Open the folder, remove what killed writers left in it, and keep to the limits. Raises StoreError.
+        """Open the folder, remove files left by killed writers, and apply the limits. Raises StoreError.
 
-        `limits` are set from now on; the others stay as stored with the folder, or else are `defaults`.
+        `limits` are stored with the folder; other limits keep their stored values, by default `defaults`.
         """
         self._on_removed = on_removed
         self._lock = threading.Lock()
@@ -130,7 +130,7 @@ class DurableVariants:
             self.limits = replace(defaults, **(self.catalog.limits() | dict(limits)))
             if self.read_only:
                 return
-            with suppress(DiskFullError):  # the next opening does it
+            with suppress(DiskFullError):  # done when the store is opened next
                 if leftovers := self._sweep(repair=True):
                     logger.info("Removed %d unfinished files of writers that were killed", len(leftovers))
                 self.catalog.set_limits(limits)
@@ -147,15 +147,15 @@ class DurableVariants:
         self.catalog.close()
 
     def gone(self) -> bool:
-        """Return True if the folder was deleted or replaced since it was opened; that is for good.
+        """Return True if the folder was deleted or replaced since it was opened; then the store stays unusable.
 
-        SQLite goes on with a deleted file unaware, and new files would be in a folder without a catalog.
+        SQLite continues with a deleted file without noticing, and new files would be in a folder without a catalog.
         """
         try:
             self._gone = self._gone or _identity(self.catalog.path) != self._file
         except (FileNotFoundError, NotADirectoryError):
             self._gone = True
-        except OSError:  # out of reach for the moment
+        except OSError:  # temporarily out of reach
             return True
         return self._gone
 
@@ -167,11 +167,11 @@ class DurableVariants:
     def write(
         self, variant: Variant, encoded: Encoded, token_scores: TokenScores, *, extra_variant: bool = False
     ) -> Unavailable | None:
-        """Store a variant, evicting others for it; returns None, or why it cannot be stored.
+        """Store a variant, and evict others if needed; return None, or the reason why it cannot be stored.
 
         `extra_variant`: see `types.Capture`.
 
-        Raises OSError or StoreError when the disk or the catalog refuses; no file is left then.
+        Raises OSError or StoreError if the disk or the catalog fails; then no file is left.
         """
         if self.read_only:
             return Unavailable(variant.variant_id, CaptureDrop.READ_ONLY, "the store is read-only")
@@ -209,8 +209,8 @@ class DurableVariants:
     def discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
         """Remove the row and the file of a variant that can never be served, with a warning. Raises StoreError.
 
-        Nothing happens when the row is gone: evicted or replaced between lookup and load, or another thread was
-        quicker, or the store cannot be changed.
+        Does nothing if the row was evicted or replaced after the look-up, if another thread has removed it, or if the
+        store is read-only.
         """
         if self.read_only or self.gone():
             return
@@ -268,7 +268,7 @@ class DurableVariants:
         without_row = [file for file in files if not self.catalog.holds(file)]
         self.delete(without_row)
         for file in files:
-            with suppress(ValueError):  # another thread was quicker
+            with suppress(ValueError):  # another thread has removed it
                 self._interrupted.remove(file)
 
     def delete(self, files: Iterable[FileRef]) -> None:
@@ -295,7 +295,7 @@ class DurableVariants:
         try:
             self.catalog.settle(deleted)
             unsettled: list[FileRef] = []
-        except StoreError as error:  # a full disk, most likely
+        except StoreError as error:  # most likely a full disk
             logger.info("Deleted files are settled in the catalog later: %s", error)
             unsettled = deleted
         with self._lock:
@@ -313,7 +313,7 @@ class DurableVariants:
             for text in self.catalog.problems()
         ]
         findings += self._sweep(repair=repair)
-        files = list(self.disk.scan())  # before the rows: a file younger than this list is no leftover
+        files = list(self.disk.scan())  # before the rows: files written after this are not leftovers
         total = self.catalog.totals().variants
         rows = 0
         for rows, row in enumerate(self.catalog.scan(), start=1):
@@ -356,13 +356,13 @@ class DurableVariants:
         else:
             file = FileRef(row.variant.variant_id, row.variant.created)
             path = self.disk.path(file.variant_id, file.created)
-            found = self.disk.read(row.variant)
-            if not isinstance(found, Unavailable) or not self.catalog.holds(file):  # evicted while it was read
+            result = self.disk.read(row.variant)
+            if not isinstance(result, Unavailable) or not self.catalog.holds(file):  # evicted while it was read
                 return []
-            if not isinstance(found, Damaged):
-                return [Finding("damaged file", path, found.reason, "left alone: this may pass")]
+            if not isinstance(result, Damaged):
+                return [Finding("damaged file", path, result.reason, "left alone: this may pass")]
             kind = "damaged file" if path.exists() else "missing file"
-            reason = found.reason
+            reason = result.reason
         if repair:
             self._remove([file], EvictionReason.DAMAGED)
         return [_finding(kind, path, reason, repair=repair)]
@@ -370,15 +370,15 @@ class DurableVariants:
     def _check_file(self, path: Path, file: FileRef, *, repair: bool) -> list[Finding]:
         if not file.variant_id:
             return [Finding("foreign file", path, "no file of this store", "left alone")]
-        if path.suffix == ".tmp":  # its name ends in its writer's
+        if path.suffix == ".tmp":  # its name ends with the name of its writer
             if self._writers.is_alive(path.name.split(".")[-2]):
                 return []
             if repair:
-                _unlink(path)  # its writer is dead for good, so no other has to be stopped for this
+                _unlink(path)  # its writer is dead, so no lock is needed
             return [_finding("leftover of a writer", path, _KILLED, repair=repair)]
-        if self.catalog.holds(file, or_at_risk=True):  # most files end here
+        if self.catalog.holds(file, or_at_risk=True):  # true for most files
             return []
-        # Between the look and the deletion no writer may reserve room for this file or commit its row.
+        # Between this check and the deletion no writer may reserve room for this file or commit its row.
         with nullcontext() if self.read_only else self.catalog.standstill():
             if self.catalog.holds(file, or_at_risk=True) or not path.exists():
                 return []
@@ -388,19 +388,19 @@ class DurableVariants:
 
 
 def _opened(open_it: Callable[[], Catalog], path: Path) -> Catalog:
-    """Open the catalog at `path`; one of another version is set aside with its files, and a new one made."""
+    """Open the catalog at `path`. A catalog of another version is moved away with its files, and a new one made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(OtherVersionError), _locked(path.parent, fcntl.LOCK_SH):  # no process sets its files aside meanwhile
+    with suppress(OtherVersionError), _locked(path.parent, fcntl.LOCK_SH):  # no other process may move the files away
         return open_it()
     with _locked(path.parent, fcntl.LOCK_EX):
         try:
-            return open_it()  # another process was quicker
+            return open_it()  # another process has moved it away
         except OtherVersionError:
             aside = path.parent / "set-aside"
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
-            # The catalog last: until then a kill leaves a store of the other version. Its journal goes before it, or
-            # SQLite would take it for the new catalog's.
+            # The catalog is moved last: until then a kill leaves a store of the other version. Its journal is moved
+            # before it: otherwise SQLite would apply it to the new catalog.
             for name in ("variants", f"{path.name}-wal", f"{path.name}-shm", path.name):
                 with suppress(FileNotFoundError):
                     path.with_name(name).rename(aside / name)
@@ -425,15 +425,15 @@ def _locked(folder: Path, how: int) -> Iterator[None]:
 
 
 def too_large(variant: Variant, nbytes: int, limits: Limits) -> Unavailable:
-    """Reason why a capture of this size is not stored."""
+    """Return the reason why a capture of this size is not stored."""
     why = f"larger than the whole byte budget: {nbytes} of {limits.disk_bytes} bytes"
     return Unavailable(variant.variant_id, CaptureDrop.TOO_LARGE, why)
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Device and inode of a file."""
-    found = path.stat()
-    return found.st_dev, found.st_ino
+    """Return device and inode of a file."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def _unlink(path: Path) -> bool:

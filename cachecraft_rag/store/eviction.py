@@ -1,8 +1,8 @@
-"""Eviction order: one score for memory and disk; the lowest leaves first, among equals the oldest.
+"""Eviction scores, for memory and disk: the lowest score leaves first, among equal scores the oldest.
 
-Scores are plain numbers that change only when a variant is used, so a catalog can index them. They age all the same:
-each is counted from a clock, which follows the scores of what had to leave (the inflation of GreedyDual-Size-Frequency,
-Cherkasova 1998). The caller keeps the clock and hands it in, so everything here is a pure function.
+Scores are plain numbers that change only when a variant is used, so a catalog can index them. Ageing works by a clock:
+each new score starts from it, and it follows the scores of evicted variants (the inflation of
+GreedyDual-Size-Frequency, Cherkasova 1998). The caller keeps the clock and passes it in, so all functions are pure.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from cachecraft_rag.errors import ConfigError
 
 
 class Use(NamedTuple):
-    """Worth of one use of a variant, or of several. A tuple for speed: each request makes many.
+    """Value of one use of a variant, or the sum of several. A tuple for speed: each request creates many.
 
-    frequency  what it adds to f_r (Cache-Craft §3.3): 1 / CFO, with CFO bounded below by one token of the chunk
-    saved      what it saved, in computations of the whole chunk: 1 - CFO
+    frequency  increase of f_r (Cache-Craft §3.3): 1 / CFO, where CFO is at least one token of the chunk
+    saved      saved computation, as a fraction of the whole chunk: 1 - CFO
 
     >>> Use.of(0.25, 100), Use.of(0.0, 100)
     (Use(frequency=4.0, saved=0.75), Use(frequency=100.0, saved=1.0))
@@ -33,24 +33,24 @@ class Use(NamedTuple):
 
     @classmethod
     def of(cls, cfo: float, tokens: int) -> Use:
-        """One use of a chunk of `tokens` tokens. NaN (which SQLite refuses) and CFO above 1 count as 1."""
+        """Return a use of a chunk of `tokens` tokens. NaN (which SQLite refuses) and CFO above 1 count as 1."""
         cfo = max(cfo, 0.0) if cfo <= 1.0 else 1.0
         return cls(1.0 / max(cfo, 1.0 / tokens), 1.0 - cfo)
 
     def __add__(self, other: Use) -> Use:  # type: ignore[override]  # no concatenation
-        """Both uses."""
+        """Return the sum of both uses."""
         frequency, saved = self
         more, also = other
         return Use(frequency + more, saved + also)
 
 
 class VariantFacts(NamedTuple):
-    """Facts for a policy. A tuple for speed: one is made at every use of every variant.
+    """Facts about a variant for a policy. A tuple for speed: one is created at every use of every variant.
 
-    chunk_id, variant_id  whose standing it is
-    tokens, nbytes        of the chunk; and what it takes where it lies
+    chunk_id, variant_id  ids of the variant
+    tokens, nbytes        number of tokens, and bytes in memory or on disk
     exact_share           see `types.Variant`
-    used                  all uses so far
+    used                  sum of all uses so far
     """
 
     chunk_id: str
@@ -62,22 +62,23 @@ class VariantFacts(NamedTuple):
 
 
 class Policy(Protocol):
-    """Rule for the score. `score` is called when a variant is stored and at each use, never in between."""
+    """Rule for the score. `score` is called when a variant is stored and at each use, at no other time."""
 
     @property
     def name(self) -> str:
-        """Name in the catalog, which computes scores of another policy again when it is opened."""
+        """Name in the catalog. If the policy has changed, the catalog computes all scores again when it is opened."""
 
     def score(self, standing: VariantFacts, clock: float) -> float:
-        """The score from now on; `clock` is 0 at first and moves as `ticked` and `ticked_by_return` say."""
+        """Return the new score; `clock` begins at 0 and is moved by `ticked` and `ticked_by_return`."""
 
 
 def worth(*, saved: float, exact_share: float) -> float:
-    """(1 + saved) · (1 + exact share): the more a variant saves and the more exact its capture, the longer it stays.
+    """Return (1 + saved) · (1 + exact share): more saving and more exact captures keep a variant longer.
 
-    1 + saved: the request that computed the chunk asked for it too; else every unused variant would be worth 0, and
-    exact captures could not be preferred among them. 1 + exact share instead of exact share: a capture without any
-    exact context would stay at 0 however often it serves; like this it needs at most twice the use.
+    1 + saved: the request that computed the chunk counts too. Otherwise every unused variant would be worth 0, and
+    exact captures among them could not be preferred. 1 + exact share instead of exact share: otherwise a capture
+    without any exact context would stay at 0 however often it is used. With this formula it needs at most twice the
+    uses.
 
     >>> worth(saved=0.0, exact_share=1.0), worth(saved=3.0, exact_share=0.5)
     (2.0, 6.0)
@@ -86,10 +87,10 @@ def worth(*, saved: float, exact_share: float) -> float:
 
 
 def ticked(clock: float, score: float, *, used: bool) -> float:
-    """The clock after something with this score had to leave: all the way to it, or a tenth of it if it was never used.
+    """Return the clock after a variant with this score was evicted.
 
-    GreedyDual always goes all the way. Then a run of chunks that are asked for once ages the others, and soon evicts
-    them (docs/decisions/eviction.md has the numbers).
+    It moves to that score, or a tenth of the way if the variant was never used. GreedyDual always moves to the score:
+    then a series of chunks that are requested once ages the others and soon evicts them (docs/decisions/eviction.md).
 
     >>> ticked(1.0, 5.0, used=True), ticked(1.0, 5.0, used=False), ticked(5.0, 1.0, used=True)
     (5.0, 1.4, 5.0)
@@ -98,9 +99,9 @@ def ticked(clock: float, score: float, *, used: bool) -> float:
 
 
 def ticked_by_return(clock: float, lowest: float) -> float:
-    """The clock after something came back that had to leave: half the way to the lowest score.
+    """Return the clock after an evicted variant was stored again: it moves halfway to the lowest score.
 
-    It should not have left, so the score of what stayed instead was too high.
+    The variant should not have been evicted, so the scores of the variants that stayed instead were too high.
 
     >>> ticked_by_return(1.0, 5.0), ticked_by_return(5.0, 1.0)
     (3.0, 5.0)
@@ -110,12 +111,12 @@ def ticked_by_return(clock: float, lowest: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """The clock, and the computation saved so far per byte, less for inexact captures. The default.
+    """The clock plus the computation saved so far per byte, less for inexact captures. The default.
 
-    Saved is counted in tokens: with one model, seconds are the same times a constant. f_r counts 1 / CFO for a use, so
-    one use after the origin prefix counts as much as the chunk has tokens; here it counts 1, as one that had to fix
-    a tenth counts 0.9. A new chunk enters at the clock plus its worth when it left, so a chunk that is asked for
-    once is the next to leave, and one that comes back soon is not.
+    Saving is measured in tokens, which for one model is proportional to seconds. For f_r a use counts 1 / CFO, so one
+    use after the origin prefix counts as much as the chunk has tokens. Here it counts 1, and a use that had to fix a
+    tenth counts 0.9. A new chunk enters at the clock plus its worth when it was evicted, so a chunk that is requested
+    once is evicted next, and one that is soon requested again is not.
 
     >>> Saving().score(VariantFacts("c", "v", tokens=100, nbytes=400, exact_share=1.0, used=Use(9.0, 3.0)), clock=5.0)
     7.0
@@ -131,7 +132,7 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class ReuseFrequency:
-    """f_r as published (Cache-Craft §3.3): Σ 1 / CFO, without ageing, whatever a variant takes.
+    """f_r as published (Cache-Craft §3.3): Σ 1 / CFO, without ageing and without regard to size.
 
     >>> ReuseFrequency().score(VariantFacts("c", "v", tokens=100, nbytes=400, exact_share=0.0, used=Use(9.0, 3.0)), 5.0)
     9.0
@@ -145,18 +146,17 @@ class ReuseFrequency:
 
 
 class Scored(Protocol):
-    """Something that has an eviction score; among equal scores the lower `order` leaves first."""
+    """An item with an eviction score; among equal scores the lower `order` leaves first."""
 
     score: float
     order: float
 
 
 class LowestScored:
-    """The lowest-scored item of a dictionary, kept in a heap with void entries: a new score is a push.
+    """The item of a dictionary with the lowest score, from a heap that may hold outdated entries.
 
-    The dictionary is the truth and the heap only a hint, rebuilt where it misses an item, so a caller interrupted at
-    any line loses nothing. A scan for the minimum was rejected: it would hold the GIL for a millisecond per 10,000
-    items.
+    Only the dictionary must be right. The heap is a hint and is rebuilt if it lacks an item, so an interrupt at any
+    line does no harm. Rejected: a scan for the minimum, which would hold the GIL for a millisecond per 10,000 items.
     """
 
     def __init__(self, items: Mapping[str, Scored]) -> None:
@@ -167,11 +167,11 @@ class LowestScored:
         """Note the score of an item that was added or whose score changed."""
         item = self._items[name]
         heapq.heappush(self._heap, (item.score, item.order, name))
-        if len(self._heap) > 2 * len(self._items) + 64:  # mostly void entries: start afresh, amortised O(1)
+        if len(self._heap) > 2 * len(self._items) + 64:  # mostly outdated entries: rebuild it, amortised O(1)
             self._rebuild()
 
     def name(self) -> str | None:
-        """Name of the lowest-scored item; None if there are no items."""
+        """Return the name of the item with the lowest score; None if there are no items."""
         while True:
             while self._heap:
                 score, order, name = self._heap[0]
@@ -193,7 +193,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType({policy.name: policy for polic
 
 
 def policy_named(name: str) -> Policy:
-    """The policy of that name; ConfigError lists the known ones."""
+    """Return the policy of that name. Raises ConfigError with the known names for another one."""
     try:
         return POLICIES[name]
     except KeyError:

@@ -1,24 +1,24 @@
 """Layout v3 of a stored chunk-cache: one safetensors file per variant, the same bytes on disk and in a remote store.
 
-The file is a plain safetensors file: the library opens it. Its data section is one block per layer, in layer order and
-without gaps, so a layer is one contiguous read. What a block is, the codec says:
+The file is a plain safetensors file, which the library can open. Its data section is one block per layer, in layer
+order and without gaps, so a layer is one contiguous read. The codec defines the contents of a block:
 
 * `raw`: one tensor per layer named `layer.000`, `layer.001`, … each `[2, tokens, kv_heads, head_dim]` (raw keys, then
   values). The whole file goes straight into one tensor.
 * `int8`: `layer.000.scale` and `layer.000.int8`, and so on.
-* `entropy`: `layer.000`, and so on: bytes that only the codec understands. They differ in length from layer to layer,
-  which the header's fields then say.
+* `entropy`: `layer.000`, and so on: bytes that only the codec understands. Their lengths differ from layer to layer and
+  are in the header.
 
 Names are zero-padded because safetensors sorts them. The header ends on a multiple of 4096 bytes, so that the data is
-page-aligned. It carries the full identity, the codec, a checksum over its own fields, and one for each extent: the
-`EXTENT_TOKENS` tokens of a layer that are the smallest piece which can be read and verified alone. A block that only
-decodes as a whole is one extent. The names of the fields are frozen by a test; a field that is not known is ignored.
+page-aligned. It holds the full identity, the codec, a checksum over its own fields, and a checksum per extent. An
+extent is `EXTENT_TOKENS` tokens of a layer, the smallest piece that can be read and verified alone; a block that can
+only be decoded as a whole is one extent. The names of the fields are frozen by a test; unknown fields are ignored.
 
-Header and data are written and read here, not by the safetensors library: its writer neither syncs nor works without
-copies of all layers, its reader maps the file, which turns a truncated file into a crash of the process (SIGBUS).
+Header and data are written and read here, not by the safetensors library: its writer does not sync and needs copies of
+all layers, and its reader maps the file, so a truncated file would crash the process (SIGBUS).
 
-A header is a pure function of the text of its fields. A reader rebuilds it from what it parsed and compares all bytes,
-so a change of any byte is noticed, also one in an offset or in the padding that no checksum covers.
+A header is a pure function of the text of its fields. A reader rebuilds it from the parsed fields and compares all
+bytes, so a change of any byte is detected, even in an offset or in the padding, which have no checksum.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from cachecraft_rag.types import (
 if TYPE_CHECKING:
     import torch
 
-# What `StoredVariant.read` raises: torch reports as RuntimeError that it found no memory.
+# Exceptions of `StoredVariant.read`; torch raises RuntimeError if memory is exhausted.
 READ_ERRORS = (OSError, ValueError, RuntimeError, MemoryError)
 EXTENT_TOKENS = 64  # a tenth of a second of the demo model's prefill on two cores; 16 more header bytes per layer
 _ALIGNMENT = 4096
-_LONGEST_HEADER = 16 << 20  # a header claiming more is damaged; 200 layers of 16,000 tokens stay below 1 MiB
-_MOST_GROWTH = 256  # bytes in memory per byte of a file, where no model says how many there must be
-_LARGEST = 1e9  # of a key or value: what is larger is no model's, and would make scores infinite and logits NaN
+_LONGEST_HEADER = 16 << 20  # longer headers are damaged; 200 layers of 16,000 tokens stay below 1 MiB
+_MOST_GROWTH = 256  # most bytes in memory per byte of a file, if the model's layout is unknown
+_LARGEST = 1e9  # largest key or value; no model has larger ones, which would make scores infinite and logits NaN
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -66,7 +66,7 @@ class Header:
     """The fields of a file's header.
 
     extent_sums  xxh3 (64 bit) of each extent of each layer, see `extents`
-    block_sizes  bytes of each layer's block, where the codec cannot tell without the values
+    block_sizes  bytes of each layer's block, if they depend on the values
     """
 
     key: VariantKey
@@ -78,12 +78,12 @@ class Header:
     block_sizes: tuple[int, ...] = ()
 
     def blocks(self) -> list[tuple[int, int]]:
-        """Begin of each layer's block in the data section, and its bytes.
+        """Return the offset of each layer's block in the data section, and its number of bytes.
 
-        Raises ValueError when the fields contradict each other, ConfigError when the codec is unknown.
+        Raises ValueError if the fields contradict each other, ConfigError for an unknown codec.
         """
         layers = self.layout.layers
-        self._require_checksums()  # first: they are there, so from here on no number asks for more than they take
+        self._require_checksums()  # first: the number of checksums limits all other numbers
         size = codec_named(self.codec).block_bytes(self.layout, self.tokens) if layers else None
         sizes = self.block_sizes if size is None else (size,) * layers
         if len(sizes) != layers or (size is not None and self.block_sizes) or min(sizes, default=0) < 1:
@@ -108,7 +108,7 @@ class Header:
             raise ValueError("checksums")
 
     def encode(self) -> bytes:
-        """The first bytes of the file, up to its data: length, JSON, padding."""
+        """Return the first bytes of the file, up to its data: length, JSON, padding."""
         return self._around(json.dumps(self._fields(), separators=(",", ":")))
 
     def _fields(self) -> dict[str, object]:
@@ -126,7 +126,7 @@ class Header:
         return fields
 
     def _around(self, fields: str) -> bytes:
-        """The header that has these fields, as JSON text."""
+        """Return the header with these fields, which are JSON text."""
         codec = codec_named(self.codec)
         metadata = {
             "format": "cachecraft chunk-cache",
@@ -146,15 +146,15 @@ class Header:
 
     @classmethod
     def decode(cls, raw: bytes) -> Header:
-        """The inverse of `encode`; unknown fields are ignored.
+        """Decode the bytes of `encode`; unknown fields are ignored.
 
-        Raises ValueError with the reason unless `raw` is exactly what this version encodes, ConfigError when the
-        codec is unknown.
+        Raises ValueError with the reason unless this version encodes the same header as exactly `raw`, ConfigError for
+        an unknown codec.
         """
         try:
             metadata = json.loads(raw[8:])["__metadata__"]
             text = metadata["fields"]
-            # Before anything is built from the fields: a damaged number of layers could ask for billions of entries.
+            # Before the fields are used: a damaged number of layers could request billions of entries.
             if xxhash.xxh3_64_hexdigest(text.encode("ascii")) != metadata["fields_xxh3"]:
                 raise ValueError("checksum of the fields")
             given = json.loads(text)
@@ -170,10 +170,10 @@ class Header:
 
     @classmethod
     def _of(cls, given: Mapping[str, Any]) -> Header:
-        key = VariantKey(**{one.name: given[one.name] for one in fields(VariantKey)})
+        key = VariantKey(**{field.name: given[field.name] for field in fields(VariantKey)})
         return cls(
             key=replace(key, origin_prefix=tuple(key.origin_prefix)),
-            layout=KVLayout(**{one.name: given[one.name] for one in fields(KVLayout)}),
+            layout=KVLayout(**{field.name: given[field.name] for field in fields(KVLayout)}),
             tokens=given["tokens"],
             tokens_digest=given["tokens_digest"],
             codec=given["codec"],
@@ -184,21 +184,21 @@ class Header:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A variant ready to be written: its header and its blocks; raw ones are the tensor's own memory, not a copy."""
+    """A variant ready to be written: its header and its blocks. Raw blocks are the tensor's own memory, not a copy."""
 
     header: bytes
     blocks: tuple[memoryview, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
+        """Number of bytes of the file."""
         return len(self.header) + sum(block.nbytes for block in self.blocks)
 
 
 def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
-    """Header and blocks of `kv` `[layers, 2, tokens, kv_heads, head_dim]`, contiguous and on the CPU.
+    """Return header and blocks of `kv` `[layers, 2, tokens, kv_heads, head_dim]`, contiguous and on the CPU.
 
-    Raises ConfigError when the variant's codec is unknown or not installed, ValueError when it cannot take the values.
+    Raises ConfigError if the codec is unknown or not installed, ValueError if it cannot encode the values.
     """
     codec = codec_named(variant.codec)
     blocks = tuple(memory_of(codec.encode(each, layer=n, layers=layout.layers)) for n, each in enumerate(kv))
@@ -211,7 +211,7 @@ def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, shared with it."""
+    """Return the bytes of a contiguous CPU tensor, which share its memory."""
     import torch
 
     array: np.ndarray = tensor.view(-1).view(torch.uint8).numpy()
@@ -219,40 +219,40 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def extents(codec: Codec, layout: KVLayout, tokens: int) -> list[tuple[int, int]]:
-    """The pieces of a layer that can be read and verified alone: (first token, token after the last) of each."""
-    if not codec.run(layout, tokens, 0, tokens):  # decodes as a whole only
+    """Return (first token, end) of each piece of a layer that can be read and verified alone."""
+    if not codec.run(layout, tokens, 0, tokens):  # can only be decoded as a whole
         return [(0, tokens)]
     return [(start, min(start + EXTENT_TOKENS, tokens)) for start in range(0, tokens, EXTENT_TOKENS)]
 
 
 class ByteSource(Protocol):
-    """The bytes of one stored variant, in a file or on a remote."""
+    """The bytes of a stored variant, in a file or on a remote."""
 
     tier: TierName
-    sequential: bool  # whether bytes can only be had from the first to the last
+    sequential: bool  # True if the bytes can only be read in order
 
     @property
     def nbytes(self) -> int:
         """Number of bytes. Raises OSError."""
 
     def read(self, buffer: memoryview, at: int) -> None:
-        """Fill `buffer` from offset `at` on; any thread may call it. Raises OSError, also when the bytes end before."""
+        """Fill `buffer` from offset `at` on; any thread may call it. Raises OSError, also for too few bytes."""
 
     def close(self) -> None:
-        """Release them; a read under way in another thread ends soon, with OSError or with its bytes."""
+        """Release the bytes. A read in another thread ends soon, with OSError or with its bytes."""
 
 
 class StoredVariant:
-    """One stored variant, opened: its header is verified; its layers can be read one by one, or in runs of tokens.
+    """An open stored variant. Its header is verified; its layers can be read one by one, or in runs of tokens.
 
     Attributes:
         variant: its row in the catalog.
         kv: `[layers, 2, tokens, kv_heads, head_dim]`, allocated by `allocate` and filled by `read`; None after
             `release`.
-        source: where its bytes come from.
-        extents: the smallest pieces that `read` takes, see `extents`; one where bytes come only in order.
-        token_bytes: stored bytes of one token in all layers, on average.
-        sequential: whether layers must be read in order, each as a whole.
+        source: source of its bytes.
+        extents: the smallest pieces for `read`, see `extents`; a single one if the bytes must be read in order.
+        token_bytes: stored bytes of a token in all layers, on average.
+        sequential: True if layers must be read in order, each as a whole.
     """
 
     kv: torch.Tensor | None = None
@@ -260,7 +260,7 @@ class StoredVariant:
     def __init__(self, source: ByteSource, variant: Variant) -> None:
         """Read and verify the header. Raises ValueError with the flaw of the file, ConfigError, OSError.
 
-        If the variant names its model's layout, nothing larger than that model writes is read.
+        If the variant has its model's layout, a file that is larger than that model writes is refused.
         """
         self._codec = codec_named(variant.codec)
         layout = variant.payload.layout
@@ -305,12 +305,12 @@ class StoredVariant:
         self.kv = None
 
     def own(self, layer: int, start: int, stop: int) -> torch.Tensor:
-        """Some tokens of a layer of `kv`, `[2, stop - start, kv_heads, head_dim]`."""
+        """Return a range of tokens of a layer of `kv`, `[2, stop - start, kv_heads, head_dim]`."""
         assert self.kv is not None, "it was allocated, and is not released"
         return self.kv[layer, :, start:stop]
 
     def scratch(self, tokens: int, old: torch.Tensor | None) -> torch.Tensor:
-        """Uninitialised tensor for `tokens` of a layer, `[2, tokens, kv_heads, head_dim]`: in `old` if it fits."""
+        """Return an uninitialised tensor `[2, tokens, kv_heads, head_dim]`, in the memory of `old` if it fits."""
         import torch
 
         from cachecraft_rag.kernels.memory import empty
@@ -323,12 +323,12 @@ class StoredVariant:
         return old.as_strided(shape, torch.empty(shape, device="meta").stride())
 
     def read(self, layer: int, start: int, stop: int, *, out: torch.Tensor | None = None) -> None:
-        """Fill `kv[layer, :, start:stop]` and verify it; both ends lie on borders of `extents`.
+        """Fill `kv[layer, :, start:stop]` and verify it; both ends must be borders of `extents`.
 
         Args:
-            out: filled instead, `[2, stop - start, kv_heads, head_dim]`, where that is not None.
+            out: tensor to fill instead, `[2, stop - start, kv_heads, head_dim]`.
 
-        Raises OSError when the bytes cannot be had, ValueError when they are damaged: nothing of them may be used.
+        Raises OSError if the bytes cannot be read, ValueError if they are damaged: then no values may be used.
         """
         import torch
 
@@ -340,7 +340,7 @@ class StoredVariant:
         slices = (slice(0, nbytes),) if whole else codec.run(layout, tokens, start, stop)
         out = self.own(layer, start, stop) if out is None else out
         block = torch.empty(0 if codec.in_place else sum(s.stop - s.start for s in slices), dtype=torch.uint8)
-        if codec.in_place:  # straight into the tensor: a piece of it is two stretches, keys and values
+        if codec.in_place:  # directly into the tensor: a piece consists of two ranges, keys and values
             parts = [memory_of(out)] if whole else [memory_of(out[0]), memory_of(out[1])]
         else:
             parts = _cut(memory_of(block), slices)
@@ -348,8 +348,8 @@ class StoredVariant:
             self.source.read(part, self._begin + offset + where.start)
         for (first, last), wanted in zip(self._pieces, self._header.extent_sums[layer], strict=True):
             if start <= first < stop:
-                found = _sum_of(codec, layout, stop - start, (first - start, last - start), parts)
-                if found != wanted:
+                checksum = _sum_of(codec, layout, stop - start, (first - start, last - start), parts)
+                if checksum != wanted:
                     raise ValueError(f"data damaged: checksum of layer {layer}")
         if not codec.in_place:
             try:
@@ -372,9 +372,9 @@ class StoredVariant:
 
 
 def open_source(source: ByteSource, variant: Variant) -> StoredVariant | Unavailable:
-    """The variant, its header verified, ready to be read; or why not: then the source is closed.
+    """Return the open variant with a verified header, or the reason why not; then the source is closed.
 
-    An unknown codec is no damage: one more package may provide it.
+    An unknown codec does not count as damage, because a missing package may provide it.
     """
     opened: StoredVariant | Unavailable
     try:
@@ -388,7 +388,7 @@ def open_source(source: ByteSource, variant: Variant) -> StoredVariant | Unavail
 
 
 def unreadable(variant_id: str, error: Exception) -> Unavailable:
-    """The miss that an exception of `StoredVariant` means: damage is for good, a refusal by the system may pass."""
+    """Return the miss for an exception of `StoredVariant`: damage is permanent, an error of the system may pass."""
     if isinstance(error, ValueError):
         return Damaged(variant_id, LoadFailure.DAMAGED, str(error))
     if isinstance(error, MemoryError):
@@ -398,7 +398,7 @@ def unreadable(variant_id: str, error: Exception) -> Unavailable:
 
 
 def longest_header(variant: Variant, layout: KVLayout) -> int:
-    """Upper bound of the header's bytes. Raises ConfigError when the codec is unknown."""
+    """Return an upper bound of the header's bytes. Raises ConfigError for an unknown codec."""
     codec = codec_named(variant.codec)
     sums = ((0,) * len(extents(codec, layout, variant.tokens)),) * layout.layers
     known = codec.block_bytes(layout, variant.tokens) is not None
@@ -407,7 +407,7 @@ def longest_header(variant: Variant, layout: KVLayout) -> int:
 
 
 def longest_payload(variant: Variant, layout: KVLayout) -> int:
-    """Upper bound of all bytes, header and blocks. Raises ConfigError when the codec is unknown."""
+    """Return an upper bound of all bytes, header and blocks. Raises ConfigError for an unknown codec."""
     blocks = layout.layers * codec_named(variant.codec).most_bytes(layout, variant.tokens)
     return longest_header(variant, layout) + blocks
 
@@ -415,8 +415,8 @@ def longest_payload(variant: Variant, layout: KVLayout) -> int:
 def in_range(values: torch.Tensor) -> bool:
     """Return True if all values are finite and none is larger than a key or value can be.
 
-    Compares bits, which sort as the sizes do: positive numbers as signed, negative ones as unsigned integers. Like this
-    it is a pass of NumPy without a copy; torch would share it among threads, which wait for each other.
+    Compares bits, which sort like the values: positive numbers as signed, negative ones as unsigned integers. So NumPy
+    needs a single pass without a copy; torch would divide it among threads, which wait for each other.
 
     >>> import torch
     >>> [in_range(torch.tensor([1.0, value])) for value in (-1e9, 2e9, float("-inf"), float("nan"))]
@@ -434,7 +434,7 @@ def in_range(values: torch.Tensor) -> bool:
 
 
 def _read_header(source: ByteSource, longest: int) -> tuple[Header, int]:
-    """The header and where the data begins. Raises ValueError when it is damaged, OSError."""
+    """Return the header and the offset of the data. Raises ValueError if the header is damaged, OSError."""
     first = bytearray(_ALIGNMENT)
     if source.nbytes < len(first):
         raise ValueError("file is truncated: it ends in its header")
@@ -454,18 +454,18 @@ def _sums(text: str) -> list[int]:
 
 
 def _cut(memory: memoryview, slices: Sequence[slice]) -> list[memoryview]:
-    """Adjoining pieces of `memory` with the lengths of `slices`."""
+    """Cut `memory` into adjoining pieces with the lengths of `slices`."""
     ends = list(itertools.accumulate(s.stop - s.start for s in slices))
     return [memory[end - (s.stop - s.start) : end] for s, end in zip(slices, ends, strict=True)]
 
 
 def _sum_of(codec: Codec, layout: KVLayout, tokens: int, run: tuple[int, int], parts: Sequence[memoryview]) -> int:
-    """Checksum of one run in a block of `tokens`, whose bytes are those of `parts`, one after the other."""
+    """Return the checksum of a run in a block of `tokens`, whose bytes are those of `parts` in order."""
     state = xxhash.xxh3_64()
     for where in codec.run(layout, tokens, *run) or (slice(0, sum(map(len, parts))),):
         at = where.start
         for part in parts:
-            if at < len(part):  # no stretch of a run crosses from one part into the next
+            if at < len(part):  # no range of a run crosses into the next part
                 state.update(part[at : at + where.stop - where.start])
                 break
             at -= len(part)

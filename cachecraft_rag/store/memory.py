@@ -1,4 +1,4 @@
-"""Tiers in memory, each within a budget of bytes: the host's and, where the model runs on one, the device's."""
+"""Tiers in memory, each with a budget in bytes: main memory and, if the model runs on a device, the device's memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEAST_REMEMBERED = 1000
 
 @dataclass(slots=True)
 class _Held:
-    """One tensor; `order` grows with each score it gets."""
+    """A tensor; `order` increases with each new score."""
 
     variant: Variant
     kv: torch.Tensor
@@ -31,19 +31,19 @@ class _Held:
 
 
 class MemoryTier:
-    """Tensors in memory, within a budget. When a new one does not fit, those with the lowest eviction score leave.
+    """Tensors in memory, within a budget. If a new one does not fit, those with the lowest eviction score leave.
 
-    Among equals the one whose score was not raised for the longest time goes. Leaving costs nothing but a later
-    read from farther away. The tensor that has just come is spared: it is about to be used.
+    Among equal scores, the one that was raised longest ago leaves. A tensor that has left can be read again from a
+    slower tier. A new tensor never leaves at once, because it is about to be used.
 
-    Ctrl-C may end a change between any two lines. The dictionary of tensors is the truth: the heap is a hint, and the
-    sum of bytes is void during a change, so the next caller adds it up again.
+    Ctrl-C may interrupt a change between any two lines. The dictionary of tensors is always valid: the heap is only a
+    hint, and the sum of bytes is None during a change, so the next caller computes it again.
 
     Args:
-        budget_bytes: of all tensors together; 0 switches the tier off.
-        name: what `LoadedVariant.tier` says of its tensors.
-        on_leave: gets what had to leave for others (Cache-Craft §3.5: demotion to the next tier).
-        policy: makes the eviction scores.
+        budget_bytes: most bytes of all tensors; 0 switches the tier off.
+        name: value of `LoadedVariant.tier` for its tensors.
+        on_leave: called with tensors that had to leave for others (Cache-Craft §3.5: demotion to the next tier).
+        policy: computes the eviction scores.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class MemoryTier:
         self._on_leave = on_leave
         self.policy = policy or Saving()
         self._clock = 0.0
-        self._departed: OrderedDict[str, Use] = OrderedDict()  # uses of what had to leave, by variant id
+        self._departed: OrderedDict[str, Use] = OrderedDict()  # variant id → uses of a tensor that had to leave
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
         self._lowest = LowestScored(self._held)
         self._bytes: int | None = 0  # None during a change
         self._orders = itertools.count()
-        self.evicted = 0  # how many had to leave for others so far
+        self.evicted = 0  # number of tensors that had to leave for others
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the tensors held now."""
+        """Bytes of the current tensors."""
         with self._lock:
             return self._sum()
 
@@ -79,11 +79,11 @@ class MemoryTier:
         return self._bytes
 
     def __len__(self) -> int:
-        """Number of chunk-caches held now."""
+        """Return the current number of chunk-caches."""
         return len(self._held)
 
     def __contains__(self, variant: Variant) -> bool:
-        """Return True if `read` would give the tensor now."""
+        """Return True if `read` would return a tensor."""
         held = self._held.get(variant.variant_id)
         return held is not None and held.variant.created == variant.created
 
@@ -92,14 +92,14 @@ class MemoryTier:
         return nbytes <= self.budget_bytes
 
     def add(self, variant: Variant, kv: torch.Tensor) -> bool:
-        """Hold `kv` `[layers, 2, tokens, kv_heads, head_dim]`, not a copy; False when it alone is over the budget.
+        """Hold `kv` `[layers, 2, tokens, kv_heads, head_dim]`, not a copy; return False if it exceeds the budget alone.
 
-        An older tensor of the same variant is replaced. The caller must not write to `kv` any more.
+        An older tensor of the same variant is replaced. The caller must not write to `kv` again.
         """
         held = _Held(variant, kv, kv.nbytes, _uses(variant))
         if not self.admits(held.nbytes):
             return False
-        leaving: list[_Held] = []  # dealt with after the lock is released: returning 50 MB to the system takes a while
+        leaving: list[_Held] = []  # freed after the lock is released: returning 50 MB to the system takes a while
         with self._lock:
             nbytes = self._sum() + held.nbytes
             self._bytes = None
@@ -130,7 +130,7 @@ class MemoryTier:
         return LoadedVariant(variant.variant_id, held.kv, self.name)
 
     def remove(self, variant_id: str, created: float) -> None:
-        """Remove the tensor of exactly this capture, if it is held."""
+        """Remove the tensor of this very capture, if it is held."""
         with self._lock:
             held = self._held.get(variant_id)
             if held is not None and held.variant.created == created:
@@ -140,7 +140,7 @@ class MemoryTier:
                 self._bytes = nbytes
 
     def record_use(self, variant_id: str, use: Use) -> None:
-        """Add a use, so that the tensor stays longer; nothing happens when it is not held."""
+        """Add a use, so that the tensor stays longer; does nothing if it is not held."""
         with self._lock:
             if (held := self._held.get(variant_id)) is not None:
                 held.used += use
@@ -164,22 +164,23 @@ class MemoryTier:
 
 
 def _uses(variant: Variant) -> Use:
-    """Uses of a variant from the catalog, whose rows hold f_r but not the saving."""
+    """Return the uses of a variant from the catalog, whose rows hold f_r but not the saving."""
     return Use(variant.reuse_frequency, min(variant.reuse_frequency, 1.0))
 
 
 class Memory:
-    """The host's tier and the device's above it.
+    """The host tier and the device tier above it.
 
-    A tensor used on the host is copied to the device for the next time (`promote`); the lowest-scored goes back.
+    A tensor that was used from the host is copied to the device for the next use (`promote`); the one with the lowest
+    score goes back to the host.
 
     Attributes:
-        host, device: the tiers; the device's has a budget of 0 if there is no device.
-        pinned: tensors read for this device should be in page-locked memory.
+        host, device: the tiers; without a device, the latter has a budget of 0.
+        pinned: True if tensors read for this device should be in page-locked memory.
     """
 
     def __init__(self, host_bytes: int, *, device: str | None = None, device_bytes: int = 0) -> None:
-        """`device` as torch calls it, where the model runs on one."""
+        """`device`: torch's name of the model's device; None if it runs on the CPU."""
         self._place = device
         self.pinned = device is not None and device.startswith("cuda")
         self.host = MemoryTier(host_bytes)
@@ -187,15 +188,15 @@ class Memory:
         self.device = MemoryTier(budget, name="device", on_leave=lambda variant, kv: self.host.add(variant, kv.cpu()))
 
     def follow(self, policy: Policy) -> None:
-        """Make the eviction scores by this policy from now on."""
+        """Use this policy for eviction scores from now on."""
         self.host.policy = self.device.policy = policy
 
     def read(self, variant: Variant) -> LoadedVariant | None:
-        """The tensor from the nearer tier that has it, or None."""
+        """Return the tensor from the faster tier that has it, or None."""
         return self.device.read(variant) or self.host.read(variant)
 
     def promote(self, held: LoadedVariant, variant: Variant) -> None:
-        """Copy a tensor of the host to the device."""
+        """Copy a tensor from the host to the device."""
         if self.device.budget_bytes and held.tier == "host" and variant not in self.device:
             self.device.add(variant, held.kv.to(self._place))
 

@@ -1,7 +1,7 @@
 """Checks of a stored row before use: rows come from files and servers that others may write.
 
-`row_error` looks at the row alone, `RowBounds` compares it with model and prompt. Both return the first flaw, or
-"". A checksum proves that a row is as somebody wrote it, not that it is true. So every field that decides how much is
+`row_error` checks the row alone, `RowBounds` compares it with model and prompt. Both return the first flaw, or "". A
+checksum proves that a row was not changed, not that it is correct. So every field that determines how much memory is
 allocated, or which positions count as filled, is compared with the model and the segment.
 """
 
@@ -12,20 +12,20 @@ from dataclasses import dataclass, field, replace
 
 from cachecraft_rag.types import KVLayout, TokenScores, Variant
 
-MOST_VARIANTS = 64  # of one chunk that a look-up believes; stores keep 5, remotes 8
+MOST_VARIANTS = 64  # variants of one chunk that a look-up accepts; stores keep 5, remotes 8
 _MOST_COUNT = 1 << 62  # tokens or bytes
 _LATEST = 1e11  # seconds since the epoch: the year 5138
-_MOST_USES = 1e15  # what f_r may be: one use adds at most the chunk's number of tokens
-_ROUNDING = 1.001  # sums of attention, which is 1 per token at most
+_MOST_USES = 1e15  # largest f_r; one use adds at most the chunk's number of tokens
+_ROUNDING = 1.001  # tolerance for sums of attention, which is at most 1 per token
 
 
 @dataclass(frozen=True)
 class LookupResult:
     """Result of a look-up.
 
-    variants  by chunk id; every asked id is a key
-    refused   by chunk id: why a stored variant is not among them
-    remote    outcome of the remote look-up: "answered", or why not; None if it was not asked
+    variants  chunk id → variants, for every given id
+    refused   chunk id → reason why a stored variant was refused
+    remote    outcome of the remote look-up: "answered", or the reason why not; None if the remote was not asked
     """
 
     variants: dict[str, list[Variant]]
@@ -33,7 +33,7 @@ class LookupResult:
     remote: str | None = None
 
     def outcomes(self) -> dict[str, int]:
-        """Number of chunks by outcome: "found", "not_stored" and, if there are any, "refused"."""
+        """Return outcome → number of chunks: "found", "not_stored" and, if there are any, "refused"."""
         hits = sum(map(bool, self.variants.values()))
         refused = sum(name in self.refused for name, offers in self.variants.items() if not offers)
         counts = {"found": hits, "not_stored": len(self.variants) - hits - refused}
@@ -42,10 +42,10 @@ class LookupResult:
 
 @dataclass(frozen=True, slots=True)
 class RowBounds:
-    """Limits that model and prompt set on the rows of a look-up.
+    """Limits on the rows of a look-up, from model and prompt.
 
-    layout          of the model's chunk-caches
-    context_length  most tokens of a prompt; no prompt has more segments
+    layout          layout of the model's chunk-caches
+    context_length  most tokens of a prompt, and so the most segments
     segments        chunk id → number of its tokens, and the digest of their ids
     """
 
@@ -54,9 +54,9 @@ class RowBounds:
     segments: Mapping[str, tuple[int, str]]
 
     def flaw(self, variant: Variant) -> str:
-        """Reason why this variant cannot be of this model, or "".
+        """Return the reason why this variant cannot belong to this model, or "".
 
-        Another tokenisation is no flaw: the planner passes over such a variant.
+        Another tokenisation is not a flaw: the planner ignores such a variant.
         """
         tokens, tokens_digest = self.segments[variant.key.chunk_id]
         prefix = variant.key.origin_prefix
@@ -73,12 +73,12 @@ class RowBounds:
         return ""
 
     def with_layout(self, variant: Variant) -> Variant:
-        """The variant with the model's layout, which its payload must have."""
+        """Return the variant with the model's layout, which its payload must have."""
         return replace(variant, payload=replace(variant.payload, layout=self.layout))
 
 
 def row_error(variant: Variant) -> str:
-    """Reason why no model writes a row like this, or "". Short, because every look-up checks every row."""
+    """Return why the row is invalid, or "" if it is valid. Every look-up checks every row, so this is fast."""
     key = variant.key
     tokens = variant.tokens
     nbytes = variant.nbytes
@@ -92,7 +92,7 @@ def row_error(variant: Variant) -> str:
         if type(variant.primed) is not bool or len(inter) != len(key.origin_prefix):
             return "its scores do not fit its origin prefix"
         attention = tokens * _ROUNDING
-        # The sum, because it is NaN where one of them is.
+        # The sum is NaN if one of them is.
         if inter and not (min(inter) >= 0.0 and sum(inter) <= attention * len(inter)):
             return "its scores are out of range"
         if not (
@@ -109,7 +109,7 @@ def row_error(variant: Variant) -> str:
 
 
 def scores_are_wrong(scores: TokenScores, tokens: int) -> bool:
-    """Return True if token scores are of another number of tokens, or no attention."""
+    """Return True if token scores have another number of tokens, or are not valid attention."""
     inter = scores.inter
     if inter is None:
         return False

@@ -1,4 +1,4 @@
-"""How does the same reuse work with a model that vLLM runs?
+"""Reuse of chunk-caches with a model that vLLM runs.
 
 Import from here: `engine` (`VLLMEngine`) and what its processes share: `messages`, `settings`, `metrics`, `records`,
 `served_model`, `plugin`. The sub-folder `worker` runs inside vLLM's engine and worker processes, `server` inside its

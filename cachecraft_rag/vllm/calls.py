@@ -5,30 +5,72 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.vllm.messages import REPORTS
+from cachecraft_rag.vllm.messages import REPORTS, FillReport
+from cachecraft_rag.vllm.options import VLLMConfig
+
+T = TypeVar("T")
 
 _START_S = 600.0  # compiling and loading a large model take minutes
 _CLOSE_S = 30.0
+
+
+class TokenLogprob(Protocol):
+    """`vllm.logprobs.Logprob`."""
+
+    logprob: float
+
+
+class CompletionOutput(Protocol):
+    """`vllm.outputs.CompletionOutput`, new tokens of an answer."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[Mapping[int, TokenLogprob]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class RequestOutput(Protocol):
+    """`vllm.RequestOutput`, an output of a request."""
+
+    outputs: Sequence[CompletionOutput]
+    finished: bool
+    kv_transfer_params: dict[str, Any] | None
+    num_cached_tokens: int | None
+    metrics: object
+
+
+class EngineClient(Protocol):
+    """`vllm.engine.protocol.EngineClient`, of which `AsyncLLM` is one."""
+
+    vllm_config: VLLMConfig
+
+    def generate(
+        self, prompt: object, params: object, request_id: str, **options: object
+    ) -> AsyncGenerator[RequestOutput]:
+        """Generate an answer; closing the generator aborts the request."""
+
+    def shutdown(self) -> None:
+        """End vLLM's processes."""
 
 
 @dataclass(frozen=True)
 class Step:
     """New token ids of one step.
 
-    report    `kv_transfer_params`, with the last ones
-    logprobs  of the likeliest tokens for the last one, by id, where they were asked for
+    report    `kv_transfer_params`; sent with the last step only
+    logprobs  token id → log probability, for the likeliest tokens in place of the last one; empty if not requested
     """
 
     tokens: tuple[int, ...]
     finished: bool = False
-    report: dict[str, Any] = field(default_factory=dict)
+    report: Mapping[str, FillReport] = field(default_factory=dict)
     logprobs: dict[int, float] = field(default_factory=dict)
     error: BaseException | None = None
 
@@ -40,13 +82,14 @@ class Calls(Closeable):
         engine: vLLM's `AsyncLLM`; its owner ends it.
     """
 
-    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._engine, self._loop = engine, loop
-        self.reports: dict[str, Mapping[str, Any] | None] = {}  # of requests under way, once they are filled
+    def __init__(self, engine: EngineClient | None, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._loop = loop
+        self.reports: dict[str, FillReport | None] = {}  # running request → its report, once it is filled
         self._numbers = itertools.count()
-        self._jobs: set[Future[Any]] = set()  # requests under way
+        self._jobs: set[Future[None]] = set()  # running requests
 
-    def generate(self, prompt: dict[str, Any], params: Any) -> Generator[Step]:
+    def generate(self, prompt: dict[str, object], params: object) -> Generator[Step]:
         """Generate; closing the iterator aborts the request. Not to be called in the loop's own thread."""
         steps: SimpleQueue[Step] = SimpleQueue()
         name = f"cachecraft-{next(self._numbers)}"
@@ -66,8 +109,9 @@ class Calls(Closeable):
             self._jobs.discard(job)
 
     @property
-    def vllm_config(self) -> Any:
+    def vllm_config(self) -> VLLMConfig:
         """vLLM's configuration."""
+        assert self._engine is not None, "it is closed"
         return self._engine.vllm_config
 
     def close(self) -> None:
@@ -75,30 +119,32 @@ class Calls(Closeable):
         for job in list(self._jobs):
             job.cancel()
 
-    async def _generate(self, prompt: dict[str, Any], params: Any, name: str, steps: SimpleQueue[Step]) -> None:
+    async def _generate(self, prompt: dict[str, object], params: object, name: str, steps: SimpleQueue[Step]) -> None:
         try:
+            assert self._engine is not None, "it is closed"
             async for output in self._engine.generate(prompt, params, name):
                 best = output.outputs[0]
-                logprobs = {token: one.logprob for token, one in (best.logprobs or [{}])[-1].items()}
+                last_logprobs = best.logprobs[-1].items() if best.logprobs else ()
+                logprobs = {token: entry.logprob for token, entry in last_logprobs}
                 steps.put(Step(tuple(best.token_ids), output.finished, output.kv_transfer_params or {}, logprobs))
-        except BaseException as error:  # or the reader of the steps would wait for ever
+        except BaseException as error:  # otherwise the reader of the steps would wait forever
             steps.put(Step((), error=error))
             raise
 
-    def _run(self, work: Any) -> Future[Any]:
+    def _run(self, work: Coroutine[object, object, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
 class Serving(Calls):
-    """A vLLM engine that is started here, with an event loop of its own.
+    """A vLLM engine that is started here, with its own event loop.
 
     Args:
-        arguments: of vLLM's `AsyncEngineArgs`, by name.
+        arguments: keyword arguments of vLLM's `AsyncEngineArgs`.
 
-    Raises vLLM's own exceptions where it cannot start.
+    Raises vLLM's own exceptions if it cannot start.
     """
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(self, arguments: dict[str, object]) -> None:
         super().__init__(None, asyncio.new_event_loop())
         self._thread = threading.Thread(target=self._loop.run_forever, name="cachecraft-vllm", daemon=True)
         self._thread.start()
@@ -119,7 +165,9 @@ class Serving(Calls):
         self._end_loop()
 
     async def _shut_down(self) -> None:
-        engine, self._engine = self._engine, None  # at the interpreter's end its finaliser would fail
+        engine = self._engine
+        self._engine = None  # otherwise its finaliser fails when the interpreter exits
+        assert engine is not None, "it is closed once"
         engine.shutdown()
 
     def _end_loop(self) -> None:
@@ -129,7 +177,7 @@ class Serving(Calls):
             self._loop.close()
 
 
-async def _start(arguments: dict[str, Any], reports: dict[str, Mapping[str, Any] | None]) -> Any:
+async def _start(arguments: dict[str, object], reports: dict[str, FillReport | None]) -> EngineClient:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
@@ -137,14 +185,16 @@ async def _start(arguments: dict[str, Any], reports: dict[str, Mapping[str, Any]
     class Reports(StatLoggerBase):
         """Takes the reports out of vLLM's statistics."""
 
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        def __init__(self, vllm_config: object, engine_index: int = 0) -> None:
             """Needs nothing of them."""
 
-        def record(self, scheduler_stats: Any, *_unused: Any, **_named: Any) -> None:
-            found = None if scheduler_stats is None else scheduler_stats.kv_connector_stats
-            reports.update({name: one for name, one in (found or {}).get(REPORTS, {}).items() if name in reports})
+        def record(self, scheduler_stats: Any, *_unused: object, **_named: object) -> None:
+            stats = None if scheduler_stats is None else scheduler_stats.kv_connector_stats
+            new_reports = (stats or {}).get(REPORTS, {})
+            reports.update({name: report for name, report in new_reports.items() if name in reports})
 
         def log_engine_initialized(self) -> None:
             """Do nothing."""
 
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Reports])
+    engine: EngineClient = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Reports])
+    return engine

@@ -29,7 +29,7 @@ from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.config import CACHE_FOLDER
 from cachecraft_rag.types import Prompt, Segment
 from cachecraft_rag.vllm.calls import Calls, Serving, Step
-from cachecraft_rag.vllm.messages import FIELD, Ask
+from cachecraft_rag.vllm.messages import FIELD, Ask, FillReport
 from cachecraft_rag.vllm.new_variants import Captured, IdleVariants
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
@@ -50,11 +50,11 @@ class VLLMBackend:
         store: the connector's chunk-caches, opened in this process too.
         config: settings of the engine.
         calls: sends requests to vLLM.
-        key: the connector's key, which seals messages to it.
-        look_up: looks up what is stored.
+        key: the connector's key, which signs messages to it.
+        look_up: looks up stored variants.
 
     Attributes:
-        new_variants: captures chunks that were reused and fixed, in idle time.
+        new_variants: captures chunks that were reused and fixed, while the engine is idle.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class VLLMBackend:
         store.before_removal.append(self.new_variants.forget)
 
     def close(self) -> None:
-        """Finish the captures under way; vLLM goes on."""
+        """Finish the running captures; vLLM keeps running."""
         self.new_variants.close()
 
     # -- the self-check -----------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class VLLMBackend:
         try:
             self_check(self._model.name, prompt, self._predicted, kept=all_kept, dtype=self._model.layout.dtype)
         finally:
-            if self._store.rows(captured):  # a store that is read-only holds none, and would refuse
+            if self._store.rows(captured):  # empty for a read-only store, which cannot evict
                 self._store.evict(captured)
 
     def _predicted(self, asked: Ask | list[int]) -> Predicted:
@@ -137,9 +137,10 @@ class VLLMBackend:
         )
         self._fill(ask)
 
-    def note_fixed(self, request: Request, report: Mapping[str, Any] | None) -> None:
-        """Note the chunks of an answer that were reused and fixed: they are captured in idle time."""
-        fixed = {int(index): int(tokens) for index, tokens in (report or {}).get("fixed", ())}
+    def note_fixed(self, request: Request, report: FillReport | None) -> None:
+        """Note the chunks of an answer that were reused and fixed: they are captured while the engine is idle."""
+        entries = report.get("fixed", ()) if report is not None else ()
+        fixed = {int(index): int(tokens) for index, tokens in entries}
         candidate = None
         if fixed:
             segments = request.prompt.segments[: max(fixed) + 1]
@@ -148,7 +149,7 @@ class VLLMBackend:
         self.new_variants.answered(request.prompt.bounds[-1], candidate)
 
     def _capture_missing(self, candidate: Candidate) -> Captured:
-        """Capture the missing variants of a candidate, by a request that the scheduler computes in idle time."""
+        """Capture the missing variants of a candidate by a request that runs while the server is idle."""
         stored = self._look_up(candidate.segments, session=candidate.session)
         missing = missing_of(candidate, stored)
         if not missing:
@@ -159,14 +160,14 @@ class VLLMBackend:
         if not all(stored.variants.get(segments[index].segment_id) for index in stored_before):
             return Captured(dropped=Dropped.REMOVED)  # the chunk was removed or evicted
         prompt = _with_question(segments)
-        if prompt.bounds[-1] >= self._model.context_length:  # a passage after the stand-in; vLLM would refuse it
+        if prompt.bounds[-1] >= self._model.context_length:  # a long passage after the fixed one; vLLM would refuse it
             return Captured(dropped=Dropped.TOO_LONG)
 
         ask = Ask(
             prompt,
             EXACT,
             candidate.session,
-            # Blocks that vLLM has kept of an earlier attempt capture nothing, hence a new salt.
+            # A new salt, because blocks that vLLM has kept from an earlier attempt would not be captured.
             client_salt=secrets.token_hex(8),
             captures=tuple(missing),
             when_stored=True,
@@ -181,7 +182,7 @@ class VLLMBackend:
         left = missing_of(candidate, self._look_up(candidate.segments, session=candidate.session))
         texts = {candidate.segments[index].segment_id for index in candidate.first}
         removed = texts & self.new_variants.removed(candidate)
-        if removed:  # the workers have stored them in spite of it
+        if removed:  # the workers may have stored them after the removal
             self._store.evict(RowFilter(namespace=self._namespace, chunk_ids=tuple(removed)))
         return Captured(
             stored=len(missing) - len(left),
@@ -190,11 +191,10 @@ class VLLMBackend:
             dropped=Dropped.REFUSED if left else None,
         )
 
-    def _fill(self, ask: Ask) -> Mapping[str, Any]:
-        """Have a prompt filled; returns the connector's report."""
+    def _fill(self, ask: Ask) -> FillReport:
+        """Have a prompt filled; return the connector's report."""
         step = self._last_step(self._prompt(ask), self._one_token(ask))
-        report: Mapping[str, Any] = step.report.get(FIELD, {})
-        return report
+        return step.report.get(FIELD, {})
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -210,14 +210,14 @@ class VLLMBackend:
             seed=sampling.seed,
             structured_outputs=_structured(sampling),
         )
-        reports: list[Mapping[str, Any]] = []
+        reports: list[FillReport] = []
         try:
             self._calls.reports[ask.name] = None
             with closing(self._calls.generate(self._prompt(ask), params)) as steps:
                 tokens = _tokens(request, progress, steps, reports)
                 yield from answer_text(request, progress, tokens, self._model.tokenizer, self._model.end_tokens)
         finally:
-            # If the answer ended here, at a stop string or by its reader, vLLM has sent no report with it.
+            # If the answer was ended here, by a stop string or its reader, vLLM has not sent a report with it.
             report = self._calls.reports.pop(ask.name, None)
             if progress.reports is None and report is not None:
                 progress.reported(report)
@@ -226,26 +226,26 @@ class VLLMBackend:
 
     # -- requests to vLLM ---------------------------------------------------------------------------------------------
 
-    def transfer(self, ask: Ask) -> dict[str, Any]:
+    def transfer(self, ask: Ask) -> dict[str, object]:
         """Return vLLM's `kv_transfer_params` of a request."""
         return {"prompt_token_ids": ask.prompt.token_ids, FIELD: ask.message(self._key)}
 
-    def _prompt(self, ask: Ask) -> dict[str, Any]:
+    def _prompt(self, ask: Ask) -> dict[str, object]:
         return {"prompt_token_ids": ask.prompt.token_ids, "cache_salt": ask.cache_salt(self._namespace)}
 
-    def _last_step(self, prompt: dict[str, Any], params: Any) -> Step:
+    def _last_step(self, prompt: dict[str, object], params: object) -> Step:
         (*_, last) = self._calls.generate(prompt, params)
         return last
 
-    def _one_token(self, ask: Ask | None, **sampling: Any) -> Any:
-        """Return vLLM's parameters of a request for its prompt's sake."""
+    def _one_token(self, ask: Ask | None, **sampling: object) -> object:
+        """Return vLLM's parameters of a request that only needs its prompt computed."""
         return self._params(ask, max_tokens=1, temperature=0.0, **sampling)
 
-    def _params(self, ask: Ask | None, **sampling: Any) -> Any:
+    def _params(self, ask: Ask | None, **sampling: object) -> object:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        extra = None if ask is None else {"kv_transfer_params": {FIELD: ask.message(self._key)}}
+        extra = {"kv_transfer_params": {FIELD: ask.message(self._key)}} if ask is not None else None
         return SamplingParams(
             **sampling,
             detokenize=False,
@@ -263,19 +263,19 @@ def _with_question(segments: Sequence[Segment]) -> Prompt:
 
 
 def _tokens(
-    request: Request, progress: RequestProgress, steps: Iterable[Step], reports: list[Mapping[str, Any]]
+    request: Request, progress: RequestProgress, steps: Iterable[Step], reports: list[FillReport]
 ) -> Iterator[int]:
     """Yield the tokens of an answer; `reports` takes up the connector's reports."""
     for step in steps:
         progress.drew_first(at=request.clock())
         if step.report:
-            report = step.report.get(FIELD, {})
+            report: FillReport = step.report.get(FIELD, {})
             reports.append(report)
             progress.reported(report)
         yield from step.tokens
 
 
-def _structured(sampling: Sampling) -> Any:
+def _structured(sampling: Sampling) -> object:
     """Return the grammar of an answer in vLLM's form, or None."""
     if sampling.json_schema is None:
         return None
@@ -339,7 +339,7 @@ class VLLMEngine(AnswerEngine):
         with ExitStack() as opened:
             caches = opened.enter_context(ChunkCacheStore.open(folder, chosen.store))
             serving = opened.enter_context(Serving(_arguments(served, settings, server or {})))
-            # vLLM's context: that of the model's config may be longer.
+            # vLLM's context may be shorter than that of the model's config.
             context = min(served.context_length, int(serving.vllm_config.model_config.max_model_len))
             served = replace(served, context_length=context)
             engine = cls(served, caches, chosen, serving=serving, key=settings.key)
@@ -349,7 +349,7 @@ class VLLMEngine(AnswerEngine):
         return engine
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait until new variants are captured within their budget; returns False after `timeout` seconds."""
+        """Wait until new variants are captured within their budget; return False after `timeout` seconds."""
         return self.new_variants.settle(timeout)
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
@@ -357,7 +357,7 @@ class VLLMEngine(AnswerEngine):
         return replace(super().calibrated(config), **OFF)
 
     def close(self) -> None:
-        """Finish the captures under way, and end vLLM."""
+        """Finish the running captures, and end vLLM."""
         if not self._home.here:
             return
         self._backend.close()
@@ -369,8 +369,8 @@ class VLLMEngine(AnswerEngine):
         yield from self._backend.pieces(request, progress)
 
 
-def _arguments(model: ServedModel, settings: ConnectorSettings, server: Mapping[str, Any]) -> dict[str, Any]:
-    required = {
+def _arguments(model: ServedModel, settings: ConnectorSettings, server: Mapping[str, object]) -> dict[str, object]:
+    required: dict[str, object] = {
         "model": str(model.folder),
         "dtype": model.layout.dtype,
         "enable_prefix_caching": True,

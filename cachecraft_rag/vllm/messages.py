@@ -1,8 +1,8 @@
 """Messages about a request between the parts of a server.
 
-Ask   front end → scheduler: the prompt's segments and how to reuse them, in `kv_transfer_params`, sealed
-Fill  scheduler → workers: the result of the look-up, and the blocks to fill
-News  workers → scheduler: reports of finished requests, and which segments are being captured
+Ask   front end → scheduler: segments of the prompt and how to reuse them; signed, in `kv_transfer_params`
+Fill  scheduler → workers: result of the look-up, and the blocks to fill
+News  workers → scheduler: reports of finished requests, and the segments that are being captured
 """
 
 from __future__ import annotations
@@ -13,34 +13,65 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
-from typing import Any, Self
+from typing import Literal, Self, TypedDict
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store.row_checks import LookupResult
 from cachecraft_rag.types import Prompt, Segment, TokenScores, digest
 
-FIELD = "cachecraft"  # of `kv_transfer_params`, in both directions
-REPORTS = "reports"  # of requests that are filled, in vLLM's statistics, by `Ask.name`
+FIELD = "cachecraft"  # field of `kv_transfer_params`, in both directions
+REPORTS = "reports"  # field of vLLM's statistics: `Ask.name` → report of a filled request
 _KINDS = ("system", "chunk", "question")
+
+# Kind, id, number of tokens, `private`, `closing` and `found` of a segment.
+_SegmentEntry = tuple[Literal["system", "chunk", "question"], str, int, bool, int, bool]
+
+
+class FillReport(TypedDict, total=False):
+    """Report of a request whose prompt was filled, as plain JSON values.
+
+    segments     values of each segment, see `serving.request.SegmentReport`
+    row_layers   rows computed, summed over layers
+    focus_layer  layer after which early termination stopped recomputation; None: it did not
+    planned_s    time for planning, in seconds
+    waited_s     time spent waiting for loads, in seconds
+    remote       outcome of the look-up in the remote; None without one
+    fixed        [segment, tokens] of `Candidate.fixed`
+    recomputed   recomputed tokens of each segment, if the request asked for details
+    refused      reason why vLLM computed the prompt without chunk-caches; then there are no other fields
+    given_up     True if the request was given up; then there are no other fields
+    """
+
+    segments: list[dict[str, object]]
+    row_layers: int
+    focus_layer: int | None
+    planned_s: float
+    waited_s: float
+    remote: str | None
+    fixed: list[list[int]]
+    recomputed: list[list[int]]
+    refused: str
+    given_up: bool
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A request for a prompt to be filled from chunk-caches.
+    """A request to fill a prompt's blocks from chunk-caches.
 
-    prompt    its segments; the last one is the question
-    config    how chunk-caches are reused
-    session   whose private chunk-caches may be used and made besides the shared ones
-    primed    its captures are made ahead of questions
-    captures  segments to capture; None: as `config` says
-    details   the report lists the recomputed tokens
-    when_stored  the answer waits until its captures are stored
-    client_salt  the `cache_salt` that a client gave, if any: part of this request's own
-    idle         a new variant: computed while nothing else is under way, exactly, and given up where blocks are short
-    first        segments of an idle one that nobody marked: nothing of them may be stored yet, and nothing else would
-                 store them, so where the server never idles it begins after a while, and goes on once it has begun
-    name         under which the front end is sent its report as soon as it is filled; empty: only with its answer
+    prompt       segments of the prompt; the last one is the question
+    config       how chunk-caches are reused
+    session      session whose private chunk-caches may be read and written besides the shared ones
+    primed       True if its captures come from priming
+    captures     segments to capture; None: as `config` says
+    details      True if the report lists the recomputed tokens
+    when_stored  True if the answer waits until the captures are stored
+    client_salt  `cache_salt` of the client, which becomes part of this request's salt; "" if it sent none
+    idle         True if the request captures new variants: it runs only while the server is idle, computes exactly, and
+                 is given up if another request lacks blocks
+    first        found segments of an idle request that may not be stored yet. No other request would store them, so
+                 on a busy server the request begins after a while, and is not paused once it has begun
+    name         name under which the front end receives the report once the prompt is filled; "": only with the answer
     """
 
     prompt: Prompt
@@ -56,7 +87,7 @@ class Ask:
     name: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what vLLM cannot do; raises ConfigError."""
+        """Raise ConfigError for settings that vLLM does not support."""
         if self.config.refresh_rows:
             raise ConfigError(
                 "refresh_rows needs the engine in this process: a decode step of vLLM carries rows of the answer only"
@@ -64,16 +95,24 @@ class Ask:
 
     @property
     def waits(self) -> bool:
-        """True if it stands still while anything else is under way, even if it has begun."""
+        """True if the request pauses while others run, even if it has begun."""
         return self.idle and not self.first
 
-    def message(self, key: str) -> dict[str, Any]:
-        """Plain JSON values for `kv_transfer_params[FIELD]`, sealed with the server's key, see `read`."""
-        message = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "prompt"}
+    def message(self, key: str) -> dict[str, object]:
+        """Return plain JSON values for `kv_transfer_params[FIELD]`, signed with the server's key, see `read`."""
+        names = [field.name for field in fields(self) if field.name != "prompt"]
+        message: dict[str, object] = {name: getattr(self, name) for name in names}
         message["config"] = asdict(self.config)
         message["segments"] = [
-            [one.kind, one.segment_id, len(one.token_ids), one.private, one.closing, one.found]
-            for one in self.prompt.segments
+            [
+                segment.kind,
+                segment.segment_id,
+                len(segment.token_ids),
+                segment.private,
+                segment.closing,
+                segment.found,
+            ]
+            for segment in self.prompt.segments
         ]
         return message | {"seal": _seal(message, self.prompt.token_ids, key)}
 
@@ -81,10 +120,11 @@ class Ask:
     def read(cls, message: object, token_ids: Sequence[int], key: str) -> Self:
         """Read back a `message` about these tokens.
 
-        Sealed, because segments name chunks and sessions: a request's body, which anybody can write, must not decide
-        whose chunk-caches are read, or under which names captures are stored.
+        Messages are signed (field "seal") because segments name chunks and sessions: the body of a request, which any
+        client can write, must not choose the session whose chunk-caches are read, or the names under which captures are
+        stored.
 
-        Raises ConfigError with the reason where it is not one of ours, or about other tokens.
+        Raises ConfigError with the reason if this server did not sign the message, or for other tokens.
         """
         if not isinstance(message, Mapping):
             raise ConfigError("the message is no mapping")
@@ -97,26 +137,28 @@ class Ask:
         if not (ours and isinstance(seal, str) and hmac.compare_digest(seal.encode("utf-8", "replace"), ours)):
             raise ConfigError("it is not sealed with this server's key, or its prompt was changed on the way")
         try:
-            config, prompt = ReuseConfig(**given.pop("config")), _prompt(given.pop("segments"), token_ids)
-            captures, first = given.pop("captures"), tuple(given.pop("first"))
+            config = ReuseConfig(**given.pop("config"))
+            prompt = _prompt(given.pop("segments"), token_ids)
+            captures = given.pop("captures")
+            first = tuple(given.pop("first"))
             return cls(prompt, config, captures=None if captures is None else tuple(captures), first=first, **given)
-        except (KeyError, TypeError, ValueError) as error:  # sealed by another version
+        except (KeyError, TypeError, ValueError) as error:  # signed by another version
             raise ConfigError(f"it cannot be read: {error!r}") from error
 
     def cache_salt(self, namespace: str) -> str:
-        """Salt for vLLM's prefix cache: blocks filled for this request serve only requests with the same salt."""
+        """Return the salt for vLLM's prefix cache: blocks of this request serve only requests with the same salt."""
         settings = json.dumps(asdict(self.config), sort_keys=True)
         owner = ["private", self.session] if self.session is not None else ["shared"]
         ids = [segment.segment_id for segment in self.prompt.segments[:-1]]
         return digest("cachecraft salt", self.client_salt, namespace, *owner, settings, *ids)
 
 
-def _seal(message: Mapping[str, Any], token_ids: Sequence[int], key: str) -> str:
+def _seal(message: Mapping[str, object], token_ids: Sequence[int], key: str) -> str:
     text = json.dumps([message, list(token_ids)], sort_keys=True)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), key=key.encode()[:64], digest_size=16).hexdigest()
 
 
-def _prompt(segments: Sequence[Sequence[Any]], token_ids: Sequence[int]) -> Prompt:
+def _prompt(segments: Sequence[_SegmentEntry], token_ids: Sequence[int]) -> Prompt:
     edges = [0, *accumulate(int(length) for _, _, length, *_ in segments)]
     kinds = [kind for kind, *_ in segments]
     if edges[-1] != len(token_ids) or min(length for _, _, length, *_ in segments) < 1:
@@ -125,20 +167,22 @@ def _prompt(segments: Sequence[Sequence[Any]], token_ids: Sequence[int]) -> Prom
         raise ValueError("its segments are not a system segment, chunks and a question")
     return Prompt(
         tuple(
-            Segment(kind, name, tuple(token_ids[start:stop]), private=private, closing=closing, found=found)
-            for (kind, name, _, private, closing, found), start, stop in zip(segments, edges, edges[1:], strict=False)
+            Segment(kind, name, tuple(token_ids[start:stop]), private=private, closing=closing, found=is_found)
+            for (kind, name, _, private, closing, is_found), start, stop in zip(
+                segments, edges, edges[1:], strict=False
+            )
         )
     )
 
 
 @dataclass(frozen=True)
 class Fill:
-    """Blocks of one request to be filled.
+    """The blocks of one request that are to be filled.
 
-    found, scores  of the look-up, frozen for as long as the request lives
-    first, last    positions `first:last` are to be filled; those before come from vLLM's own prefix cache
-    blocks         of the whole prompt
-    again          it was filled before and preempted: its segments are not captured twice
+    found, scores  result of the look-up, unchanged for the life of the request
+    first, last    positions `first:last` are to be filled; earlier ones come from vLLM's own prefix cache
+    blocks         blocks of the whole prompt
+    again          True if it was filled before and then preempted: its segments are not captured twice
     """
 
     request_id: str
@@ -155,14 +199,14 @@ class Fill:
 class News:
     """Report of the workers after a step.
 
-    reports    by request, see `filling.Filling.report`
-    capturing  segments whose captures are under way; None: unchanged
+    reports    request → its report, see `filling.Filling.report`
+    capturing  segments that are being captured; None: unchanged
     """
 
-    reports: Mapping[str, Mapping[str, Any]]
+    reports: Mapping[str, FillReport]
     capturing: frozenset[str] | None = None
 
     def joined(self, other: News) -> News:
-        """Join them with another rank's: the first one's reports count, and only it captures."""
+        """Join the news with those of another rank. Reports of the first rank take precedence; only it captures."""
         capturing = self.capturing if other.capturing is None else other.capturing | (self.capturing or frozenset())
         return News({**other.reports, **self.reports}, capturing)

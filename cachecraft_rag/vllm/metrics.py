@@ -1,7 +1,8 @@
-"""Our metrics at a server's own /metrics: requests are counted in the API server, loads and captures where vLLM runs.
+"""Metrics of this package at /metrics of a vLLM server.
 
-The stores of the scheduler and of the first worker send their counts with vLLM's own statistics, after each step that
-changed them. They are running totals, so a lost one does no harm.
+Requests are counted in the API server, loads and captures in vLLM's processes. The stores of the scheduler and of the
+first worker send their counts with vLLM's own statistics, after each step that changed them. Counts are running totals,
+so a lost message does no harm.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.observability.metrics import EngineCollector
 from cachecraft_rag.store import ChunkCacheStore, StoreStats
 from cachecraft_rag.store.remote.breaker import State
-from cachecraft_rag.vllm.messages import REPORTS
+from cachecraft_rag.vllm.messages import REPORTS, FillReport
 
-Reported = Mapping[Any, Mapping[str, Any]]  # by sender, see `counts_of`
+Reported = Mapping[tuple[int, str], Mapping[str, object]]  # engine and sender → counts, see `counts_of`
 _BREAKERS: tuple[State, ...] = ("open", "probing", "closed")  # the worst one first
 _OF_REMOTE = ("opened", "queued_bytes", "lookups", "reads", "captures")
 
 
-def counts_of(store: ChunkCacheStore) -> dict[str, Any]:
-    """Counts of this process's store as plain numbers: `ChunkCacheStore.counts`, and the same of its remote."""
-    counts, remote = store.counts(), store.remote_stats(ask=False)
+def counts_of(store: ChunkCacheStore) -> dict[str, object]:
+    """Return counts of this process's store as plain numbers: `ChunkCacheStore.counts`, and those of its remote."""
+    counts = store.counts()
+    remote = store.remote_stats(ask=False)
     if remote is not None:
         counts["remote"] = {name: getattr(remote, name) for name in _OF_REMOTE} | {"breakers": {remote.breaker: 1}}
     return counts
@@ -33,21 +35,23 @@ def counts_of(store: ChunkCacheStore) -> dict[str, Any]:
 
 @dataclass
 class StoreCounts(KVConnectorStats):
-    """Counts of the stores of one vLLM engine: `data` is by "scheduler" and "worker", beside `REPORTS`."""
+    """Counts of the stores of one vLLM engine: `data` has the keys "scheduler", "worker" and `REPORTS`."""
 
     def reset(self) -> None:
         """Forget all counts."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add another store's counts, or the same one's newer totals."""
+        """Add the counts of another store, or newer totals of the same store."""
         return StoreCounts(self.data | other.data)
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log."""
+        """Return a summary for vLLM's log."""
         total = summed(counts for sender, counts in self.data.items() if sender != REPORTS)
-        loads, captures = (sum(total.get(name, {}).values()) for name in ("loads", "captures"))
-        return {"chunk-caches loaded so far": loads, "captures so far": captures}
+        return {
+            "chunk-caches loaded so far": sum(total.get("loads", {}).values()),
+            "captures so far": sum(total.get("captures", {}).values()),
+        }
 
     def is_empty(self) -> bool:
         """True without any counts."""
@@ -55,20 +59,20 @@ class StoreCounts(KVConnectorStats):
 
 
 class ReportedCounts(KVConnectorPromMetrics):
-    """In the API server: the newest totals of each store.
+    """The newest totals of each store, in the API server.
 
     Attributes:
-        latest: by number of vLLM's engine and by sender.
-        on_report: called with the name and the report of a request that is filled.
+        latest: (number of vLLM's engine, sender) → counts.
+        on_report: called with the name and the report of each filled request.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.latest: dict[tuple[int, str], Mapping[str, Any]] = {}
-        self.on_report: Callable[[str, Mapping[str, Any]], object] = lambda _name, _report: None
+        self.latest: dict[tuple[int, str], Mapping[str, object]] = {}
+        self.on_report: Callable[[str, FillReport], object] = lambda _name, _report: None
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take over the counts that came with a step's statistics."""
+        """Take the counts in the statistics of a step."""
         for who, counts in transfer_stats_data.items():
             if who != REPORTS:
                 self.latest[engine_idx, who] = counts
@@ -76,18 +80,18 @@ class ReportedCounts(KVConnectorPromMetrics):
             self.on_report(name, report)
 
 
-def reported_counts(engine_client: Any, on_report: Callable[[str, Mapping[str, Any]], object]) -> Reported:
-    """The counts that vLLM's processes have sent; always empty where vLLM keeps no statistics.
+def reported_counts(engine_client: Any, on_report: Callable[[str, FillReport], object]) -> Reported:
+    """Return the counts that vLLM's processes have sent; always empty if vLLM keeps no statistics.
 
     Args:
         on_report: see `ReportedCounts`.
     """
     manager = engine_client.logger_manager
     for logger in () if manager is None else manager.stat_loggers:
-        found = getattr(getattr(logger, "kv_connector_prom", None), "prom_metrics", None)
-        if isinstance(found, ReportedCounts):
-            found.on_report = on_report
-            return found.latest
+        metrics = getattr(getattr(logger, "kv_connector_prom", None), "prom_metrics", None)
+        if isinstance(metrics, ReportedCounts):
+            metrics.on_report = on_report
+            return metrics.latest
     return {}
 
 
@@ -109,11 +113,11 @@ class ServerCollector(EngineCollector):
         return replace(own, **total)
 
 
-def summed(counts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def summed(counts: Iterable[Mapping[str, object]]) -> dict[str, Any]:
     """Add up the counts of several stores, nested ones too."""
     total: dict[str, Any] = {}
-    for one in counts:
-        for name, value in one.items():
+    for store_counts in counts:
+        for name, value in store_counts.items():
             if isinstance(value, Mapping):
                 total[name] = summed([total.get(name, {}), value])
             else:

@@ -1,9 +1,9 @@
-"""New variants over vLLM: requests of their own capture what was reused and fixed behind the prefix that it had, and
-text that nobody marked where it was seen before.
+"""New variants over vLLM: separate requests capture chunks that were fixed, and unmarked text that was seen before.
 
-The scheduler holds these requests back while any other is under way, and the workers compute them in slices, so a
-request that comes waits for one slice. Text that nobody marked is held back for ten seconds at most, and not once it
-has begun. What is counted, and what may be spent, is as in `serving.new_variants`.
+A chunk is captured after the prefix that it had in the earlier prompt. The scheduler holds these requests back while
+others run, and the workers compute them in slices, so a request that arrives waits for one slice. Captures of unmarked
+text are held back for at most ten seconds, and are not paused once they have begun. Statistics and the budget are those
+of `serving.new_variants`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ logger = logging.getLogger("cachecraft_rag.new_variants")
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Outcome of one prompt: variants stored and refused, tokens computed, and why not all of it is stored.
+    """Outcome of the captures of one prompt.
 
-    again  requests needed its blocks: it is computed later
+    stored   number of variants stored
+    refused  number of variants that the store refused
+    tokens   number of tokens computed
+    dropped  reason why not all of them are stored
+    again    True if other requests needed the blocks; the prompt is computed again later
     """
 
     stored: int = 0
@@ -37,25 +41,27 @@ class Captured:
 
 
 class IdleVariants:
-    """Has prompts captured by two threads. Any thread may call any method.
+    """Two threads that capture prompts. Any thread may call any method.
 
-    One is for text that nobody marked: it would wait for ever behind what waits for an idle server.
+    One thread is for unmarked text, which is captured on a busy server too: with a single thread it would wait for
+    captures that need an idle server.
 
     Args:
-        capture: computes and stores what is missing of one.
+        capture: computes and stores the missing variants of a candidate.
     """
 
     def __init__(self, config: NewVariants, capture: Callable[[Candidate], Captured]) -> None:
-        self.config, self._capture = config, capture
+        self.config = config
+        self._capture = capture
         self._wanted = WantedVariants(config)
         self._changed = threading.Condition()
-        # By identity: the chunks of each that were removed since it began.
+        # Identity of each running candidate → its chunks that were removed since it began.
         self._running: dict[tuple[str | None, tuple[str, ...]], set[str]] = {}
         self._started = self._closed = False
 
     @property
     def stats(self) -> NewVariantStats:
-        """Numbers so far."""
+        """Statistics so far."""
         with self._changed:
             return self._wanted.stats()
 
@@ -73,7 +79,7 @@ class IdleVariants:
             self._changed.notify_all()
 
     def forget(self, chunk_ids: Collection[str]) -> None:
-        """Capture none of these chunks any more; they are being removed. For those under way see `removed`."""
+        """Drop the candidates with these chunks, which are being removed. For running candidates see `removed`."""
         with self._changed:
             for candidate in self._wanted.candidates.having(frozenset(chunk_ids)):
                 self._wanted.drop(candidate, Dropped.REMOVED)
@@ -81,12 +87,12 @@ class IdleVariants:
                 removed.update(set(names).intersection(chunk_ids))
 
     def removed(self, candidate: Candidate) -> frozenset[str]:
-        """Its chunks that were removed since it began; for one under way."""
+        """Return the chunks of a running candidate that were removed since it began."""
         with self._changed:
             return frozenset(self._running[candidate.identity])
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is left that the budget allows; returns whether nothing is."""
+        """Wait until no candidate within the budget is left; return False if the timeout ends first."""
         with self._changed:
             return self._changed.wait_for(self._settled, timeout)
 
@@ -94,7 +100,7 @@ class IdleVariants:
         return self._closed or not (self._running or self._wanted.best())
 
     def close(self) -> None:
-        """Begin with nothing more."""
+        """Begin no more captures."""
         with self._changed:
             self._closed = True
             self._wanted.count(Dropped.CLOSED, self._wanted.candidates.clear())
@@ -112,19 +118,21 @@ class IdleVariants:
             return candidate
 
     def _run(self, *, unmarked: bool) -> None:
-        failed = False
+        has_failed = False
         while (candidate := self._next(unmarked=unmarked)) is not None:
             try:
-                found, failed = self._capture(candidate), False
-            except (Exception, CancelledError):  # such as vLLM's, of any kind; it may have room for the next one
-                if not self._closed:  # of several in a row, as where vLLM has ended, the first is enough
-                    level = logging.DEBUG if failed else logging.ERROR
+                captured = self._capture(candidate)
+                has_failed = False
+            except (Exception, CancelledError):  # vLLM may raise anything; the next candidate may succeed
+                if not self._closed:  # of several failures in a row, such as after the end of vLLM, log the first only
+                    level = logging.DEBUG if has_failed else logging.ERROR
                     logger.log(level, "A new variant could not be computed", exc_info=True)
-                found, failed = Captured(dropped=Dropped.FAILED), True
+                captured = Captured(dropped=Dropped.FAILED)
+                has_failed = True
             with self._changed:
                 removed = self._running.pop(candidate.identity)
-                self._wanted.spend(found.tokens)
-                self._wanted.stored(found.stored, found.refused)
-                if not (found.again or removed or self._closed):  # the latter two are dropped already
-                    self._wanted.drop(candidate, found.dropped)
+                self._wanted.spend(captured.tokens)
+                self._wanted.stored(captured.stored, captured.refused)
+                if not (captured.again or removed or self._closed):  # `forget` and `close` have dropped it already
+                    self._wanted.drop(candidate, captured.dropped)
                 self._changed.notify_all()

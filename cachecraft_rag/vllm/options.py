@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types import digest
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # Short forms on vLLM's command line.
 _SHORT = {
@@ -28,14 +31,92 @@ _SAME_WEIGHTS = ("auto", "hf", "safetensors", "pt", "fastsafetensors", "runai_st
 _NOTHING: tuple[object, ...] = (None, "", "{}", "auto", "None", False, {})
 
 
+class ModelConfig(Protocol):
+    """The fields of `vllm.config.ModelConfig` that this package reads."""
+
+    model: str
+    tokenizer: str
+    dtype: object
+    max_model_len: int
+    model_impl: str
+    disable_sliding_window: bool
+    hf_config: PretrainedConfig
+    hf_text_config: PretrainedConfig
+
+
+class ParallelConfig(Protocol):
+    """The fields of `vllm.config.ParallelConfig` that this package reads."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    decode_context_parallel_size: int
+    prefill_context_parallel_size: int
+    enable_expert_parallel: bool
+
+
+class CacheConfig(Protocol):
+    """The fields of `vllm.config.CacheConfig` that this package reads."""
+
+    block_size: int
+    num_gpu_blocks: int | None
+    cache_dtype: str
+    enable_prefix_caching: bool
+
+
+class PrefetchConfig(Protocol):
+    """The field of `vllm.config.PrefetchOffloadConfig` that this package reads."""
+
+    offload_group_size: int
+
+
+class OffloadConfig(Protocol):
+    """The fields of `vllm.config.OffloadConfig` that this package reads."""
+
+    offload_backend: str
+    prefetch: PrefetchConfig
+
+
+class SchedulerConfig(Protocol):
+    """The field of `vllm.config.SchedulerConfig` that this package reads."""
+
+    max_num_batched_tokens: int
+
+
+class CompilationConfig(Protocol):
+    """The field of `vllm.config.CompilationConfig` that this package reads."""
+
+    static_forward_context: Mapping[str, object]
+
+
+class TransferConfig(Protocol):
+    """The field of `vllm.config.KVTransferConfig` that this package reads."""
+
+    kv_connector_extra_config: Mapping[str, object]
+
+
+class VLLMConfig(Protocol):
+    """The fields of `vllm.config.VllmConfig` that this package reads."""
+
+    model_config: ModelConfig
+    parallel_config: ParallelConfig
+    cache_config: CacheConfig
+    offload_config: OffloadConfig
+    scheduler_config: SchedulerConfig
+    compilation_config: CompilationConfig
+    lora_config: object
+    speculative_config: object
+    kv_transfer_config: TransferConfig | None
+
+
 @dataclass(frozen=True)
 class VLLMOptions:
-    """Decisive options of a vLLM server; names without a comment are vLLM's own.
+    """Options of a vLLM server that matter for reuse; other fields have vLLM's own names.
 
     Attributes:
-        speculates: speculative decoding is on.
-        prefetches_weights: weights are offloaded and fetched layer by layer while a forward runs.
-        shaping: (option, value) for each option that changes what the model computes.
+        speculates: True if speculative decoding is on.
+        prefetches_weights: True if weights are offloaded and fetched layer by layer during a forward pass.
+        shaping: (option, value) of each option that changes the model's results.
     """
 
     enable_lora: bool = False
@@ -53,7 +134,7 @@ class VLLMOptions:
 
     @classmethod
     def from_arguments(cls, arguments: Sequence[str]) -> Self:
-        """Read them from arguments of vLLM's command line, without importing vLLM, which takes many seconds.
+        """Read the options from vLLM's command line without importing vLLM, which takes many seconds.
 
         >>> VLLMOptions.from_arguments(["--enable-lora", "--kv_cache_dtype=fp8", "-pp", "2"]).kv_cache_dtype
         'fp8'
@@ -75,9 +156,9 @@ class VLLMOptions:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self:
-        """Read them from values by the names of vLLM's `EngineArgs`; those that are missing have their defaults.
+        """Read the options from a mapping with names of vLLM's `EngineArgs`; missing ones have their defaults.
 
-        Raises ConfigError for a function in the place of plain values, whose effect on the model cannot be compared.
+        Raises ConfigError for a function in place of plain values, because functions cannot be compared.
         """
         known = {field.name: type(field.default) for field in fields(cls) if field.name != "shaping"}
         chosen = {name: _as(known[name], name, values[name]) for name in known if values.get(name) is not None}
@@ -93,8 +174,8 @@ class VLLMOptions:
         return cls(**chosen)
 
     @classmethod
-    def from_config(cls, config: Any) -> Self:
-        """Read them from a running vLLM's `VllmConfig`; without `shaping`, which the front end has digested."""
+    def from_config(cls, config: VLLMConfig) -> Self:
+        """Read the options from the `VllmConfig` of a running vLLM, without `shaping`, which the front end handles."""
         parallel = config.parallel_config
         offload = config.offload_config
         return cls(
@@ -112,11 +193,11 @@ class VLLMOptions:
         )
 
     def fingerprint(self, checkpoint: str, *, own_quantization: str | None = None) -> str:
-        """Fingerprint of a checkpoint as it is served with these options: its own one if they change nothing.
+        """Return the fingerprint of a checkpoint served with these options: unchanged if they change no value.
 
         Args:
             checkpoint: fingerprint of the checkpoint's files.
-            own_quantization: method of its own quantisation, which may be named again.
+            own_quantization: quantisation method of the checkpoint itself; an option may repeat it.
         """
         shaping = [pair for pair in self.shaping if pair != ("quantization", own_quantization)]
         if not shaping:
@@ -141,8 +222,8 @@ def _as(kind: type, name: str, value: Any) -> Any:
     return str(getattr(value, "value", value))
 
 
-def _text(name: str, value: Any) -> str:
-    """A value as text that is the same for the same JSON."""
+def _text(name: str, value: object) -> str:
+    """Return a value as text; equal JSON gives equal text."""
     if callable(value):
         raise ConfigError(f"{name}: a function cannot be compared with another server's; write plain values")
     if isinstance(value, str):

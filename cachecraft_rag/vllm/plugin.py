@@ -22,8 +22,8 @@ ENDPOINT = "cachecraft_http"  # likewise, of the endpoint plugin
 def register() -> None:
     """Entry point of `vllm.general_plugins`; may be called any number of times.
 
-    Plain `vllm serve` loads it too and lets its exceptions end the server. So an unknown version is left alone, and a
-    failure is logged.
+    Plain `vllm serve` loads it too, and an exception would end that server. So this does nothing with an unknown
+    version, and logs failures.
     """
     import vllm
 
@@ -32,7 +32,7 @@ def register() -> None:
         return
     try:
         _register()
-    except Exception:  # whatever it is: see above
+    except Exception:  # see above
         logger.exception("Registering with vLLM %s failed: chunk-caches cannot be used", vllm.__version__)
 
 

@@ -1,4 +1,4 @@
-"""vLLM's own processes: our lines in their log, and their end with the server's."""
+"""vLLM's own processes: our log lines appear in their log, and they end when the server ends."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ import os
 import threading
 import time
 
-_NAMES = ("EngineCore", "VllmWorker")  # of the processes that vLLM starts
+_NAMES = ("EngineCore", "VllmWorker")  # names of processes that vLLM starts begin with these
 _WATCHER = "cachecraft-parent"
-_GRACE_S = 5.0  # for an orderly end, which vLLM begins itself where it can
+_GRACE_S = 5.0  # time for vLLM to shut down on its own, before the process is ended
 
 
 def settle_in() -> None:
-    """Prepare this process, once, if vLLM has started it: otherwise an application has set up its log, and ends it."""
+    """Set up this process once if vLLM has started it. Other processes are set up and ended by their application."""
     parent = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith(_NAMES):
         return
-    ours, vllms = logging.getLogger("cachecraft_rag"), logging.getLogger("vllm")
-    if not ours.handlers and not logging.getLogger().handlers:
-        ours.handlers, ours.propagate = list(vllms.handlers), False
-        ours.setLevel(vllms.getEffectiveLevel())
+    our_logger = logging.getLogger("cachecraft_rag")
+    vllm_logger = logging.getLogger("vllm")
+    if not our_logger.handlers and not logging.getLogger().handlers:
+        our_logger.handlers = list(vllm_logger.handlers)
+        our_logger.propagate = False
+        our_logger.setLevel(vllm_logger.getEffectiveLevel())
 
     def watch() -> None:
         parent.join()
         time.sleep(_GRACE_S)
-        os._exit(1)  # whatever hangs; the store is safe to kill
+        os._exit(1)  # even if a thread hangs; the store survives a kill
 
     if all(thread.name != _WATCHER for thread in threading.enumerate()):
         threading.Thread(target=watch, name=_WATCHER, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Outcomes of the last requests that were laid out as segments, by their ids."""
+"""Statistics of the latest requests whose prompts have segments, by request id."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from cachecraft_rag.observability.stats import RequestStats
+from cachecraft_rag.observability.stats import Finish, RequestStats
 from cachecraft_rag.planning.planner import SegmentOutcome
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.serving.request import Request, RequestProgress, SegmentReport, stats_of
 from cachecraft_rag.types import Prompt
-from cachecraft_rag.vllm.messages import FIELD
+from cachecraft_rag.vllm.calls import EngineClient, RequestOutput
+from cachecraft_rag.vllm.messages import FIELD, FillReport
 
 _REMEMBERED = 1000  # requests: a few kilobytes each
 
-_FINISH: Mapping[str, Any] = {"stop": "end", "length": "length"}
+_FINISH: Mapping[str, Finish] = {"stop": "end", "length": "length"}
 
 
-def cached_report(prompt: Prompt, cached: int, layers: int, *, outcome: SegmentOutcome) -> dict[str, Any]:
-    """Report as `filling.Filling.report` a prompt whose first `cached` tokens were in vLLM's own prefix cache.
+def cached_report(prompt: Prompt, cached: int, layers: int, *, outcome: SegmentOutcome) -> FillReport:
+    """Return a report like `filling.Filling.report` for a prompt served from vLLM's own prefix cache.
 
     Args:
-        outcome: of a segment that begins there: "exact" where vLLM itself has computed all that it keeps of the prompt.
+        cached: number of first tokens that were in the prefix cache.
+        outcome: outcome of each segment that begins there: "exact" if vLLM itself has computed all blocks of the
+            prompt in its prefix cache.
     """
     segments = []
     for segment, start, end in zip(prompt.segments, prompt.bounds, prompt.bounds[1:], strict=False):
@@ -32,47 +34,52 @@ def cached_report(prompt: Prompt, cached: int, layers: int, *, outcome: SegmentO
         if segment.kind != "question" and (cached > start or outcome == "reused"):
             report = SegmentReport(outcome, Reason.PREFIX_CACHED, not_loaded=min(max(0, end - cached), end - start))
         segments.append(report.as_dict())
-    rows = (prompt.bounds[-1] - cached) * layers
-    times: dict[str, Any] = {"planned_s": 0.0, "waited_s": 0.0, "focus_layer": None, "remote": None}
-    return {"segments": segments, "row_layers": rows} | times
+    return {
+        "segments": segments,
+        "row_layers": (prompt.bounds[-1] - cached) * layers,
+        "planned_s": 0.0,
+        "waited_s": 0.0,
+        "focus_layer": None,
+        "remote": None,
+    }
 
 
 @dataclass
 class RequestRecord:
-    """One request of an API server, as far as it has come.
+    """Progress of one request in an API server.
 
     name     see `messages.Ask`
-    report   of the connector, see `filling.Filling.report`
-    begun    it was handed to vLLM
-    counted  its end was counted
-    alone    vLLM computes it without chunk-caches
-    remark   for the client, beside the statistics; "" for none
+    report   report of the connector, see `filling.Filling.report`
+    begun    True once it was handed to vLLM
+    counted  True once its end was counted
+    alone    True if vLLM computes it without chunk-caches
+    remark   note to the client, sent with the statistics; "" if there is nothing to say
     """
 
     request: Request
     layers: int
     name: str = ""
     progress: RequestProgress = field(default_factory=RequestProgress)
-    report: dict[str, Any] = field(default_factory=dict)
+    report: FillReport = field(default_factory=FillReport)
     begun: bool = False
     counted: bool = False
     alone: bool = False
     remark: str = ""
 
-    def note(self, output: Any) -> None:
-        """Note one of vLLM's outputs: new tokens, or all of them at once where the answer is not streamed."""
+    def note(self, output: RequestOutput) -> None:
+        """Note an output of vLLM: new tokens, or all tokens at once if the answer is not streamed."""
         progress = self.progress
         if not progress.first_token_s:
             latency = getattr(output.metrics, "first_token_latency", 0.0) if output.metrics is not None else 0.0
             progress.drew_first(at=latency or self.request.clock())
         generated = progress.generated
-        for one in output.outputs:
-            generated += len(one.token_ids)
-            if one.finish_reason is None:
+        for completion in output.outputs:
+            generated += len(completion.token_ids)
+            if completion.finish_reason is None:
                 continue
             # vLLM says "stop" for an end token, which it counts, and for a stop string, which it names.
-            stopped = isinstance(one.stop_reason, str)
-            progress.finished("stop" if stopped else _FINISH.get(one.finish_reason, "closed"))
+            stopped = isinstance(completion.stop_reason, str)
+            progress.finished("stop" if stopped else _FINISH.get(completion.finish_reason, "closed"))
             generated -= progress.finish == "end"
         progress.read(generated)
         if self.alone:
@@ -81,25 +88,25 @@ class RequestRecord:
             return
         if output.kv_transfer_params:
             self.take(output.kv_transfer_params.get(FIELD, {}))
-        if "refused" not in self.report:  # vLLM's own number counts all that was filled, computed or not
-            known = progress.reports is not None
-            output.num_cached_tokens = self.stats().tokens_reused if known else None
+        if "refused" not in self.report:  # vLLM's own number counts all filled tokens, computed or not
+            is_reported = progress.reports is not None
+            output.num_cached_tokens = self.stats().tokens_reused if is_reported else None
 
-    def take(self, report: Mapping[str, Any]) -> None:
-        """Take the connector's report: when it is filled, and again with its last output."""
-        self.report = dict(report)
+    def take(self, report: FillReport) -> None:
+        """Take the connector's report: once the prompt is filled, and again with the last output."""
+        self.report = report.copy()
         self.progress.reported(self.report)
 
     def end(self) -> None:
-        """Note its end."""
+        """Note that the request has ended."""
         self.progress.end(self.request, "closed")
 
     def stats(self) -> RequestStats:
-        """Its statistics so far."""
+        """Return the statistics so far."""
         return stats_of(self.request, self.progress, self.layers)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+    def as_dict(self) -> dict[str, object]:
+        """Return plain values, for JSON."""
         refused = self.report.get("refused")
         return {
             "stats": self.stats().as_dict(),
@@ -110,63 +117,69 @@ class RequestRecord:
 
 
 class Records:
-    """The last requests of an API server. Used in its event loop only."""
+    """The latest requests of an API server. To be used in its event loop only."""
 
     def __init__(self, ended: Callable[[RequestRecord], None]) -> None:
-        """Make empty ones; `ended` is called once for each request, when it has ended."""
+        """Start without requests; `ended` is called once for each request, when it has ended."""
         self._count_ended = ended
         self._under_way: dict[str, RequestRecord] = {}
         self._named: dict[str, RequestRecord] = {}
-        self._ended: OrderedDict[str, tuple[str | None, dict[str, Any]]] = OrderedDict()
+        self._ended: OrderedDict[str, tuple[str | None, dict[str, object]]] = OrderedDict()
 
     def begin(self, name: str, record: RequestRecord) -> None:
-        """Note a request that is handed to vLLM."""
+        """Add a request that is handed to vLLM."""
         self._under_way[name] = self._named[record.name] = record
 
-    def take(self, name: str, report: Mapping[str, Any]) -> None:
-        """Take the report of a request that is filled."""
+    def take(self, name: str, report: FillReport) -> None:
+        """Take the report of a request whose prompt is filled."""
         if (record := self._named.get(name)) is not None:
             record.take(report)
 
     def end(self, name: str, record: RequestRecord) -> None:
-        """Note its end: its prompt is forgotten, its numbers are kept."""
+        """Note that a request has ended: its prompt is forgotten, its statistics are kept."""
         record.end()
         self._named.pop(record.name, None)
         if not record.counted:
             record.counted = True
             self._count_ended(record)
-        if self._under_way.get(name) is record:  # a client may give two requests one name
+        if self._under_way.get(name) is record:  # a client may give two requests the same name
             del self._under_way[name]
         self._ended[name] = (record.request.session, record.as_dict())
         self._ended.move_to_end(name)
         while len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
 
-    def get(self, name: str, *, session: str | None) -> dict[str, Any] | None:
-        """Numbers of a request, for the session that it belongs to; None for an unknown one."""
+    def get(self, name: str, *, session: str | None) -> dict[str, object] | None:
+        """Return the statistics of a request of this session; None for an unknown request or another session."""
+        owner, numbers = self._ended.get(name, (None, {}))
         if (record := self._under_way.get(name)) is not None:
-            owner, numbers = record.request.session, record.as_dict()
-        else:
-            owner, numbers = self._ended.get(name, (None, {}))
+            owner = record.request.session
+            numbers = record.as_dict()
         return {"id": name} | numbers if numbers and owner == session else None
 
 
 class RecordingClient:
-    """vLLM's engine client for one request's handler; notes its outputs."""
+    """vLLM's engine client for the handler of one request; it notes the request's outputs."""
 
-    def __init__(self, client: Any, record: RequestRecord, records: Records) -> None:
-        self._client, self._record, self._records = client, record, records
+    def __init__(self, client: EngineClient, record: RequestRecord, records: Records) -> None:
+        self._client = client
+        self._record = record
+        self._records = records
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._client, name)
 
-    def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any]:
+    def generate(
+        self, prompt: object, params: object, request_id: str, **options: object
+    ) -> AsyncGenerator[RequestOutput]:
         """Generate as vLLM's client does; the last output carries the whole record."""
         self._record.begun = True
         self._record.request = replace(self._record.request, request_id=request_id)
         return self._generate(prompt, params, request_id, **options)
 
-    async def _generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any]:
+    async def _generate(
+        self, prompt: object, params: object, request_id: str, **options: object
+    ) -> AsyncGenerator[RequestOutput]:
         self._records.begin(request_id, self._record)
         try:
             async with aclosing(self._client.generate(prompt, params, request_id, **options)) as outputs:
@@ -177,7 +190,7 @@ class RecordingClient:
                         output.kv_transfer_params = {FIELD: self._record.as_dict()}
                         self._records.end(request_id, self._record)
                     yield output
-        except Exception:  # whatever it is: it is raised again
+        except Exception:  # counted, then raised again
             self._record.progress.failed()
             raise
         finally:

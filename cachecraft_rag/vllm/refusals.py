@@ -1,18 +1,21 @@
 """Models and options of vLLM with which chunk-caches cannot be reused, decided from the config before vLLM starts.
 
-vLLM needs a minute to start, and ends with several tracebacks where its connector refuses. So what can be known is
-decided here, in a moment. `worker.refusals` adds what only a running vLLM knows.
+vLLM needs a minute to start, and ends with several tracebacks if its connector refuses a model. So all reasons that the
+config shows are found here, at once. `worker.refusals` adds those that only a running vLLM knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.plugin import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _STANDARD_KV = ("auto", "float16", "bfloat16", "float32", "half", "float")
 _OTHER_MODEL = (
@@ -29,20 +32,20 @@ class Refusal:
     advice: str
 
     def error(self, model: str) -> UnsupportedModelError:
-        """The error that says both."""
+        """Return an error with reason and advice."""
         return UnsupportedModelError(f"{model} cannot be served from chunk-caches: {self.reason}. {self.advice}.")
 
 
-def refusal(config: Any, options: VLLMOptions) -> Refusal | None:
+def refusal(config: PretrainedConfig, options: VLLMOptions) -> Refusal | None:
     """Return why a model with this Hugging Face config cannot be served from chunk-caches, or None if it may be.
 
     Args:
-        config: of the whole model; that of its text part is found in it.
+        config: config of the whole model, which contains that of its text part.
     """
     return next(_refusals(config, options), None)
 
 
-def _refusals(config: Any, options: VLLMOptions) -> Iterator[Refusal]:
+def _refusals(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
     yield from _of_model(config)
     yield from _of_positions(config.get_text_config())
     yield from _of_windows(config.get_text_config(), options)
@@ -50,10 +53,10 @@ def _refusals(config: Any, options: VLLMOptions) -> Iterator[Refusal]:
     yield from _of_options(options)
 
 
-def _of_model(config: Any) -> Iterator[Refusal]:
+def _of_model(config: PretrainedConfig) -> Iterator[Refusal]:
     text = config.get_text_config()
     if getattr(text, "kv_lora_rank", None):
-        yield Refusal("its attention is latent (MLA) and has no keys of its own", _OTHER_MODEL)
+        yield Refusal("its attention is latent (MLA) and does not keep keys per head", _OTHER_MODEL)
     if getattr(config, "is_encoder_decoder", False):
         yield Refusal("it is an encoder-decoder", _OTHER_MODEL)
     names = list(getattr(config, "architectures", None) or [])
@@ -62,7 +65,7 @@ def _of_model(config: Any) -> Iterator[Refusal]:
         yield Refusal(f"its architecture is {', '.join(names) or 'unknown'}; known are {known}", _OTHER_MODEL)
 
 
-def _of_positions(text: Any) -> Iterator[Refusal]:
+def _of_positions(text: PretrainedConfig) -> Iterator[Refusal]:
     rope = getattr(text, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
     if kind == "longrope":
@@ -72,7 +75,7 @@ def _of_positions(text: Any) -> Iterator[Refusal]:
         yield Refusal("its rotary embedding has positions of several parts", _OTHER_MODEL)
 
 
-def _of_windows(text: Any, options: VLLMOptions) -> Iterator[Refusal]:
+def _of_windows(text: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
     window = getattr(text, "sliding_window", None)
     uses_window = bool(window) and getattr(text, "use_sliding_window", True)
     if uses_window and not options.disable_sliding_window:
@@ -82,7 +85,7 @@ def _of_windows(text: Any, options: VLLMOptions) -> Iterator[Refusal]:
         )
 
 
-def _of_kv_caches(config: Any, options: VLLMOptions) -> Iterator[Refusal]:
+def _of_kv_caches(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
     dtype = options.kv_cache_dtype
     if dtype not in _STANDARD_KV:
         yield Refusal(f"the KV cache is quantised ({dtype})", "Leave out --kv-cache-dtype")

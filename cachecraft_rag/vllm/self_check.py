@@ -8,6 +8,7 @@ three must predict the same. It is also the first pass, where vLLM compiles.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import secrets
 import time
@@ -21,9 +22,9 @@ from cachecraft_rag.vllm.messages import Ask
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-TOKENS = 24  # of each of the three segments, at least; longer where vLLM's blocks are
-LEAST = 8  # fewer prove nothing
-# Largest differences of a log probability taken for rounding.
+TOKENS = 24  # least tokens of each of the three segments, which are also longer than a vLLM block
+LEAST = 8  # segments shorter than this prove nothing
+# Largest difference of log probabilities that rounding explains, by dtype.
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 
 
@@ -31,9 +32,9 @@ TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 class Predicted:
     """A server's prediction for a request.
 
-    logprobs  of the likeliest next tokens, by id
-    taken     tokens that came from chunk-caches
-    refused   why vLLM computed the prompt alone; empty where it did not
+    logprobs  token id → log probability, for the likeliest next tokens
+    taken     number of tokens that came from chunk-caches
+    refused   reason why vLLM computed the prompt without chunk-caches; "" if it used them
     """
 
     logprobs: Mapping[int, float]
@@ -45,10 +46,10 @@ Predict = Callable[[Ask | list[int]], Predicted]
 
 
 def check_prompt(vocabulary: int, *, block_size: int, context_length: int) -> Prompt | None:
-    """An instruction, a chunk and a question of random ids below `vocabulary`, equally long.
+    """Return an instruction, a chunk and a question of random token ids below `vocabulary`, equally long.
 
-    Each is longer than one of vLLM's blocks, so that a chunk-cache is written across blocks; in a small context they
-    are as long as it allows. None where it has no room for a check.
+    Each is longer than a vLLM block, so that a chunk-cache is written across blocks, unless the context is too short
+    for that. Returns None if the context is too short for a check.
     """
     length = min(max(TOKENS, block_size + 1), (context_length - 1) // 3)
     if length < LEAST:
@@ -68,50 +69,51 @@ def check_prompt(vocabulary: int, *, block_size: int, context_length: int) -> Pr
 
 
 def self_check(name: str, prompt: Prompt, predict: Predict, *, kept: Callable[[], bool], dtype: str) -> bool:
-    """Compare vLLM's own prefill, our passes, and reuse behind the same prefix.
+    """Compare vLLM's own prefill, our passes, and reuse after the same prefix.
 
     Args:
-        prompt: of `check_prompt`.
-        predict: serves a request; token ids alone: a plain one.
-        kept: says whether the captures of the prompt are in the store.
+        prompt: the prompt of `check_prompt`.
+        predict: serves a request, or a plain prompt if it is given token ids.
+        kept: returns True if the captures of the prompt are in the store.
 
     Returns:
-        True if all three were compared. Where the store keeps nothing, which is logged, two of them were.
+        True if all three were compared. If the store keeps no captures, which is logged, only the first two were.
 
     Raises:
-        UnsupportedModelError: a difference is beyond rounding, or our passes or the chunk-caches were not used, so that
-            nothing was compared.
+        UnsupportedModelError: if a difference is larger than rounding errors, or if our passes or the chunk-caches were
+            not used, so that they could not be compared.
     """
-    began, tokens = time.perf_counter(), prompt.bounds[-1]
+    began = time.perf_counter()
+    tokens = prompt.bounds[-1]
     plain = predict(prompt.token_ids).logprobs
 
-    def compare(what: str, found: Predicted, wanted: int) -> float:
-        if found.refused or found.taken != wanted:
-            why = found.refused or f"{found.taken} of {wanted} tokens came from chunk-caches"
+    def compare(what: str, prediction: Predicted, wanted: int) -> float:
+        if prediction.refused or prediction.taken != wanted:
+            why = prediction.refused or f"{prediction.taken} of {wanted} tokens came from chunk-caches"
             raise UnsupportedModelError(
                 f"{name} cannot be served from chunk-caches in this vLLM: in a self-check on {tokens} tokens, nothing "
                 f"was {what}: {why}; please report it."
             )
-        # Not max() over floats: it passes over a NaN that does not come first.
-        apart = [abs(found.logprobs.get(token, float("inf")) - logprob) for token, logprob in plain.items()]
-        if not all(one <= TOLERANCE[dtype] for one in apart):
+        differences = [abs(prediction.logprobs.get(token, math.inf) - logprob) for token, logprob in plain.items()]
+        # Not max(differences): it ignores a NaN that is not the first value.
+        if not all(difference <= TOLERANCE[dtype] for difference in differences):
             raise UnsupportedModelError(
                 f"{name} cannot be served from chunk-caches in this vLLM: in a self-check on {tokens} tokens, the "
-                f"log probabilities {what} differ from vLLM's own by up to {max(apart):.3g}; please report it."
+                f"log probabilities {what} differ from vLLM's own by up to {max(differences):.3g}; please report it."
             )
-        return max(apart)
+        return max(differences)
 
     computed = predict(Ask(prompt, ReuseConfig(reuse=False), when_stored=True))
-    apart = compare("computed by our passes", computed, 0)
+    largest = compare("computed by our passes", computed, 0)
     if not kept():
         logger.warning(
             "The self-check could not compare reuse: the store keeps no captures (is its folder read-only, or its "
             "budget too small?). Reuse is unchecked on %s.", name,
         )  # fmt: skip
         return False
-    # Whole: otherwise late loads from a slow disk would be computed instead, and nothing compared.
+    # "whole": otherwise chunks that load late from a slow disk would be computed, and reuse would not be compared.
     reused = predict(Ask(prompt, ReuseConfig(capture=False, loading="whole")))
-    apart = max(apart, compare("reused from chunk-caches", reused, prompt.bounds[-2]))
+    largest = max(largest, compare("reused from chunk-caches", reused, prompt.bounds[-2]))
     seconds = time.perf_counter() - began
-    logger.info("Self-check on %d tokens: differences up to %.2g, in %.1f s", tokens, apart, seconds)
+    logger.info("Self-check on %d tokens: differences up to %.2g, in %.1f s", tokens, largest, seconds)
     return True

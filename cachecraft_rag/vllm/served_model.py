@@ -1,4 +1,4 @@
-"""A model that vLLM runs in other processes, or on another machine, as a front end knows it."""
+"""Facts about a model that vLLM runs in other processes or on another machine."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class ModelIdentity:
 class ServedModel:
     """Facts about a model that runs in vLLM's processes; see `engine.facts.ModelFacts`.
 
-    folder      of its files; None where they are on another machine
-    end_tokens  ids that end an answer
+    folder      folder of the model's files; None if they are on another machine
+    end_tokens  token ids that end an answer
     """
 
     name: str
@@ -57,11 +57,11 @@ class ServedModel:
         """Read config and tokenizer, and the digests of the weights.
 
         Args:
-            options: of the vLLM that is about to start. The model is refused if chunk-caches cannot be reused with it,
-                before anything large is read.
+            options: options of the vLLM that is about to start. If chunk-caches cannot be reused with them, the model
+                is refused before its weights are read.
 
-        Raises ModelNotFoundError for an unknown name, UnsupportedModelError without weight files or where it is
-        refused.
+        Raises ModelNotFoundError for an unknown name, UnsupportedModelError for a model without weight files or one
+        that is refused.
         """
         from transformers import AutoTokenizer, GenerationConfig
 
@@ -83,7 +83,7 @@ class ServedModel:
             )
         try:
             generation: Any = GenerationConfig.from_pretrained(folder)
-        except OSError:  # it has none
+        except OSError:  # the model has no generation config
             generation = None
         quantization = getattr(config, "quantization_config", None) or {}
         own_quantization = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -100,10 +100,10 @@ class ServedModel:
         )
 
     def require_ranks(self, ranks: int) -> None:
-        """Raise UnsupportedModelError where its heads cannot be divided among so many tensor-parallel ranks."""
+        """Raise UnsupportedModelError if the heads cannot be divided among so many tensor-parallel ranks."""
         heads = self.layout.kv_heads
         if heads % ranks:
-            fine = ", ".join(str(one) for one in range(1, heads + 1) if heads % one == 0)
+            fine = ", ".join(str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0)
             raise UnsupportedModelError(
                 f"{self.name} has {heads} key/value heads, which {ranks} ranks cannot divide; possible are {fine}"
             )

@@ -11,29 +11,29 @@ from cachecraft_rag.checks import check_choice, check_flag, check_text
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import PlainPromptsMode
+from cachecraft_rag.vllm.options import VLLMConfig
 from cachecraft_rag.vllm.plugin import CONNECTOR
 from cachecraft_rag.vllm.served_model import ModelIdentity
 
-_KEY = "settings"  # in the extra config
+_KEY = "settings"  # name of the settings in the extra config
 
 
 ClientSettings = Literal["none", "safe", "all"]
-# Of `ReuseConfig`: an engine over vLLM reuses chunks only, a server's endpoint prompts as well (`EndpointSettings`).
+# Fields of `ReuseConfig`: an engine over vLLM reuses chunks only. A server's endpoint also reuses text of plain prompts
+# (`EndpointSettings`).
 OFF: Mapping[str, Any] = {"plain_prompts": "off"}
-# Options of an engine that vLLM decides itself, and what to do instead.
+# Engine options that vLLM decides itself → what to do instead.
 _VLLM_DECIDES = {
     "device": "vLLM chooses the device",
     "decode_rows": "vLLM batches answers itself; its max_num_seqs limits a batch",
-    "max_waiting": "vLLM has a queue of its own, with a limit of its own: max_num_queued_reqs",
-    "wait_timeout_s": "vLLM has a queue of its own; limit the wait where requests come in, in a router",
+    "max_waiting": "vLLM has its own queue, which max_num_queued_reqs limits",
+    "wait_timeout_s": "vLLM has its own queue; limit the wait in a router in front of the server",
 }
 _MEMORY = "vLLM has the device's memory; its own prefix cache takes the device tier's place"
 
 
 def check_config(config: EngineConfig) -> EngineConfig:
-    """Return it with what this backend has not switched off. Raises ConfigError for an option that would have no
-    effect here.
-    """
+    """Return the config with `OFF` applied. Raises ConfigError for an option that has no effect over vLLM."""
     usual = EngineConfig()
     wrong = {name: why for name, why in _VLLM_DECIDES.items() if getattr(config, name) != getattr(usual, name)}
     if getattr(config.new_variants, "when", "") == "always":
@@ -58,16 +58,15 @@ def check_config(config: EngineConfig) -> EngineConfig:
 class EndpointSettings:
     """Settings of requests over HTTP; set by the server's operator, never by a request's body.
 
-    root             folder of the store, where a calibration lies
-    model            the name that clients know the model by
-    shared_system    other instructions, which clients send as system messages, are nobody's private text: captures
-                     behind them serve everybody
-    session_header   the header that names a request's session, set by a trusted proxy; None: no sessions
-    client_settings  settings of reuse that a request may bring: "none"; "safe", those that shape its own answer alone;
+    root             folder of the store, which may hold a calibration
+    model            model name in requests
+    shared_system    True if system messages of clients are not private: captures after them serve all users
+    session_header   header with the session of a request, set by a trusted proxy; None: no sessions
+    client_settings  reuse settings that a request may change: "none"; "safe", those that affect only its own answer;
                      "all"
-    plain_prompts    of text in requests without documents, see `server.unmarked.PlainPrompts`
-    search_system    their system messages are searched, too: applications may put the context there
-    admin_keys       one of them is asked for to prime and evict, besides vLLM's own key; none: everybody may
+    plain_prompts    reuse of text in requests without documents, see `server.unmarked.PlainPrompts`
+    search_system    True if system messages of such requests are searched too: applications may put the context there
+    admin_keys       keys that allow priming and eviction, in addition to vLLM's own key; (): no such key is required
     """
 
     root: str = ""
@@ -96,13 +95,13 @@ class EndpointSettings:
 class ConnectorSettings:
     """Settings of one server, pickled on their way to vLLM's processes.
 
-    store         folder of its chunk-caches
-    identity      of the model that it serves
-    config        of the engine; see `check_config`
-    key           seals messages about requests between the parts of the server, see `messages.Ask`
-    fill_at_once  most requests whose prompts are filled at the same time: each has a buffer of its own outside
-                  vLLM's accounts, `2 · layers · kv_heads · head_dim` numbers for each token
-    least_rows    rows computed for them in a step even where vLLM's own requests have used up its tokens
+    store         folder of the chunk-caches
+    identity      identity of the served model
+    config        config of the engine; see `check_config`
+    key           key that signs messages about requests between the parts of the server, see `messages.Ask`
+    fill_at_once  most requests whose prompts are filled at the same time. Each has a separate buffer of
+                  `2 · layers · kv_heads · head_dim` numbers per token, which vLLM does not know of
+    least_rows    rows that may be computed for these requests in a step even if vLLM's own requests use all its tokens
     """
 
     store: str
@@ -115,21 +114,21 @@ class ConnectorSettings:
 
     @property
     def namespace(self) -> str:
-        """The tenant; chunk-caches never cross it."""
+        """Tenant; chunk-caches are never shared between namespaces."""
         return self.config.namespace
 
     @classmethod
-    def of(cls, vllm_config: Any) -> ConnectorSettings:
-        """Settings of a running vLLM. Raises ConfigError where it was not started by this package."""
+    def of(cls, vllm_config: VLLMConfig) -> ConnectorSettings:
+        """Return the settings of a running vLLM. Raises ConfigError if this package did not start it."""
         transfer = vllm_config.kv_transfer_config
-        extra: Mapping[str, Any] = {} if transfer is None else transfer.kv_connector_extra_config
-        found = extra.get(_KEY)
-        if not isinstance(found, cls):
+        extra: Mapping[str, object] = {} if transfer is None else transfer.kv_connector_extra_config
+        settings = extra.get(_KEY)
+        if not isinstance(settings, cls):
             raise ConfigError("vLLM runs without this package's settings: start the server with `cachecraft serve`")
-        return found
+        return settings
 
-    def transfer_config(self) -> Any:
-        """vLLM's `KVTransferConfig` that starts the connector with these settings."""
+    def transfer_config(self) -> object:
+        """Return vLLM's `KVTransferConfig` that starts the connector with these settings."""
         from vllm.config import KVTransferConfig
 
         return KVTransferConfig(

@@ -38,7 +38,7 @@ _P = ctypes.c_void_p
 _N = ctypes.c_long
 
 
-def _fields(text: str, kind: Any) -> list[tuple[str, Any]]:
+def _fields(text: str, kind: object) -> list[tuple[str, Any]]:
     return [(name, kind) for name in text.split()]
 
 
@@ -291,7 +291,7 @@ def mass(
 
 
 def differs(run: Kernels) -> str:
-    """Compare the kernels with float64 on a few shapes; return the first difference in words, "" if there is none."""
+    """Compare the kernels with float64 on a few shapes; return a description of the first difference, or ""."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:

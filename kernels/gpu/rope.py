@@ -57,7 +57,8 @@ def halves(head_dim: int, rotary_dim: int) -> dict[str, int]:
     """
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise ValueError(f"{rotary_dim} dimensions of {head_dim} cannot be rotated in pairs")
-    half, rest = rotary_dim // 2, head_dim - rotary_dim
+    half = rotary_dim // 2
+    rest = head_dim - rotary_dim
     blocks = {"BLOCK_HALF": triton.next_power_of_2(max(half, 1)), "BLOCK_REST": triton.next_power_of_2(max(rest, 1))}
     return {"HALF": half, "REST": rest, **blocks}
 
@@ -68,7 +69,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
     Args:
         x: `[tokens, heads, head_dim]`, raw; a head's dimensions side by side.
         cos, sin: `[tokens, rotary_dim]`, the rows of the positions wanted; rotary_dim ≤ head_dim.
-        out: where to write, same shape as `x`, not overlapping it; a new tensor where it is None.
+        out: output tensor with the shape of `x`, not overlapping it; by default a new tensor.
 
     Returns:
         `out`, `[tokens, heads, head_dim]`.

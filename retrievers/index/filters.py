@@ -34,7 +34,7 @@ def _among(stored: object, wanted: Any) -> bool:
 
 
 # Those of LangChain's stores. A chunk without the key passes none of them but $ne and $nin.
-OPERATORS: dict[str, Callable[[object, Any], bool]] = {
+OPERATORS: dict[str, Callable[[object, object], bool]] = {
     "$eq": _same,
     "$ne": lambda stored, wanted: not _same(stored, wanted),
     "$in": _among,

@@ -90,7 +90,8 @@ def _settings(db: Database, folder: Path, *, dim: int | None, fingerprint: str |
         stored = dict(connection.execute("SELECT key, value FROM settings").fetchall())
     if stored:
         return stored
-    if dim is None or fingerprint is None:  # the process that was making it has been killed
+    if dim is None or fingerprint is None:
+        # The process that created the index was killed before it stored the settings.
         raise IndexStoreError(f"{folder}: there is no index here; make one with `cachecraft index`")
     values = {
         "store": uuid.uuid4().hex,

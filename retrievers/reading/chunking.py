@@ -106,7 +106,8 @@ def _sections(text: str) -> list[_Section]:
     tokens = parser.parse(blanked)
     sections = [_Section(0, "", 0, 0, len(text))]
     for token, inline in itertools.pairwise(tokens):
-        if token.type != "heading_open" or token.level > 0 or token.map is None:
+        is_heading = token.type == "heading_open" and token.level == 0
+        if not is_heading or token.map is None:
             continue
         start = lines[token.map[0]]
         body = lines[min(token.map[1], len(lines) - 1)]

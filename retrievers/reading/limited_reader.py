@@ -17,7 +17,7 @@ import threading
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from cachecraft_rag.errors import DocumentError
 from cachecraft_rag.retrievers.reading.documents import (
@@ -30,6 +30,9 @@ from cachecraft_rag.retrievers.reading.documents import (
 from cachecraft_rag.retrievers.reading.office import require_docx_reader
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import Document
+
+if TYPE_CHECKING:
+    from cachecraft_rag.retrievers.reading.worker import Answer
 
 _LIMITED_SUFFIXES = frozenset({".pdf", ".docx", ".csv", ".tsv", ".json", ".jsonl"})
 _START_SECONDS = 120.0  # to import the parsers, on a busy machine
@@ -107,7 +110,7 @@ class LimitedReader(Closeable):
                 with contextlib.suppress(OSError):  # what it did not read any more
                     pipe.close()
 
-    def _ask(self, path: Path, data: bytes) -> dict[str, Any]:
+    def _ask(self, path: Path, data: bytes) -> Answer:
         """Return the answer of the process about one document; it is ended if it takes too long."""
         seconds = self._budget.seconds_for(len(data))
         header = {
@@ -135,7 +138,7 @@ class LimitedReader(Closeable):
         if not answered.endswith(b"\n"):
             is_killed = sys.platform == "win32" or worker.returncode in (-signal.SIGKILL, -signal.SIGXCPU)
             return {"exceeded": "time" if is_killed else "parser"}
-        answer: dict[str, Any] = json.loads(answered)
+        answer: Answer = json.loads(answered)
         if answer.get("exceeded") == "memory":
             self.close()  # what it holds would count against the next document
         return answer

@@ -34,7 +34,7 @@ class MissingReaderError(ImportError):
 
 def require_docx_reader() -> None:
     """Raise `MissingReaderError` if mammoth, which reads Word files, is not installed."""
-    if find_spec("mammoth") is None:
+    if not find_spec("mammoth"):
         raise MissingReaderError("Word files need the package mammoth; type: pip install 'cachecraft-rag[docx]'")
 
 

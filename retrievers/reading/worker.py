@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypedDict
 
 from cachecraft_rag.errors import DocumentError
 from cachecraft_rag.retrievers.reading.documents import read_text
+from cachecraft_rag.types import Scalar
 
 
 def main() -> None:
@@ -29,7 +31,21 @@ def main() -> None:
         _write(answers, _answer(Path(request["name"]), data))
 
 
-def _answer(path: Path, data: bytes) -> dict[str, Any]:
+class Answer(TypedDict, total=False):
+    """Answer about one document; without `text`, one of the other two fields says why.
+
+    text, metadata  the document
+    exceeded        name of the limit that it exceeds
+    error           message of a DocumentError
+    """
+
+    text: str
+    metadata: dict[str, Scalar]
+    exceeded: str
+    error: str
+
+
+def _answer(path: Path, data: bytes) -> Answer:
     try:
         text, metadata = read_text(path, data)
         return {"text": text, "metadata": metadata}
@@ -40,7 +56,7 @@ def _answer(path: Path, data: bytes) -> dict[str, Any]:
         return {"exceeded": "memory"} if is_memory else {"error": str(error)}
 
 
-def _write(answers: BinaryIO, answer: dict[str, Any]) -> None:
+def _write(answers: BinaryIO, answer: Mapping[str, object]) -> None:
     answers.write(json.dumps(answer).encode() + b"\n")
     answers.flush()
 

@@ -6,7 +6,7 @@ import shutil
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
@@ -111,7 +111,7 @@ def _measure(
     return calibrated, checked
 
 
-def _plain(calibrated: Calibrated, checked: Point | None, path: Path) -> dict[str, Any]:
+def _plain(calibrated: Calibrated, checked: Point | None, path: Path) -> dict[str, object]:
     check = None
     if checked is not None:
         check = asdict(checked) | {"held": checked.quality.mean >= calibrated.calibration.quality}

@@ -109,7 +109,7 @@ class Measuring:
         *,
         origin: OriginCondition,
         kind: type[ChunkCacheStore] | None = None,
-    ) -> tuple[dict[str, Any], list[Record]]:
+    ) -> tuple[dict[str, object], list[Record]]:
         """Measure what the folder's records lack; returns the settings as written there, and all records."""
         from cachecraft_rag.evaluation import runner
         from cachecraft_rag.evaluation.measuring import trials_of
@@ -173,7 +173,7 @@ def require_packages() -> None:
 
 
 def show_report(
-    report: Report, described: dict[str, Any], folder: Path, *, figures: Sequence[str] = (), as_json: bool
+    report: Report, described: dict[str, object], folder: Path, *, figures: Sequence[str] = (), as_json: bool
 ) -> None:
     """Write the page with the report into the folder, and print the report."""
     from cachecraft_rag.evaluation.report import full_answers, markdown

@@ -45,7 +45,7 @@ class LoadingConstants:
     one_pass_factor      largest duration of one pass over everything, relative to computing the split's front, for
                          which this single pass is preferred
     min_saving           smallest saving from computing a front, as a fraction of the tokens to load
-    min_saving_in_pass   the same for late tokens within a pass, when it is known what is late
+    min_saving_in_pass   the same for late tokens within a pass, whose number is known by then
     busy_cores           number of cores busy with reading from which a pass loses time to them
     patience_s           grace period for a late layer, in seconds
     stall_s              time without progress, in seconds, after which missing tokens are computed
@@ -196,7 +196,7 @@ class LoadSplit:
             share = self._balanced_share(layers_left, piece_tokens * round(share / piece_tokens))
 
         # If a token loads k times as fast as it is computed, a front saves at most 1 / (k + 1) of the loading. A wrong
-        # rate, or readers on the same cores, cost k times the saving. After the first layer it is known what is late,
+        # rate, or readers on the same cores, cost k times the saving. After the first layer the late tokens are known,
         # and a smaller saving suffices.
         is_before_pass = layers_left == 1.0
         min_saving = self.constants.min_saving if is_before_pass else self.constants.min_saving_in_pass

@@ -81,7 +81,7 @@ class WriteBackQueue:
         namespace: str,
         fingerprint: str,
         layout: KVLayout,
-        start: Callable[[Work[Any], Ended], object],
+        start: Callable[[Work[object], Ended], object],
         max_bytes: int = 2 << 30,
     ) -> None:
         self._store = store

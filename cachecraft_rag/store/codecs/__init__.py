@@ -10,9 +10,9 @@
 | `int8` | a scale per token and head, 8 bits per value | 1/254 of the largest of its token and head | 1.9 × |
 | `entropy` | deltas against an anchor, coded by zstandard | 1/8 to 1/5 of its head's spread | 4 × |
 
-Errors are the largest there can be; ratios are those of heads of 64 values and chunks of at least some 100 tokens.
+Errors are upper bounds; ratios are for heads of 64 values and chunks of at least about 100 tokens.
 
-The next codec is a module beside these and a line in `CODECS`.
+A new codec is a module in this folder and a line in `CODECS`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CODECS: Mapping[str, type[Raw | Int8 | Entropy]] = MappingProxyType({"raw": Raw,
 
 
 def codec_named(name: str) -> Codec:
-    """The codec of that name. Raises ConfigError if it is unknown, or if a package that it needs is missing."""
+    """Return the codec of that name. Raises ConfigError if it is unknown, or if it needs a missing package."""
     try:
         make = CODECS[name]
     except KeyError:

@@ -101,14 +101,14 @@ class Entropy(Codec):
         decompressor = self._zstandard.ZstdDecompressor()  # serves one thread only, so it is not kept
         try:
             for frame, part in zip(frames, deltas, strict=True):
-                # First, because of a frame of 1 KB that says it holds 2 GB all of them would be allocated. What it
-                # says bounds the decoder's window too.
+                # Checked first: a frame of 1 KB that claims to hold 2 GB would make the decoder allocate 2 GB. The
+                # claimed size limits the decoder's window too.
                 if self._zstandard.frame_content_size(frame) != len(part):
                     raise ValueError("a frame holds other than the deltas")
-                found = decompressor.decompress(frame, max_output_size=len(part), allow_extra_data=False)
-                if len(found) != len(part):
+                content = decompressor.decompress(frame, max_output_size=len(part), allow_extra_data=False)
+                if len(content) != len(part):
                     raise ValueError("a frame ends early")
-                part[:] = np.frombuffer(found, dtype=np.int8)
+                part[:] = np.frombuffer(content, dtype=np.int8)
         except self._zstandard.ZstdError as error:
             raise ValueError(f"not a zstandard frame: {error}") from error
 

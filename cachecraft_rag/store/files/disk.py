@@ -21,15 +21,15 @@ _NAME = re.compile(r"(\.)?(?P<id>[0-9a-f]{32})-(?P<created>[0-9a-f]{16})\.safete
 _ID = re.compile(r"[0-9a-f]{32}")
 _WRITER = re.compile(r"[0-9a-f]+")
 
-_BURST_S = 0.005  # of reading at the full rate after a pause
-_PIECE_BYTES = 64 << 10  # a throttled read is handed out in such pieces, so that a new rate is felt soon
+_BURST_S = 0.005  # seconds of reading that a pause saves up
+_PIECE_BYTES = 64 << 10  # bytes per piece of a throttled read, so that a new rate takes effect soon
 
 
 class Throttle:
-    """A token bucket: keeps reads below a rate, across all threads that share it; without a rate it costs nothing.
+    """A token bucket that keeps the reads of all threads below a rate; without a rate it costs nothing.
 
     Attributes:
-        bytes_per_s: the rate; may be changed at any time, from any thread.
+        bytes_per_s: rate limit; any thread may change it at any time.
     """
 
     def __init__(self, bytes_per_s: float = math.inf) -> None:
@@ -39,7 +39,7 @@ class Throttle:
         self._filled = time.perf_counter()
 
     def pieces(self, buffer: memoryview) -> Iterator[tuple[memoryview, int]]:
-        """`buffer` in pieces and their offsets, each handed out when the rate allows it."""
+        """Yield `buffer` in pieces with their offsets, each as soon as the rate allows it."""
         if self.bytes_per_s == math.inf:
             yield buffer, 0
             return
@@ -49,7 +49,7 @@ class Throttle:
             yield piece, start
 
     def _take(self, nbytes: int) -> None:
-        """Wait for `nbytes`; the bucket goes into debt, so the next caller waits for them too."""
+        """Wait for `nbytes`. They are taken before the wait, so the next caller waits for them too."""
         with self._lock:
             now = time.perf_counter()
             filled = self._tokens + (now - self._filled) * self.bytes_per_s
@@ -63,9 +63,9 @@ class Throttle:
 
 
 class _Descriptor:
-    """An open file, closed when its last reader lets go of it: a read must not meet another file under its number."""
+    """An open file, closed after its last reader: otherwise a read could use another file with the same number."""
 
-    number = -1  # until it is set: Ctrl-C may come first
+    number = -1  # Ctrl-C may come before it is set
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -76,7 +76,7 @@ class _Descriptor:
 
 
 class _File:
-    """One file as a `layout.ByteSource`."""
+    """A file as a `layout.ByteSource`."""
 
     tier: TierName = "disk"
     sequential = False
@@ -105,7 +105,7 @@ class _File:
 
 
 class DiskTier:
-    """Files below `root`, in two levels of folders named by the first digits of the variant's id."""
+    """Files below `root`, in two levels of folders that are named by the first digits of a variant's id."""
 
     def __init__(self, root: Path, throttle: Throttle | None = None) -> None:
         """Use the folder `root`, which `write` creates; `throttle` limits how fast it is read."""
@@ -113,12 +113,12 @@ class DiskTier:
         self.throttle = throttle or Throttle()
 
     def path(self, variant_id: str, created: float) -> Path:
-        """Path of this variant's file.
+        """Return the path of this variant's file.
 
-        `created` is part of the name: a replacement gets another file, so an old row never meets a new file.
+        `created` is part of the name: a replacement gets another file, so an old row never refers to a new file.
         """
         if not (isinstance(created, float | int) and isinstance(variant_id, str) and _ID.fullmatch(variant_id)):
-            return self.root / "none"  # of a damaged row: what is no id must not lead out of the folder
+            return self.root / "none"  # the id of a damaged row must not lead out of the folder
         name = f"{variant_id}-{struct.pack('>d', created).hex()}.safetensors"
         return self.root / variant_id[:2] / variant_id[2:4] / name
 
@@ -128,7 +128,7 @@ class DiskTier:
         return path.with_name(f".{path.name}.{writer}.tmp")
 
     def write(self, variant: Variant, encoded: Encoded, *, writer: str) -> None:
-        """Put the file in place, whole and synced, or raise OSError. `writer` marks the temporary file."""
+        """Write the file completely and sync it, or raise OSError. `writer` marks the temporary file."""
         path = self.path(variant.variant_id, variant.created)
         temporary = self._temporary(path, writer)
         self._make_folder(path.parent)
@@ -149,7 +149,7 @@ class DiskTier:
         _sync_folder(path.parent)
 
     def open(self, variant: Variant) -> StoredVariant | Unavailable:
-        """The file, its header verified, ready to be read. A file that can never be read is `Damaged`."""
+        """Open the file and verify its header. A file that can never be read is `Damaged`."""
         try:
             source = _File(self.path(variant.variant_id, variant.created), self.throttle)
         except FileNotFoundError:
@@ -160,7 +160,7 @@ class DiskTier:
         return open_source(source, variant)
 
     def read(self, variant: Variant) -> LoadedVariant | Unavailable:
-        """The whole tensor, every byte of it verified."""
+        """Return the whole tensor, with every byte verified."""
         stored = self.open(variant)
         if isinstance(stored, Unavailable):
             return stored
@@ -173,16 +173,16 @@ class DiskTier:
             stored.close()
 
     def remove(self, variant_id: str, created: float) -> None:
-        """Delete the file, if there is one. Raises OSError when the system refuses."""
+        """Delete the file, if it exists. Raises OSError if the system refuses."""
         self.path(variant_id, created).unlink(missing_ok=True)
 
     def leftovers(self, variant_id: str, created: float, writer: str) -> list[Path]:
-        """Existing parts of a file that `writer` was about to create or delete: temporary and final."""
+        """Return the existing files of a variant that `writer` was about to create or delete: temporary and final."""
         path = self.path(variant_id, created)
-        return [found for found in (self._temporary(path, writer), path) if found.exists()]
+        return [part for part in (self._temporary(path, writer), path) if part.exists()]
 
     def scan(self) -> Iterator[tuple[Path, FileRef]]:
-        """Every file below the root, temporary ones too; a foreign one has no id. Files may come and go meanwhile."""
+        """Yield every file below the root, temporary ones too; foreign ones have no id. The files may change."""
         for folder, _, names in os.walk(self.root):
             for name in names:
                 path = Path(folder, name)
@@ -197,11 +197,11 @@ class DiskTier:
                 yield path, FileRef(match["id"], created, nbytes)
 
     def _make_folder(self, folder: Path) -> None:
-        """Create the folder and sync every parent that got a new entry: a power cut could lose a synced file else."""
+        """Create the folder and sync every changed parent: otherwise a power cut could lose a synced file."""
         missing = [folder, *folder.parents]
         missing = missing[: next(i for i, parent in enumerate(missing) if parent.is_dir())]
         for new in reversed(missing):
-            new.mkdir(exist_ok=True)  # another process may have been quicker
+            new.mkdir(exist_ok=True)  # another process may have created it
             _sync_folder(new.parent)
 
 
@@ -216,9 +216,9 @@ def _sync_folder(folder: Path) -> None:
 def _transfer(
     call: Callable[[int, list[memoryview], int], int], descriptor: int, buffer: memoryview, *, at: int
 ) -> int:
-    """Repeat `preadv` or `pwritev` until the buffer is done or the file ends; returns the bytes moved.
+    """Repeat `preadv` or `pwritev` until the end of the buffer or the file; return the bytes transferred.
 
-    One call moves at most 2 GiB on Linux, and may move less whenever the system likes.
+    A call transfers at most 2 GiB on Linux, and may transfer less at any time.
     """
     done = 0
     while done < len(buffer):

@@ -1,8 +1,8 @@
-"""Living writers of a store, across processes.
+"""Running writers of a store, across processes.
 
-Every open store holds an exclusive lock on a small file named by a random token; the system releases the lock when the
-process ends, however it ends. A process id in the file's name was rejected: ids are used again, and mean nothing to
-another container that shares the folder.
+Every open store holds an exclusive lock on a small file named by a random token. The system releases the lock when the
+process ends, even if it is killed. Rejected: a process id as the name, because ids are reused, and differ between
+containers that share the folder.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 
 
 class Writers:
-    """Tokens of the writers on a folder, this store's own among them."""
+    """Tokens of the writers on a folder, including this store's token."""
 
     def __init__(self, folder: Path) -> None:
-        """Choose a token; others see it as alive after `enter`."""
+        """Choose a token, which counts as alive after `enter`."""
         self.folder = folder
         self.token = uuid.uuid4().hex
         self._descriptor = -1
         self._lock = threading.Lock()
 
     def enter(self) -> None:
-        """Count as alive from now on. Called before the first write: readers need no file. Raises OSError."""
+        """Count as alive from now on. Called before the first write, because readers need no file. Raises OSError."""
         with self._lock:
             if self._descriptor >= 0:
                 return
@@ -33,7 +33,7 @@ class Writers:
             while True:
                 descriptor = os.open(self._path(self.token), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-                # Between the two calls another process may have taken the file for a dead writer's and deleted it.
+                # Between the two calls another process may have deleted the file as that of a dead writer.
                 if self._path(self.token).exists():
                     self._descriptor = descriptor
                     return
@@ -46,14 +46,14 @@ class Writers:
         """Return True if the writer of this token still runs. False is final: tokens are never used twice."""
         if token == self.token:
             return True
-        if not (isinstance(token, str) and token.isalnum()):  # of a damaged row: no token of ours
+        if not (isinstance(token, str) and token.isalnum()):  # from a damaged row, so not a token
             return False
         try:
             descriptor = os.open(self._path(token), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
         try:
-            # Shared: two who ask do not take each other for the owner.
+            # A shared lock: two processes that check at the same time do not take each other for the owner.
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -62,13 +62,13 @@ class Writers:
         return False
 
     def remove_stale_locks(self) -> None:
-        """Delete the lock files of writers that were killed; call it after their files are removed."""
+        """Delete the lock files of killed writers. To be called after their other files are removed."""
         for path in self.folder.glob("*.lock"):
             if not self.is_alive(path.stem):
                 path.unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """Count as gone from now on."""
+        """Count as ended from now on."""
         with self._lock:
             if self._descriptor >= 0:
                 self._path(self.token).unlink(missing_ok=True)

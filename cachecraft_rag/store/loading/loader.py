@@ -34,13 +34,14 @@ class Loader:
             stored: opened variants and the positions they take in the prompt, in prompt order.
         """
         extents = [
-            Extent(one, start, first, last, kept=self._store.keeps(one))
-            for one, start in stored
-            for first, last in one.extents
+            Extent(variant, start, first, last, kept=self._store.keeps(variant))
+            for variant, start in stored
+            for first, last in variant.extents
         ]
-        known = [self._bytes_per_s[one.tier] for one, _ in stored if one.tier in self._bytes_per_s]
-        costs = [self._cpu_s_per_byte.get(one.tier, 0.0) for one, _ in stored]
-        meter = Meter(min(known, default=None), cpu_s_per_byte=max(costs, default=0.0))
+        tiers = {variant.tier for variant, _ in stored}
+        rates = [self._bytes_per_s[tier] for tier in tiers if tier in self._bytes_per_s]
+        costs = [self._cpu_s_per_byte.get(tier, 0.0) for tier in tiers]
+        meter = Meter(min(rates, default=None), cpu_s_per_byte=max(costs, default=0.0))
         loads = PendingLoads(self._layers, extents, meter)
         started = [self._store.read_in_background(loads.read) for _ in range(min(_READERS, len(extents)))]
         if extents and not any(started):

@@ -1,11 +1,11 @@
-"""Chunk-caches of a prompt still to be loaded: shared by the readers and the pass that may compute them instead.
+"""Chunk-caches of a prompt that are still to be loaded, shared by the readers and the pass that may compute them.
 
-Both work on one list of extents under one lock. Readers take extents from the back, the front takes tokens from the
-first extent that is not complete; what either has taken the other leaves alone. An extent that the front takes whole
-while it is being read is dropped when its layer is through.
+Both work on one list of extents under one lock. Readers take extents from the end, the pass takes tokens from the first
+extent that is not complete, and neither takes what the other has. If the pass takes all of an extent while it is being
+read, the extent is dropped once its current layer has been read.
 
-A prompt of 16,384 tokens has 256 extents of 32 layers, and each read asks what is next. So counts and cursors are kept
-up to date instead of searching the list again; `python -m benchmarks loader-bookkeeping` measures it.
+A prompt of 16,384 tokens has 256 extents of 32 layers, and each read needs the next extent. So counts and cursors are
+kept up to date instead of searching the list again; `python -m benchmarks loader-bookkeeping` measures this.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from cachecraft_rag.store.layout import READ_ERRORS, StoredVariant, unreadable
 from cachecraft_rag.store.loading.rate import Meter
 from cachecraft_rag.types import LoadFailure, Unavailable
 
-# From the back, extents are read together: a read of few bytes costs the computing cores as much as one of many.
+# Most neighbouring extents per read: a small read costs the computing cores as much as a large one.
 _RUN = 4
-_PARTS = 4  # but no more than this part of what is left at once: near the front, every extent counts
+# A read takes at most one in so many of the remaining extents, because near the computed tokens each extent counts.
+_PARTS = 4
 
 
 class KVSink(Protocol):
@@ -40,17 +41,19 @@ class KVSink(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Extent:
-    """A stretch of one stored chunk-cache.
+    """A range of tokens of one stored chunk-cache.
 
     start        position in the prompt of the chunk's first token
-    first, last  the extent's tokens, counted in the chunk; `last` is the one after them
-    taken        how many of them, from the first on, are computed instead
-    layers       how many layers are there, from the first on
-    lost         reason why the rest failed to load, or None
-    kept         whether memory keeps the chunk-cache when it has come whole
-    waiting      of what memory does not keep: how many first layers came before there was a place for them
-    index        place in the list of extents
-    is_open      whether layers are missing and will still be read: it is not complete, lost or taken
+    first, last  tokens of the extent, counted within the chunk; `last` is exclusive
+    taken        number of its first tokens that are computed instead of loaded
+    layers       number of first layers that are loaded
+    busy         True while it is being read
+    placed       True once its last layer was placed before the whole prompt was loaded, see `PendingLoads.place`
+    lost         reason why the remaining layers failed to load, or None
+    kept         True if memory keeps the chunk-cache once it is loaded
+    waiting      number of first layers, of a chunk-cache that memory does not keep, that were loaded before `send_to`
+    index        index in the list of extents
+    is_open      True while layers are missing and will be read: it is not complete, lost or taken
     """
 
     stored: StoredVariant
@@ -78,7 +81,7 @@ class Extent:
         return range(self.start + self.first + self.taken, self.start + self.last)
 
     def adjoins(self, other: Extent) -> bool:
-        """True if both are one stretch of a chunk, wanted as a whole, with equally many layers there."""
+        """Return True if both are one range of a chunk, none of it is computed, and they have equally many layers."""
         if self.stored is not other.stored or self.layers != other.layers:
             return False
         return (other.last == self.first and not self.taken) or (self.last == other.first and not other.taken)
@@ -86,9 +89,9 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Adjoining extents of one chunk, and the layer of them to be read.
+    """Adjoining extents of one chunk, and the layer to be read.
 
-    own  where in the chunk-cache's tensor it goes; None = into memory of the reader, and from there to its place
+    own  destination in the chunk-cache's tensor; None: a buffer of the reader, which is placed and used again
     """
 
     extents: Sequence[Extent]
@@ -100,12 +103,12 @@ class _Read:
 class PendingLoads:
     """The extents of one request, in prompt order. Every method may be called from any thread.
 
-    meter        measures the rate of loading
-    layer_first  True: layer by layer, in few large reads; False: whole extents, while a front is computed. Both from
-                 the back.
-    reads        how many have ended: while this stands still, nothing comes
+    meter        measures the load rate
+    layer_first  True: readers load layer by layer, in few large reads; False: whole extents, while the beginning of the
+                 prompt is computed. Both begin at the end of the prompt
+    reads        number of finished reads; while it does not change, loading makes no progress
     waited_s     seconds spent in `wait`
-    on_change    called by readers whenever something has come, or will not come any more
+    on_change    called by readers after each read, successful or not
     """
 
     layers: int
@@ -117,7 +120,7 @@ class PendingLoads:
     on_change: Callable[[], object] | None = None
     _closed: bool = False
     _sink: KVSink | None = None
-    # Taken directly and not through the condition, whose `__exit__` is Python: Ctrl-C in its first line would lose it.
+    # Used directly, not through the condition: Ctrl-C in the first line of its Python `__exit__` would leave it locked.
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _changed: threading.Condition = field(init=False)
 
@@ -151,13 +154,13 @@ class PendingLoads:
 
     @classmethod
     def of_nothing(cls, layers: int) -> Self:
-        """For a request that has everything at hand."""
+        """Return the loads of a request that needs none."""
         return cls(layers, (), Meter(None))
 
     # -- for the threads that read ------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Read until nothing is left to be read; several threads may run this at once."""
+        """Read until no extent is left; several threads may run this at the same time."""
         scratch: Tensor | None = None
         while (job := self._next()) is not None:
             extents = job.extents
@@ -171,20 +174,21 @@ class PendingLoads:
             self.meter.begin(nbytes)
             started = time.thread_time()
             try:
-                if out is None:  # buffers that a remote filled become the disk's copy
+                if out is None:
+                    # Buffers that a remote has filled become the copy on disk, so they are not used again.
                     old = None if stored.sequential else scratch
                     out = scratch = stored.scratch(extents[-1].last - extents[0].first, old)
                 stored.read(layer, extents[0].first, extents[-1].last, out=out)
                 lost = None
             except READ_ERRORS as error:
                 lost = unreadable(stored.variant.variant_id, error)
-            finally:  # whatever happens, no pass may wait for this extent any longer
+            finally:  # even after an unexpected exception, no pass may wait for this extent any longer
                 self.meter.end(nbytes, came=lost is None, cpu_s=time.thread_time() - started)
                 self._note(job, lost, out)
 
     def _note(self, job: _Read, lost: Unavailable | None, out: Tensor | None) -> None:
         extents = job.extents
-        with self._lock:  # nothing may be taken to be computed while its stored values are being placed
+        with self._lock:  # the pass must not take tokens while their stored values are being placed
             self.reads += 1
             if lost is None and out is not None and self._sink is not None and not extents[0].kept:
                 try:
@@ -199,7 +203,7 @@ class PendingLoads:
             self.on_change()
 
     def _put(self, job: _Read, out: Tensor, sink: KVSink) -> None:
-        """Place tokens just read, except those taken to be computed."""
+        """Place the tokens of a read, except those that are computed."""
         step = max(1, ONE_THREAD // max(1, out[0, 0].numel()))  # see `codecs.base.stretches`
         with torch.inference_mode():
             for extent in job.extents:
@@ -210,7 +214,7 @@ class PendingLoads:
                     sink.place(job.layer, out[:, first - begin : last - begin], first)
 
     def fail(self, code: LoadFailure, reason: str) -> None:
-        """Mark everything incomplete as failed, when nothing is being read."""
+        """Mark all incomplete extents as failed. To be called while no extent is being read."""
         with self._lock:
             for extents in self._by_chunk.values():
                 stored = extents[0].stored
@@ -225,10 +229,10 @@ class PendingLoads:
                 self.meter.stop()
             if self._closed or not self._free:
                 return None
-            # At most half of what is left: both readers share a layer.
+            # At most half of the remaining extents, so that both readers share a layer.
             most = (self._left + 1) // 2
             if not (self.reads or self.meter.warm):
-                most = 1  # the less is asked for, the sooner it is known how fast it comes
+                most = 1  # the smaller the first read, the sooner the rate is known
             if self.layer_first:
                 chosen = self._lowest_layer(most)
             else:
@@ -243,7 +247,7 @@ class PendingLoads:
             return _Read(chosen, layer, stored.own(layer, chosen[0].first, chosen[-1].last))
 
     def _lowest_layer(self, most: int) -> list[Extent]:
-        """The last adjoining extents, `most` of them, among the free ones with the fewest layers; there are some."""
+        """Return the last adjoining free extents with the fewest layers, at most `most`, at least one."""
         chosen = self._at_level(most)
         if not chosen:
             self._level = min(extent.layers for extent in self.extents if extent.is_open and not extent.busy)
@@ -252,7 +256,7 @@ class PendingLoads:
         return chosen
 
     def _at_level(self, most: int) -> list[Extent]:
-        """The same, among those with `_level` layers; they are before the cursor, which moves to the first of them."""
+        """Return the last adjoining free extents with `_level` layers, at most `most`, and move the cursor to them."""
         chosen: list[Extent] = []
         extents = self.extents
         level = self._level
@@ -269,7 +273,7 @@ class PendingLoads:
         return chosen[::-1]
 
     def _last_extents(self, most: int) -> list[Extent]:
-        """The last adjoining extents, at most `most` of them, among the free ones; there are some."""
+        """Return the last adjoining free extents, at most `most`, at least one."""
         while not self.extents[self._back - 1].is_open:
             self._back -= 1
         chosen: list[Extent] = []
@@ -285,7 +289,7 @@ class PendingLoads:
         return chosen[::-1]
 
     def _lose(self, stored: StoredVariant, lost: Unavailable) -> None:
-        """Mark the rest of this chunk as lost; complete, verified extents stay good."""
+        """Mark the incomplete extents of this chunk as lost; complete extents were verified and stay usable."""
         self._has_lost = True
         for extent in self._by_chunk[id(stored)]:
             if extent.layers < self.layers:
@@ -299,7 +303,7 @@ class PendingLoads:
         return (extent for extent in self.extents if extent.is_open)
 
     def _leave(self, extent: Extent) -> None:
-        """Count an extent out that is complete, lost or taken."""
+        """Remove an extent that is complete, lost or taken from the counts."""
         extent.is_open = False
         self._left -= 1
         self._at_depth[extent.layers] -= 1
@@ -307,7 +311,7 @@ class PendingLoads:
             self._free -= 1
 
     def _was_read(self, extents: Sequence[Extent], *, came: bool) -> None:
-        """Record the end of a read of extents that have equally many layers, and put them where readers look next."""
+        """Record the end of a read of extents that have equally many layers, and move the cursor so as to find them."""
         layers = extents[0].layers + came
         open_extents = 0
         for extent in extents:
@@ -331,9 +335,10 @@ class PendingLoads:
     # -- for the pass that computes -----------------------------------------------------------------------------------
 
     def send_to(self, sink: KVSink) -> None:
-        """From now on readers place what memory does not keep as soon as it has come, and hold a layer of it at most.
+        """Let readers place chunk-caches that memory does not keep as soon as each layer is loaded.
 
-        For a sink that any thread may write to. What has come before is placed, and let go, by the next `place`.
+        Then at most one layer of them is held. The sink must allow writes from any thread. Layers that were loaded
+        before this call are placed, and their memory released, by the next `place`.
         """
         with self._lock:
             self._sink = sink
@@ -342,7 +347,7 @@ class PendingLoads:
                 extent.waiting = 0 if extent.kept or extent.placed else extent.layers
 
     def take(self, tokens: float) -> list[int]:
-        """Take up to this many tokens from the front of what is incomplete, to be computed; returns their positions."""
+        """Take up to this many tokens from the first incomplete extents to compute them; return their positions."""
         positions: list[int] = []
         wanted = round(tokens) if tokens < math.inf else self._tokens
         with self._lock:
@@ -357,12 +362,12 @@ class PendingLoads:
                 if len(taken) == len(extent.positions):
                     self._leave(extent)
                 extent.taken += len(taken)
-                if extent.is_taken and extent.stored.sequential:  # what is in flight would hold a connection
+                if extent.is_taken and extent.stored.sequential:  # otherwise the transfer would hold a connection
                     extent.stored.close()
         return positions
 
     def failed(self) -> list[int]:
-        """Positions that failed to load; each is returned once and must be computed from then on."""
+        """Return the positions that failed to load; each is returned once and must then be computed."""
         positions: list[int] = []
         with self._lock:
             if not self._has_lost:
@@ -376,49 +381,54 @@ class PendingLoads:
         return positions
 
     def is_complete(self) -> bool:
-        """Return True if nothing is left to be read."""
+        """Return True if no extent is left to be read."""
         with self._lock:
             return not self._left
 
     def incomplete(self) -> list[int]:
-        """Positions that are not complete and are not computed."""
+        """Return the positions that are neither loaded completely nor computed."""
         with self._lock:
             return [position for extent in self._incomplete() for position in extent.positions]
 
     def left(self) -> tuple[list[int], list[int], float]:
-        """Of one moment: `incomplete`, how many of them stand before the end of each extent, and `bytes_left`."""
+        """Return `incomplete`, the number of these positions up to the end of each extent, and `bytes_left`.
+
+        All three are from the same moment.
+        """
         with self._lock:
             borders = accumulate(len(extent.positions) for extent in self._incomplete())
             return self.incomplete(), list(borders), self.bytes_left()
 
     def bytes_left(self) -> float:
-        """Bytes still to be read: an extent of which a part is computed is read as a whole."""
+        """Return the bytes still to be read. An extent is read as a whole even if a part of it is computed."""
         with self._lock:
-            left = [(one, (one.last - one.first) * (self.layers - one.layers)) for one in self._incomplete()]
+            left = [
+                (extent, (extent.last - extent.first) * (self.layers - extent.layers)) for extent in self._incomplete()
+            ]
         return sum(extent.stored.token_bytes * token_layers for extent, token_layers in left) / self.layers
 
     def depth(self) -> int:
-        """Number of layers that are there of everything that will come."""
+        """Return how many first layers are loaded of all extents that will still be loaded."""
         with self._lock:
             while self._depth < self.layers and not self._at_depth[self._depth]:
                 self._depth += 1
             return self._depth
 
     def lost(self, stored: StoredVariant) -> Unavailable | None:
-        """Reason why a part of this chunk failed to load, or None."""
+        """Return the reason why a part of this chunk failed to load, or None."""
         reasons = (extent.lost for extent in self.of(stored) if extent.lost is not None)
         return next(reasons, None)
 
     def chunks(self) -> list[StoredVariant]:
-        """The chunk-caches, in prompt order."""
+        """Return the chunk-caches in prompt order."""
         return [extents[0].stored for extents in self._by_chunk.values()]
 
     def of(self, stored: StoredVariant) -> Sequence[Extent]:
-        """Extents of this chunk-cache, in order."""
+        """Return the extents of this chunk-cache in order."""
         return self._by_chunk[id(stored)]
 
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `ready`, which is asked whenever something has come; False after `timeout` seconds."""
+        """Wait until `ready()`, which is called after each read; return False after `timeout` seconds."""
         started = time.perf_counter()
         try:
             with self._lock:
@@ -427,11 +437,14 @@ class PendingLoads:
             self.waited_s += time.perf_counter() - started
 
     def place(self, layer: int, sink: KVSink, *, below: int | None = None) -> None:
-        """Put one layer of what has come into `sink`; of what stands before the position `below`, only if complete."""
+        """Put one layer of the loaded extents into `sink`.
+
+        With `below`, only complete extents before this position are placed.
+        """
         self._place_waiting()
         with self._lock:
             if below is None and not self._has_lost and layer < self.depth():
-                # This layer of everything is there: the same stretches as before, until something is taken or placed.
+                # This layer of all extents is loaded: the ranges stay the same until tokens are taken or placed.
                 if self._stretches is None:
                     self._stretches = list(_stretches(self._to_place(layer, None)))
                 stretches = self._stretches
@@ -442,7 +455,7 @@ class PendingLoads:
             sink.place(layer, stored.own(layer, first, last), start + first)
 
     def _place_waiting(self) -> None:
-        """Place all layers of what came before `send_to`, chunk by chunk, and let go of it."""
+        """Place all layers that were loaded before `send_to`, chunk by chunk, and release their memory."""
         if self._sink is None:
             return
         for stored in self.chunks():
@@ -458,7 +471,7 @@ class PendingLoads:
             stored.release()
 
     def _to_place(self, layer: int, below: int | None) -> Iterator[Extent]:
-        """Extents for `place`: those not placed as soon as they come."""
+        """Yield the extents for `place`, without those that readers place themselves."""
         for extent in self.extents:
             if extent.placed or extent.layers <= layer or not (extent.kept or self._sink is None):
                 continue
@@ -469,7 +482,7 @@ class PendingLoads:
             yield extent
 
     def close(self) -> None:
-        """Read no more. What is in flight ends soon."""
+        """Start no more reads. Current reads end soon."""
         with self._lock:
             self._closed = True
             self._sink = None
@@ -480,7 +493,7 @@ class PendingLoads:
 
 
 def _stretches(extents: Iterable[Extent]) -> Iterator[tuple[StoredVariant, int, int, int]]:
-    """Yield (chunk, its place in the prompt, first token, token after the last) of what adjoins and is not computed."""
+    """Yield (chunk, its position in the prompt, first token, end) of adjoining ranges that are not computed."""
     stored: StoredVariant | None = None
     start = first = last = 0
     for extent in extents:

@@ -1,4 +1,4 @@
-"""Current rate of loading."""
+"""Current load rate."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import math
 import threading
 import time
 
-_MEMORY_S = 0.5  # what is longer ago counts for little: a rate that changes is noticed within a part of a second
-_PRIOR_S = 0.05  # an earlier request's rate counts like this much time of measuring
-_ENOUGH_S = 0.1  # of measuring, where there was none
+_MEMORY_S = 0.5  # time constant of the exponential average, in seconds
+_PRIOR_S = 0.05  # weight of an earlier request's rate, in seconds of measurement
+_ENOUGH_S = 0.1  # seconds of measurement after which the rate is reliable without an earlier request
 
 
 class Meter:
-    """The rate of one request's loading: bytes per second, weighted towards the last half second.
+    """Load rate of one request: bytes per second, weighted towards the last half second.
 
-    Silence counts: while nothing comes, the rate falls.
+    While no bytes arrive, the rate falls.
     """
 
     def __init__(self, expected: float | None, *, cpu_s_per_byte: float = 0.0) -> None:
-        """`expected` and `cpu_s_per_byte` are those of an earlier request; None = the rate is not known."""
+        """`expected` and `cpu_s_per_byte` are those of an earlier request; None: the rate is unknown."""
         self._lock = threading.Lock()
         self._seconds = _PRIOR_S if expected is not None else 0.0
         self._bytes = (expected or 0.0) * self._seconds
         self._at = time.perf_counter()
         self._in_flight = 0.0
-        self._rate = expected or 0.0  # as it was when something came last
+        self._rate = expected or 0.0  # rate at the time of the latest arrival
         self._stopped = False
         self._known = expected is not None
         self._expected_cpu = cpu_s_per_byte
@@ -32,26 +32,26 @@ class Meter:
         self._cpu_s = 0.0
 
     def stop(self) -> None:
-        """End the measurement: silence counts no longer."""
+        """End the measurement: from now on the rate does not fall."""
         with self._lock:
             self._advance()
             self._stopped = True
 
     @property
     def warm(self) -> bool:
-        """True if the rate can be relied on: known before, or measured for long enough."""
+        """True if the rate is reliable: known from an earlier request, or measured for long enough."""
         with self._lock:
             self._advance()
             return self._known or self._seconds >= _ENOUGH_S
 
     def begin(self, nbytes: float) -> None:
-        """Record that this many bytes were asked for."""
+        """Record that a read of this many bytes has begun."""
         with self._lock:
             self._advance()
             self._in_flight += nbytes
 
     def end(self, nbytes: float, *, came: bool, cpu_s: float = 0.0) -> None:
-        """Record that they came, or will not come; `cpu_s` is the CPU time of reading, verifying and decoding."""
+        """Record that a read has ended, successfully if `came`; `cpu_s` is its CPU time, verifying and decoding too."""
         with self._lock:
             self._advance()
             self._in_flight = max(0.0, self._in_flight - nbytes)
@@ -63,12 +63,12 @@ class Meter:
 
     @property
     def came(self) -> bool:
-        """True if the rate was measured, now or by an earlier request; else it is the highest that is possible."""
+        """True if the rate was measured, now or by an earlier request; otherwise it is an upper bound."""
         return self._rate > 0.0
 
     @property
     def cpu_s_per_byte(self) -> float:
-        """CPU time of reading, of verifying and decoding for the most part; as expected until something was read."""
+        """CPU seconds per byte, mostly for verifying and decoding; the expected value before the first read."""
         with self._lock:
             return self._cpu_s / self._read_bytes if self._read_bytes else self._expected_cpu
 
@@ -79,9 +79,10 @@ class Meter:
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate when something came last, unless it would be lower if all in flight came now; but not for ever.
+        """Load rate in bytes per second.
 
-        Before anything has come it is the highest that is possible; 0 when nothing is known or was asked for.
+        It is the rate at the latest arrival, or the rate that would result if all current reads ended now, whichever is
+        lower. Before the first arrival it is an upper bound, and 0 if no read has begun either.
         """
         with self._lock:
             self._advance()

@@ -1,4 +1,4 @@
-"""Protocol of a remote server. Two implementations stand: Redis and object stores."""
+"""Protocol of a remote server. There are two implementations: Redis and object stores."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
-# What a library may raise for an unexpected answer, besides its own errors: none of it may end all sending.
+# Exceptions that a library may raise for an unexpected answer, besides its own. None of them may stop the sender.
 ODD_ANSWERS = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RuntimeError, OSError)
-LONGEST_ROWS = 4 << 20  # all rows of a chunk together; what is beyond is passed over, here and on the server
-PIECE_BYTES = 1 << 20  # of a transfer: large enough for the wire, small enough to be given up between two
+LONGEST_ROWS = 4 << 20  # bytes of all rows of a chunk; further rows are ignored, here and on the server
+PIECE_BYTES = 1 << 20  # bytes per piece of a transfer, which can be cancelled between two pieces
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Parcel:
     """A chunk-cache on its way to a remote.
 
     name      `rows.name_of` its variant
-    row       its row, signed where the remote is
-    payload   its bytes, in parts that follow each other
-    replaces  name of an entry of the same variant that gives way, if it is still there
+    row       its row, signed if the remote uses a key
+    payload   its bytes, in consecutive parts
+    replaces  name of an entry of the same variant to remove, if it still exists
     """
 
     name: str
@@ -41,10 +41,10 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Contents of a remote, of all engines that use it.
+    """Contents of a remote, including those of other engines.
 
-    nbytes  of payloads
-    budget  the server's own limit in bytes; None where it has none, or says nothing of it
+    nbytes  bytes of all payloads
+    budget  the server's own limit in bytes; None if it has no limit or does not report one
     """
 
     variants: int
@@ -53,9 +53,10 @@ class Usage:
 
 
 async def answer_of(asking: Awaitable[T], failure: Callable[[Exception], OSError], *errors: type[Exception]) -> T:
-    """Await a library's answer; where it raises one of `errors` or `ODD_ANSWERS`, raise what `failure` makes of it.
+    """Await a library's answer; replace exceptions in `errors` and `ODD_ANSWERS` by `failure(exception)`.
 
-    Raised outside the handler: the library's message may hold a secret, and stays out of the chain of causes.
+    The replacement is raised outside the handler: the library's message may hold a secret, and must not be among the
+    causes.
     """
     expected: tuple[type[Exception], ...] = (*errors, *ODD_ANSWERS)
     try:
@@ -74,32 +75,29 @@ class Backend(Protocol):
     """
 
     async def lookup(self, places: Sequence[str]) -> list[dict[str, bytes]]:
-        """Rows in each place, by name, in as few round trips as possible.
+        """Return name → row for each place, in as few round trips as possible.
 
-        Of a place with more than `MOST_VARIANTS` or `LONGEST_ROWS` bytes of them, not all: no engine of ours has
-        written that many.
+        If a place has more than `MOST_VARIANTS` rows or `LONGEST_ROWS` bytes of rows, some are left out: engines never
+        write that many.
         """
 
     async def names(self, place: str) -> list[str]:
-        """Names of the entries in a place."""
+        """Return the names of the entries in a place."""
 
     def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
-        """Payload of an entry in order, in pieces of about PIECE_BYTES.
-
-        Ends at once when it is not there.
-        """
+        """Yield the payload of an entry in order, in pieces of about PIECE_BYTES; nothing if the entry is missing."""
 
     async def write(self, parcel: Parcel) -> bool:
-        """Send payload and row; a row is seen only once its payload is there. False where there is no room."""
+        """Send payload and row, the row visible only after its payload. Returns False if there is no room."""
 
     async def remove(self, name: str) -> None:
-        """Remove an entry, if it is there."""
+        """Remove an entry, if it exists."""
 
     async def usage(self) -> Usage:
-        """Count what lies there now."""
+        """Count the entries on the server."""
 
     async def probe(self) -> None:
-        """Ask the cheapest question that has an answer. Raises OSError."""
+        """Send the cheapest request that the server answers. Raises OSError."""
 
     async def close(self) -> None:
-        """Let go of every connection."""
+        """Close all connections."""

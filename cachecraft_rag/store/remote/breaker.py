@@ -1,4 +1,4 @@
-"""A circuit breaker: after a few failures in a row the remote is left alone until a probe succeeds."""
+"""A circuit breaker: after a few failures in a row the remote is not asked until a probe succeeds."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable
 from typing import Literal
 
 State = Literal["closed", "open", "probing"]
-LONGEST_PAUSE = 16  # × the cool-down
+LONGEST_PAUSE = 16  # longest pause as a multiple of the cool-down
 
 
 class Breaker:
-    """Closed: requests pass. Open: they do not. Probing: they do not, and one probe is on its way.
+    """Closed: requests pass. Open: requests do not pass. Probing: requests do not pass, and a probe is running.
 
-    Failures are counted by kind: with look-ups that succeed and reads that stall, the reads would never be noticed.
-    Once a probe has closed it again, one more failure of a kind that had opened it opens it for twice as long: the
-    probe is cheaper than the real thing and proves less. Any thread may call any method.
+    Failures are counted by kind: otherwise look-ups that succeed would hide reads that stall. After a probe has closed
+    the breaker, one more failure of the kind that had opened it opens it for twice as long, because a probe is cheaper
+    than a request and proves less. Any thread may call any method.
     """
 
     def __init__(self, *, failures: int, cool_down_s: float, clock: Callable[[], float]) -> None:
@@ -28,7 +28,7 @@ class Breaker:
         self._state: State = "closed"
         self._pause_s = 0.0
         self._since = 0.0
-        self.opened = 0  # how often so far
+        self.opened = 0  # number of times that it has opened
 
     @property
     def state(self) -> State:

@@ -22,7 +22,7 @@ SHORTEST_KEY = 16
 _MAKE_KEY = "make one with `openssl rand -hex 32`"
 _FILE_BYTES = 1 << 16
 _HIDDEN = "(its text is left out: it may hold a part of the URL)"
-_SECRET_LETTERS = 3  # shorter pieces of a URL are in every text, and no secret
+_SECRET_LETTERS = 3  # shorter pieces of a URL occur in any text, and are not secret
 _PART = 5
 # After the scheme: user and password, host and port, path; then what may hold more secrets. No @ but the one.
 _PARTS = re.compile(
@@ -32,9 +32,9 @@ _PARTS = re.compile(
 
 
 def shown_url(url: str) -> str:
-    """A URL for people and logs: without the part before the host's @ and after ? or #.
+    """Return a URL for messages and logs, without credentials and without the part after ? or #.
 
-    Of an ambiguous or unknown URL only the scheme is shown, or nothing: a typo may put a password anywhere.
+    Of an ambiguous or unknown URL only the scheme is shown, or "***": after a typo, a password may be anywhere.
 
     >>> shown_url("redis://me:sec'ret@host:6379/0?password=secret")
     'redis://***@host:6379/0?***'
@@ -53,7 +53,7 @@ def shown_url(url: str) -> str:
 
 
 def hidden(text: str, url: str) -> str:
-    """A library's message about this URL without its secrets; nothing of the message where it holds a part of them.
+    """Return a library's message about this URL without its secrets, or a note if it may hold parts of them.
 
     >>> hidden("cannot reach redis://me:secret@host:6379/0 (refused)", "redis://me:secret@host:6379/0")
     'cannot reach redis://***@host:6379/0 (refused)'
@@ -64,7 +64,7 @@ def hidden(text: str, url: str) -> str:
     text = text.replace(url, shown)
     for form in (url, unquote(url), quote(url)):
         for piece in (*re.findall(r"\w+", form), *re.findall(r"[^:/@?#&=]+", form)):
-            # Also a part of a piece: who knows where a library cuts what it does not understand.
+            # Parts of pieces too: a library may cut a URL anywhere.
             parts = {piece[at : at + _PART] for at in range(max(1, len(piece) - _PART + 1))}
             if any(len(part) >= _SECRET_LETTERS and part not in shown and part in text for part in parts):
                 return _HIDDEN
@@ -78,24 +78,24 @@ class RemoteConfig:
     url                 shares chunk-caches with other engines through redis://, rediss:// or unix:// (Redis, Valkey),
                         s3://, gs://, az:// or file:// (object stores), or memory:// (within one process). Credentials
                         are in it or in the environment, as the libraries know them
-    budget_bytes        of a folder (file://), 20 GiB unless given: what was read least recently gives way. Redis keeps
-                        to its `maxmemory`, a bucket to its life-cycle rules
-    variants_per_chunk  of one chunk; beyond that the oldest give way
-    ask_below           a chunk with fewer variants than this in the local store is asked for; at 1 an engine that has
-                        all it needs never waits for the remote
-    lookup_timeout_s    longest wait for the rows of a request; None = 0.1 s for Redis, 0.5 s for object stores, whose
-                        look-up takes two round trips
-    connect_timeout_s   longest wait for a connection
-    read_timeout_s      longest wait for the next piece (1 MiB) of a transfer that is under way
-    put_timeout_s       longest upload of one chunk-cache
-    close_timeout_s     how long `close` waits for what is still to be sent
-    queue_bytes         chunk-caches waiting to be sent; one that does not fit is dropped
-    failures            time-outs or errors of one kind in a row after which the remote is left alone
-    cool_down_s         … for so long; then one try in the background, with twice the pause after each that fails
-    key                 a secret that all engines share: what is sent is signed with it, and nothing else is used.
-                        Else that of `key_file`, of the environment (CACHECRAFT_REMOTE_KEY, CACHECRAFT_REMOTE_KEY_FILE),
-                        or none: see docs/guides/remotes.md
-    key_file            file with a key on each line, of all engines: the first signs, all are accepted
+    budget_bytes        most bytes in a folder (file://), by default 20 GiB; the least recently read chunk-caches are
+                        removed first. Redis is limited by its `maxmemory`, a bucket by its life-cycle rules
+    variants_per_chunk  most variants of one chunk; the oldest are removed first
+    ask_below           the remote is asked for chunks with fewer variants than this in the local store; with 1, an
+                        engine that has a variant of every chunk never waits for the remote
+    lookup_timeout_s    longest wait for the rows of a request in seconds; None: 0.1 s for Redis, 0.5 s for object
+                        stores, whose look-up takes two round trips
+    connect_timeout_s   longest wait for a connection, in seconds
+    read_timeout_s      longest wait for the next piece (1 MiB) of a running transfer, in seconds
+    put_timeout_s       longest upload of one chunk-cache, in seconds
+    close_timeout_s     longest wait of `close` for queued chunk-caches, in seconds
+    queue_bytes         most bytes of chunk-caches that wait to be sent; further ones are dropped
+    failures            failures of one kind in a row (time-outs or errors) after which the remote is not asked
+    cool_down_s         seconds until it is tried again in the background; the pause doubles after each failed try
+    key                 secret that all engines share: chunk-caches are signed with it, and unsigned ones are not used.
+                        By default the key of `key_file`, or of the environment (CACHECRAFT_REMOTE_KEY,
+                        CACHECRAFT_REMOTE_KEY_FILE); without a key, chunk-caches are not signed
+    key_file            file with one key per line, shared by all engines: the first one signs, all are accepted
     """
 
     url: str = field(repr=False)
@@ -125,7 +125,7 @@ class RemoteConfig:
                 check_number(name, value, above=True, most=MOST_SECONDS, optional=name == "lookup_timeout_s")
             else:
                 check_whole(name, value, least=1, optional=name == "budget_bytes")
-        if self.key is not None and not isinstance(self.key, str):  # not shown: it may be the secret
+        if self.key is not None and not isinstance(self.key, str):  # not shown, because it may be the secret
             raise ConfigError(f"key must be text, not {type(self.key).__name__}: {_MAKE_KEY}")
         if self.key_file is not None:
             check_path("key_file", self.key_file)
@@ -133,7 +133,7 @@ class RemoteConfig:
             parts = urlsplit(self.url)
             known = parts.scheme in REDIS_SCHEMES | OBJECT_SCHEMES
             place = parts.path if parts.scheme in ("unix", "file") else parts.netloc
-            _ = parts.port if parts.scheme in REDIS_SCHEMES else None  # raises ValueError for what is no number
+            _ = parts.port if parts.scheme in REDIS_SCHEMES else None  # raises ValueError for an invalid port
         except ValueError:
             known = False
         if not known:
@@ -146,23 +146,22 @@ class RemoteConfig:
 
     @property
     def scheme(self) -> str:
-        """The URL's scheme."""
+        """Scheme of the URL."""
         return urlsplit(self.url).scheme
 
     @property
     def shown(self) -> str:
-        """The URL for people and logs, without its secrets."""
+        """URL for messages and logs, without its secrets."""
         return shown_url(self.url)
 
     def hide(self, error: object) -> str:
-        """A library's message for people and logs, without the URL's secrets."""
+        """Return a library's message without the secrets of the URL."""
         return hidden(str(error), self.url)
 
     def keys(self) -> tuple[bytes, ...]:
-        """Keys to sign with (the first) and to believe (all); none where the remote is not signed.
+        """Return the accepted keys, of which the first one signs; none if the remote is not signed.
 
-        Raises ConfigError when a key is empty or too short, or the file cannot be read; no key is ever part of the
-        message.
+        Raises ConfigError if a key is empty or too short, or if the file cannot be read. The message never holds a key.
         """
         key = self.key
         path = self.key_file
@@ -174,11 +173,11 @@ class RemoteConfig:
                 f"the remote's key is empty: leave it out (or unset its variable) to sign nothing, or {_MAKE_KEY}"
             )
         keys = [key.strip()] if key is not None else keys_in(Path(path)) if path is not None else []
-        if not all(len(one) >= SHORTEST_KEY and one.isprintable() for one in keys):
+        if not all(len(signing_key) >= SHORTEST_KEY and signing_key.isprintable() for signing_key in keys):
             raise ConfigError(
                 f"a key of a remote needs at least {SHORTEST_KEY} characters that can be printed; {_MAKE_KEY}"
             )
-        return tuple(one.encode() for one in keys)
+        return tuple(signing_key.encode() for signing_key in keys)
 
     @property
     def lookup_limit_s(self) -> float:
@@ -187,7 +186,7 @@ class RemoteConfig:
 
 
 def keys_in(path: Path) -> list[str]:
-    """The keys in a file, one on each line. Raises ConfigError."""
+    """Return the keys in a file, one per line. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             text = file.read(_FILE_BYTES + 1).decode()

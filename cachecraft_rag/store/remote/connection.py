@@ -1,4 +1,4 @@
-"""The connection to one remote: an event loop in its own thread, with a circuit breaker before it."""
+"""The connection to one remote: an event loop in its own thread, protected by a circuit breaker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.closeable import Closeable
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 
 class Connection(Closeable):
-    """Runs coroutines of a backend, each within a time limit. Any thread may call any method but `close`.
+    """Runs coroutines of a backend, each within a time limit. Any thread may call any method except `close`.
 
-    In an event loop every wait can be given up at any moment, whatever the library or the server does. Blocking calls
-    in a pool of threads were rejected: a server that hangs would fill the pool.
+    In an event loop every wait can be cancelled at any time, even if the library or the server hangs. Rejected:
+    blocking calls in a pool of threads, because a server that hangs would occupy all of them.
     """
 
     def __init__(self, config: RemoteConfig, *, clock: Callable[[], float]) -> None:
@@ -38,16 +38,16 @@ class Connection(Closeable):
         self._thread.start()
         self.in_background(self.backend.probe())  # so that the first request finds a connection
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Hand a coroutine to the loop. Raises RuntimeError when that is closed."""
+    def submit(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
+        """Submit a coroutine to the loop. Raises RuntimeError if the loop is closed."""
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError:
             coroutine.close()
             raise
 
-    def ask(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Wait `timeout_s` seconds at most for the answer, whatever happens. Raises OSError, TimeoutError."""
+    def ask(self, coroutine: Coroutine[object, object, T], timeout_s: float) -> T:
+        """Wait at most `timeout_s` seconds for the answer. Raises OSError, TimeoutError."""
         try:
             future = self.submit(coroutine)
         except RuntimeError:
@@ -59,7 +59,7 @@ class Connection(Closeable):
         finally:
             future.cancel()
 
-    def in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def in_background(self, coroutine: Coroutine[object, object, None]) -> None:
         """Run a coroutine without waiting for it, if the remote may be asked now."""
         if self._closing or not self.allows():
             coroutine.close()
@@ -70,9 +70,9 @@ class Connection(Closeable):
             logger.info("The remote %s is closed, and what was to be done there is left", self.config.shown)
 
     def allows(self) -> bool:
-        """Return True if the remote may be asked; when a probe is due, start it in the background.
+        """Return True if the remote may be asked; if a probe is due, start it in the background.
 
-        While the connection is being closed, sending goes on.
+        While the connection is being closed, queued captures are still sent.
         """
         if not self._closing and self.breaker.take_probe():
             try:
@@ -82,20 +82,20 @@ class Connection(Closeable):
         return self.breaker.allows()
 
     def failed(self, kind: str, error: object) -> None:
-        """Count a failed or slow request, see `Breaker.failed`; the first one is logged, and each that opens it."""
+        """Count a failed or slow request, see `Breaker.failed`. Logs the first one and each that opens the breaker."""
         what = self.config.hide(error) or "too slow"
         if self.breaker.failed(kind):
             logger.warning("The remote %s failed and is not asked for a while: %s", self.config.shown, what)
-        elif not self._warned:  # a single question would otherwise end before the breaker reports anything
+        elif not self._warned:  # otherwise a program that asks one question would end without any report
             logger.warning("The remote %s failed; going on without it: %s", self.config.shown, what)
         self._warned = True
 
     def begin_close(self) -> None:
-        """Start nothing new except sending what is queued."""
+        """Start no new work except for sending queued captures."""
         self._closing = True
 
     def close(self) -> None:
-        """Cancel whatever is in flight."""
+        """Cancel all transfers and end the loop."""
         self._closing = True
         asyncio.run_coroutine_threadsafe(self._wind_up(), self._loop)
         self._thread.join(2.0)
@@ -103,7 +103,7 @@ class Connection(Closeable):
             self._loop.close()
 
     async def _probe(self) -> None:
-        """Try once; what counts is the time on a connection that stands."""
+        """Probe the server. The first request may have to connect, so only the second one must be fast."""
         try:
             async with asyncio.timeout(self.config.connect_timeout_s + self.config.lookup_limit_s):
                 await self.backend.probe()
@@ -115,7 +115,7 @@ class Connection(Closeable):
             self.breaker.succeeded("probe")
             logger.warning("The remote %s answers again", self.config.shown)
 
-    async def _quietly(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    async def _quietly(self, coroutine: Coroutine[object, object, None]) -> None:
         try:
             async with asyncio.timeout(self.config.put_timeout_s):
                 await coroutine
@@ -123,7 +123,7 @@ class Connection(Closeable):
             logger.info("The remote %s: %s", self.config.shown, error)
 
     async def _wind_up(self) -> None:
-        """Cancel everything, let go of the connections, stop the loop."""
+        """Cancel all tasks, close the connections and stop the loop."""
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -137,7 +137,7 @@ class Connection(Closeable):
 
 
 def _backend_of(config: RemoteConfig) -> Backend:
-    """The backend for the URL. Raises ConfigError."""
+    """Return the backend for the URL. Raises ConfigError."""
     try:
         if config.scheme in REDIS_SCHEMES:
             from cachecraft_rag.store.remote.redis_backend import RedisBackend

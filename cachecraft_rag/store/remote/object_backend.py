@@ -1,8 +1,8 @@
 """Object stores (S3, Google Cloud Storage, Azure, a shared folder), through obstore.
 
-An entry is two objects: `<name>.cache`, its payload, and `<name>.row`, written last: what lacks one of the two is not
-there. Buckets keep to their size by life-cycle rules of their own. In a shared folder the writers remove the entries
-that were read least recently.
+An entry is two objects: `<name>.cache`, its payload, and `<name>.row`, written last. An entry with only one of them
+does not count. The size of buckets is limited by their life-cycle rules. In a shared folder the writers remove the
+entries that were read least recently.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from cachecraft_rag.store.row_checks import MOST_VARIANTS
 
 T = TypeVar("T")
 _FOLDER_BYTES = 20 << 30  # budget of a folder, unless given
-_SHARE = 16  # of the budget: written between two sweeps
+_SHARE = 16  # a sweep follows each time that one in so many bytes of the budget have been written
 _PATH = re.compile(r"(?P<name>[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]{32}-[0-9a-f]{16})\.(?P<kind>row|cache)")
-_Entry = dict[str, Any]  # obstore's facts of each object of one name, by kind
+_Entry = dict[str, Any]  # kind of an object of an entry → obstore's metadata of it
 
 
 class ObjectBackend:
-    """See `base.Backend`. Its methods but `write` may run at the same time; `write` runs alone."""
+    """See `base.Backend`. `write` must run alone; the other methods may run at the same time."""
 
     def __init__(self, config: RemoteConfig) -> None:
-        """Asks nothing of the server yet. Raises ValueError when obstore cannot use URL or environment,
-        ConfigError when a folder is not there.
+        """Create the client without asking the server. Raises ValueError if obstore cannot use URL or environment, and
+        ConfigError for a missing folder.
         """
         self._config = config
         self._unswept: float = math.inf  # bytes written since the last sweep
         options: dict[str, Any] = {}
         self._folder = unquote(urlsplit(config.url).path) if config.scheme == "file" else None
-        if self._folder is not None and not os.path.isdir(self._folder):  # made here, it would hide a missing mount
+        if self._folder is not None and not os.path.isdir(self._folder):  # creating it would hide a missing mount
             raise ConfigError(
                 f"The remote {config.shown} cannot be used: there is no folder {self._folder}; mount it, or make it: "
                 f"mkdir -p {quote(self._folder)}"
             )
-        if config.scheme not in ("file", "memory"):  # no client options: they would hide those of the environment
+        if config.scheme not in ("file", "memory"):  # no client options: they would override those of the environment
             backoff = {"init_backoff": timedelta(seconds=0.01), "max_backoff": timedelta(seconds=0.04), "base": 2}
             options["retry_config"] = {"max_retries": 2, "backoff": backoff, "retry_timeout": timedelta(seconds=30)}
         try:
@@ -93,7 +93,7 @@ class ObjectBackend:
         async def go_on() -> Any:
             return await anext(stream, None)
 
-        if self._folder is not None:  # what is read stays longer
+        if self._folder is not None:  # entries that are read stay longer
             with suppress(OSError):
                 await asyncio.to_thread(os.utime, f"{self._folder}/{ROOT}/{name}.cache")
         try:
@@ -119,24 +119,25 @@ class ObjectBackend:
         return True
 
     async def _sweep(self, most: int) -> None:
-        """Remove what was written or read least recently until no more than `most` bytes are left."""
-        entries = {name: entry.values() for name, entry in (await self._list("")).items()}
-        used = sum(one["size"] for entry in entries.values() for one in entry)
-        for name in sorted(entries, key=lambda name: max(one["last_modified"] for one in entries[name])):
+        """Remove the least recently written or read objects until no more than `most` bytes are left."""
+        entries = {name: list(entry.values()) for name, entry in (await self._list("")).items()}
+        sizes = {name: sum(part["size"] for part in parts) for name, parts in entries.items()}
+        used = sum(sizes.values())
+        for name in sorted(entries, key=lambda name: max(part["last_modified"] for part in entries[name])):
             if used <= most:
                 return
             await self.remove(name)
-            used -= sum(one["size"] for one in entries[name])
+            used -= sizes[name]
 
     async def _require_folder(self) -> None:
-        """Raise OSError where the folder has vanished: listing would find nothing, and writing create it."""
+        """Raise OSError if the folder has vanished: listing would find no entries, and writing would create it."""
         if self._folder is not None and not await asyncio.to_thread(os.path.isdir, self._folder):
             raise FileNotFoundError(f"the folder {self._folder} is not there any more; is it mounted?")
 
     async def remove(self, name: str) -> None:
-        """See `Backend.remove`. The row first: a payload without one is not found any more."""
+        """See `Backend.remove`. The row is removed first: a payload without a row does not count."""
         for kind in ("row", "cache"):
-            with suppress(FileNotFoundError):  # folders alone report it; another engine was faster
+            with suppress(FileNotFoundError):  # another engine has removed it; only folders report this
                 await self._answer(self._ask(obstore.delete_async, f"{name}.{kind}"))
 
     async def usage(self) -> Usage:
@@ -153,27 +154,27 @@ class ObjectBackend:
         """See `Backend.close`; obstore closes its own connections."""
 
     async def _list(self, place: str) -> dict[str, _Entry]:
-        """Entries by name, also halves of one; objects with other names are somebody else's."""
-        found: dict[str, _Entry] = {}
+        """Return name → entry, including incomplete entries, without objects of other programs."""
+        entries: dict[str, _Entry] = {}
 
         async def collect() -> None:
             async for batch in obstore.list(self._store, f"{ROOT}/{place}", chunk_size=1000):
                 for meta in batch:
                     if match := _PATH.fullmatch(meta["path"].removeprefix(f"{ROOT}/")):
-                        found.setdefault(match["name"], {})[match["kind"]] = meta
+                        entries.setdefault(match["name"], {})[match["kind"]] = meta
 
         await self._answer(collect())
-        return found
+        return entries
 
     async def _ask(self, function: Callable[..., Awaitable[T]], path: str, *more: bytes) -> T:
-        """Call a function of obstore, which may raise at once, on one of our objects."""
+        """Call a function of obstore on an object of an entry; it may raise at once."""
         return await function(self._store, f"{ROOT}/{path}", *more)
 
     async def _answer(self, asking: Awaitable[T]) -> T:
-        """Await obstore's answer. Raises OSError, FileNotFoundError among them, with no secret in its text."""
+        """Await obstore's answer. Raises OSError, such as FileNotFoundError, without secrets in its text."""
         return await answer_of(asking, self._failure, BaseError)
 
     def _failure(self, error: Exception) -> OSError:
-        # The first line of a message; the others show the inside of the library.
+        # Only the first line of a message; the others are about the inside of the library.
         text = f"{type(error).__name__}: {self._config.hide(str(error).partition(chr(10))[0])}"
         return FileNotFoundError(text) if isinstance(error, NotFoundError | FileNotFoundError) else OSError(text)

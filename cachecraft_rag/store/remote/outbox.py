@@ -18,7 +18,7 @@ class Outbox:
     """Takes parcels from any thread without waiting; the connection's event loop sends one after the other.
 
     Attributes:
-        captures: parcels by outcome: "sent", "already there", "no room", or why one was not sent.
+        captures: outcome → number of parcels: "sent", "already there", "no room", or the reason why not sent.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -31,7 +31,7 @@ class Outbox:
         self.captures: Counter[str] = Counter()
 
     def offer(self, parcel: Parcel) -> bool:
-        """Queue a parcel; False when it is dropped."""
+        """Queue a parcel; return False if it is dropped."""
         with self._lock:
             if self.queued_bytes + parcel.nbytes > self._config.queue_bytes:
                 self.captures["too many are waiting"] += 1
@@ -39,7 +39,7 @@ class Outbox:
             self.queued_bytes += parcel.nbytes
         try:
             future = self._connection.submit(self._send(parcel))
-        except RuntimeError:  # closed meanwhile
+        except RuntimeError:  # the connection was closed
             self.queued_bytes -= parcel.nbytes
             return False
         self._under_way.add(future)
@@ -47,7 +47,7 @@ class Outbox:
         return True
 
     def flush(self, timeout_s: float | None) -> bool:
-        """Wait until everything offered so far is sent or dropped; False when that takes longer than `timeout_s`."""
+        """Wait until all parcels so far are sent or dropped; return False after `timeout_s` seconds."""
         return not wait(self._under_way.copy(), timeout_s).not_done
 
     async def _send(self, parcel: Parcel) -> None:
@@ -62,7 +62,7 @@ class Outbox:
         except OSError as error:  # a TimeoutError too
             outcome = "too slow" if isinstance(error, TimeoutError) else "failed"
             logger.info("A chunk-cache could not be sent to the remote: %s", error)
-        except Exception:  # a mistake of our own must be seen, and end no sending
+        except Exception:  # a bug: log it, and keep sending
             logger.exception("A chunk-cache could not be sent to the remote")
         finally:
             with self._lock:

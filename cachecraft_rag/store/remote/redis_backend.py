@@ -68,9 +68,9 @@ class RedisBackend:
     async def lookup(self, places: Sequence[str]) -> list[dict[str, bytes]]:
         """See `Backend.lookup`; one round trip."""
         most = max(MOST_VARIANTS, self._config.variants_per_chunk)
-        found = await self._answer(self._lookup(keys=[self._prefix], args=[most, LONGEST_ROWS, *places]))
+        answer = await self._answer(self._lookup(keys=[self._prefix], args=[most, LONGEST_ROWS, *places]))
         return [
-            {name.decode(errors="replace"): row for name, row in zip(*[iter(rows)] * 2, strict=True)} for rows in found
+            {name.decode(errors="replace"): row for name, row in zip(*[iter(rows)] * 2, strict=True)} for rows in answer
         ]
 
     async def names(self, place: str) -> list[str]:
@@ -124,9 +124,9 @@ class RedisBackend:
                     place, _, file = key.decode(errors="replace").removeprefix(start).rpartition("/")
                     facts.strlen(key)
                     facts.hexists(f"{self._prefix}rows/{place}", file)  # the server may have evicted the row alone
-                found = await facts.execute()
+                sizes_and_rows = await facts.execute()
             budget = (await self._redis.info("memory")).get("maxmemory") or None
-            return Usage(sum(found[1::2]), sum(found[::2]), budget)
+            return Usage(sum(sizes_and_rows[1::2]), sum(sizes_and_rows[::2]), budget)
 
         return await self._answer(ask())
 

@@ -1,10 +1,10 @@
-"""Rows of a remote: one per variant beside its payload, and the names of both.
+"""Rows of a remote: one per variant in addition to its payload, and the names of both.
 
-A row is 16 hex digits of `created`, 16 of an xxh3 over the rest, JSON, and on a signed remote a line with its
-signature. What is not exactly as it was written, or does not belong under the name it was found at, is no row.
+A row is 16 hex digits of `created`, 16 hex digits of an xxh3 over the rest, JSON, and on a signed remote a line with
+its signature. A row that has changed, or was found under another name, is rejected.
 
-The names in the JSON are the format, frozen by a test. A field that is not known is ignored, so a later version may
-add some. Rows of another layout are in another folder (`ROOT`).
+The names in the JSON are the format, frozen by a test. Unknown fields are ignored, so later versions may add fields.
+Rows of another layout are in another folder (`ROOT`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cachecraft_rag.store.remote.base import LONGEST_ROWS
 from cachecraft_rag.store.row_checks import row_error, scores_are_wrong
 from cachecraft_rag.types import LAYOUT_VERSION, Payload, TokenScores, Variant, VariantKey, digest
 
-ROOT = f"cachecraft/v{LAYOUT_VERSION}"  # another layout version is another world
+ROOT = f"cachecraft/v{LAYOUT_VERSION}"  # versions of the layout do not share chunk-caches
 _AS_THEY_ARE = (
     "variant_id", "tokens", "tokens_digest", "inter", "intra", "cci", "exact_share", "codec", "nbytes",
     "reuse_frequency", "created", "primed",
@@ -34,15 +34,15 @@ _IMPOSSIBLE = (ValueError, TypeError, LookupError, AttributeError, OverflowError
 
 @dataclass(frozen=True)
 class Row:
-    """A variant as a remote lists it, with the facts of its payload, and its token scores."""
+    """A variant on a remote, with facts about its payload, and its token scores."""
 
     variant: Variant
     token_scores: TokenScores
 
     def encode(self) -> bytes:
-        """The row's bytes, not signed."""
+        """Return the bytes of the row, without a signature."""
         variant = self.variant
-        found = {
+        values = {
             "layout_version": LAYOUT_VERSION,
             **asdict(variant.key),
             **{name: getattr(variant, name) for name in _AS_THEY_ARE},
@@ -50,27 +50,27 @@ class Row:
             "payload_bytes": variant.payload.nbytes,
         }
         if variant.payload.seal:
-            found["seal"] = base64.b64encode(variant.payload.seal).decode()
-        text = json.dumps(found, separators=(",", ":")).encode("ascii")
+            values["seal"] = base64.b64encode(variant.payload.seal).decode()
+        text = json.dumps(values, separators=(",", ":")).encode("ascii")
         return framed(created_hex(variant.created).encode("ascii"), text)
 
 
 def name_of(variant: Variant) -> str:
-    """Name of row and payload; `created` is part of it, so an old row never meets a newer payload."""
+    """Return the name of row and payload. It includes `created`, so an old row never refers to a newer payload."""
     return f"{place_of(variant.key)}/{variant.variant_id}-{created_hex(variant.created)}"
 
 
 def framed(created: bytes, text: bytes, signature: bytes = b"") -> bytes:
-    """A row: `created`, a checksum over the rest, JSON, and the signature, if any, after a line's end.
+    """Return a row: `created`, a checksum over the rest, JSON, and the signature, if any, on a new line.
 
-    JSON as we write it holds no line's end.
+    The JSON itself never contains a line end.
     """
     rest = text + b"\n" + signature if signature else text
     return created + xxhash.xxh3_64_hexdigest(rest).encode("ascii") + rest
 
 
 def unframed(raw: bytes) -> tuple[bytes, bytes, bytes]:
-    """The inverse of `framed`. Raises ValueError when the checksum is wrong."""
+    """Take apart a row of `framed`. Raises ValueError if the checksum is wrong."""
     if xxhash.xxh3_64_hexdigest(raw[32:]).encode("ascii") != raw[16:32]:
         raise ValueError("row damaged: checksum")
     text, _, signature = raw[32:].partition(b"\n")
@@ -78,20 +78,21 @@ def unframed(raw: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def created_hex(created: float) -> str:
-    """16 hex digits that sort as the times do."""
+    """Return 16 hex digits that sort like the times."""
     return struct.pack(">d", created).hex()
 
 
 def place_of(key: VariantKey) -> str:
-    """The folder of one chunk of one tenant's model; digests, because ids may hold anything."""
+    """Return the folder of a chunk of one tenant and model. It consists of digests, because ids may hold anything."""
     scope = digest("remote scope", key.namespace, key.fingerprint)
     return f"{scope}/{digest('remote chunk', key.chunk_id)}"
 
 
 def decode_row(raw: bytes, *, namespace: str, fingerprint: str, chunk_id: str) -> Row:
-    """The row of a variant of exactly this chunk. Raises ValueError when it is damaged, or of something else.
+    """Decode the row of a variant of this chunk. Raises ValueError if it is damaged or belongs to another chunk.
 
-    `signing` verifies the signature, if any. The stated uses are ignored: they could keep a variant here for ever.
+    `signing` verifies the signature, if any. The uses in the row are ignored: false ones could keep a variant in the
+    local store forever.
     """
     try:
         if len(raw) > LONGEST_ROWS:
@@ -113,8 +114,8 @@ def decode_row(raw: bytes, *, namespace: str, fingerprint: str, chunk_id: str) -
 
 
 def _variant_of(row: Mapping[str, Any]) -> Variant:
-    """The variant of a row's fields; unknown ones are ignored. Raises LookupError, TypeError, ValueError."""
-    key = VariantKey(**{one.name: row[one.name] for one in fields(VariantKey)})
+    """Return the variant of a row's fields, without unknown ones. Raises LookupError, TypeError, ValueError."""
+    key = VariantKey(**{field.name: row[field.name] for field in fields(VariantKey)})
     given = {name: row[name] for name in _AS_THEY_ARE} | {"inter": tuple(array("f", row["inter"]))}
     payload = Payload(None, row["payload_bytes"], base64.b64decode(row.get("seal", ""), validate=True))
     key = replace(key, origin_prefix=tuple(key.origin_prefix))
@@ -122,11 +123,17 @@ def _variant_of(row: Mapping[str, Any]) -> Variant:
 
 
 def _encoded(scores: np.ndarray | None) -> str | None:
-    return None if scores is None else base64.b64encode(np.ascontiguousarray(scores, dtype="<f4").tobytes()).decode()
+    if scores is None:
+        return None
+    content = np.ascontiguousarray(scores, dtype="<f4").tobytes()
+    return base64.b64encode(content).decode()
 
 
 def _decoded(text: str | None) -> np.ndarray | None:
-    return None if text is None else np.frombuffer(base64.b64decode(text, validate=True), dtype="<f4")
+    if text is None:
+        return None
+    content = base64.b64decode(text, validate=True)
+    return np.frombuffer(content, dtype="<f4")
 
 
 def _require(row: Row) -> None:

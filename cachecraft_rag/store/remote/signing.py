@@ -1,12 +1,12 @@
-"""Signed remotes: with a key that its engines share, only what they signed is believed.
+"""Signed remotes: engines with the same key accept only rows and payloads that one of them has signed.
 
-A row ends in an HMAC-SHA256 over all of it. It holds the seal of its payload: a keyed digest (HMAC-SHA256, cut to 128
-bits) of each slice of 256 KiB, in order. The stream verifies a slice before anybody gets a byte of it, so loading layer
-by layer goes on as before; one digest over the whole payload would have to wait for its end. xxh3 is fast and keyless:
-who changes bytes can change it too.
+A row ends in an HMAC-SHA256 over its content. It holds the seal of its payload: a keyed digest (HMAC-SHA256, cut to 128
+bits) of each slice of 256 KiB, in order. The stream verifies a slice before it returns any byte of it, so layers are
+still loaded one by one; a single digest of the whole payload could be verified only at its end. The checksum xxh3 needs
+no key, so an attacker who changes bytes can change it too.
 
-Row and payload are bound to each other and to their identity. Not bound: that the row is the newest one. Whoever can
-write can bring back an older chunk-cache of the same identity, with its row.
+Signatures bind row and payload to each other and to their identity. They do not prove that a row is the newest one: an
+attacker with write access can restore an older chunk-cache of the same identity with its row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A payload on its way from a remote, read in order while the rest still comes."""
+"""A payload that is read in order while it is still being transferred from a remote."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from typing import Any, Literal
+from typing import Literal
 
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.layout import Encoded
@@ -19,11 +19,11 @@ Piece = bytes | memoryview
 
 
 class RemoteStream(Closeable):
-    """Reads a payload front to back: the header first, then layer 0, 1, … A `layout.ByteSource`.
+    """Reads a payload from front to back: the header first, then layer 0, 1, … A `layout.ByteSource`.
 
-    The next piece is fetched while the caller works on the last. One thread reads; `close` may be called from any other
-    and ends a read under way at once. A buffer is written to by the reading thread alone, so once `read_into` is over,
-    by whatever end, it belongs to the caller again.
+    The next piece is fetched while the caller uses the last one. One thread reads; any other may call `close`, which
+    ends a current read at once. Only the reading thread writes to a buffer, so once `read_into` has returned or raised,
+    the caller owns the buffer again.
     """
 
     tier: TierName = "remote"
@@ -34,7 +34,7 @@ class RemoteStream(Closeable):
         pieces: AsyncIterator[Piece],
         nbytes: int,
         *,
-        submit: Callable[[Coroutine[Any, Any, Piece]], Future[Piece]],
+        submit: Callable[[Coroutine[object, object, Piece]], Future[Piece]],
         timeout_s: float,
         first_timeout_s: float,
         ended: Callable[[End], None],
@@ -62,20 +62,20 @@ class RemoteStream(Closeable):
         self._next = submit(_step(pieces, first_timeout_s))
 
     def read(self, buffer: memoryview, at: int) -> None:
-        """`read_into`, for `layout.StoredVariant`; raises OSError when `at` is not where the last read ended."""
+        """Call `read_into` for `layout.StoredVariant`. Raises OSError unless `at` is where the last read ended."""
         if at != self._taken:
             raise OSError(errno.ESPIPE, "a remote is read from front to back")
         self.read_into(buffer)
 
     def encoded(self) -> Encoded | None:
-        """The whole payload in the buffers that were filled, not copies; None until all of it is there."""
+        """Return the whole payload in the buffers that were filled, without copies; None until it is complete."""
         return Encoded(bytes(self._parts[0]), tuple(self._parts[1:])) if self._taken == self.nbytes else None
 
     def read_into(self, buffer: memoryview) -> None:
         """Fill the whole buffer (bytes, writable) with the next bytes.
 
-        Raises TimeoutError when the remote pauses for too long, OSError when it fails, has too few bytes, or the stream
-        is closed, ValueError when it is not what was signed. After an error the rest is lost.
+        Raises TimeoutError if the remote pauses for too long; OSError if it fails, has too few bytes, or the stream is
+        closed; ValueError if the signature does not match. After an error the stream cannot be read any further.
         """
         if self._taken + buffer.nbytes > self.nbytes:
             self._fail("short", OSError(errno.EIO, "the remote's payload has fewer bytes than its header says"))
@@ -100,7 +100,7 @@ class RemoteStream(Closeable):
         under_way.cancel()
 
     def _confirmed(self, confirms: Callable[[int, bytearray], bool]) -> memoryview:
-        """The next slice, verified."""
+        """Return the next slice, verified."""
         wanted = min(SLICE_BYTES, self.nbytes - self._slices * SLICE_BYTES)
         whole = bytearray()
         while len(whole) < wanted:
@@ -115,10 +115,10 @@ class RemoteStream(Closeable):
         return memoryview(whole)
 
     def _piece(self) -> memoryview:
-        """The next piece, which is not empty."""
+        """Return the next piece, which is never empty."""
         coming = self._next
         try:
-            # The coroutine keeps the time; ours is for an event loop that hangs, whatever the reason.
+            # The coroutine has its own time limit; this one is for an event loop that hangs.
             piece = coming.result(self._first_timeout_s + self._timeout_s)
         except CancelledError:
             raise OSError(errno.ECANCELED, "closed while it was read from the remote") from None
@@ -148,6 +148,6 @@ class RemoteStream(Closeable):
 
 
 async def _step(pieces: AsyncIterator[Piece], timeout_s: float) -> Piece:
-    """The next piece, or an empty one after the last."""
+    """Return the next piece, or an empty one after the last."""
     async with asyncio.timeout(timeout_s):
         return await anext(pieces, b"")

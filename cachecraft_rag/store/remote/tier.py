@@ -1,4 +1,4 @@
-"""`RemoteTier`: chunk-caches that several engines share. Every wait has an end, every failure is a miss."""
+"""`RemoteTier`: chunk-caches that several engines share. Every wait is limited, and every failure counts as a miss."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ from cachecraft_rag.types import LoadFailure, Payload, TokenScores, Unavailable,
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
-MOST_ROW_BYTES = 8 << 20  # of one look-up: honest ones have a hundredth, and more would take its time to be read
-MOST_REMOVED = 8  # damaged rows, by one look-up
-MOST_FOREIGN = 256
-MOST_SCORES = 20_000  # variants of which token scores are remembered
-STATS_S = 2.0  # an administrator waits longer than a request, but not for ever
+# Most bytes of rows per look-up: usual look-ups have a hundredth, and parsing more would take too long.
+MOST_ROW_BYTES = 8 << 20
+MOST_REMOVED = 8  # damaged rows that one look-up removes
+MOST_FOREIGN = 256  # unsigned rows that are remembered
+MOST_SCORES = 20_000  # variants whose token scores are remembered
+STATS_S = 2.0  # time limit of statistics for an administrator, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteStats:
-    """The remote as a whole (None: no answer in time) and what this process did with it.
+    """Contents of the remote (None: no answer in time), and counts of this process.
 
-    breaker  "closed": in use; "open": left alone after repeated failures; "probing": being tried again
-    opened   how often the breaker has opened
-    budget   the remote's own limit in bytes; None where it has none, or says nothing of it
-    lookups  look-ups by outcome: "answered", "failed", "too slow", "left alone"
-    reads    payloads by outcome: "whole", "gone", "short", "failed"; those closed early are not counted
-    captures   chunk-caches by outcome: "sent", "already there", "no room", or why one was not sent
+    breaker   "closed": in use; "open": not asked after repeated failures; "probing": being tried again
+    opened    how often the breaker has opened
+    budget    the remote's own limit in bytes; None if it has no limit or does not report one
+    lookups   outcome → number of look-ups: "answered", "failed", "too slow", "left alone"
+    reads     outcome → number of payloads: "whole", "gone", "short", "failed"; those closed early do not count
+    captures  outcome → number of chunk-caches: "sent", "already there", "no room", or the reason why not sent
     """
 
     url: str
@@ -63,11 +64,11 @@ class RemoteStats:
 class RemoteTier(Closeable):
     """Shared chunk-caches on a server, by identity.
 
-    Any thread may call any method; no method but `close` waits long.
+    Any thread may call any method; only `close` waits long.
     """
 
     def __init__(self, config: RemoteConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Does not wait: the first look-ups notice a remote that is down. Raises ConfigError."""
+        """Return without waiting for the remote: the first look-ups notice if it is down. Raises ConfigError."""
         self.config = config
         keys = config.keys()
         self._signer = Signer(keys) if keys else None
@@ -75,7 +76,7 @@ class RemoteTier(Closeable):
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._closed = False
         self._scores: OrderedDict[str, TokenScores] = OrderedDict()  # by variant id, from rows already seen
-        self._foreign: OrderedDict[str, str] = OrderedDict()  # variant id → name of a row without a signature of ours
+        self._foreign: OrderedDict[str, str] = OrderedDict()  # variant id → name of a row without a valid signature
         self._lookups: Counter[str] = Counter()
         self._reads: Counter[str] = Counter()
         self._connection = Connection(config, clock=clock)
@@ -87,49 +88,49 @@ class RemoteTier(Closeable):
     def find(
         self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], bounds: RowBounds | None = None
     ) -> LookupResult:
-        """Shared variants of these chunks within `bounds`, and why others are refused; waits `config.lookup_limit_s`.
+        """Look up shared variants of these chunks within `bounds`; waits at most `config.lookup_limit_s`.
 
-        Refused rows are removed from the remote, except those without a valid signature: a wrong key here must not
-        empty the remote for others.
+        The result includes reasons for refused rows. These are removed from the remote, except those without a valid
+        signature: an engine with a wrong key must not empty the remote for others.
         """
         places = {chunk_id: place_of(VariantKey(namespace, fingerprint, chunk_id, ())) for chunk_id in chunk_ids}
         outcome, answer = self._ask_rows(list(places.values()))
-        found = LookupResult({chunk_id: [] for chunk_id in places}, remote=outcome)
+        lookup = LookupResult({chunk_id: [] for chunk_id in places}, remote=outcome)
         left = MOST_ROW_BYTES
         damaged = 0
         for chunk_id, rows in zip(places, answer, strict=False):
             for name, raw in rows.items():
                 left -= len(raw)
                 if left < 0:
-                    found.refused[chunk_id] = "there are too many rows on the remote"
+                    lookup.refused[chunk_id] = "there are too many rows on the remote"
                     break
                 try:
                     row = decode_row(raw, namespace=namespace, fingerprint=fingerprint, chunk_id=chunk_id)
                     self._require(row, name, bounds)
-                except ConfigError as error:  # a codec that is missing here: left alone
-                    found.refused[chunk_id] = f"what the remote has of it cannot be used here: {error}"
+                except ConfigError as error:  # a codec that is not installed here: the row stays
+                    lookup.refused[chunk_id] = f"what the remote has of it cannot be used here: {error}"
                 except ValueError as error:
                     logger.info("Row on the remote, %s: %s", name, error)
-                    found.refused[chunk_id] = f"what the remote has of it is damaged: {error}"
+                    lookup.refused[chunk_id] = f"what the remote has of it is damaged: {error}"
                     damaged += 1
-                    if damaged <= MOST_REMOVED:  # the next look-up goes on
+                    if damaged <= MOST_REMOVED:  # the next look-up removes more
                         self._connection.in_background(self._connection.backend.remove(name))
                 else:
                     if self._is_signed(raw, row):
                         self._remember(self._scores, row.variant.variant_id, row.token_scores, most=MOST_SCORES)
-                        found.variants[chunk_id].append(bounds.with_layout(row.variant) if bounds else row.variant)
+                        lookup.variants[chunk_id].append(bounds.with_layout(row.variant) if bounds else row.variant)
                     else:
                         self._remember(self._foreign, row.variant.variant_id, name, most=MOST_FOREIGN)
-                        found.refused[chunk_id] = "what the remote has of it is not signed with our key"
-        return found
+                        lookup.refused[chunk_id] = "what the remote has of it is not signed with our key"
+        return lookup
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Token scores of each variant, from rows already seen; every asked id is a key."""
+        """Return variant id → token scores from rows already seen, for every given id."""
         with self._lock:
             return {variant_id: _copied(self._scores.get(variant_id, TokenScores())) for variant_id in variant_ids}
 
     def open(self, variant: Variant) -> RemoteStream | Unavailable:
-        """Begin to read the payload of a variant that a look-up gave, here or in another process; close the stream."""
+        """Begin to read the payload of a variant from a look-up, here or in another process; close the stream."""
         facts = variant.payload
         name = variant.variant_id
         if not facts.nbytes:
@@ -152,9 +153,9 @@ class RemoteTier(Closeable):
             return Unavailable(name, LoadFailure.CLOSED, "the remote tier is closed")
 
     def put(self, variant: Variant, encoded: Encoded, token_scores: TokenScores) -> bool:
-        """Send a shared variant in the background; False when it is dropped. Private ones never leave the machine.
+        """Send a shared variant in the background; return False if it is dropped. Private ones are never sent.
 
-        The blocks of `encoded` must not change any more. Signing them takes the caller's time.
+        The blocks of `encoded` must not change after this call. They are signed in the caller's thread.
         """
         if variant.session is not None or self._closed:
             return False
@@ -162,7 +163,7 @@ class RemoteTier(Closeable):
         seal = self._signer.seal(payload) if self._signer is not None else b""
         facts = Payload(nbytes=encoded.nbytes, seal=seal)
         raw = Row(replace(variant, home="remote", payload=facts), token_scores).encode()
-        with self._lock:  # a row without a signature of ours gives way: else nothing signed could ever take its place
+        with self._lock:  # an unsigned row of the variant is replaced: otherwise it would block signed ones forever
             foreign = self._foreign.pop(variant.variant_id, None)
         signed = raw if self._signer is None else self._signer.sign(raw)
         return self._outbox.offer(Parcel(name_of(variant), signed, payload, foreign))
@@ -174,7 +175,7 @@ class RemoteTier(Closeable):
     # -- administration -----------------------------------------------------------------------------------------------
 
     def stats(self, *, ask: bool = True) -> RemoteStats:
-        """Sizes and counts; where it may `ask` the server, that takes two seconds at most."""
+        """Return sizes and counts; with `ask`, the server is asked for its contents, for at most two seconds."""
         usage: Usage | None = None
         if ask and not self._closed and self._connection.allows():
             try:
@@ -196,12 +197,12 @@ class RemoteTier(Closeable):
             )
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything put so far is sent or dropped; False when that takes longer."""
+        """Wait until all captures put so far are sent or dropped; return False after the timeout."""
         return self._outbox.flush(timeout_s)
 
     def close(self) -> None:
-        """Send what is waiting, for `config.close_timeout_s` at most, then give up whatever is in flight."""
-        if not self._home.here:  # a fork of its process has neither its loop nor what waits there
+        """Send queued captures for at most `config.close_timeout_s`, then cancel all transfers."""
+        if not self._home.here:  # a fork of the process has neither the loop nor the queue
             return
         with self._lock:
             if self._closed:
@@ -215,7 +216,7 @@ class RemoteTier(Closeable):
     # -- small parts --------------------------------------------------------------------------------------------------
 
     def _ask_rows(self, places: list[str]) -> tuple[str, list[dict[str, bytes]]]:
-        """Outcome of the remote look-up, and its rows by place."""
+        """Return the outcome of the remote look-up, and name → row of each place."""
         outcome = "answered"
         rows = list[dict[str, bytes]]()
         if self._closed or not self._connection.allows():
@@ -232,7 +233,7 @@ class RemoteTier(Closeable):
         return outcome, rows
 
     def _require(self, row: Row, name: str, bounds: RowBounds | None) -> None:
-        """Raise ValueError unless the row lies where it belongs and its payload may be one of the model."""
+        """Raise ValueError unless the row is in the right place and its payload has a possible size."""
         if name_of(row.variant) != name:
             raise ValueError("row of another variant")
         if bounds is None:
@@ -243,7 +244,7 @@ class RemoteTier(Closeable):
             raise ValueError("its payload is longer than any of that many tokens")
 
     def _is_signed(self, raw: bytes, row: Row) -> bool:
-        """Return True if a row may be believed; without a key every row is."""
+        """Return True if a row is trusted; without a key every row is."""
         if self._signer is None:
             return True
         payload = row.variant.payload
@@ -264,10 +265,10 @@ class RemoteTier(Closeable):
             self._connection.breaker.succeeded("read")
         elif end == "failed":
             self._connection.failed("read", "a transfer failed or paused for too long")
-        else:  # evicted meanwhile, or truncated for good
+        else:  # evicted since the look-up, or truncated
             self.remove(variant)
 
 
 def _copied(scores: TokenScores) -> TokenScores:
-    """The same in an array that is free to be changed."""
+    """Return a copy whose array may be changed."""
     return TokenScores(None if scores.inter is None else scores.inter.copy())

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's API server?
+"""Parts that run inside vLLM's API server.
 
 Import from here: `launch` (starts the server), `endpoint` (its routes), `documents` (a chat request with documents,
 parsed) and `unmarked` (reuse in requests without documents). vLLM loads `endpoint` by its entry point.

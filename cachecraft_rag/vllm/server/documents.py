@@ -1,11 +1,12 @@
-"""A chat request with `documents`, taken apart: chunks, instruction, history and question."""
+"""Parsing of a chat request with `documents` into chunks, instruction, history and question."""
 
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, Literal, Protocol, Self
 
 from cachecraft_rag.checks import check_flag, check_mapping, check_names
 from cachecraft_rag.errors import ConfigError
@@ -15,42 +16,70 @@ from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types import Chunk
 from cachecraft_rag.vllm.settings import OFF, ClientSettings
 
-FIELD = "cachecraft"  # of a request's body: fields of `ReuseConfig` for this request, and `STRICT_IDS`
-STRICT_IDS = "strict_ids"  # true: refuse a document whose `id` is not that of its text
+FIELD = "cachecraft"  # field of a request's body: fields of `ReuseConfig` for this request, and `STRICT_IDS`
+STRICT_IDS = "strict_ids"  # true: refuse a document whose `id` is not the id of its text
 ADMIN_HEADER = "X-CacheCraft-Admin-Key"
 MOST_DOCUMENTS = 1000
-MOST_PRIMED = 4 << 20  # characters of one request to prime: a book of a thousand pages
+MOST_PRIMED = 4 << 20  # characters per request to prime: a book of a thousand pages
 MOST_BODY = 6 * MOST_PRIMED  # bytes: JSON may write a character as \uXXXX
-_CHARACTERS_PER_TOKEN = 64  # more text than this for each token of the context is refused before it is tokenised
+_CHARACTERS_PER_TOKEN = 64  # text with more characters per token of the context is refused before it is tokenised
 
-# Settings that change no captured value.
+# Settings that do not change captured values.
 _HARMLESS = frozenset({"reuse", "capture", "loading"})
 _EXAMPLE = 'write "documents": [{"text": "…"}, …], best first'
-_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-
-# Fields of a chat request that do not work with a prompt of segments: when they are harmless, and advice.
-_UNSUPPORTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "n": (lambda value: value in (None, 1), "ask again for another answer"),
-    "echo": (lambda value: not value, "leave it out"),
-    "prompt_logprobs": (lambda value: value is None, "leave it out"),
-    "use_beam_search": (lambda value: not value, "leave it out"),
-    "truncate_prompt_tokens": (lambda value: value is None, "documents that do not fit are left out by rank"),
-    "chat_template": (lambda value: value is None, "the model's own is used"),
-    "chat_template_kwargs": (lambda value: not value, "leave them out"),
-    "continue_final_message": (lambda value: not value, "end with the user's message"),
-    "add_generation_prompt": (lambda value: value is not False, "leave it out"),
-    "return_token_offsets": (lambda value: not value, "leave it out"),
-    "return_prompt_text": (lambda value: not value, "leave it out"),
+_ROLES: Mapping[str, Literal["user", "assistant", "system"]] = {
+    "user": "user",
+    "assistant": "assistant",
+    "system": "system",
+    "developer": "system",
 }
+
+
+def _is_absent(value: object) -> bool:
+    return value is None
+
+
+# Fields of a chat request that do not work with a prompt of segments → test for harmless values, and advice.
+_UNSUPPORTED: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "n": (lambda value: value in (None, 1), "ask again for another answer"),
+    "echo": (operator.not_, "leave it out"),
+    "prompt_logprobs": (_is_absent, "leave it out"),
+    "use_beam_search": (operator.not_, "leave it out"),
+    "truncate_prompt_tokens": (_is_absent, "documents that do not fit are left out by rank"),
+    "chat_template": (_is_absent, "the model's own is used"),
+    "chat_template_kwargs": (operator.not_, "leave them out"),
+    "continue_final_message": (operator.not_, "end with the user's message"),
+    "add_generation_prompt": (lambda value: value is not False, "leave it out"),
+    "return_token_offsets": (operator.not_, "leave it out"),
+    "return_prompt_text": (operator.not_, "leave it out"),
+}
+
+
+class PlainRequest(Protocol):
+    """The field of vLLM's requests that holds unknown fields of the body."""
+
+    model_extra: Mapping[str, object] | None
+
+
+class ChatRequest(PlainRequest, Protocol):
+    """The fields of vLLM's `ChatCompletionRequest` that are read here."""
+
+    documents: list[dict[str, str]] | None
+    messages: Sequence[object]
+    tools: Sequence[object] | None
+    tool_choice: object
+    max_tokens: int | None
+    max_completion_tokens: int | None
+    cache_salt: str | None
 
 
 @dataclass(frozen=True)
 class Asked:
     """A request with documents.
 
-    system   its own instruction; None: the server's
-    config   its own settings of reuse; None: the server's
-    reserve  tokens kept free for the answer
+    system   instruction of the request; None: the server's instruction
+    config   reuse settings of the request; None: the server's settings
+    reserve  number of tokens kept free for the answer
     """
 
     question: str
@@ -62,20 +91,23 @@ class Asked:
     client_salt: str
 
     @classmethod
-    def read(cls, request: Any, default: ReuseConfig, *, context_length: int, allowed: ClientSettings = "all") -> Self:
+    def read(
+        cls, request: ChatRequest, default: ReuseConfig, *, context_length: int, allowed: ClientSettings = "all"
+    ) -> Self:
         """Read vLLM's `ChatCompletionRequest`. Raises ConfigError with what to do instead.
 
         Args:
-            allowed: settings of reuse that it may bring, see `EndpointSettings`.
+            allowed: reuse settings that it may change, see `EndpointSettings`.
         """
         for name, (fine, advice) in _UNSUPPORTED.items():
             if not fine(getattr(request, name, None)):
                 raise ConfigError(f"{name} cannot be used together with documents: {advice}")
         if request.tools and request.tool_choice not in (None, "none"):
             raise ConfigError("tools cannot be used together with documents: leave out one of the two")
+        documents = request.documents or []
         check_documents(request.documents)
         system, turns = _conversation(request.messages)
-        size = sum(len(one["text"]) for one in request.documents) + sum(len(text) for _, text in turns)
+        size = sum(len(document["text"]) for document in documents) + sum(len(text) for _, text in turns)
         if size > (most := _CHARACTERS_PER_TOKEN * context_length):
             raise ConfigError(
                 f"documents and messages have {size} characters, and the model's context is {context_length} tokens; "
@@ -84,7 +116,7 @@ class Asked:
         answer = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         return cls(
             question=turns[-1][1],
-            chunks=_chunks(request.documents, strict=_strict_ids(request)),
+            chunks=_chunks(documents, strict=_strict_ids(request)),
             history=tuple(turns[:-1]),
             system=system,
             config=_config(_reuse_settings(request), default, allowed),
@@ -93,8 +125,8 @@ class Asked:
         )
 
 
-def plain_config(request: Any, default: ReuseConfig, allowed: ClientSettings) -> ReuseConfig | None:
-    """Settings for a request without documents; None where it asks for no reuse. Raises ConfigError."""
+def plain_config(request: PlainRequest, default: ReuseConfig, allowed: ClientSettings) -> ReuseConfig | None:
+    """Return the settings of a request without documents; None if it asks for no reuse. Raises ConfigError."""
     given = _reuse_settings(request)
     if isinstance(given, Mapping) and given.get("plain_prompts") == "off":
         return None
@@ -110,12 +142,12 @@ def plain_config(request: Any, default: ReuseConfig, allowed: ClientSettings) ->
 def read_body(body: bytes, names: Collection[str]) -> dict[str, Any]:
     """Read a JSON object with no other fields than these. Raises ConfigError."""
     try:
-        found = json.loads(body)
-        check_mapping("the body", found)
-        check_names(found, names, what="field")
+        parsed = json.loads(body)
+        check_mapping("the body", parsed)
+        check_names(parsed, names, what="field")
     except (ValueError, RecursionError, ConfigError) as error:
         raise ConfigError(f"the body must be a JSON object: {error}") from error
-    return dict(found)
+    return dict(parsed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +167,7 @@ class PrimingRequest:
 def read_priming(body: bytes, *, context_length: int) -> PrimingRequest:
     """Read a request to prime.
 
-    Raises ConfigError for chunks that take too long to tokenise, or fit no pass anyhow.
+    Raises ConfigError for chunks that take too long to tokenise or cannot fit the context.
     """
     given = read_body(body, ("documents", "related", "estimate"))
     related = given.get("related", [])
@@ -156,7 +188,7 @@ def read_priming(body: bytes, *, context_length: int) -> PrimingRequest:
 
 
 def _chunks(documents: Sequence[Mapping[str, str]], *, strict: bool = False) -> tuple[Chunk, ...]:
-    """Return the chunks; a text whose `id` is another text's is a chunk under its own id.
+    """Return the chunks. If the `id` of a document is the id of another text, its chunk gets the right id.
 
     Raises ConfigError for such an id if `strict`.
     """
@@ -170,16 +202,16 @@ def _chunks(documents: Sequence[Mapping[str, str]], *, strict: bool = False) -> 
     return chunks
 
 
-def _strict_ids(request: Any) -> bool:
-    """Return True if a request asks to be refused when a document's id is not that of its text."""
+def _strict_ids(request: PlainRequest) -> bool:
+    """Return True if a request asks to be refused when a document's id is not the id of its text."""
     given = (request.model_extra or {}).get(FIELD)
     strict = given.get(STRICT_IDS, False) if isinstance(given, Mapping) else False
     check_flag(STRICT_IDS, strict)
     return bool(strict)
 
 
-def _reuse_settings(request: Any) -> object:
-    """Return the settings of reuse that a request brings, or None."""
+def _reuse_settings(request: PlainRequest) -> object:
+    """Return the reuse settings in a request, or None."""
     given = (request.model_extra or {}).get(FIELD)
     if not isinstance(given, Mapping) or STRICT_IDS not in given:
         return given
@@ -192,16 +224,16 @@ def check_documents(documents: object) -> None:
         raise ConfigError(f"documents must be a list; {_EXAMPLE}")
     if len(documents) > MOST_DOCUMENTS:
         raise ConfigError(f"there are {len(documents)} documents; send at most {MOST_DOCUMENTS}, the best ones")
-    for place, one in enumerate(documents):
-        if not isinstance(one, Mapping) or not isinstance(one.get("text"), str):
+    for place, document in enumerate(documents):
+        if not isinstance(document, Mapping) or not isinstance(document.get("text"), str):
             raise ConfigError(f'documents[{place}] must be an object with a "text"; {_EXAMPLE}')
-        if wrong := [name for name, value in one.items() if not isinstance(value, str)]:
+        if wrong := [name for name, value in document.items() if not isinstance(value, str)]:
             raise ConfigError(f"documents[{place}]: {wrong[0]!r} must be a string; leave it out, or write it as text")
-        _check_characters(one["text"], f"documents[{place}]")
+        _check_characters(document["text"], f"documents[{place}]")
 
 
 def _check_characters(text: str, where: str) -> None:
-    """Raise ConfigError for half a surrogate pair, which JSON can name and no tokenizer takes."""
+    """Raise ConfigError for half a surrogate pair, which JSON can hold and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -209,18 +241,19 @@ def _check_characters(text: str, where: str) -> None:
         raise ConfigError(why) from error
 
 
-def _conversation(messages: Sequence[Any]) -> tuple[str | None, list[Turn]]:
-    """The instruction, if there is one, and the turns; neighbours of one role are joined."""
+def _conversation(messages: Sequence[object]) -> tuple[str | None, list[Turn]]:
+    """Return the instruction or None, and the turns; neighbouring messages of the same role are joined."""
     instructions: list[str] = []
-    turns: list[tuple[Any, list[str]]] = []
+    turns: list[tuple[Literal["user", "assistant"], list[str]]] = []
     for place, message in enumerate(messages):
-        role = _ROLES.get(str(message.get("role"))) if isinstance(message, Mapping) else None
+        fields_of_message = message if isinstance(message, Mapping) else {}
+        role = _ROLES.get(str(fields_of_message.get("role")))
         if role is None:
             raise ConfigError(
                 f"messages[{place}]: together with documents, roles are system, user and assistant; write the text of "
                 "others into a message of the user's"
             )
-        text = _text(message.get("content"), place)
+        text = _text(fields_of_message.get("content"), place)
         if role == "system":
             instructions.append(text)
         elif turns and turns[-1][0] == role:
@@ -239,27 +272,27 @@ def _text(content: object, place: int) -> str:
         _check_characters(content, f"messages[{place}]")
         return content
     parts = list(content) if isinstance(content, Sequence) else [content]
-    texts = [one.get("text") for one in parts if isinstance(one, Mapping) and one.get("type") == "text"]
-    if len(texts) < len(parts) or not all(isinstance(one, str) for one in texts):
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         raise ConfigError(f"messages[{place}]: together with documents, messages hold text only")
     return _text("".join(map(str, texts)), place)
 
 
 def _config(given: object, default: ReuseConfig, allowed: ClientSettings) -> ReuseConfig | None:
-    """The server's settings with those of a request. Raises ConfigError."""
+    """Return the server's settings, changed by those of a request; None without such. Raises ConfigError."""
     if given is None:
         return None
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise ConfigError(f'{FIELD} must be an object with settings of reuse, such as {{"recompute_ratio": 0.2}}')
-    names = [one.name for one in fields(ReuseConfig)]
+    names = [field.name for field in fields(ReuseConfig)]
     check_names(given, names, what=f"setting of {FIELD!r}")
-    # Python clients send all settings, these at their defaults.
+    # Python clients send all settings. Those of `OFF` have their defaults there.
     config = ReuseConfig(**{name: getattr(default, name) for name in names} | dict(given) | dict(OFF))
     changed = [name for name in names if getattr(config, name) != getattr(default, name)]
     if changed and allowed == "none":
         raise ConfigError(f"{FIELD}: this server sets {', '.join(changed)} itself; leave it out")
     if allowed == "safe" and config.capture and shaping_settings(config, default):
-        return replace(config, capture=False)  # what it would capture would be shaped by them, and serve others too
+        return replace(config, capture=False)  # its settings would change chunk-caches that also serve other requests
     return config
 
 

@@ -1,7 +1,7 @@
-"""vLLM's API server with chunk-caches: chat completions with `documents`, and the routes beside them.
+"""vLLM's API server with chunk-caches: chat completions with `documents`, and further routes.
 
-A chat request that has the field `documents` becomes a prompt of segments and goes through a copy of vLLM's own
-handler; one without it goes to vLLM's own function, untouched.
+A chat request with the field `documents` becomes a prompt of segments and is served by a copy of vLLM's own handler. A
+request without it is passed to vLLM's own function unchanged.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import copy
 import hmac
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
 import prometheus_client
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from vllm.entrypoints.openai.chat_completion import api_router as own
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
@@ -35,6 +36,7 @@ from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.vllm.calls import Calls
 from cachecraft_rag.vllm.metrics import ServerCollector, reported_counts
+from cachecraft_rag.vllm.options import CacheConfig
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
 from cachecraft_rag.vllm.server.documents import (
     ADMIN_HEADER,
@@ -72,11 +74,11 @@ class ChatWithDocuments:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes; that of chat completions takes the place of vLLM's."""
+        """Add the routes; the route of chat completions replaces vLLM's."""
         app.include_router(_router())
 
-    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Open the engine over vLLM's, and check that reuse is exact here, before the first request comes."""
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Open the engine over vLLM's, and check that reuse is exact here, before the first request."""
         settings = ConnectorSettings.of(engine_client.vllm_config)
         loop = asyncio.get_running_loop()
         calls = Calls(engine_client, loop)
@@ -90,10 +92,11 @@ class ChatWithDocuments:
 
 
 class Endpoint:
-    """State of the routes: the engine, threads for calls that block, and the records of requests."""
+    """State of the routes: the engine, threads for blocking calls, and the records of requests."""
 
-    def __init__(self, engine: ServerEngine, cache_config: Any) -> None:
-        self.engine, self.records = engine, Records(engine.ended)
+    def __init__(self, engine: ServerEngine, cache_config: CacheConfig) -> None:
+        self.engine = engine
+        self.records = Records(engine.ended)
         self.plain_prompts: PlainPrompts | None = None
         if engine.settings.plain_prompts == "reuse":
             blocks = cache_config.num_gpu_blocks or 0 if cache_config.enable_prefix_caching else 0
@@ -103,7 +106,7 @@ class Endpoint:
         self._slow = ThreadPoolExecutor(2, "cachecraft-priming")
 
     async def in_thread(self, act: Callable[[], T], *, slow: bool = False) -> T:
-        """Call something that blocks; an error of the request becomes a 400 with the reason."""
+        """Call a blocking function; an error in the request becomes a 400 with the reason."""
         threads = self._slow if slow else self._layouts
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, act)
@@ -111,7 +114,7 @@ class Endpoint:
             raise bad_request(error) from error
 
     def session(self, raw_request: Request) -> str | None:
-        """The session that the trusted header names, if this server trusts one."""
+        """Return the session in the trusted header; None if this server trusts no header."""
         header = self.engine.settings.session_header
         session = None if header is None else raw_request.headers.get(header)
         if session is not None and not 0 < len(session) <= _LONGEST_SESSION:
@@ -120,12 +123,12 @@ class Endpoint:
 
 
 def bad_request(error: CacheCraftError) -> HTTPException:
-    """A 400 in vLLM's own form."""
+    """Return a 400 in the format of vLLM."""
     return HTTPException(status_code=400, detail=str(error).replace("max_new_tokens", "max_tokens"))
 
 
 async def _documents_are_well_formed(raw_request: Request) -> None:
-    """Before vLLM's own validation, whose messages do not say what to do."""
+    """Check documents before vLLM's own validation, whose messages do not say what to do."""
     if b'"documents"' not in await raw_request.body():
         return
     body = await raw_request.json()
@@ -136,8 +139,8 @@ async def _documents_are_well_formed(raw_request: Request) -> None:
             raise bad_request(error) from error
 
 
-async def create_chat_completion(request: ChatCompletionRequest, raw_request: Request) -> Any:
-    """Chat completions; with `documents` from chunk-caches."""
+async def create_chat_completion(request: ChatCompletionRequest, raw_request: Request) -> Response:
+    """Serve chat completions; requests with `documents` are served from chunk-caches."""
     if request.documents is not None:
         return await _with_documents(request, raw_request)
     if (origin := _origin(request, raw_request)) is None:
@@ -147,11 +150,12 @@ async def create_chat_completion(request: ChatCompletionRequest, raw_request: Re
 
 @with_cancellation  # type: ignore[untyped-decorator]
 @load_aware_call  # type: ignore[untyped-decorator]
-async def _with_documents(request: ChatCompletionRequest, raw_request: Request) -> Any:
+async def _with_documents(request: ChatCompletionRequest, raw_request: Request) -> Response:
     endpoint = _endpoint(raw_request)
-    engine, session = endpoint.engine, endpoint.session(raw_request)
+    engine = endpoint.engine
+    session = endpoint.session(raw_request)
 
-    def prepare() -> tuple[RequestRecord, dict[str, Any], str]:
+    def prepare() -> tuple[RequestRecord, dict[str, object], str]:
         asked = Asked.read(
             request,
             engine.config,
@@ -169,7 +173,8 @@ async def _with_documents(request: ChatCompletionRequest, raw_request: Request) 
         engine.request_counts.refuse()
         raise
     request.documents = None
-    request.kv_transfer_params, request.cache_salt = transfer, salt
+    request.kv_transfer_params = transfer
+    request.cache_salt = salt
     stock = raw_request.app.state.openai_serving_chat
     handler = copy.copy(stock)
     handler.engine_client = RecordingClient(stock.engine_client, record, endpoint.records)
@@ -183,9 +188,9 @@ async def _with_documents(request: ChatCompletionRequest, raw_request: Request) 
 
 @with_cancellation  # type: ignore[untyped-decorator]
 @load_aware_call  # type: ignore[untyped-decorator]
-async def _plain_chat(request: ChatCompletionRequest, raw_request: Request, origin: Origin) -> Any:
+async def _plain_chat(request: ChatCompletionRequest, raw_request: Request, origin: Origin) -> Response:
     async def locate(ids: Sequence[int]) -> Searched:
-        """Find each message where the prompt differs from the same one with another text in it."""
+        """Locate each message: there the prompt differs from the same prompt with that message replaced."""
         texts = []
         places = searched_messages(request.messages, search_system=settings.search_system)
         for place in places:
@@ -203,8 +208,8 @@ async def _plain_chat(request: ChatCompletionRequest, raw_request: Request, orig
     return await _answer(handler.create_chat_completion, request, raw_request)
 
 
-async def create_completion(request: CompletionRequest, raw_request: Request) -> Any:
-    """Completions; documents are taken by chat completions only."""
+async def create_completion(request: CompletionRequest, raw_request: Request) -> Response:
+    """Serve completions; only chat completions take documents."""
     _require_none(request)
     if (origin := _origin(request, raw_request)) is None:
         return await completions.create_completion(request, raw_request)
@@ -213,7 +218,7 @@ async def create_completion(request: CompletionRequest, raw_request: Request) ->
 
 @with_cancellation  # type: ignore[untyped-decorator]
 @load_aware_call  # type: ignore[untyped-decorator]
-async def _plain_completion(request: CompletionRequest, raw_request: Request, origin: Origin) -> Any:
+async def _plain_completion(request: CompletionRequest, raw_request: Request, origin: Origin) -> Response:
     async def locate(ids: Sequence[int]) -> Searched:
         return Searched((range(len(ids)),))
 
@@ -222,7 +227,7 @@ async def _plain_completion(request: CompletionRequest, raw_request: Request, or
 
 
 def _origin(request: ChatCompletionRequest | CompletionRequest, raw_request: Request) -> Origin | None:
-    """Where a request without documents comes from; None where it is left to vLLM."""
+    """Return the origin of a request without documents; None if vLLM serves it without reuse."""
     endpoint = _endpoint(raw_request)
     engine = endpoint.engine
     if endpoint.plain_prompts is None or request.use_beam_search:
@@ -232,21 +237,23 @@ def _origin(request: ChatCompletionRequest | CompletionRequest, raw_request: Req
         config = plain_config(request, engine.config, engine.settings.client_settings)
     except ConfigError as error:
         raise bad_request(error) from error
-    return None if config is None else Origin(session, request.cache_salt or "", engine.calibrated(config))
+    if config is None:
+        return None
+    return Origin(session, request.cache_salt or "", engine.calibrated(config))
 
 
 def _searching(stock: Any, raw_request: Request, origin: Origin, locate: Locate) -> Any:
-    """A copy of vLLM's own handler whose prompts are searched."""
+    """Return a copy of vLLM's own handler whose prompts are searched."""
     prompts = _endpoint(raw_request).plain_prompts
-    assert prompts is not None, "or there is no origin"
+    assert prompts is not None, "otherwise the request has no origin"
     handler = copy.copy(stock)
     handler.engine_client = SearchingClient(stock.engine_client, prompts, origin, locate)
     handler.enable_prompt_tokens_details = True
     return handler
 
 
-async def create_responses(request: ResponsesRequest, raw_request: Request) -> Any:
-    """vLLM's own; documents are taken by chat completions only."""
+async def create_responses(request: ResponsesRequest, raw_request: Request) -> Response:
+    """Serve responses as vLLM does; only chat completions take documents."""
     _require_none(request)
     return await responses.create_responses(request, raw_request)
 
@@ -256,8 +263,10 @@ def _require_none(request: CompletionRequest | ResponsesRequest) -> None:
         raise bad_request(ConfigError("documents are taken by /v1/chat/completions: send the question there"))
 
 
-async def _answer(act: Callable[..., Any], request: Any, raw_request: Request) -> Any:
-    """Answer as vLLM's route does, with this handler's method."""
+async def _answer(
+    act: Callable[[object, Request], Awaitable[object]], request: object, raw_request: Request
+) -> Response:
+    """Answer as vLLM's route does, with the handler's method `act`."""
     answer = await act(request, raw_request)
     if isinstance(answer, ErrorResponse):
         return JSONResponse(answer.model_dump(), status_code=answer.error.code)
@@ -268,32 +277,33 @@ async def _answer(act: Callable[..., Any], request: Any, raw_request: Request) -
     return StreamingResponse(with_sse_keep_alive(answer, interval), media_type="text/event-stream")
 
 
-async def facts(raw_request: Request) -> dict[str, Any]:
-    """The served model and the settings that a client needs."""
+async def facts(raw_request: Request) -> dict[str, object]:
+    """Return the served model and the settings that a client needs."""
     return _endpoint(raw_request).engine.facts()
 
 
-async def tokenizer(raw_request: Request) -> dict[str, Any]:
-    """The model's tokenizer, for clients that have none of its files."""
+async def tokenizer(raw_request: Request) -> dict[str, object]:
+    """Return the files of the model's tokenizer, for clients that do not have them."""
     endpoint = _endpoint(raw_request)
     return {"files": await endpoint.in_thread(endpoint.engine.tokenizer_files)}
 
 
-async def statistics(name: str, raw_request: Request) -> dict[str, Any]:
-    """Statistics of a request with documents; its id is the answer's."""
+async def statistics(name: str, raw_request: Request) -> dict[str, object]:
+    """Return statistics of a request with documents; `name` is the id of its answer."""
     endpoint = _endpoint(raw_request)
-    found = endpoint.records.get(name, session=endpoint.session(raw_request))
-    if found is None:
+    numbers = endpoint.records.get(name, session=endpoint.session(raw_request))
+    if numbers is None:
         raise HTTPException(404, f"no request {name} with documents is remembered; the last 1,000 are")
-    return found
+    return numbers
 
 
-async def prime(raw_request: Request) -> dict[str, Any]:
+async def prime(raw_request: Request) -> dict[str, object]:
     """Capture the chunks of one document, in order; with "estimate": only count them, with the disk's space."""
-    endpoint, body = _administered(raw_request), await _body(raw_request)
+    endpoint = _administered(raw_request)
+    body = await _body(raw_request)
     engine = endpoint.engine
 
-    def act() -> dict[str, Any]:
+    def act() -> dict[str, object]:
         asked = read_priming(body, context_length=engine.decoder.context_length)
         primer = engine.primer(related=lambda _: asked.related)
         if asked.estimate:
@@ -303,16 +313,17 @@ async def prime(raw_request: Request) -> dict[str, Any]:
     return await endpoint.in_thread(act, slow=True)
 
 
-async def evict(raw_request: Request) -> Any:
+async def evict(raw_request: Request) -> dict[str, object]:
     """Remove the chunk-caches of chunks in this server's namespace, by their ids."""
-    endpoint, body = _administered(raw_request), await _body(raw_request)
+    endpoint = _administered(raw_request)
+    body = await _body(raw_request)
 
-    def act() -> Any:
+    def act() -> dict[str, object]:
         ids = read_body(body, ("chunk_ids",)).get("chunk_ids")
         if not isinstance(ids, list):
             raise ConfigError('write {"chunk_ids": ["…"]}')
-        for one in ids:
-            check_text("each of chunk_ids", one)
+        for chunk_id in ids:
+            check_text("each of chunk_ids", chunk_id)
         engine = endpoint.engine
         removed = engine.store.evict(RowFilter(namespace=engine.namespace, chunk_ids=tuple(ids)))
         return asdict(removed)
@@ -321,7 +332,7 @@ async def evict(raw_request: Request) -> Any:
 
 
 async def _body(raw_request: Request) -> bytes:
-    """The body, unparsed: large ones are parsed outside the event loop."""
+    """Return the body unparsed: large bodies are parsed outside the event loop."""
     body = bytearray()
     async for piece in raw_request.stream():
         body += piece
@@ -331,13 +342,14 @@ async def _body(raw_request: Request) -> bytes:
 
 
 def _endpoint(raw_request: Request) -> Endpoint:
-    found: Endpoint = raw_request.app.state.cachecraft
-    return found
+    endpoint: Endpoint = raw_request.app.state.cachecraft
+    return endpoint
 
 
 def _administered(raw_request: Request) -> Endpoint:
-    """The endpoint, for a request that may change the store of others. Raises HTTPException without an admin key."""
-    endpoint, given = _endpoint(raw_request), raw_request.headers.get(ADMIN_HEADER, "").encode()
+    """Return the endpoint for a request that changes shared chunk-caches. Raises HTTPException without an admin key."""
+    endpoint = _endpoint(raw_request)
+    given = raw_request.headers.get(ADMIN_HEADER, "").encode()
     keys = endpoint.engine.settings.admin_keys
     if keys and not any(hmac.compare_digest(given, key.encode()) for key in keys):
         raise HTTPException(403, f"to prime and evict, this server asks for its admin key in the header {ADMIN_HEADER}")
@@ -345,10 +357,10 @@ def _administered(raw_request: Request) -> Endpoint:
 
 
 def _router() -> APIRouter:
-    """The routes; without decorators, which would hide the functions' types."""
+    """Return the routes, added without decorators, which would hide the functions' types."""
     router = APIRouter()
     json = Depends(validate_json_request)
-    posts: list[tuple[str, Callable[..., Any], list[Any]]] = [
+    posts: list[tuple[str, Callable[..., Awaitable[object]], list[object]]] = [
         ("/v1/chat/completions", create_chat_completion, [json, Depends(_documents_are_well_formed)]),
         ("/v1/completions", create_completion, [json]),
         ("/v1/responses", create_responses, [json]),
@@ -357,7 +369,7 @@ def _router() -> APIRouter:
     ]
     for path, act, dependencies in posts:
         router.add_api_route(path, act, methods=["POST"], dependencies=dependencies)
-    gets: list[tuple[str, Callable[..., Any]]] = [
+    gets: list[tuple[str, Callable[..., Awaitable[object]]]] = [
         ("/v1/cachecraft", facts),
         ("/v1/cachecraft/tokenizer", tokenizer),
         ("/v1/cachecraft/requests/{name}", statistics),

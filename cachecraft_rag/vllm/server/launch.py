@@ -20,10 +20,10 @@ from cachecraft_rag.vllm.versions import require_vllm
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-# Set here, so they cannot be given as further arguments.
+# Arguments that this module sets, so users cannot pass them.
 _OURS = ("--model", "--dtype", "--tokenizer", "--kv-transfer-config", "--kv-connector", "--config")
-_NEVER_S = 1e9
-# Longest wait for connections once vLLM has ended, in whole seconds: it may leave requests without an end.
+_NEVER_S = 1e9  # interval of vLLM's statistics in its log, if it should not log any
+# Longest wait in whole seconds for open connections once vLLM has ended: it may leave requests unfinished.
 _CLOSING_S = 5
 
 
@@ -67,8 +67,8 @@ def serve(
 
 def check_arguments(arguments: Sequence[str]) -> None:
     """Raise ConfigError for arguments of vLLM's that are set here, or that conflict with what is set here."""
-    for one in arguments:
-        name = one.partition("=")[0].replace("_", "-")
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("_", "-")
         if name in _OURS:
             raise ConfigError(f"{name} is set by this command; use its own options")
         if name == "--api-server-count":
@@ -91,13 +91,16 @@ def _run(served: ServedModel, model: str, settings: ConnectorSettings, arguments
 
     cli_env_setup()
     parser: Any = make_arg_parser(FlexibleArgumentParser(prog="cachecraft serve", allow_abbrev=False))
-    names = () if any(one.startswith("--served") for one in arguments) else ("--served-model-name", model)
+    is_named = any(argument.startswith("--served") for argument in arguments)
+    names = () if is_named else ("--served-model-name", model)
     fixed = ("--model", str(served.folder), "--dtype", served.layout.dtype)
     args = parser.parse_args([*fixed, *names, *arguments])
     served.require_ranks(args.tensor_parallel_size)
-    if args.disable_log_stats:  # reports of requests that are filled travel with vLLM's statistics: only their log ends
-        args.disable_log_stats, os.environ["VLLM_LOG_STATS_INTERVAL"] = False, str(_NEVER_S)
-    # As an object, not on a command line: the key that seals requests would show in the list of processes.
+    # Reports of filled requests are sent with vLLM's statistics, so only the logging of statistics is switched off.
+    if args.disable_log_stats:
+        args.disable_log_stats = False
+        os.environ["VLLM_LOG_STATS_INTERVAL"] = str(_NEVER_S)
+    # Passed as an object: on a command line, the list of processes would show the key that signs requests.
     args.kv_transfer_config = settings.transfer_config()
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args, timeout_graceful_shutdown=_CLOSING_S))

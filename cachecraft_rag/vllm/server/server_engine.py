@@ -23,6 +23,7 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.vllm.calls import Calls
 from cachecraft_rag.vllm.engine import VLLMBackend
 from cachecraft_rag.vllm.messages import Ask
+from cachecraft_rag.vllm.options import ModelConfig
 from cachecraft_rag.vllm.records import RequestRecord
 from cachecraft_rag.vllm.served_model import PROTOCOL, TOKENIZER_FILES, ServedModel
 from cachecraft_rag.vllm.server.documents import Asked
@@ -61,7 +62,9 @@ class ServerEngine(AnswerEngine):
         self._building_for_system = threading.Lock()
 
     @classmethod
-    def open(cls, settings: ConnectorSettings, model_config: Any, *, chat_template: str | None, calls: Calls) -> Self:
+    def open(
+        cls, settings: ConnectorSettings, model_config: ModelConfig, *, chat_template: str | None, calls: Calls
+    ) -> Self:
         """Open the engine with vLLM's settings. Raises CacheCraftError if the model cannot be served over HTTP."""
         if model_config.tokenizer != model_config.model:
             raise ConfigError(
@@ -104,7 +107,7 @@ class ServerEngine(AnswerEngine):
         log_request(stats)
         self._backend.note_fixed(record.request, record.report)
 
-    def transfer(self, ask: Ask) -> dict[str, Any]:
+    def transfer(self, ask: Ask) -> dict[str, object]:
         """Return vLLM's `kv_transfer_params` of a request."""
         return self._backend.transfer(ask)
 

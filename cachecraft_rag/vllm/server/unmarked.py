@@ -1,10 +1,9 @@
-"""Reuse in requests without `documents`: any client's prompts, as vLLM has rendered them (`prompt.unmarked`).
+"""Reuse in requests without `documents`: prompts of any client, as vLLM has rendered them (`prompt.unmarked`).
 
-vLLM's own handlers lay out and tokenise such a prompt. Its token ids are searched on their way to vLLM's engine: the
-user's messages, results of tools, and system messages if asked for; all else is prefix or computed. vLLM's prefix cache
-goes first.
-A prompt is served from chunk-caches only where those hold more of it than the prefix cache has of an earlier prompt,
-and vLLM computes all others itself, as if there were no chunk-caches.
+vLLM's own handlers render and tokenise such a prompt. Its token ids are searched on their way to vLLM's engine:
+messages of the user, results of tools, and system messages if the settings say so. The rest is prefix or computed.
+vLLM's prefix cache takes precedence: a prompt is served from chunk-caches only if they hold more of it than the prefix
+cache has from an earlier prompt. vLLM computes all other prompts itself, as if there were no chunk-caches.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import threading
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.candidates import Candidate
@@ -33,29 +32,33 @@ from cachecraft_rag.serving.request import Request
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.background_writer import log_mistake
 from cachecraft_rag.types import Prompt, Segment, digest
+from cachecraft_rag.vllm.calls import EngineClient, RequestOutput
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
 
+T = TypeVar("T")
+Message = Mapping[str, object]  # a chat message as JSON
 Notes = Callable[[], Mapping[str, Candidate]]
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-_BLOCK = 16  # tokens: how finely `ServedPrompts` compares, less than is always computed of a last message
-_MOST_BLOCKS = 1 << 17  # that `ServedPrompts` remembers
-_LEAST_REUSED = 128  # tokens; for fewer, a prompt is not taken from vLLM
-_LEAST_SHARE = 1 / 8  # of a prompt
+_BLOCK = 16  # tokens per block of `ServedPrompts`; fewer than are always computed at the end of the last message
+_MOST_BLOCKS = 1 << 17  # number of blocks that `ServedPrompts` remembers
+# A prompt is served from chunk-caches only if they hold so many of its tokens, and so large a fraction of it.
+_LEAST_REUSED = 128
+_LEAST_SHARE = 1 / 8
 _THREADS = 4
 _MARK = "?"
 
 
-_LEAST_CHARACTERS = 200  # of a message that is searched; less is no passage
-_MOST_MESSAGES = 16  # searched in one prompt; each is found by rendering the prompt once more
+_LEAST_CHARACTERS = 200  # shorter messages are not searched: they hold no passage
+_MOST_MESSAGES = 16  # messages searched per prompt; locating each of them takes one more rendering of the prompt
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a request comes from: its session, the `cache_salt` that it gave, its settings of reuse."""
+    """Origin of a request: its session, its `cache_salt` and its reuse settings."""
 
     session: str | None
     salt: str
@@ -63,7 +66,7 @@ class Origin:
 
     @property
     def owner(self) -> str | None:
-        """The session that its passages belong to: a salt asks for separation, too."""
+        """Session that owns its passages. Requests with a salt are kept apart, too."""
         return self.session if self.session is not None or not self.salt else f"salt {digest(self.salt)}"
 
 
@@ -71,8 +74,9 @@ class Origin:
 class Prepared:
     """A prompt with found segments.
 
-    ask     how it is served from chunk-caches; None: vLLM computes it
-    notes   makes `candidates_of`, what to capture if it was seen before: behind the answer, which is not kept waiting
+    ask     request to fill it from chunk-caches; None: vLLM computes it
+    notes   returns `candidates_of`, the candidates to capture if their text was seen before; called after the answer
+            so as not to delay it
     """
 
     request: Request
@@ -84,7 +88,7 @@ class ServedPrompts:
     """The prompts whose blocks vLLM's prefix cache is likely to hold: the latest ones that fit. Thread-safe.
 
     Args:
-        tokens: of the prefix cache; 0 without one.
+        tokens: capacity of the prefix cache in tokens; 0 if it is off.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -93,7 +97,11 @@ class ServedPrompts:
         self._lock = threading.Lock()
 
     def note(self, ids: Sequence[int], origin: Origin, ask: Ask | None) -> None:
-        """Note a prompt that was served; from chunk-caches, only what is behind all of those tells it from others."""
+        """Note a prompt that was served.
+
+        If it was served from chunk-caches, only blocks that end after all of its chunks are noted: only these
+        distinguish it from other prompts.
+        """
         least = 0 if ask is None else ask.prompt.bounds[-2]
         with self._lock:
             for stop, block in _chain(ids, origin):
@@ -104,40 +112,45 @@ class ServedPrompts:
                 self._blocks.popitem(last=False)
 
     def longest(self, ids: Sequence[int], origin: Origin) -> tuple[int, Ask | None]:
-        """Tokens of the longest beginning that was served, and the request for chunk-caches that served it."""
-        found: tuple[int, Ask | None] = (0, None)
+        """Return the length of the longest prefix that was served, and the request for chunk-caches that served it."""
+        length = 0
+        ask: Ask | None = None
         with self._lock:
             for stop, block in _chain(ids, origin):
                 if block in self._blocks:
-                    found = stop, self._blocks[block]
-        return found
+                    length = stop
+                    ask = self._blocks[block]
+        return length, ask
 
 
 def _chain(ids: Sequence[int], origin: Origin) -> Iterator[tuple[int, bytes]]:
-    """The end of each whole block, and a digest of everything up to it."""
+    """Yield the end of each whole block, and a digest of all tokens up to it."""
     chained = hashlib.blake2b(repr((origin.session, origin.salt, origin.config)).encode(), digest_size=16)
-    packed, width = array("q", ids).tobytes(), 8 * _BLOCK
+    packed = array("q", ids).tobytes()
+    width = 8 * _BLOCK
     for end in range(width, len(packed) + 1, width):
         chained.update(packed[end - width : end])
         yield end // 8, chained.digest()
 
 
 def text_in(ids: Sequence[int], marked: Sequence[int]) -> range:
-    """Where a prompt differs from the same one with another text in one place.
+    """Return the range in which a prompt differs from the same prompt with one text replaced.
 
     >>> text_in([1, 2, 7, 8, 9, 3], [1, 2, 5, 3])
     range(2, 5)
     """
     least = min(len(ids), len(marked))
     first = next((place for place in range(least) if ids[place] != marked[place]), least)
-    behind = next((back for back in range(least - first) if ids[-1 - back] != marked[-1 - back]), least - first)
-    return range(first, len(ids) - behind)
+    most = least - first
+    equal_at_end = next((place for place in range(most) if ids[-1 - place] != marked[-1 - place]), most)
+    return range(first, len(ids) - equal_at_end)
 
 
-def searched_messages(messages: Sequence[Any], *, search_system: bool) -> list[int]:
-    """Return the places of the messages to search: the user's, results of tools, and system messages if asked for.
+def searched_messages(messages: Sequence[Message], *, search_system: bool) -> list[int]:
+    """Return the indices of the messages to search.
 
-    Short ones hold no passage, except that the last message always counts; of many, the latest ones are searched.
+    These are messages of the user, results of tools, and with `search_system` system messages. Short messages hold no
+    passage and are left out, except for the last message. If there are many, the latest ones are searched.
     """
     roles = ("user", "tool", "function", *(("system", "developer") if search_system else ()))
     places = []
@@ -148,18 +161,18 @@ def searched_messages(messages: Sequence[Any], *, search_system: bool) -> list[i
     return places[-_MOST_MESSAGES:]
 
 
-def _text_of(content: Any) -> str | None:
-    """Return the text of a message; None if it holds anything else."""
+def _text_of(content: object) -> str | None:
+    """Return the text of a message; None if it holds more than text."""
     if isinstance(content, str):
         return content
-    parts = list(content or ())
+    parts = list(content) if isinstance(content, Iterable) else []
     if not parts or not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
         return None
     return "".join(str(part.get("text") or "") for part in parts)
 
 
-def marked(messages: Sequence[Any], place: int) -> list[Any]:
-    """Return the messages with another text in the one at this place."""
+def marked(messages: Sequence[Message], place: int) -> list[Message]:
+    """Return the messages with the text at index `place` replaced."""
     is_text = isinstance(messages[place].get("content"), str)
     mark = _MARK if is_text else [{"type": "text", "text": _MARK}]
     return [*messages[:place], {**messages[place], "content": mark}, *messages[place + 1 :]]
@@ -169,8 +182,8 @@ def marked(messages: Sequence[Any], place: int) -> list[Any]:
 class Searched:
     """Parts of a prompt's token ids that are searched.
 
-    texts               the messages to search
-    ends_with_question  the last of them ends with what the user asks, which is always computed
+    texts               ranges of the messages to search
+    ends_with_question  True if the last of them ends with the user's question, which is always computed
     """
 
     texts: tuple[range, ...] = ()
@@ -181,32 +194,33 @@ Locate = Callable[[Sequence[int]], Awaitable[Searched]]  # finds the parts to se
 
 
 class PlainPrompts:
-    """Prompts without documents of one API server. But for `prepare`, used in its event loop only.
+    """Prompts without documents of one API server. Except for `prepare`, to be used in its event loop only.
 
     Args:
-        cached_tokens: of vLLM's prefix cache; 0 without one.
+        cached_tokens: capacity of vLLM's prefix cache in tokens; 0 if it is off.
     """
 
     def __init__(self, engine: ServerEngine, records: Records, *, cached_tokens: int) -> None:
-        self._engine, self.records = engine, records
+        self._engine = engine
+        self.records = records
         self._served = ServedPrompts(cached_tokens)
         self._threads = ThreadPoolExecutor(_THREADS, "cachecraft-found-texts")
 
     def prepare(self, ids: Sequence[int], searched: Searched, origin: Origin) -> Prepared | None:
-        """Find segments in a prompt, and decide how it is served; None where nothing is reused or worth noting."""
+        """Find segments in a prompt, and decide how it is served; None if there is no text to reuse or to note."""
         started = time.perf_counter()
         cached, before = self._served.longest(ids, origin)
         prompt, notes, reused, moved = self._laid_out(ids, searched, origin)
         ask: Ask | None = None
         if before is not None and cached >= reused and (moved or 2 * reused < cached):
-            ask = _behind(before, ids)
+            ask = _continued(before, ids)
             prompt = ask.prompt
         elif prompt is None:
             return None
         elif (before is not None or cached < reused) and reused >= max(_LEAST_REUSED, _LEAST_SHARE * len(ids)):
-            # Blocks of one and the same prompt, filled exactly and filled by approximation, are never mixed.
+            # The salt keeps exactly filled blocks apart from approximate ones of the same prompt.
             salt = origin.salt if moved else f"exact {origin.salt}"
-            config = replace(origin.config, capture=False)  # not with the request
+            config = replace(origin.config, capture=False)  # found text is captured by later requests, see `notes`
             ask = Ask(prompt, config, session_of(prompt, origin.owner), client_salt=salt)
         request = Request(prompt, origin.config, SamplingParams(), origin.session, started)
         return Prepared(request, None if ask is None else replace(ask, name=request.request_id), notes)
@@ -214,10 +228,13 @@ class PlainPrompts:
     def _laid_out(
         self, ids: Sequence[int], searched: Searched, origin: Origin
     ) -> tuple[Prompt | None, Notes, int, bool]:
-        """The prompt in segments (None: nothing is found), what to note of it, how many tokens of it are stored, and
-        whether those were moved.
+        """Divide a prompt into segments.
+
+        Returns the prompt (None if no segment is found), its `Prepared.notes`, the number of stored tokens, and True if
+        stored segments have moved since their capture.
         """
-        engine, owner = self._engine, origin.owner
+        engine = self._engine
+        owner = origin.owner
         head = tuple(ids[: max(1, min((text.start for text in searched.texts), default=0))])
         look_up = partial(engine.store.marked_texts, engine.namespace, engine.decoder.fingerprint, session=owner)
         pieces = _pieces(ids, searched, len(head))
@@ -229,33 +246,39 @@ class PlainPrompts:
         system = Segment("system", digest("system", " ".join(map(str, head))), head, private=private)
         prompt = Prompt((system, *tail[:-1], replace(tail[-1], closing=len(pieces[-1].token_ids))))
         session = session_of(prompt, owner)
-        sought = [one for one in prompt.segments if one.kind != "question"]
-        found = engine.look_up(sought, session=session)
-        plan = make_plan(prompt, found.variants, origin.config, refused=found.refused)
+        lookup = engine.look_up([segment for segment in prompt.segments if segment.kind != "question"], session=session)
+        plan = make_plan(prompt, lookup.variants, origin.config, refused=lookup.refused)
         scope = (engine.namespace, engine.decoder.fingerprint)
         notes: Notes = dict
         if origin.config.capture and engine.new_variants.config.when != "off":
-            ours = engine.prompts
-            notes = partial(candidates_of, prompt, plan, session, scope, stand_in=ours.stand_in, shared=ours.system)
+            notes = partial(
+                candidates_of,
+                prompt,
+                plan,
+                session,
+                scope,
+                stand_in=engine.prompts.stand_in,
+                shared=engine.prompts.system,
+            )
         reused = sum(planned.variant.tokens for planned in plan.segments if planned.variant is not None)
         moved = any(planned.to_fix for planned in plan.segments)
         return prompt, notes, reused, moved
 
     def served(self, ids: Sequence[int], origin: Origin, prepared: Prepared | None) -> None:
-        """Note a prompt whose blocks vLLM has now."""
+        """Note a prompt whose blocks are now in vLLM's prefix cache."""
         self._served.note(ids, origin, None if prepared is None else prepared.ask)
 
-    def asking(self, ask: Ask) -> tuple[dict[str, Any], str]:
-        """A request's `kv_transfer_params`, and its salt."""
+    def asking(self, ask: Ask) -> tuple[dict[str, object], str]:
+        """Return the `kv_transfer_params` of a request, and its salt."""
         return {FIELD: self._engine.transfer(ask)[FIELD]}, ask.cache_salt(self._engine.namespace)
 
     def record(self, prepared: Prepared) -> RequestRecord:
-        """The record of a request."""
+        """Return a new record of a request."""
         name = prepared.request.request_id
         return RequestRecord(prepared.request, self._engine.decoder.layout.layers, name, alone=prepared.ask is None)
 
-    async def aside(self, act: Callable[[], Any]) -> Any:
-        """Call something that blocks; None where it fails: the request is vLLM's then."""
+    async def aside(self, act: Callable[[], T]) -> T | None:
+        """Call a blocking function; return None if it fails: then vLLM serves the request without chunk-caches."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, act)
         except (CacheCraftError, OSError, RuntimeError):
@@ -263,19 +286,19 @@ class PlainPrompts:
             return None
 
     def note(self, notes: Notes) -> None:
-        """Note the text of a prompt, behind its answer, and have captured what was seen before."""
+        """Note the text of a prompt after its answer, and request captures of text that was seen before."""
         self._threads.submit(self._note, notes).add_done_callback(log_mistake)
 
     def _note(self, notes: Notes) -> None:
-        found = notes()
-        for name in self._engine.store.seen_texts(list(found)) if found else ():
-            self._engine.new_variants.answered(0, found[name])
+        candidates = notes()
+        for name in self._engine.store.seen_texts(list(candidates)) if candidates else ():
+            self._engine.new_variants.answered(0, candidates[name])
 
 
 def _pieces(ids: Sequence[int], searched: Searched, start: int) -> list[PromptPiece]:
-    """Return what follows the first tokens, in pieces; those of the texts are searched.
+    """Divide the tokens from `start` on into pieces; the texts become pieces that are searched.
 
-    A text that is not in the prompt, such as a system message that the template leaves out, is empty.
+    The piece of a text that is not in the prompt, such as a system message that the template leaves out, is empty.
 
     >>> pieces = _pieces([5, 6, 7, 8, 9], Searched((range(5, 5), range(3, 4), range(1, 2))), 1)
     >>> [tuple(piece) for piece in pieces]
@@ -288,40 +311,55 @@ def _pieces(ids: Sequence[int], searched: Searched, start: int) -> list[PromptPi
         pieces.append(PromptPiece(tuple(ids[start:begin]), is_searched=False))
         pieces.append(PromptPiece(tuple(ids[begin:stop]), is_searched=True))
         start = stop
-    if not searched.ends_with_question:  # an empty text in its place: none of a passage's last tokens are left out
+    # An empty piece stands for the missing question: otherwise the last tokens of a passage would count as a question.
+    if not searched.ends_with_question:
         pieces.append(PromptPiece((), is_searched=True))
     return [*pieces, PromptPiece(tuple(ids[start:]), is_searched=False)]
 
 
-def _behind(before: Ask, ids: Sequence[int]) -> Ask:
-    """A request that goes on behind an earlier one's chunk-caches, whose blocks vLLM has."""
+def _continued(before: Ask, ids: Sequence[int]) -> Ask:
+    """Return a request that begins with the chunks of an earlier one, whose blocks vLLM's prefix cache has."""
     start = before.prompt.bounds[-2]
     rest = tuple(ids[start:])
     question = Segment("question", digest("between", str(start), " ".join(map(str, rest))), rest, private=True)
     return replace(before, prompt=Prompt((*before.prompt.segments[:-1], question)))
 
 
+class RequestParams(Protocol):
+    """`vllm.SamplingParams` or `vllm.PoolingParams` of a request; `n` is missing in the latter."""
+
+    prompt_logprobs: int | None
+    extra_args: dict[str, Any] | None
+
+
 class SearchingClient:
     """vLLM's engine client for the handler of one request without documents.
 
-    Each prompt is searched on its way, and recorded where it has segments.
+    Each prompt is searched on its way, and recorded if it has segments.
     """
 
-    def __init__(self, client: Any, prompts: PlainPrompts, origin: Origin, locate: Locate) -> None:
-        self._client, self._prompts, self._origin, self._locate = client, prompts, origin, locate
+    def __init__(self, client: EngineClient, prompts: PlainPrompts, origin: Origin, locate: Locate) -> None:
+        self._client = client
+        self._prompts = prompts
+        self._origin = origin
+        self._locate = locate
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._client, name)
 
-    async def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any]:
+    async def generate(
+        self, prompt: Mapping[str, Any], params: RequestParams, request_id: str, **options: object
+    ) -> AsyncGenerator[RequestOutput]:
         """Generate as vLLM's client does."""
-        prompts, client, prepared = self._prompts, self._client, None
+        prompts = self._prompts
+        client: EngineClient | RecordingClient = self._client
+        prepared: Prepared | None = None
         ids = prompt["prompt_token_ids"] if _searchable(prompt, params, options) else []
         if ids:
             searched = await self._locate(ids)
             prepared = await prompts.aside(partial(prompts.prepare, ids, searched, self._origin))
         if prepared is not None:
-            client = RecordingClient(client, prompts.record(prepared), prompts.records)
+            client = RecordingClient(self._client, prompts.record(prepared), prompts.records)
             if prepared.ask is not None:
                 transfer, salt = prompts.asking(prepared.ask)
                 params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": transfer}
@@ -337,8 +375,8 @@ class SearchingClient:
                 prompts.note(prepared.notes)
 
 
-def _searchable(prompt: Any, params: Any, options: Mapping[str, Any]) -> bool:
-    """True if vLLM takes chunk-caches for such a request: one answer, to text alone."""
+def _searchable(prompt: object, params: RequestParams, options: Mapping[str, object]) -> bool:
+    """Return True if vLLM can serve the request from chunk-caches: one answer to a prompt of text only."""
     return (
         isinstance(prompt, Mapping)
         and prompt.get("type") == "token"

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's engine core and worker processes?
+"""Parts that run inside vLLM's engine core and worker processes.
 
 Import from here: `connector` (what vLLM calls). Its two ends are `scheduling` (in the scheduler: which chunk-caches a
 request gets) and `working` (in each worker: fills KV blocks and captures). vLLM loads `connector` and `models` by the

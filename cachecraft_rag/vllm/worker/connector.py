@@ -1,7 +1,7 @@
-"""The KV connector: glue between vLLM's calls and the two ends.
+"""The KV connector: glue between vLLM's calls and the two sides, scheduler and workers.
 
-vLLM ends the whole server where a connector raises. So every exception here is logged, and the request at hand is
-computed as any other.
+vLLM ends the whole server if a connector raises. So every exception here is logged, and the request is computed like
+any other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -21,10 +21,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.vllm.messages import REPORTS, Fill, News
+from cachecraft_rag.vllm.messages import REPORTS, Fill, FillReport, News
 from cachecraft_rag.vllm.metrics import ReportedCounts, StoreCounts, counts_of
+from cachecraft_rag.vllm.options import VLLMConfig
 from cachecraft_rag.vllm.processes import settle_in
 from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.worker.interfaces import (
+    CausalLM,
+    EngineRequest,
+    KVCacheConfig,
+    RequestBlocks,
+    SchedulerOutput,
+)
 from cachecraft_rag.vllm.worker.models import model_of
 from cachecraft_rag.vllm.worker.ranks import ranks_of_worker
 from cachecraft_rag.vllm.worker.refusals import start_up_refusal
@@ -35,16 +43,16 @@ from cachecraft_rag.vllm.worker.working import Workers
 logger = logging.getLogger("cachecraft_rag.vllm")
 T = TypeVar("T")
 
-_NONE: int | None = 0  # tokens to be filled; the type is that of the answer
+_NONE: int | None = 0  # no tokens to be filled; annotated with the return type of `Scheduling.matched`
 
 
 @dataclass
 class StepWork(KVConnectorMetadata):
-    """Scheduler → workers, once a step: fillings to begin, requests to give up, and the most rows to compute.
+    """Scheduler → workers, once per step: fillings to begin, requests to give up, and the most rows to compute.
 
-    alone   nothing else is computed in this step
-    idle    no request is under way but such that make new variants
-    wanted  a request waits for captures
+    alone   True if vLLM itself computes nothing in this step
+    idle    True if no requests are running except those that capture new variants
+    wanted  True if a request waits for captures
     """
 
     fills: list[Fill]
@@ -57,21 +65,28 @@ class StepWork(KVConnectorMetadata):
 
 @dataclass
 class StepNews(KVConnectorWorkerMetadata):
-    """Workers → scheduler, once a step."""
+    """Workers → scheduler, once per step."""
 
     news: News
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Join it with another rank's."""
+        """Join the news with those of another rank."""
         assert isinstance(other, StepNews), "all ranks run this connector"
         return StepNews(self.news.joined(other.news))
+
+
+class ConnectorOutput(Protocol):
+    """`vllm.v1.outputs.KVConnectorOutput`, the workers' results of a step."""
+
+    kv_connector_worker_meta: StepNews | None
+    finished_recving: set[str] | None
 
 
 class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     """The connector in vLLM's scheduler, and in each worker; `KVConnectorBase_V1` says when each method is called."""
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Open its end. Raises ConfigError without settings, UnsupportedModelError where the model cannot be served."""
+    def __init__(self, vllm_config: VLLMConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        """Open this process's side. Raises ConfigError without settings, and UnsupportedModelError for other models."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         settle_in()
         self._settings = ConnectorSettings.of(vllm_config)
@@ -80,14 +95,15 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
             raise refusal.error(vllm_config.model_config.model)
         block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._step_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
-        self._sender, self._sent_counts = str(role.name).lower(), dict[str, Any]()
+        self._sender = str(role.name).lower()
+        self._sent_counts: dict[str, object] = {}
         stack = WorkerStack(_running_model(vllm_config), ranks_of_worker()) if role == KVConnectorRole.WORKER else None
         store_config = self._settings.config.store
         if stack is not None and stack.device.type == "cuda":
             # Page-locked memory: copies from it are several times as fast. vLLM needs the GPU's memory for itself.
             store_config = replace(store_config, device=str(stack.device), device_bytes=0)
         self._store = ChunkCacheStore.open(self._settings.store, store_config)
-        # One of the two: vLLM calls the methods of one end only.
+        # Only one of the two is set: vLLM calls the methods of one side only.
         self._scheduling: Scheduling
         self._workers: Workers
         self._end: Scheduling | Workers
@@ -106,48 +122,51 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler ----------------------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Number of tokens to be filled, and that this happens between steps; None: not known yet."""
+    def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens will be filled (None: not known yet), and True if that happens between steps."""
         tokens = self._safely(_NONE, lambda: self._scheduling.matched(request, num_computed_tokens))
         return tokens, bool(tokens)
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: EngineRequest, blocks: RequestBlocks, num_external_tokens: int) -> None:
         """Note the blocks of a request that is to be filled."""
-        # Not caught: the request waits for its blocks by now, and would wait for ever.
+        # Not caught: the request already waits for its blocks, and would wait forever.
         self._scheduling.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Work of this step; the rows are those that vLLM's own requests leave."""
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Return the work of this step, with as many rows as vLLM's own requests leave."""
         scheduled = int(scheduler_output.total_num_scheduled_tokens)
         left = self._step_tokens - scheduled
         rows = max(left, self._settings.least_rows)
         scheduling = self._scheduling
-        fills, idle = scheduling.take_fills(), scheduling.idle
+        fills = scheduling.take_fills()
+        idle = scheduling.idle
         if idle:
-            rows = self._settings.least_rows  # a request that comes waits for the end of this step
+            rows = self._settings.least_rows  # a request that arrives now waits for the end of this step
         gone = sorted({*scheduler_output.finished_req_ids, *scheduling.take_given_up()})
         return StepWork(fills, gone, rows, scheduled == 0, idle, scheduling.take_wanted())
 
-    def update_connector_output(self, connector_output: Any) -> None:
+    def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Take the workers' news."""
         sent = connector_output.kv_connector_worker_meta
         self._safely(None, lambda: self._scheduling.take_news(sent.news) if sent is not None else None)
         self._safely(None, lambda: self._scheduling.ended(set(connector_output.finished_recving or ())))
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Statistics that go out with the answer; vLLM may free the blocks."""
+    def request_finished(
+        self, request: EngineRequest, block_ids: list[int]
+    ) -> tuple[bool, dict[str, FillReport] | None]:
+        """Return the statistics that the answer carries. vLLM may free the blocks."""
         return False, self._safely(None, lambda: self._scheduling.finished(request))
 
     def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+        self, request: EngineRequest, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, FillReport] | None]:
         """See `request_finished`."""
         return self.request_finished(request, [])
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Fill, for this step's share of time."""
+    def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
+        """Fill blocks for this step's share of time."""
         work = self._get_connector_metadata()
         assert isinstance(work, StepWork), "made by build_connector_meta"
         self._safely(None, lambda: self._workers.step(**vars(work)))
@@ -155,37 +174,39 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: blocks are filled before vLLM computes with them."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: object, attn_metadata: object, **kwargs: object) -> None:
         """Do nothing: captures come from our own passes."""
 
     def wait_for_save(self) -> None:
         """Do nothing."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose blocks are filled, or that were given up."""
+        """Return the requests whose blocks are filled, or that were given up."""
         return None, self._workers.finished() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that could not be filled: vLLM computes them."""
+        """Return the blocks that could not be filled and that vLLM has to compute."""
         return self._workers.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Reports and captures under way."""
+        """Return reports and running captures."""
         news = self._safely(None, lambda: self._workers.news())
         return None if news is None else StepNews(news)
 
     # -- both ---------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> StoreCounts | None:
-        """Running totals of the store, if they have changed, and reports of requests that are filled; of the workers
-        only the first one reports.
+        """Return running totals of the store, if they have changed, and reports of filled requests.
+
+        Only the first worker reports.
         """
         return self._safely(None, self._new_counts)
 
     def _new_counts(self) -> StoreCounts | None:
         if isinstance(self._end, Workers) and not self._end.first_rank:
             return None
-        counts, data = counts_of(self._store), dict[str, Any]()
+        counts = counts_of(self._store)
+        data: dict[str, object] = {}
         if counts != self._sent_counts:
             self._sent_counts = data[self._sender] = counts
         if isinstance(self._end, Scheduling) and (reports := self._end.take_reports()):
@@ -193,13 +214,13 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         return StoreCounts(data) if data else None
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreCounts:
-        """Counts, on their arrival in the API server."""
+    def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> StoreCounts:
+        """Return the counts that have arrived in the API server."""
         return StoreCounts(data or {})
 
     @classmethod
-    def build_prom_metrics(cls, *arguments: Any) -> ReportedCounts:
-        """Their receiver for /metrics, see `metrics.ServerCollector`."""
+    def build_prom_metrics(cls, *arguments: object) -> ReportedCounts:
+        """Return the receiver of counts for /metrics, see `metrics.ServerCollector`."""
         return ReportedCounts(*arguments)
 
     def shutdown(self) -> None:
@@ -208,10 +229,10 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
             self._safely(None, part.close)
 
     def _safely(self, otherwise: T, act: Callable[[], T]) -> T:
-        """Return the result of `act`, or `otherwise`. The one place that keeps every exception from vLLM.
+        """Return the result of `act`, or `otherwise` after an exception.
 
-        Failures of a disk, a remote or a request are handled further down. Whatever arrives here is a mistake of any
-        kind; vLLM would end its engine, and with it every user's request.
+        Failures of a disk, a remote or a request are handled further down. An exception that arrives here is a bug;
+        vLLM would end its engine, and with it the requests of all users.
         """
         try:
             return act()
@@ -220,8 +241,8 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
             return otherwise
 
 
-def _running_model(vllm_config: Any) -> Any:
-    """The model of this worker. Raises UnsupportedModelError where it is not one of this package's."""
+def _running_model(vllm_config: VLLMConfig) -> CausalLM:
+    """Return the model of this worker. Raises UnsupportedModelError if it is not a class of this package."""
     model = model_of(vllm_config)
     if model is None:
         raise UnsupportedModelError(

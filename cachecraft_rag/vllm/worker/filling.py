@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.job import PrefillResult
@@ -17,29 +16,31 @@ from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.serving.request import segment_reports
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
-from cachecraft_rag.vllm.messages import Fill
+from cachecraft_rag.vllm.messages import Fill, FillReport
 
 
 class Filling:
     """A request's prefill: the Hugging Face engine's, but for the prompt's last token, which vLLM computes itself.
 
-    Where `driver.run` would wait, `row_pass` is None, and the worker goes on with something else.
+    While it waits for loads, where `driver.run` would block, the worker continues with another request.
 
     Attributes:
-        result: of the prefill, once it is done.
-        plan: as it was carried out; until then as it was made.
+        result: result of the prefill, once it is done.
+        plan: the plan; once the prefill is done, as it was executed.
     """
 
     def __init__(
         self, fill: Fill, *, stack: Stack, store: ChunkCacheStore, loader: Loader, speed: ComputeSpeed, whole: bool
     ) -> None:
-        """Plan, open, and begin to load.
+        """Make the plan, open the chunk-caches and begin to load them.
 
         Args:
-            whole: one rank of several. Everything is loaded before computing, because ranks read at different speeds
-                and must do the same passes.
+            whole: True to load everything before computing. Needed with several ranks: they read at different speeds
+                and must run the same passes.
         """
-        self.fill, self._stack, self._loader = fill, stack, loader
+        self.fill = fill
+        self._stack = stack
+        self._loader = loader
         self._began = time.perf_counter()
         config = replace(fill.ask.config, loading="whole") if whole else fill.ask.config
         self._resolved = resolve(
@@ -63,7 +64,7 @@ class Filling:
 
     @property
     def row_pass(self) -> RowPass | None:
-        """The pass whose next layer is to run; None while it waits or once it is done."""
+        """The pass whose next layer runs next; None while waiting for loads and once the prefill is done."""
         return self._step.row_pass if self.result is None and isinstance(self._step, Forward) else None
 
     def go_on(self) -> None:
@@ -79,11 +80,11 @@ class Filling:
             self._send(not late)
 
     def begin_layer(self) -> None:
-        """Note that its layer runs now: the time since the last one was spent waiting."""
+        """Note that the layer runs now: the time since the last layer was spent waiting."""
         self._loads.waited_s += time.perf_counter() - self._idle_since
 
     def end_layer(self) -> None:
-        """Note that its layer has run."""
+        """Note that the layer has run."""
         self._send(True)
         self.go_on()
 
@@ -95,7 +96,7 @@ class Filling:
         self._idle_since = self._asked_at = time.perf_counter()
 
     def end(self) -> PrefillResult:
-        """Stop loading and note the rows computed instead; only once it is done."""
+        """Stop loading, note which rows were computed instead, and return the result. Call it once it is done."""
         assert self.result is not None, "it is not done"
         self._loader.end(self._loads)
         self.plan = executed_plan(self._resolved, self._loads, self.result)
@@ -107,11 +108,11 @@ class Filling:
         self._loader.end(self._loads)
         self._resolved.close()
 
-    def report(self) -> dict[str, Any]:
-        """Numbers for the request's statistics, as plain JSON values."""
+    def report(self) -> FillReport:
+        """Return numbers for the statistics of the request."""
         assert self.result is not None, "it is not done"
-        segments = [one.as_dict() for one in segment_reports(self.plan, self._resolved.tiers)]
-        report: dict[str, Any] = {
+        segments = [segment.as_dict() for segment in segment_reports(self.plan, self._resolved.tiers)]
+        report: FillReport = {
             "segments": segments,
             "row_layers": self.result.row_layers,
             "focus_layer": self.result.focus_layer,
@@ -120,9 +121,11 @@ class Filling:
             "remote": self.fill.found.remote,
         }
         ask = self.fill.ask
-        if ask.config.capture and not ask.idle and not any(one.found for one in ask.prompt.segments):
-            wanted = Candidate.of(ask.prompt, self.plan, ask.config, session=ask.session)
-            report["fixed"] = [] if wanted is None else [list(one) for one in wanted.fixed.items()]
+        has_found_segments = any(segment.found for segment in ask.prompt.segments)
+        if ask.config.capture and not ask.idle and not has_found_segments:
+            candidate = Candidate.of(ask.prompt, self.plan, ask.config, session=ask.session)
+            fixed = {} if candidate is None else candidate.fixed
+            report["fixed"] = [[segment, tokens] for segment, tokens in fixed.items()]
         if ask.details:
-            report["recomputed"] = [list(one.recompute) for one in self.plan.segments]
+            report["recomputed"] = [list(segment.recompute) for segment in self.plan.segments]
         return report

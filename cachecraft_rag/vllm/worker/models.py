@@ -1,6 +1,6 @@
-"""vLLM's own models, each as a subclass whose instances are remembered: vLLM gives a connector no model.
+"""Subclasses of vLLM's models that remember their instances, because vLLM does not pass its model to a connector.
 
-The subclasses are made on demand and compute the same.
+The subclasses are made on demand and compute the same as their base classes.
 """
 
 from __future__ import annotations
@@ -8,16 +8,18 @@ from __future__ import annotations
 import importlib
 import threading
 import weakref
-from typing import Any
 
+from cachecraft_rag.vllm.options import VLLMConfig
 from cachecraft_rag.vllm.plugin import ARCHITECTURES
+from cachecraft_rag.vllm.worker.interfaces import CausalLM
 
 _lock = threading.Lock()
-_living: list[weakref.ReferenceType[Any]] = []  # of this process; one for each engine or rank that runs in it
+# The models of this process; one for each engine or rank that runs in it.
+_living: list[weakref.ReferenceType[CausalLM]] = []
 
 
-def model_of(vllm_config: Any) -> Any | None:
-    """The model that was built with this config, or None: another plugin may have registered its architecture too."""
+def model_of(vllm_config: VLLMConfig) -> CausalLM | None:
+    """Return the model that was built with this config; None if another plugin has registered its architecture too."""
     layers = vllm_config.compilation_config.static_forward_context  # by name; they belong to one model only
     with _lock:
         models = [model for reference in _living if (model := reference()) is not None]
@@ -28,12 +30,12 @@ def model_of(vllm_config: Any) -> Any | None:
     return None
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in ARCHITECTURES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     base = getattr(importlib.import_module(f"vllm.model_executor.models.{ARCHITECTURES[name]}"), name)
 
-    def __init__(self: Any, *, vllm_config: Any, prefix: str = "", **more: Any) -> None:
+    def __init__(self: CausalLM, *, vllm_config: object, prefix: str = "", **more: object) -> None:
         base.__init__(self, vllm_config=vllm_config, prefix=prefix, **more)
         with _lock:
             _living[:] = [reference for reference in _living if reference() is not None]

@@ -1,9 +1,9 @@
-"""Tensor-parallel ranks of vLLM: they meet before every exchange, and none waits for one that has failed.
+"""Tensor-parallel ranks of vLLM: they meet before every exchange, and none waits for a rank that has failed.
 
 A step is divided into rounds, and a round into numbered acts, the same on every rank. Each exchange in an act begins
-with a meeting, where every rank says at which act it is. A rank whose act has raised goes on to the next one; the
-others, which still stand in that act, see it ahead of them and give the act up, too. Every round ends with a meeting of
-all. This costs one small reduction a round, and no exception leaves the others waiting.
+with a meeting, at which every rank tells the number of its act. A rank whose act has raised continues with the next
+act. The ranks that are still in the earlier act notice this at the meeting and give that act up, too. Every round ends
+with a meeting of all ranks. This costs one small reduction per round, and no exception leaves other ranks waiting.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from cachecraft_rag.compute.stack import Alone
 
 T = TypeVar("T")
 
-_MEETING_S = 120.0  # a rank that has not come by then is lost; vLLM gives its workers 300 s for a step
-_END = 1 << 30  # the number of a round's last meeting
+_MEETING_S = 120.0  # time limit of a meeting; vLLM gives its workers 300 s for a step
+_END = 1 << 30  # act number of a round's last meeting
 
 
 class AnotherRankFailedError(Exception):
-    """Another rank gave up the act that this one is in."""
+    """Another rank gave up the current act of this rank."""
 
 
 class RanksApartError(Exception):
-    """A rank did not come to a meeting: from now on nothing can be exchanged."""
+    """A rank missed a meeting: no data can be exchanged any more."""
 
 
 class OneRank(Alone):
     """A single rank with all heads: it has nothing to agree on."""
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def act(self, number: int) -> None:
         """See `TensorParallel.act`."""
@@ -50,8 +51,8 @@ class OneRank(Alone):
 class TensorParallel:
     """Several ranks, each with its share of the heads; see `compute.stack.Ranks`.
 
-    Every call but `own_heads` and `act` is a collective. Each raises AnotherRankFailedError where another rank has
-    given up the same act, and RanksApartError where one did not come.
+    Every method except `own_heads` and `act` is a collective. Each raises AnotherRankFailedError if another rank has
+    given up the same act, and RanksApartError if a rank missed the meeting.
 
     Args:
         group: vLLM's GroupCoordinator.
@@ -59,8 +60,10 @@ class TensorParallel:
     """
 
     def __init__(self, group: Any, meetings: Any) -> None:
-        self._group, self._meetings = group, meetings
-        self.rank, self.size = int(group.rank_in_group), int(group.world_size)
+        self._group = group
+        self._meetings = meetings
+        self.rank = int(group.rank_in_group)
+        self.size = int(group.world_size)
         self._act = 0
 
     def act(self, number: int) -> None:
@@ -73,8 +76,8 @@ class TensorParallel:
         if not self._meet(bool(failed)):
             return {}
         everywhere: dict[str, str] = {}
-        for one in self._gathered(dict(failed)):
-            everywhere |= {name: everywhere.get(name) or reason for name, reason in one.items()}
+        for reasons in self._gathered(dict(failed)):
+            everywhere |= {name: everywhere.get(name) or reason for name, reason in reasons.items()}
         return everywhere
 
     def part(self) -> None:
@@ -120,19 +123,20 @@ class TensorParallel:
                 torch.distributed.all_reduce(place, torch.distributed.ReduceOp.MAX, group=self._meetings)
             except RuntimeError as error:  # how torch.distributed says that one is gone, or too late
                 raise RanksApartError(f"the ranks lost each other: {error}") from error
-            furthest, last, any_of_them = int(place[0]), -int(place[1]), bool(place[2])
+            furthest = int(place[0])
+            last = -int(place[1])
             if furthest == last:
-                return any_of_them
+                return bool(place[2])
             if self._act < furthest:
                 raise AnotherRankFailedError("it failed on another rank, whose log says why")
 
     def _gathered(self, own: T) -> list[T]:
-        found: list[Any] = [None] * self.size
+        gathered: list[Any] = [None] * self.size
         try:
-            torch.distributed.all_gather_object(found, own, group=self._meetings)
+            torch.distributed.all_gather_object(gathered, own, group=self._meetings)
         except RuntimeError as error:  # as in `_meet`
             raise RanksApartError(f"the ranks lost each other: {error}") from error
-        return found
+        return gathered
 
 
 def ranks_of_worker() -> OneRank | TensorParallel:

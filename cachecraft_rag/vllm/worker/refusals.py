@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from cachecraft_rag.vllm.options import VLLMOptions
+from cachecraft_rag.vllm.options import VLLMConfig, VLLMOptions
 from cachecraft_rag.vllm.refusals import Refusal, refusal
+from cachecraft_rag.vllm.worker.interfaces import EngineRequest, KVCacheConfig
 
 _OTHER_MODEL = "Choose another model, or serve this one without reuse (`vllm serve`)"
 
 
-def start_up_refusal(config: Any, kv_cache_config: Any) -> Refusal | None:
+def start_up_refusal(config: VLLMConfig, kv_cache_config: KVCacheConfig) -> Refusal | None:
     """Return why a server with this `VllmConfig` and KV caches cannot reuse chunk-caches, or None if it can."""
     model = config.model_config
     early = refusal(model.hf_config, VLLMOptions.from_config(config))
     if early is not None:
         return early
     if getattr(model, "use_mla", False):
-        return Refusal("its attention is latent (MLA) and has no keys of its own", _OTHER_MODEL)
+        return Refusal("its attention is latent (MLA) and does not keep keys per head", _OTHER_MODEL)
     return _of_kv_caches(kv_cache_config) or _of_ranks(config)
 
 
-def _of_kv_caches(kv_cache_config: Any) -> Refusal | None:
+def _of_kv_caches(kv_cache_config: KVCacheConfig) -> Refusal | None:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         reason = f"its layers keep {len(groups)} kinds of KV caches: windows, state-space layers or several models"
@@ -32,7 +31,7 @@ def _of_kv_caches(kv_cache_config: Any) -> Refusal | None:
     return None
 
 
-def _of_ranks(config: Any) -> Refusal | None:
+def _of_ranks(config: VLLMConfig) -> Refusal | None:
     text = config.model_config.hf_text_config
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     ranks = config.parallel_config.tensor_parallel_size
@@ -42,8 +41,8 @@ def _of_ranks(config: Any) -> Refusal | None:
     return None
 
 
-def request_refusal(request: Any, *, salt: str | None) -> str | None:
-    """Reason why this request of vLLM's is computed like any other, or None.
+def request_refusal(request: EngineRequest, *, salt: str | None) -> str | None:
+    """Return the reason why vLLM computes this request without chunk-caches, or None.
 
     Args:
         salt: the `cache_salt` that it must have while prefix caching is on; None while it is off.

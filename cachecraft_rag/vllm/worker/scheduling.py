@@ -1,7 +1,7 @@
-"""The scheduler's end: looks up the chunk-caches of each request's prompt, once, and hands them to the workers.
+"""The scheduler's side: looks up the chunk-caches of each prompt once, and hands them to the workers.
 
-vLLM asks again in every step while a request waits, and after a preemption. The result stays the same: a request that
-is filled differently the second time would continue its answer differently.
+vLLM asks again in every step while a request waits, and after a preemption. The result of the look-up is kept: a prompt
+that is filled differently after a preemption would continue its answer differently.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.planner import make_plan
@@ -21,16 +20,19 @@ from cachecraft_rag.serving.new_variants import exact_only
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
 from cachecraft_rag.types import TokenScores
-from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, News
+from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, FillReport, News
 from cachecraft_rag.vllm.records import cached_report
 from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.worker.interfaces import EngineRequest
 from cachecraft_rag.vllm.worker.refusals import request_refusal
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-_WAIT_S = 10.0  # longest wait for chunks that others compute, until the speed of computing is known
-_PATIENCE_S = 10.0  # longest wait for an idle server of text that nobody marked
-_REMEMBERED = 10_000  # prompts that were filled
+# Longest wait for chunks that other requests compute, until the compute speed has been measured.
+_WAIT_S = 10.0
+# Longest time for which the capture of unmarked text waits for the server to become idle.
+_PATIENCE_S = 10.0
+_REMEMBERED = 10_000  # number of filled prompts whose digests are kept
 
 Looked = tuple[LookupResult, Mapping[str, TokenScores]]
 
@@ -39,18 +41,20 @@ Looked = tuple[LookupResult, Mapping[str, TokenScores]]
 class Pending:
     """A request from its first look-up until it has finished.
 
-    salt     that its blocks in vLLM's prefix cache have; empty without one
-    digest   of its salt and tokens
-    refused  why it is computed as any other
-    looked   the look-up, perhaps under way
-    lacks    chunk-caches that the look-up did not find
-    until    end of its wait for chunks that others compute, once it has begun
-    waited   it has waited, and looks up anew
-    patience end of its wait for an idle server, once it has begun
-    overdue  it has waited for that long enough, and counts as any other request
-    began    when its filling began
-    cached   tokens that vLLM's own prefix cache had, where it had all chunks
-    report   of the workers
+    salt      salt of its blocks in vLLM's prefix cache; "" if prefix caching is off
+    digest    hash of its salt and tokens
+    refused   reason why vLLM computes it without chunk-caches
+    looked    look-up of its chunk-caches, finished or running
+    lacks     chunk-caches that the look-up did not find
+    until     deadline of the wait for chunks that other requests compute; None before that wait
+    waited    True while it waits for those chunks; afterwards they are looked up again
+    patience  deadline of the wait for an idle server; None before that wait
+    overdue   True once that wait has timed out; the request is then scheduled like any other
+    began     time at which its blocks began to be filled
+    filling   True while its blocks are being filled
+    filled    True once its blocks have been filled, even if a preemption freed them later
+    cached    tokens in vLLM's own prefix cache, if that held all chunks
+    report    report of the workers
     """
 
     ask: Ask | None
@@ -67,15 +71,15 @@ class Pending:
     filling: bool = False
     filled: bool = False
     cached: int | None = None
-    report: Mapping[str, Any] | None = None
+    report: FillReport | None = None
 
 
 class Scheduling:
-    """One server's scheduler end.
+    """The scheduler's side of one server.
 
     Args:
-        block_size: tokens of a block of vLLM's.
-        prefix_caching: blocks may serve several requests, so salts matter.
+        block_size: tokens per vLLM block.
+        prefix_caching: True if blocks may serve several requests, which requires salts.
     """
 
     def __init__(
@@ -86,22 +90,26 @@ class Scheduling:
         block_size: int,
         prefix_caching: bool,
     ) -> None:
-        self._store, self._identity, self._settings = store, settings.identity, settings
-        self._block_size, self._prefix_caching = block_size, prefix_caching
-        # No step waits for a slow remote. Without a remote a look-up is one query of the catalog.
+        self._store = store
+        self._identity = settings.identity
+        self._settings = settings
+        self._block_size = block_size
+        self._prefix_caching = prefix_caching
+        # Threads keep a slow remote from delaying a step. Without a remote, a look-up is one query of the catalog.
         self._threads = ThreadPoolExecutor(4, "cachecraft-look-up") if store.config.remote is not None else None
         self._known: dict[str, Pending] = {}
-        self._busy: set[str] = set()  # requests under way, vLLM's own too, but for new variants
-        self._short: set[str] = set()  # those of them that have asked for blocks since the last step, and got none
+        # Running requests, including those that vLLM computes itself, but not those that capture new variants.
+        self._busy: set[str] = set()
+        self._short: set[str] = set()  # busy requests that have asked for blocks since the last step and got none
         self._fills: list[Fill] = []
-        self._filled: OrderedDict[int, None] = OrderedDict()  # digests of prompts, the latest last
+        self._filled: OrderedDict[int, None] = OrderedDict()  # digests of filled prompts, the latest last
         self._capturing: frozenset[str] = frozenset()
         self._captures_wanted = False  # a request has waited for captures since the last step
-        self._reports: dict[str, Mapping[str, Any]] = {}  # on their way to the front end, by the names of asks
-        self._row_s: float | None = None  # seconds that the last fill took for each row it computed
+        self._reports: dict[str, FillReport] = {}  # `Ask.name` → report to be sent to the front end
+        self._row_s: float | None = None  # seconds per computed row of the last fill
 
-    def matched(self, request: Any, computed: int) -> int | None:
-        """Number of tokens behind the first `computed` that will be filled; None: ask again in the next step."""
+    def matched(self, request: EngineRequest, computed: int) -> int | None:
+        """Return how many tokens after the first `computed` will be filled; None: ask again in the next step."""
         tokens = self._matched(request, computed)
         known = self._known.get(request.request_id)
         if known is None or known.ask is None or not known.ask.idle or known.overdue:
@@ -110,7 +118,7 @@ class Scheduling:
                 self._short.add(request.request_id)
         return tokens
 
-    def _matched(self, request: Any, computed: int) -> int | None:
+    def _matched(self, request: EngineRequest, computed: int) -> int | None:
         message = (request.kv_transfer_params or {}).get(FIELD)
         if not message:
             return 0
@@ -127,37 +135,40 @@ class Scheduling:
         known.looked = known.looked or self._look_up(known.ask)
         if not known.looked.done():
             return None
-        found, _ = known.looked.result()
+        lookup, _ = known.looked.result()
         question = known.ask.prompt.bounds[-2]
-        # vLLM computes the rest of the last block itself: less than a block, and nearer to full prefill. Not after a
-        # preemption, where the answer would go on differently, and not where the same prompt was filled before: it
-        # would be answered differently.
-        spare = 0 if known.filled or known.digest in self._filled else self._block_size - 1
-        cached = computed > 0 and computed >= question - spare
-        if not (cached or known.filled) and self._others_compute(known, known.ask, found):
+        # vLLM computes the rest of the last block itself: that is less than a block, and closer to full prefill. A
+        # prompt that was filled before, perhaps for this request before its preemption, gets no such allowance:
+        # otherwise its answer would differ from the earlier one.
+        was_filled = known.filled or known.digest in self._filled
+        spare = 0 if was_filled else self._block_size - 1
+        is_cached = computed > 0 and computed >= question - spare
+        if not (is_cached or known.filled) and self._others_compute(known, known.ask, lookup):
             return None
-        if not any(found.variants.values()) and not known.ask.config.capture and known.ask.captures is None:
+        captures = known.ask.config.capture or known.ask.captures is not None
+        if not captures and not any(lookup.variants.values()):
             known.refused = known.refused or "nothing of it is stored, and nothing is to be captured"
             return 0
-        if cached:  # vLLM's own prefix cache has the chunks
+        if is_cached:  # vLLM's own prefix cache has the chunks
             if known.cached is None:
                 known.cached = computed
                 self._send(known.ask, self._cached(known.ask, computed))
             return 0
-        if sum(one.filling for one in self._known.values()) >= self._settings.fill_at_once:
+        running_fills = sum(pending.filling for pending in self._known.values())
+        if running_fills >= self._settings.fill_at_once:
             return None
         return int(request.num_prompt_tokens) - 1 - computed
 
-    def allocated(self, request: Any, blocks: tuple[int, ...], tokens: int) -> None:
+    def allocated(self, request: EngineRequest, blocks: tuple[int, ...], tokens: int) -> None:
         """Note the blocks that vLLM has given the request; `tokens` of their positions are to be filled."""
         self._short.discard(request.request_id)
         known = self._known.get(request.request_id)
         if tokens <= 0 or known is None or known.ask is None or known.looked is None:
             return
         last = int(request.num_prompt_tokens) - 1
-        found, scores = known.looked.result()
+        lookup, scores = known.looked.result()
         self._fills.append(
-            Fill(request.request_id, known.ask, found, scores, last - tokens, last, blocks, known.filled)
+            Fill(request.request_id, known.ask, lookup, scores, last - tokens, last, blocks, known.filled)
         )
         known.filling = known.filled = True
         known.began = time.monotonic()
@@ -168,22 +179,30 @@ class Scheduling:
 
     @property
     def idle(self) -> bool:
-        """True while no request is under way but such that make new variants."""
+        """True while no requests are running except those that capture new variants."""
         return not self._busy
 
     def take_given_up(self) -> list[str]:
-        """New variants under way that make room for requests without blocks: vLLM ends them with their next token."""
-        short, self._short = self._short, set()
-        return [name for name, one in self._known.items() if short and one.filling and one.ask and one.ask.waits]
+        """Return the captures of new variants to give up, because a request could not get blocks.
+
+        vLLM ends them with their next token.
+        """
+        short = self._short
+        self._short = set()
+        if not short:
+            return []
+        return [name for name, known in self._known.items() if known.filling and known.ask and known.ask.waits]
 
     def take_fills(self) -> list[Fill]:
-        """Work that the workers begin in this step."""
-        fills, self._fills = self._fills, []
+        """Return the fills that the workers begin in this step."""
+        fills = self._fills
+        self._fills = []
         return fills
 
     def take_wanted(self) -> bool:
-        """True if a request has waited for captures since the last call."""
-        wanted, self._captures_wanted = self._captures_wanted, False
+        """Return True if a request has waited for captures since the last call."""
+        wanted = self._captures_wanted
+        self._captures_wanted = False
         return wanted
 
     def take_news(self, news: News) -> None:
@@ -191,29 +210,35 @@ class Scheduling:
         if news.capturing is not None:
             self._capturing = news.capturing
         for name, report in news.reports.items():
-            if (known := self._known.get(name)) is not None:
-                if known.report is None:  # the first one: what it was before a preemption
-                    known.report = report
-                    self._send(known.ask, report)
-                rows = report.get("row_layers", 0) // self._identity.layout.layers
-                ask = known.ask
-                if ask is not None and not ask.idle and 2 * rows > ask.prompt.bounds[-1]:  # mostly it computed
+            known = self._known.get(name)
+            if known is None:
+                continue
+            # Only the first report counts: it was made before any preemption.
+            if known.report is None:
+                known.report = report
+                self._send(known.ask, report)
+            rows = report.get("row_layers", 0) // self._identity.layout.layers
+            ask = known.ask
+            if ask is not None and not ask.idle:
+                has_mostly_computed = 2 * rows > ask.prompt.bounds[-1]
+                if has_mostly_computed:
                     self._row_s = (time.monotonic() - known.began) / rows
-                if "refused" in report:  # vLLM asks again, where nothing of the prompt is computed yet
-                    known.ask = None
+            if "refused" in report:  # vLLM asks again if none of the prompt is computed yet
+                known.ask = None
 
-    def take_reports(self) -> dict[str, Mapping[str, Any]]:
-        """Reports since the last call, by the names that the front end gave."""
-        reports, self._reports = self._reports, {}
+    def take_reports(self) -> dict[str, FillReport]:
+        """Return the reports since the last call, by `Ask.name`."""
+        reports = self._reports
+        self._reports = {}
         return reports
 
     def ended(self, names: set[str]) -> None:
-        """Note that these are filled, or were given up."""
+        """Note that these requests are filled or were given up."""
         for name in names & self._known.keys():
             self._known[name].filling = False
 
-    def finished(self, request: Any) -> dict[str, Any] | None:
-        """Forget a request; returns its report, which goes out with its answer, in `kv_transfer_params`."""
+    def finished(self, request: EngineRequest) -> dict[str, FillReport] | None:
+        """Forget a request, and return its report, which its answer carries in `kv_transfer_params`."""
         self._busy.discard(request.request_id)
         self._short.discard(request.request_id)
         known = self._known.pop(request.request_id, None)
@@ -223,7 +248,7 @@ class Scheduling:
         if known.report is None and known.ask is not None and known.cached is not None:
             known.report = self._cached(known.ask, known.cached)
         if known.report is not None:
-            return {FIELD: dict(known.report)}
+            return {FIELD: known.report.copy()}
         if known.ask is not None and known.ask.idle:
             return {FIELD: {"given_up": True}}
         return {FIELD: {"refused": known.refused or "it ended before its prompt was filled"}}
@@ -233,16 +258,17 @@ class Scheduling:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _send(self, ask: Ask | None, report: Mapping[str, Any]) -> None:
+    def _send(self, ask: Ask | None, report: FillReport) -> None:
         if ask is not None and ask.name:
             self._reports[ask.name] = report
 
-    def _cached(self, ask: Ask, cached: int) -> dict[str, Any]:
+    def _cached(self, ask: Ask, cached: int) -> FillReport:
         return cached_report(ask.prompt, cached, self._identity.layout.layers, outcome="reused")
 
-    def _take_in(self, request: Any, message: object) -> Pending:
+    def _take_in(self, request: EngineRequest, message: object) -> Pending:
+        token_ids = request.prompt_token_ids or ()
         try:
-            ask = Ask.read(message, request.prompt_token_ids or (), self._settings.key)
+            ask = Ask.read(message, token_ids, self._settings.key)
         except CacheCraftError as error:
             return self._refused(request, str(error))
         salt = ask.cache_salt(self._settings.namespace) if self._prefix_caching else None
@@ -250,77 +276,92 @@ class Scheduling:
             return self._refused(request, reason)
         if len(ask.prompt.segments[-1].token_ids) < 2:
             return self._refused(request, "its question is a single token")
-        return Pending(ask, salt or "", hash((request.cache_salt, *request.prompt_token_ids)))
+        return Pending(ask, salt or "", hash((request.cache_salt, *token_ids)))
 
-    def _refused(self, request: Any, reason: str) -> Pending:
+    def _refused(self, request: EngineRequest, reason: str) -> Pending:
         logger.info("Request %s is computed as any other: %s", request.request_id, reason)
         return Pending(None, refused=reason)
 
-    def _others_compute(self, known: Pending, ask: Ask, found: LookupResult) -> bool:
-        """Return whether it waits for chunks that others compute or capture; what it computes itself, it announces
-        once its filling begins.
+    def _others_compute(self, known: Pending, ask: Ask, lookup: LookupResult) -> bool:
+        """Return True if the request waits for chunks that other requests compute or capture.
 
-        Where another request has the same chunks in the same order, vLLM's prefix cache has them once that is filled.
-        It waits for no longer than the others and it would take to compute them, and looks up anew after it.
+        If another request has the same chunks in the same order, vLLM's prefix cache has them once that request is
+        filled. The wait is at most twice the time that computing those chunks takes. They are looked up again after it.
         """
         if known.lacks is None:
-            plan, lacking = make_plan(ask.prompt, found.variants, ask.config, refused=found.refused), FutureCaptures()
+            plan = make_plan(ask.prompt, lookup.variants, ask.config, refused=lookup.refused)
+            lacking = FutureCaptures()
             lacking.expect(ask.prompt, plan, session=ask.session)
             known.lacks = lacking.variants
         if not ask.config.reuse:
             return False
-        captured = [one for one in known.lacks if one.segment_id in self._capturing]
-        others = [one for one in self._known.values() if one.filling and one.ask is not None and not one.ask.idle]
+        others = [
+            pending
+            for pending in self._known.values()
+            if pending.filling and pending.ask is not None and not pending.ask.idle
+        ]
+        captured = [variant for variant in known.lacks if variant.segment_id in self._capturing]
         if any(known.salt and known.salt == other.salt for other in others):
-            coming = known.lacks
+            expected = known.lacks
         else:
-            coming = captured + [one for one in known.lacks if one not in captured and _announced(one, ask, others)]
-        if coming:
+            expected = captured + [
+                variant for variant in known.lacks if variant not in captured and _announced(variant, ask, others)
+            ]
+        if expected:
             if known.until is None:
                 lengths = {segment.segment_id: len(segment.token_ids) for segment in ask.prompt.segments}
-                rows = sum(lengths[one.segment_id] for one in coming)
-                known.until = time.monotonic() + (_WAIT_S if self._row_s is None else 2.0 * rows * self._row_s)
+                rows = sum(lengths[variant.segment_id] for variant in expected)
+                longest_wait = _WAIT_S if self._row_s is None else 2.0 * rows * self._row_s
+                known.until = time.monotonic() + longest_wait
             known.waited = time.monotonic() < known.until
             self._captures_wanted |= known.waited and bool(captured)
             return known.waited
         if known.waited:
-            known.waited, known.looked, known.lacks = False, None, None
+            known.waited = False
+            known.looked = None
+            known.lacks = None
             return True
         return False
 
     def _look_up(self, ask: Ask) -> Future[Looked]:
         if self._threads is not None:
-            return self._threads.submit(self._found, ask)
+            return self._threads.submit(self._find, ask)
         done: Future[Looked] = Future()
-        done.set_result(self._found(ask))
+        done.set_result(self._find(ask))
         return done
 
-    def _found(self, ask: Ask) -> Looked:
+    def _find(self, ask: Ask) -> Looked:
         if not ask.config.reuse:
             return LookupResult({}), {}
-        segments = [one for one in ask.prompt.segments if one.kind != "question"]
-        tokens = {one.segment_id: (len(one.token_ids), one.tokens_digest) for one in segments}
-        bounds = RowBounds(self._identity.layout, self._identity.context_length, tokens)
-        find, names = self._store.find, list(tokens)
-        found = find(self._settings.namespace, self._identity.fingerprint, names, session=ask.session, bounds=bounds)
-        found = exact_only(found) if ask.idle else found
-        return found, self._store.token_scores([one.variant_id for some in found.variants.values() for one in some])
+        segments = [segment for segment in ask.prompt.segments if segment.kind != "question"]
+        tokens = {segment.segment_id: (len(segment.token_ids), segment.tokens_digest) for segment in segments}
+        lookup = self._store.find(
+            self._settings.namespace,
+            self._identity.fingerprint,
+            list(tokens),
+            session=ask.session,
+            bounds=RowBounds(self._identity.layout, self._identity.context_length, tokens),
+        )
+        if ask.idle:
+            lookup = exact_only(lookup)
+        variant_ids = [variant.variant_id for variants in lookup.variants.values() for variant in variants]
+        return lookup, self._store.token_scores(variant_ids)
 
 
 def _announced(lacking: FutureVariant, ask: Ask, others: Iterable[Pending]) -> bool:
-    """Return whether one of these requests, which are being filled, will capture what serves here."""
+    """Return True if one of `others`, which are being filled, will capture a chunk-cache that can replace `lacking`."""
     wanted = replace(lacking, session=ask.session)
     return any(
-        coming.serves(wanted, ask.config.scope)
+        capture.serves(wanted, ask.config.scope)
         for other in others
         if other.ask is not None
-        for coming in _captures(other.ask, other.lacks or ())
+        for capture in _captures(other.ask, other.lacks or ())
     )
 
 
 def _captures(ask: Ask, computed: Iterable[FutureVariant]) -> Iterator[FutureVariant]:
-    """Those of the chunk-caches computed for a request that will be captured."""
+    """Yield the computed chunk-caches of a request that will be captured."""
     if ask.captures is not None:
-        yield from (one for one in computed if len(one.origin_prefix) in ask.captures)
+        yield from (variant for variant in computed if len(variant.origin_prefix) in ask.captures)
     elif ask.config.capture:
         yield from computed

@@ -1,7 +1,8 @@
-"""The stream that a vLLM worker computes on, for a thread that goes on with its results.
+"""The stream that a vLLM worker computes on, for a thread that continues with its results.
 
-vLLM gives its worker a stream apart from the default one with several ranks and for some quantised kernels. A thread
-begins with the default stream of device 0, which waits for no other stream: what it reads may not be written yet.
+With several ranks, and for some quantised kernels, vLLM gives its worker another stream than the default one. A thread
+begins with the default stream of device 0, which waits for no other stream: it might read results that are not written
+yet.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ class WorkerStream:
 
     @classmethod
     def current(cls, device: torch.device) -> WorkerStream:
-        """The stream that the calling thread computes on."""
+        """Return the stream that the calling thread computes on."""
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         return cls(device, stream)
 
     @contextmanager
     def taken_over(self) -> Iterator[None]:
-        """Compute on this device and stream in the calling thread too: in the order in which work was given to it.
+        """Compute on this device and stream in the calling thread too, in the order of submission.
 
-        One stream for both needs no events, and memory that one thread frees is reused in the same order.
+        With a single stream no events are needed, and memory that one thread frees is reused in the same order.
         """
         if self.stream is None:
             yield

@@ -1,7 +1,7 @@
-"""The workers' end: fills the blocks of requests, in slices between vLLM's own forwards, and captures.
+"""The workers' side: fills blocks in slices between vLLM's own forward passes, and captures chunk-caches.
 
-Nothing here waits. A filling that waits for a disk or a remote is passed over; fillings that stand before the same
-layer run it as one forward.
+Nothing here blocks. A filling that waits for a disk or a remote is skipped in this step. Fillings whose next layer is
+the same run it as one forward pass.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ from cachecraft_rag.compute.row_pass import advance
 from cachecraft_rag.planning.planner import exact_shares
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
-from cachecraft_rag.vllm.messages import Fill, News
+from cachecraft_rag.vllm.messages import Fill, FillReport, News
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker.filling import Filling
 from cachecraft_rag.vllm.worker.ranks import AnotherRankFailedError, RanksApartError, TensorParallel
@@ -34,30 +33,34 @@ from cachecraft_rag.vllm.worker.streams import WorkerStream
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-# Longest filling in a step, but at least one layer of one pass: while others wait for the step, and while it is the
-# only work. A step costs vLLM some milliseconds, and a request that arrives meanwhile waits for its end.
-_SLICE_S, _SLICE_ALONE_S = 0.05, 0.25
-_RESTS = 4  # while requests are computed, a capture's description rests for so many times as long as each part took
+# Time per step that is spent on filling, though at least one layer of one pass is computed. A step costs vLLM some
+# milliseconds, and a request that arrives during a step waits for its end.
+_SLICE_S = 0.05  # while vLLM's own requests wait for the step
+_SLICE_ALONE_S = 0.25  # while vLLM has nothing to compute
+_RESTS = 4  # while requests run, the thread that describes captures pauses this many times as long as it worked
 
 
 class Workers:
-    """One rank's end.
+    """The side of one rank.
 
     Args:
-        block_size: tokens of a block of vLLM's.
+        block_size: tokens per vLLM block.
     """
 
     def __init__(
         self, stack: WorkerStack, store: ChunkCacheStore, settings: ConnectorSettings, *, block_size: int
     ) -> None:
-        self._stack, self._store, self._block_size = stack, store, block_size
+        self._stack = stack
+        self._store = store
+        self._block_size = block_size
         self._ranks = stack.ranks
         self.first_rank = stack.ranks.rank == 0
         self._speed = ComputeSpeed(stack.keys_per_row)
         self._loader = Loader(store, stack.layout.layers)
-        self._lock, self._turnstile = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._turnstile = threading.Lock()
         self._describing = ThreadPoolExecutor(1, thread_name_prefix="cachecraft-captures")
-        self._hurry = threading.Event()  # captures are described without rests
+        self._hurry = threading.Event()  # set: captures are described without pauses
         self._hurry.set()
         self._write_back = WriteBackQueue(
             store,
@@ -66,12 +69,12 @@ class Workers:
             layout=settings.identity.layout,
             start=self._describe,
         )
-        self._fillings: dict[str, Filling] = {}  # in the order of asking
-        self._storing: dict[str, frozenset[str]] = {}  # filled, and done once these segments are stored
+        self._fillings: dict[str, Filling] = {}  # by request, in order of arrival
+        self._storing: dict[str, frozenset[str]] = {}  # filled requests → segments that must be stored before they end
         self._done: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._broken = ""  # why nothing can be filled any more
-        self._reports: dict[str, dict[str, Any]] = {}
+        self._broken = ""  # reason why no blocks can be filled any more
+        self._reports: dict[str, FillReport] = {}
         self._last_capturing: frozenset[str] = frozenset()  # as last sent to the scheduler
 
     def step(
@@ -84,20 +87,20 @@ class Workers:
         idle: bool = True,
         wanted: bool = False,
     ) -> None:
-        """Begin new fillings, drop those that are gone, and compute up to `rows` rows through all layers.
+        """Begin new fillings, drop those in `gone`, and compute up to `rows` rows through all layers.
 
         Args:
-            alone: vLLM computes nothing in this step.
-            idle: no request is under way: new variants may be computed.
-            wanted: a request waits for captures.
+            alone: True if vLLM computes nothing in this step.
+            idle: True if no requests are running, so that new variants may be computed.
+            wanted: True if a request waits for captures.
         """
         new = {fill.request_id: fill for fill in fills}
         if not self._broken:
             try:
                 self._step(new, gone, rows, _SLICE_ALONE_S if alone and not idle else _SLICE_S, idle)
-            except Exception as error:  # it belongs to no request, so all of them are left to vLLM
+            except Exception as error:  # no single request caused it, so all of them are left to vLLM
                 logger.exception("A step has failed")
-                # Several ranks may stand at different places now, and stay apart. A single one may go on.
+                # Several ranks may have stopped at different places and cannot continue together. A single rank can.
                 self._broken = f"the ranks are apart: {error}" if self._ranks.size > 1 else ""
                 self._ranks.part()
                 self._leave_all(new, self._broken or f"a step has failed: {error!r}")
@@ -116,34 +119,41 @@ class Workers:
         for name in [name for name, ids in self._storing.items() if not self._write_back.pending(ids)]:
             del self._storing[name]
             self._done.add(name)
-        self._round([([one.fill], partial(self._take, one, one.go_on)) for one in self._fillings.values()])
-        budget, until = rows * self._stack.layout.layers, time.perf_counter() + slice_s
+        self._round(
+            [([filling.fill], partial(self._take, filling, filling.go_on)) for filling in self._fillings.values()]
+        )
+        budget = rows * self._stack.layout.layers
+        deadline = time.perf_counter() + slice_s
         while budget > 0 and (group := self._group(idle)):
             budget -= self._run_layer(group)
-            if self._ranks.size == 1 and time.perf_counter() > until:  # ranks must run the same layers
+            # Several ranks must run the same layers, so they ignore the clock.
+            if self._ranks.size == 1 and time.perf_counter() > deadline:
                 return
 
     def finished(self) -> set[str]:
-        """Requests whose blocks are filled, or that are gone; each is returned once."""
-        done, self._done = self._done, set()
+        """Return the requests whose blocks are filled or that are gone; each is returned once."""
+        done = self._done
+        self._done = set()
         return done
 
     def failed_blocks(self) -> set[int]:
-        """Blocks that vLLM has to compute itself; each is returned once."""
-        failed, self._failed_blocks = self._failed_blocks, set()
+        """Return the blocks that vLLM has to compute itself; each is returned once."""
+        failed = self._failed_blocks
+        self._failed_blocks = set()
         return failed
 
     def news(self) -> News | None:
-        """Reports and captures since the last call; None if there are no new ones."""
+        """Return the reports and captures since the last call; None if there are no new ones."""
         capturing = self._write_back.pending()
-        reports, self._reports = self._reports, {}
+        reports = self._reports
+        self._reports = {}
         if not reports and capturing == self._last_capturing:
             return None
         self._last_capturing = capturing
         return News(reports, capturing)
 
     def close(self) -> None:
-        """Give up what is being filled, and finish the captures."""
+        """Give up unfinished fillings, and finish the captures."""
         for name in list(self._fillings):
             self._drop(name)
         self._hurry.set()
@@ -152,7 +162,7 @@ class Workers:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Take the turn to compute. A waiting thread holds the turnstile, so the other one cannot overtake it."""
+        """Hold the lock on computing. A waiting thread holds the turnstile, so the other one cannot overtake it."""
         with self._turnstile:
             self._lock.acquire()
         try:
@@ -162,22 +172,22 @@ class Workers:
 
     @contextmanager
     def _turn_and_rest(self) -> Iterator[None]:
-        """Take the turn for a part of a description, and leave the device to requests after it."""
+        """Hold the lock for one part of a description, then pause so that requests can use the device."""
         with self._turn():
             began = time.perf_counter()
             yield
             spent = time.perf_counter() - began
         self._hurry.wait(_RESTS * spent)
 
-    def _describe(self, steps: Work[Any], ended: Ended) -> None:
-        """Describe a capture in a thread, in turns with the steps."""
+    def _describe(self, steps: Work[object], ended: Ended) -> None:
+        """Describe a capture in a thread that alternates with the steps."""
         stream = WorkerStream.current(self._stack.device)
 
         def work() -> None:
             try:
                 with stream.taken_over():
                     stored = run(self._stack, steps, self._turn_and_rest)
-            except Exception as error:  # noqa: BLE001  # it is logged and counted there
+            except Exception as error:  # noqa: BLE001  # `ended` logs and counts it
                 ended(None, error)
             else:
                 ended(stored, None)
@@ -187,11 +197,11 @@ class Workers:
     # -- fillings -----------------------------------------------------------------------------------------------------
 
     def _round(self, acts: Sequence[tuple[Sequence[Fill], Callable[[], object]]]) -> None:
-        """Do these one after the other, each for some requests. If one raises, vLLM computes its requests.
+        """Call each act for its requests. If an act raises, vLLM computes its requests.
 
-        Every exception is caught here, our own mistakes included: in vLLM it would end the server for everybody, and if
-        it was caught further up, these requests would wait for their blocks for ever. A failure on one rank is one on
-        all, see `ranks`.
+        Every exception is caught here, including bugs: inside vLLM it would end the server for all users, and if it
+        were caught by a caller, these requests would wait for their blocks forever. An act that fails on one rank
+        fails on all ranks, see `ranks`.
         """
         if not acts:
             return
@@ -215,7 +225,7 @@ class Workers:
                 self._leave(fill, everywhere[fill.request_id])
 
     def _leave(self, fill: Fill, reason: str) -> None:
-        """Leave a request to vLLM, which computes those of its blocks that are reported as failed."""
+        """Leave a request to vLLM, which computes the blocks that are reported as failed."""
         name = fill.request_id
         logger.warning("Request %s is computed as any other: %s", name, reason)
         if (filling := self._fillings.pop(name, None)) is not None:
@@ -229,14 +239,15 @@ class Workers:
     def _leave_all(self, new: Mapping[str, Fill], reason: str) -> None:
         self._done |= self._storing.keys()  # they are filled
         self._storing.clear()
-        for fill in [*new.values(), *(one.fill for one in self._fillings.values() if one.fill.request_id not in new)]:
+        running = [filling.fill for filling in self._fillings.values() if filling.fill.request_id not in new]
+        for fill in [*new.values(), *running]:
             if fill.request_id not in self._done:
                 self._leave(fill, reason)
 
     def _give_up(self, filling: Filling) -> None:
         try:
             filling.give_up()
-        except Exception:  # nobody waits for it, and raising on one rank would part them
+        except Exception:  # no request waits for it, and if one rank raised, it would lose step with the others
             logger.exception("Giving up request %s failed", filling.fill.request_id)
 
     def _begin(self, fill: Fill) -> None:
@@ -250,7 +261,7 @@ class Workers:
         )
 
     def _take(self, filling: Filling, act: Callable[[], object]) -> None:
-        """Act for one filling, and finish it if it is done."""
+        """Call `act`, and finish the filling if it is done."""
         act()
         if filling.result is not None:
             self._finish(filling)
@@ -263,31 +274,36 @@ class Workers:
         self._done.add(name)  # vLLM keeps the blocks until it is reported
 
     def _group(self, idle: bool) -> list[Filling]:
-        """The first filling that can compute, and those that stand before the same layer; new variants if `idle`."""
+        """Return the first filling that can compute, and all others whose next layer is the same.
+
+        New variants are included only if `idle`.
+        """
         layers = {
-            one: one.row_pass.layer
-            for one in self._fillings.values()
-            if one.row_pass is not None and one.fill.ask.waits <= idle
+            filling: filling.row_pass.layer
+            for filling in self._fillings.values()
+            if filling.row_pass is not None and (idle or not filling.fill.ask.waits)
         }
-        return [one for one, layer in layers.items() if layer == next(iter(layers.values()))]
+        return [filling for filling, layer in layers.items() if layer == next(iter(layers.values()))]
 
     def _run_layer(self, group: list[Filling]) -> int:
-        """Run one layer of these fillings as one forward; returns the number of rows."""
-        passes = [one.row_pass for one in group if one.row_pass is not None]
-        for one in group:
-            one.begin_layer()
-        rows = sum(len(one.positions) for one in passes)
+        """Run one layer of these fillings as one forward pass; return the number of rows."""
+        passes = [filling.row_pass for filling in group if filling.row_pass is not None]
+        for filling in group:
+            filling.begin_layer()
+        rows = sum(len(row_pass.positions) for row_pass in passes)
 
         def run() -> None:
             with self._turn():
                 advance(self._stack, passes)
 
-        fills = [one.fill for one in group]  # a failed forward cannot be blamed on one of them
-        self._round([(fills, run), *(([one.fill], partial(self._take, one, one.end_layer)) for one in group)])
+        fills = [filling.fill for filling in group]  # if the forward pass fails, any of them may be the cause
+        ends = [([filling.fill], partial(self._take, filling, filling.end_layer)) for filling in group]
+        self._round([(fills, run), *ends])
         return rows
 
     def _finish(self, filling: Filling) -> None:
-        fill, result = filling.fill, filling.end()
+        fill = filling.fill
+        result = filling.end()
         positions = torch.arange(fill.first, fill.last, device=self._stack.device)
         blocks = torch.tensor(fill.blocks, device=self._stack.device)
         slots = blocks[positions // self._block_size] * self._block_size + positions % self._block_size
@@ -305,12 +321,13 @@ class Workers:
             self._done.add(fill.request_id)
 
     def _capture(self, filling: Filling, result: PrefillResult) -> frozenset[str]:
-        """Hand over the captures; returns the segments that this rank stores.
+        """Submit the captures for write-back; return the segments that this rank stores.
 
-        Chunk-caches hold all heads, so that any number of ranks can use them. The heads are gathered here, in the step:
-        a collective in the thread that describes captures would meet those of the next forward.
+        Chunk-caches hold all heads, so that any number of ranks can use them. The heads are gathered here, during the
+        step: a collective in the thread that describes captures would mix with those of the next forward pass.
         """
-        recorder, keys = result.recorder, result.buffer.kv[:, 0]
+        recorder = result.recorder
+        keys = result.buffer.kv[:, 0]
         if isinstance(ranks := self._ranks, TensorParallel):
             for segment in ranks.agree(recorder.missing):
                 recorder.forget(segment)
@@ -319,11 +336,14 @@ class Workers:
                 recorder = recorder.with_all_heads(ranks.gather_heads)
         if not recorder.captures:
             return frozenset()
-        ask, segments = filling.fill.ask, filling.fill.ask.prompt.segments
+        ask = filling.fill.ask
+        segments = ask.prompt.segments
         shares = exact_shares(filling.plan, [len(segment.token_ids) for segment in segments])
-        extra_variants = {one.segment for one in recorder.captures if ask.idle and one.segment not in ask.first}
+        extra_variants = {
+            capture.segment for capture in recorder.captures if ask.idle and capture.segment not in ask.first
+        }
         context = CaptureContext(
             segments, ask.prompt.bounds, shares, ask.session, primed=ask.primed, extra_variants=extra_variants
         )
         self._write_back.submit(recorder, keys, context)
-        return frozenset(segments[one.segment].segment_id for one in recorder.captures)
+        return frozenset(segments[capture.segment].segment_id for capture in recorder.captures)

@@ -1,0 +1,110 @@
+"""The attributes of vLLM's objects that this folder reads. vLLM itself is untyped here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig
+
+
+class RequestSampling(Protocol):
+    """`vllm.SamplingParams` of a request."""
+
+    prompt_logprobs: int | None
+
+
+class EngineRequest(Protocol):
+    """`vllm.v1.request.Request`, a request in vLLM's scheduler."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int] | None
+    num_prompt_tokens: int
+    kv_transfer_params: Mapping[str, object] | None
+    cache_salt: str | None
+    sampling_params: RequestSampling | None
+    prompt_embeds: object
+    mm_features: Sequence[object]
+    lora_request: object
+    skip_reading_prefix_cache: bool | None
+
+
+class RequestBlocks(Protocol):
+    """`vllm.v1.core.kv_cache_manager.KVCacheBlocks`, the blocks of a request."""
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """Return the block ids of each group of layers."""
+
+
+class KVCacheSpec(Protocol):
+    """`vllm.v1.kv_cache_interface.KVCacheSpec`, the kind of KV cache of a group of layers."""
+
+    block_size: int
+
+
+class KVCacheGroup(Protocol):
+    """`vllm.v1.kv_cache_interface.KVCacheGroupSpec`, layers with the same kind of KV cache."""
+
+    kv_cache_spec: KVCacheSpec
+
+
+class KVCacheConfig(Protocol):
+    """`vllm.v1.kv_cache_interface.KVCacheConfig`, the KV caches of a model."""
+
+    kv_cache_groups: Sequence[KVCacheGroup]
+
+
+class Attention(Protocol):
+    """`vllm.attention.layer.Attention`, the attention of a layer."""
+
+    layer_name: str
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    impl: Any
+    kv_cache: Tensor
+    forward: Callable[..., Tensor]
+
+
+class SelfAttention(Protocol):
+    """The attention module of a decoder layer."""
+
+    attn: Attention
+    rotary_emb: Any
+
+
+class DecoderLayer(Protocol):
+    """A decoder layer like Llama's."""
+
+    self_attn: SelfAttention
+
+    def __call__(self, positions: Tensor, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return hidden states and residual."""
+
+
+class DecoderLayers(Protocol):
+    """The part of a causal LM that holds its layers."""
+
+    layers: Sequence[DecoderLayer]
+
+
+class CausalLM(Protocol):
+    """A causal LM like Llama's."""
+
+    model: DecoderLayers
+    config: PretrainedConfig
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Return the weights."""
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings of token ids."""
+
+
+class SchedulerOutput(Protocol):
+    """`vllm.v1.core.sched.output.SchedulerOutput`, the work of a step."""
+
+    total_num_scheduled_tokens: int
+    finished_req_ids: set[str]
