@@ -405,8 +405,8 @@ class Auditor:
         """Return the text of the prompt after its chunks, without the template's last tokens."""
         segment = waiting.request.prompt.segments[-1]
         tokens = segment.token_ids[: len(segment.token_ids) - segment.closing]
-        text: str = self.decoder.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+        decode = self.decoder.tokenizer.decode
+        return str(decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _next_token(self, buffer: KVBuffer, token: int, position: int) -> int:
         """Compute one token, and return the likeliest next one."""
