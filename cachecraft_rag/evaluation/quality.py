@@ -1,4 +1,4 @@
-"""How often answers equal full prefill's, from the audits of a store: shares with intervals, and the worst answers."""
+"""Summary of audits: the share of answers that equal full prefill's, with intervals, and the worst answers."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class NewVariants:
 
 @dataclass(frozen=True, slots=True)
 class Audits:
-    """How many answers are audited: compared with full prefill of the same prompt, while no answer is under way.
+    """Limits of audits: comparisons of answers with full prefill of the same prompt, while no answer is under way.
 
     share      share of the answers with reuse that are audited, 0 to 1; 0: none
     waiting    most answers that wait; beyond it, the oldest are dropped

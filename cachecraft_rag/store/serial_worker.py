@@ -69,7 +69,7 @@ class SerialWorker:
     def shut_down(self) -> None:
         """Finish all jobs, and end the thread."""
         self.end()
-        # A thread whose start was interrupted may still begin; whoever comes first does the jobs.
+        # A thread whose start was interrupted may still begin; the first one does the jobs.
         self._work()
         with self._guard:
             thread = self._thread

@@ -41,7 +41,7 @@ class Address:
         """Return the address in `HOST:PORT`, `:PORT` or `PORT`; without a host it is 127.0.0.1.
 
         Raises:
-            ConfigError: it is none of these.
+            ConfigError: the address has another form.
 
         >>> Address.parse("8080"), Address.parse("[::1]:8080").host
         (Address(host='127.0.0.1', port=8080), '::1')

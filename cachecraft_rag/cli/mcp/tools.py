@@ -30,7 +30,7 @@ MOST_PASSAGES = 50  # per search: agents ask for too many, and each has up to 51
 
 
 class Place(TypedDict):
-    """Where a passage is from."""
+    """The source of a passage."""
 
     source: str
     heading: str | None

@@ -99,7 +99,7 @@ class Audit:
 
     @property
     def first_difference(self) -> int | None:
-        """The first place that differs; None if there is none."""
+        """The first place that differs, or None."""
         return self.differences[0] if self.differences else None
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Results of audits on disk: one bounded SQLite file beside the catalog of chunk-caches.
 
-It is a file of its own, so that a store whose answers are never audited holds nothing about audits, and so that
+This is a separate file, so that a store whose answers are never audited holds nothing about audits, and so that
 a change of its tables sets no chunk-caches aside.
 """
 

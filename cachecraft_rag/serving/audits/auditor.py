@@ -1,6 +1,6 @@
 """Audits in idle time: full prefill of a prompt that was answered, and one pass over the answer's tokens.
 
-The prompt is computed exactly. What is stored behind the very same prefix is taken from the store, because it is equal
+The prompt is computed exactly. What is stored after the very same prefix is taken from the store, because it is equal
 to the bit; everything else is computed. New variants are captured first: they are those chunk-caches. The prediction
 with reuse is noted while the answer is decoded, so reuse is not computed a second time.
 """
@@ -264,7 +264,7 @@ class Auditor:
         try:
             earlier = audits_in(self.store.root, namespace=self.namespace, fingerprint=self.decoder.fingerprint)
         except (CacheCraftError, OSError) as error:
-            logger.warning("Earlier audits could not be read, so the quality target starts anew: %s", error)
+            logger.warning("Earlier audits could not be read, so the quality target starts from the default: %s", error)
             return
         controller.resume(
             (audit.ratio, audit.tokens, audit.agreeing_net)
@@ -338,7 +338,7 @@ class Auditor:
         return FullPrefill(logits, result.buffer, result.row_layers // self.decoder.layout.layers)
 
     def _plan(self, request: Request, answer_tokens: int) -> tuple[Resolved, PendingLoads]:
-        """Plan an exact prefill, and begin to load what is stored behind the same prefix."""
+        """Plan an exact prefill, and begin to load what is stored after the same prefix."""
         segments = [segment for segment in request.prompt.segments if segment.kind != "question"]
         offered = exact_only(self.look_up(segments, session=request.session))
         resolved = resolve(

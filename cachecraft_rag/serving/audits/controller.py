@@ -157,7 +157,7 @@ class RatioController:
         return self._ratios[place], self._reason(place)
 
     def add(self, ratio: float, *, tokens: int, agreeing: int) -> None:
-        """Take up an audit of an answer that was given with this ratio, and choose the ratio anew."""
+        """Take up an audit of an answer that was given with this ratio, and choose the next ratio."""
         if ratio not in self._ratios:
             return
         factor = 0.5 ** (1.0 / _HALF_LIFE)

@@ -1,4 +1,4 @@
-"""What a model predicted along an answer, in few numbers: the likeliest tokens and their probabilities."""
+"""Predictions of a model along an answer, in few numbers: the likeliest tokens and their probabilities."""
 
 from __future__ import annotations
 
