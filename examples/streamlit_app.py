@@ -27,7 +27,6 @@ from streamlit_picture import headline, markdown_safe, plain, prompt_bar, size, 
 
 from cachecraft_rag import Answer, CacheCraft, CacheCraftError, Chunk, ReuseConfig, SamplingParams
 from cachecraft_rag.cli.first_sentence import first_sentence
-from cachecraft_rag.serving.config import Audits
 
 STYLE = Path(__file__).parent / "streamlit_style.css"
 WELCOME = (
@@ -50,7 +49,7 @@ def load(model: str, folder: str) -> Shared:
     uploads = Path(folder) / "uploads"
     uploads.mkdir(parents=True, exist_ok=True)
     # Text of audited answers is kept in memory only, because each answer here belongs to a session.
-    rag = CacheCraft.from_pretrained(model, store=folder, audit=Audits(share=1.0, keep_text=True))
+    rag = CacheCraft.from_pretrained(model, store=folder, audit="idle", audit_text=True)
     one_token = SamplingParams(max_new_tokens=1)
     list(rag.engine.stream("Ready?", [Chunk("warm up " * 300)], sampling=one_token, config=FULL_PREFILL))
     if port:

@@ -14,7 +14,6 @@ from streamlit_conversations import Turn
 
 from cachecraft_rag import Answer
 from cachecraft_rag.cli.first_sentence import first_sentence
-from cachecraft_rag.serving.audits.audit import Audit
 
 # How prompt tokens were obtained: the colour class in streamlit_style.css, and the words of legend and tooltips.
 KINDS = {
@@ -132,7 +131,7 @@ def markdown_safe(text: str) -> str:
     return text.replace("$", "\\$").replace("![", "!\\[")
 
 
-def verdict(turn: Turn, audit: Audit | None) -> str:
+def verdict(turn: Turn, audit: Any) -> str:
     """Whether full prefill would have given the same answer, and if not, what it says; empty until that is known."""
     if audit is None or turn.answer is None:
         return ""

@@ -49,6 +49,7 @@ class EngineConfig:
                     always
     audit           which answers are compared with full prefill while no answer is under way: off, idle (every answer
                     with reuse) or a share from 0 to 1; or an `Audits` with limits. An engine over vLLM audits nothing
+    audit_text      whether the text of audited answers is kept with their results, see `Audits`
     quality_target  share of answer tokens that should agree with full prefill, such as 0.98; None = no target. Audits
                     then raise and lower the recompute ratio of requests that set neither a ratio nor α. Needs `audit`
     min_ratio       smallest recompute ratio that a quality target chooses
@@ -69,6 +70,7 @@ class EngineConfig:
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
     new_variants: NewVariants | When = "idle"
     audit: Audits | str | float = "off"
+    audit_text: bool = False
     quality_target: float | None = None
     min_ratio: float = 0.0
     max_ratio: float = 1.0
@@ -92,18 +94,29 @@ class EngineConfig:
         )
         if not isinstance(self.audit, Audits):
             object.__setattr__(self, "audit", Audits.of(self.audit))
+        check_flag("audit_text", self.audit_text)
+        if self.audit_text:
+            object.__setattr__(self, "audit", replace(self.audit, keep_text=True))  # type: ignore[type-var]
         check_number("quality_target", self.quality_target, most=1.0, optional=True)
         check_number("min_ratio", self.min_ratio, most=1.0)
         check_number("max_ratio", self.max_ratio, most=1.0)
-        target = self.target()
-        if target is not None and not self.audit.share:  # type: ignore[union-attr]
-            raise ConfigError('quality_target needs audits of answers: add audit="idle", or a share such as 0.2')
-        if target is not None and not (self.reuse.recompute_ratio is None and self.reuse.alpha is None):
-            raise ConfigError("quality_target chooses how much is recomputed: leave recompute_ratio and alpha out")
+        self.target()
         check_whole("decode_rows", self.decode_rows, least=1)
         check_whole("max_waiting", self.max_waiting)
         check_number("wait_timeout_s", self.wait_timeout_s, most=MOST_SECONDS, optional=True)
         check_kind("store", self.store, StoreConfig, advice="write StoreConfig(host_bytes=…)")
+
+    def require_usable_target(self) -> None:
+        """Raise ConfigError for a quality target that could not act.
+
+        Engines call this, because the options of one engine may come from several places.
+        """
+        if self.quality_target is None:
+            return
+        if not self.audit.share:  # type: ignore[union-attr]
+            raise ConfigError('quality_target needs audits of answers: add audit="idle", or a share such as 0.2')
+        if self.reuse.recompute_ratio is not None or self.reuse.alpha is not None:
+            raise ConfigError("quality_target chooses how much is recomputed: leave recompute_ratio and alpha out")
 
     def target(self) -> QualityTarget | None:
         """Return the quality target, or None without one. Raises ConfigError for limits that do not fit."""

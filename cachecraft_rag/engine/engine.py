@@ -136,6 +136,7 @@ class Engine(AnswerEngine):
             look_up=self.look_up,
             loop=self.loop,
         )
+        chosen.require_usable_target()
         target = chosen.target()
         self.auditor = Auditor(
             config=chosen.audit,
@@ -188,6 +189,7 @@ class Engine(AnswerEngine):
         check_path("store", store)
         check_kind("config", config, EngineConfig, optional=True, advice="write EngineConfig(namespace=…)")
         chosen = (config or EngineConfig()).with_options(**options)  # before a model is loaded, which takes long
+        chosen.require_usable_target()
 
         decoder = load_checked(model, dtype=chosen.dtype, device=chosen.device)
         device = None if decoder.device.type == "cpu" else str(decoder.device)

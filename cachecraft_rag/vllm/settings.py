@@ -40,8 +40,9 @@ def check_config(config: EngineConfig) -> EngineConfig:
         wrong["new_variants"] = "they are made while no request is under way"
     if getattr(config.audit, "share", 0.0):
         wrong["audit"] = "answers are audited by the transformers backend only"
-    if config.quality_target is not None:
-        wrong["quality_target"] = "it needs audits, and answers are audited by the transformers backend only"
+    for name in ("audit_text", "quality_target", "min_ratio", "max_ratio"):
+        if getattr(config, name) != getattr(usual, name):
+            wrong[name] = "it needs audits, and answers are audited by the transformers backend only"
     if config.reuse.refresh_rows:
         wrong["reuse.refresh_rows"] = "a decode step carries rows of the answer only"
     wrong |= {

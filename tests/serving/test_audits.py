@@ -386,7 +386,7 @@ def test_text_that_was_asked_for_says_what_full_prefill_answers(make_engine: Mak
 
 
 def test_text_of_a_session_is_not_written(make_engine: MakeEngine) -> None:
-    engine = make_engine(audit=Audits(1.0, keep_text=True))
+    engine = make_engine(audit="idle", audit_text=True)
     ask(engine, CHUNKS)
     answer = ask(engine, MOVED, session="ada", config=replace(CONFIG, capture=False))
     assert audit_of(engine, answer).text is not None  # for the session's own application

@@ -12,6 +12,7 @@ import pytest
 
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
+from cachecraft_rag.engine.settings import load_settings
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
@@ -249,10 +250,17 @@ def test_a_ratio_of_the_request_goes_before_the_target(make_engine: MakeEngine) 
 
 def test_a_target_without_audits_or_beside_a_ratio_is_refused() -> None:
     with pytest.raises(ConfigError, match='add audit="idle"'):
-        EngineConfig(quality_target=0.98)
+        Engine.from_pretrained("no such model", quality_target=0.98)  # before a model is looked for
     for reuse in (ReuseConfig(recompute_ratio=0.2), ReuseConfig(alpha=0.3)):
         with pytest.raises(ConfigError, match="leave recompute_ratio and alpha out"):
-            EngineConfig(quality_target=0.98, audit="idle", reuse=reuse)
+            Engine.from_pretrained("no such model", quality_target=0.98, audit="idle", reuse=reuse)
+
+
+def test_the_settings_of_a_target_come_from_the_environment_one_by_one() -> None:
+    environment = {"CACHECRAFT_AUDIT": "0.5", "CACHECRAFT_QUALITY_TARGET": "0.97", "CACHECRAFT_MAX_RATIO": "0.4"}
+    config = load_settings(environment=environment).engine_config()
+    config.require_usable_target()
+    assert config.target() == QualityTarget(0.97, 0.0, 0.4)
 
 
 def test_answers_that_say_nothing_about_the_ratio_do_not_change_it(make_engine: MakeEngine) -> None:
