@@ -106,7 +106,7 @@ class Engine(AnswerEngine):
             options["reuse"] = config
         chosen = replace(settings or EngineConfig(), **options)
         assert isinstance(chosen.new_variants, NewVariants), "EngineConfig turns a word into NewVariants"
-        assert isinstance(chosen.audit, Audits), "EngineConfig turns a word or a number into Audits"
+        chosen.require_usable_target()
         super().__init__(decoder, store, chosen)
 
         registry = self.request_counts.registry
@@ -136,20 +136,7 @@ class Engine(AnswerEngine):
             look_up=self.look_up,
             loop=self.loop,
         )
-        chosen.require_usable_target()
-        target = chosen.target()
-        self.auditor = Auditor(
-            config=chosen.audit,
-            decoder=decoder,
-            store=store,
-            loader=loader,
-            namespace=chosen.namespace,
-            look_up=self.look_up,
-            loop=self.loop,
-            captures_pending=self._captures_pending,
-            registry=registry,
-            controller=None if target is None else RatioController(target),
-        )
+        self.auditor = self._new_auditor(chosen, loader)
         self._answering = Answering(
             decoder=decoder,
             store=store,
@@ -164,6 +151,22 @@ class Engine(AnswerEngine):
             auditor=self.auditor,
         )
         store.before_removal.append(self._before_removal)
+
+    def _new_auditor(self, config: EngineConfig, loader: Loader) -> Auditor:
+        assert isinstance(config.audit, Audits), "EngineConfig turns a word or a number into Audits"
+        target = config.target()
+        return Auditor(
+            config=config.audit,
+            decoder=self.decoder,
+            store=self.store,
+            loader=loader,
+            namespace=config.namespace,
+            look_up=self.look_up,
+            loop=self.loop,
+            captures_pending=self._captures_pending,
+            registry=self.request_counts.registry,
+            controller=None if target is None else RatioController(target),
+        )
 
     @classmethod
     def from_pretrained(

@@ -339,7 +339,8 @@ class StepLoop:
                 wakes.append(task.since + task.step.timeout_s)
         if self.under_way(Priority.IDLE) and not self._is_idle():
             pauses = [task.paused_at + _PAUSE_S for task in self._tasks]
-            wakes += [at for at in pauses if at >= now]  # of one that is over, another answer's pause is awaited
+            # Pauses that are over do not wake it: it waits for those of the other answers.
+            wakes += [at for at in pauses if at >= now]
         return max(0.0, min(wakes) - now)
 
     def _begin(self, task: LoopTask) -> None:

@@ -394,7 +394,7 @@ def configured() -> list[str]:
 async def test_a_client_of_the_documented_configuration_reuses_what_was_computed_before(
     demo_model: Path, handbook: Path, tmp_path: Path
 ) -> None:
-    paths = {"/home/ann/chunk-caches": str(tmp_path / "store"), "/home/ann/notes": str(handbook)}
+    paths = {"/path/to/chunk-caches": str(tmp_path / "store"), "/path/to/notes": str(handbook)}
     arguments = [paths.get(argument, argument) for argument in configured()]
     assert paths.keys() <= set(configured())
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}

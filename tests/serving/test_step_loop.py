@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.decode import DecodeStep
-from cachecraft_rag.compute.driver import Call, Work
+from cachecraft_rag.compute.driver import Call, Until, Work
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.serving import joint_rows
+from cachecraft_rag.serving import joint_rows, step_loop
 from cachecraft_rag.serving.sampling import Sampler, SamplingParams
-from cachecraft_rag.serving.step_loop import LoopTask, Priority
+from cachecraft_rag.serving.step_loop import LoopTask, Priority, StepLoop
 from cachecraft_rag.serving.token_queue import MAX_UNREAD
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk
@@ -545,3 +545,18 @@ def test_no_tensor_is_kept_by_the_loop_between_requests(engine: Engine) -> None:
 
     assert not [one for one in gc.get_objects() if type(one) is KVBuffer]
     assert torch.get_num_threads() >= 1
+
+
+def test_a_long_pause_of_one_reader_does_not_keep_the_loop_awake(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work for idle time waits until the other reader has paused as long, too."""
+    monkeypatch.setattr(step_loop, "_PAUSE_S", 500.0)
+    loop = StepLoop(engine.decoder, engine.loop.joint)
+    now = time.perf_counter()
+    for priority, paused_s in ((Priority.ANSWER, 1000.0), (Priority.ANSWER, 1.0), (Priority.IDLE, 0.0)):
+        task = LoopTask(lambda _: iter(()), lambda *_: None, priority)  # type: ignore[arg-type,return-value]
+        task.step = Until(lambda: False, for_reader=priority is Priority.ANSWER)
+        task.since = now - paused_s
+        loop._tasks.append(task)
+    assert 100.0 < loop._sleep_s() <= 499.0

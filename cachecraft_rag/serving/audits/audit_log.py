@@ -97,17 +97,20 @@ class AuditLog:
         return list(_readable(rows))
 
 
-def audits_in(folder: Path, *, namespace: str | None = None, fingerprint: str | None = None) -> list[Audit]:
+def audits_in(
+    folder: Path, *, namespace: str | None = None, fingerprint: str | None = None, limit: int = -1
+) -> list[Audit]:
     """Return the results in a folder, the latest first; none if nothing was audited there. Raises StoreError.
 
     Args:
         namespace, fingerprint: only results of this tenant, and of this model; None: of all.
+        limit: most results; -1: all.
     """
     if not os.path.isfile(folder / AUDIT_FILE):
         return []
     log = AuditLog(folder, kept=1)  # reading removes nothing
     try:
-        return log.read(namespace=namespace, fingerprint=fingerprint)
+        return log.read(namespace=namespace, fingerprint=fingerprint, limit=limit)
     finally:
         log.close()
 

@@ -46,6 +46,7 @@ logger = logging.getLogger("cachecraft_rag.audits")
 
 _AT_ONCE = 8  # answer tokens in one step: less work than one layer of a prompt
 _REMEMBERED = 1024  # results that are kept in memory
+_RESUMED = 2000  # results on disk that a controller starts from; older ones hardly count any more
 _EXACT_WITHOUT_CAPTURE = replace(EXACT, capture=False)
 # Errors of the disk, the device (torch raises RuntimeError) or memory: the next audit may succeed.
 _EXPECTED_ERRORS = (CacheCraftError, OSError, RuntimeError, MemoryError)
@@ -262,7 +263,9 @@ class Auditor:
     def _take_up_earlier(self, controller: RatioController) -> None:
         """Bring the controller to where it was: audits of this tenant and model on disk, of all processes."""
         try:
-            earlier = audits_in(self.store.root, namespace=self.namespace, fingerprint=self.decoder.fingerprint)
+            earlier = audits_in(
+                self.store.root, namespace=self.namespace, fingerprint=self.decoder.fingerprint, limit=_RESUMED
+            )
         except (CacheCraftError, OSError) as error:
             logger.warning("Earlier audits could not be read, so the quality target starts from the default: %s", error)
             return
