@@ -59,7 +59,9 @@ def command(name: str) -> Callable[[typer.Context], None]:
     def run(context: typer.Context) -> None:
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         alone.command()(module_of(name).main)
-        get_command(alone).main(context.args, prog_name=f"{app.info.name} {name}", standalone_mode=False)
+        get_command(alone).main(
+            context.args, prog_name=f"{app.info.name} {name}", standalone_mode=False
+        )
 
     return run
 

@@ -93,7 +93,9 @@ def measure(
             for kind in kinds:
                 # Nothing is captured, so both kinds find the same chunk-caches.
                 config = ReuseConfig.deterministic()
-                with Engine(decoder, store, new_variants="off", audit=kind, config=config) as engine:
+                with Engine(
+                    decoder, store, new_variants="off", audit=kind, config=config
+                ) as engine:
                     for question in questions[begin : begin + _BLOCK]:
                         stats = _ask(engine, question, answer_tokens)
                         times[kind].ttft.append(stats.ttft_s)
@@ -119,7 +121,9 @@ def measure(
 
 
 def _ask(engine: Engine, question: EvaluationQuestion, answer_tokens: int) -> RequestStats:
-    answer = engine.stream(question.text, question.passages, sampling=SamplingParams(max_new_tokens=answer_tokens))
+    answer = engine.stream(
+        question.text, question.passages, sampling=SamplingParams(max_new_tokens=answer_tokens)
+    )
     for _ in answer:
         pass
     return answer.stats
@@ -127,7 +131,9 @@ def _ask(engine: Engine, question: EvaluationQuestion, answer_tokens: int) -> Re
 
 def main(
     model: options.Model = "demo",
-    dtype: Annotated[str, typer.Option(help="Number format of the model; auto is that of the checkpoint.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Number format of the model; auto is that of the checkpoint.")
+    ] = "auto",
     requests: Annotated[int, typer.Option(min=2, help="Requests of each kind.")] = 200,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 32,
     pause: Annotated[float, typer.Option(min=0.0, help="Seconds between two requests.")] = 0.2,
@@ -157,7 +163,11 @@ def main(
     ):
         interval = f"{ratio[0]:.3f} [{ratio[1]:.3f}, {ratio[2]:.3f}]"
         rows.append((name, f"{seconds[0]:.3f} s", f"{seconds[1]:.3f} s", interval))
-    print_table((f"{cost.requests} pairs", "without audits", "with audits", "ratio of means"), rows, numbers=True)
+    print_table(
+        (f"{cost.requests} pairs", "without audits", "with audits", "ratio of means"),
+        rows,
+        numbers=True,
+    )
     out.print(
         f"{cost.audited} answers were audited, for which {cost.computed_share:.2f} times the tokens of their prompts "
         "were computed.",

@@ -62,7 +62,10 @@ class BaselineStore(ChunkCacheStore):
         if prefixes is None:
             return found
         variants = {
-            name: [one if one.key.origin_prefix == prefixes[name] else replace(one, exact_share=0.0) for one in offers]
+            name: [
+                one if one.key.origin_prefix == prefixes[name] else replace(one, exact_share=0.0)
+                for one in offers
+            ]
             for name, offers in found.variants.items()
         }
         return replace(found, variants=variants)
@@ -71,7 +74,10 @@ class BaselineStore(ChunkCacheStore):
         """See `ChunkCacheStore.token_scores`."""
         found = super().token_scores(variant_ids)
         given = self.changes.scores
-        return {name: TokenScores(given[name]) if name in given else scores for name, scores in found.items()}
+        return {
+            name: TokenScores(given[name]) if name in given else scores
+            for name, scores in found.items()
+        }
 
     def open_variants(self, variants: Sequence[Variant]) -> list[Any]:
         """See `ChunkCacheStore.open_variants`: what is to stay behind comes loaded, its keys turned back."""
@@ -79,7 +85,9 @@ class BaselineStore(ChunkCacheStore):
         opened = super().open_variants([one for one in variants if one.key.chunk_id not in moved])
         others = iter(opened)
         return [
-            self._turned_back(one, moved[one.key.chunk_id]) if one.key.chunk_id in moved else next(others)
+            self._turned_back(one, moved[one.key.chunk_id])
+            if one.key.chunk_id in moved
+            else next(others)
             for one in variants
         ]
 
@@ -101,19 +109,25 @@ def store_of(engine: Engine) -> BaselineStore:
 
 
 @contextmanager
-def _answering(engine: Engine, question: EvaluationQuestion, changes: Changes) -> Iterator[Sequence[Chunk]]:
+def _answering(
+    engine: Engine, question: EvaluationQuestion, changes: Changes
+) -> Iterator[Sequence[Chunk]]:
     with store_of(engine).changed(changes):
         yield question.passages
 
 
-def no_overlap(engine: Engine, question: EvaluationQuestion, _: float) -> AbstractContextManager[Sequence[Chunk]]:
+def no_overlap(
+    engine: Engine, question: EvaluationQuestion, _: float
+) -> AbstractContextManager[Sequence[Chunk]]:
     """Leave β′ out of CFO (Cache-Craft Fig. 26)."""
     names = [engine.prompts.system.segment_id, *(chunk.chunk_id for chunk in question.passages)]
     prefixes = {name: tuple(names[:place]) for place, name in enumerate(names)}
     return _answering(engine, question, Changes(prefixes=prefixes))
 
 
-def no_positions(engine: Engine, question: EvaluationQuestion, _: float) -> AbstractContextManager[Sequence[Chunk]]:
+def no_positions(
+    engine: Engine, question: EvaluationQuestion, _: float
+) -> AbstractContextManager[Sequence[Chunk]]:
     """Leave the keys of reused chunks at the position right behind the instruction (Cache-Craft Table 3)."""
     prompt = engine.prompts.build(question.text, question.passages, reserve=1)
     store_of(engine).rope = engine.decoder.rope
@@ -153,7 +167,11 @@ class H2O:
         rows = Rows.of(prompt.bounds, new=range(prompt.bounds[-1]))
         job = PrefillJob(prompt.token_ids, rows, captures=range(1, len(prompt.bounds) - 1))
         result = engine.loop.run(lambda _: prefill_steps(engine.decoder, job))
-        capture, settings, keys = result.recorder.captures[-1], result.recorder.settings, result.buffer.kv[:, 0]
+        capture, settings, keys = (
+            result.recorder.captures[-1],
+            result.recorder.settings,
+            result.buffer.kv[:, 0],
+        )
         device = capture.kv.device
         positions = torch.arange(capture.start, capture.stop, device=device)
         edges = torch.tensor([0, capture.stop], device=device)
@@ -162,15 +180,24 @@ class H2O:
             visible = Visibility(positions, window=use.window)
             queries = capture.queries[layer]
             total += attention_mass(
-                queries, keys[layer, : capture.stop], visible, edges, scale=use.scale, softcap=use.softcap
+                queries,
+                keys[layer, : capture.stop],
+                visible,
+                edges,
+                scale=use.scale,
+                softcap=use.softcap,
             )[1]
         received: np.ndarray = total[capture.start :].cpu().numpy() / len(settings)
         return received
 
 
-def question_alone(engine: Engine, question: EvaluationQuestion, _: float) -> AbstractContextManager[Sequence[Chunk]]:
+def question_alone(
+    engine: Engine, question: EvaluationQuestion, _: float
+) -> AbstractContextManager[Sequence[Chunk]]:
     """Choice by the question's attention alone, as in ProphetKV (all layers there) and QCFuse (one layer there)."""
-    even = {one.variant_id: np.ones(one.tokens, np.float32) for one in variants_of(engine, question)}
+    even = {
+        one.variant_id: np.ones(one.tokens, np.float32) for one in variants_of(engine, question)
+    }
     return _answering(engine, question, Changes(even))
 
 
@@ -178,7 +205,9 @@ class _Enough(Exception):
     """The layers that are wanted have run."""
 
 
-def value_deviation(engine: Engine, question: EvaluationQuestion, _: float) -> AbstractContextManager[Sequence[Chunk]]:
+def value_deviation(
+    engine: Engine, question: EvaluationQuestion, _: float
+) -> AbstractContextManager[Sequence[Chunk]]:
     """CacheBlend's choice (§4.3 there): the tokens first whose values move furthest in the first layer where they can.
 
     The whole prompt runs through two layers, which counts as time to the first token.
@@ -195,7 +224,9 @@ def value_deviation(engine: Engine, question: EvaluationQuestion, _: float) -> A
         values = first_values(engine, prompt.token_ids)
         spans = {
             segment.segment_id: slice(start, stop)
-            for segment, start, stop in zip(prompt.segments, prompt.bounds, prompt.bounds[1:], strict=False)
+            for segment, start, stop in zip(
+                prompt.segments, prompt.bounds, prompt.bounds[1:], strict=False
+            )
         }
         scores = {}
         for variant, old in stored.items():
@@ -220,7 +251,10 @@ def first_values(engine: Engine, token_ids: Sequence[int]) -> Tensor:
         after = min(_VALUE_LAYER, len(layers) - 1)
         hook = layers[after].register_forward_hook(stop)
         try:
-            model(input_ids=torch.tensor([list(token_ids)], device=decoder.device), past_key_values=cache)
+            model(
+                input_ids=torch.tensor([list(token_ids)], device=decoder.device),
+                past_key_values=cache,
+            )
         except _Enough:
             pass
         finally:

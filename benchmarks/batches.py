@@ -25,7 +25,10 @@ from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types import Chunk, Progress
 
-_FULL, _REUSE = ReuseConfig(reuse=False, capture=False), ReuseConfig(recompute_ratio=0.15, capture=False)
+_FULL, _REUSE = (
+    ReuseConfig(reuse=False, capture=False),
+    ReuseConfig(recompute_ratio=0.15, capture=False),
+)
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,21 @@ class Batch:
 
 
 def ask(
-    engine: Engine, chunks: Sequence[Chunk], size: int, *, config: ReuseConfig, answer_tokens: int = 1
+    engine: Engine,
+    chunks: Sequence[Chunk],
+    size: int,
+    *,
+    config: ReuseConfig,
+    answer_tokens: int = 1,
 ) -> tuple[float, float | None]:
     """Ask the same at once; returns the seconds to the last first token, and tokens per second while all decode."""
     sampling = SamplingParams(max_new_tokens=answer_tokens)
 
     def answer(_: int) -> list[float]:
-        return [time.perf_counter() for _ in engine.stream(QUESTION, chunks, sampling=sampling, config=config)]
+        return [
+            time.perf_counter()
+            for _ in engine.stream(QUESTION, chunks, sampling=sampling, config=config)
+        ]
 
     with ThreadPoolExecutor(size) as clients:
         started = time.perf_counter()
@@ -76,8 +87,17 @@ def measure(
         moved = [chunks[-1], *chunks[:-1]]
         ask(engine, moved, 1, config=_REUSE)
         for place, size in enumerate(sizes):
-            progress(Progress(done * len(sizes) + place, len(lengths) * len(sizes), f"{size} × {tokens} tokens"))
-            times = [[ask(engine, moved, size, config=side)[0] for side in (_FULL, _REUSE)] for _ in range(pairs)]
+            progress(
+                Progress(
+                    done * len(sizes) + place,
+                    len(lengths) * len(sizes),
+                    f"{size} × {tokens} tokens",
+                )
+            )
+            times = [
+                [ask(engine, moved, size, config=side)[0] for side in (_FULL, _REUSE)]
+                for _ in range(pairs)
+            ]
             # Behind their own prefixes nothing is left to prefill, so all answers begin at about the same time.
             _, rate = ask(engine, chunks, size, config=_REUSE, answer_tokens=answer_tokens)
             yield Batch(tokens, size, *zip(*times, strict=True), rate)
@@ -88,18 +108,29 @@ def main(
     dtype: options.Dtype = "auto",
     tokens: Annotated[str, typer.Option("--tokens", help="Lengths of prompts.")] = "500,1000,2000",
     sizes: Annotated[str, typer.Option("--sizes", help="Requests at once.")] = "1,2,4,8",
-    pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")] = 3,
-    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=2, help="To time decoding with.")] = 48,
+    pairs: Annotated[
+        int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")
+    ] = 3,
+    answer_tokens: Annotated[
+        int, typer.Option("--answer-tokens", min=2, help="To time decoding with.")
+    ] = 48,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
     """Prefill of several requests asked at once, in full and with reuse (r = 0.15), and the speed of decoding them."""
     options.set_threads(threads)
     lengths, many = ([int(value) for value in numbers(one)] for one in (tokens, sizes))
-    with progress_bar("Benchmark") as show, tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder:
+    with (
+        progress_bar("Benchmark") as show,
+        tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder,
+    ):
         options.quiet_libraries()
         with open_engine(model, Path(folder), dtype=dtype) as engine:
-            found = list(measure(engine, lengths, many, pairs=pairs, answer_tokens=answer_tokens, progress=show))
+            found = list(
+                measure(
+                    engine, lengths, many, pairs=pairs, answer_tokens=answer_tokens, progress=show
+                )
+            )
     if as_json:
         print_json([asdict(one) for one in found])
         return

@@ -49,7 +49,8 @@ _SERIES = (  # field, label, colour, line
 )
 CHUNK_TOKENS = 256
 _COMPUTE = ReuseConfig(reuse=False, capture=False)
-_SAMPLING = SamplingParams(max_new_tokens=8)  # the tokens after the first show whether the loaded cache is right
+# the tokens after the first show whether the loaded cache is right
+_SAMPLING = SamplingParams(max_new_tokens=8)
 _SPLITS = 200
 _NICE_STEP = 1.25  # Linux: a process gets so much more of a core than one that is nicer by 1
 
@@ -106,19 +107,32 @@ class Grid:
         """Raises ConfigError."""
         if min(self.tokens) < CHUNK_TOKENS:
             raise ConfigError(f"a context needs at least {CHUNK_TOKENS} tokens, one chunk")
-        if min(self.bandwidths) <= 0 or self.pairs < 1 or not all(0 < share <= 1 for share in self.shares):
-            raise ConfigError("bandwidths must be above 0, compute shares above 0 and at most 1, pairs at least 1")
+        if (
+            min(self.bandwidths) <= 0
+            or self.pairs < 1
+            or not all(0 < share <= 1 for share in self.shares)
+        ):
+            raise ConfigError(
+                "bandwidths must be above 0, compute shares above 0 and at most 1, pairs at least 1"
+            )
 
 
 def run(
-    model: str, grid: Grid, *, dtype: str = "auto", progress: Callable[[Progress], None] = lambda _: None
+    model: str,
+    grid: Grid,
+    *,
+    dtype: str = "auto",
+    progress: Callable[[Progress], None] = lambda _: None,
 ) -> Iterator[CakeCell]:
     """Measure cell by cell. Raises ConfigError if a context does not fit the model or the sample text."""
     decoder = Decoder.load(model, dtype=dtype)
     done, total = 0, len(grid.tokens) * len(grid.shares) * len(grid.bandwidths) * len(grid.codecs)
     for tokens in grid.tokens:
         for share in grid.shares:
-            with tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder, competing(share):
+            with (
+                tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder,
+                competing(share),
+            ):
                 context = _Context(decoder, Path(folder), tokens)
                 what = f"{tokens} tokens, {share:g} of the compute"
                 progress(Progress(done, total, what))
@@ -151,7 +165,8 @@ class _Context:
         self._decoder, self._folder = decoder, folder
         self._chunks = chunks_of(decoder, count=tokens // CHUNK_TOKENS, tokens=CHUNK_TOKENS)
         self._tokens = tokens
-        self._speed = ComputeSpeed(decoder.keys_per_row)  # of this share of the compute, shared by all engines
+        # of this share of the compute, shared by all engines
+        self._speed = ComputeSpeed(decoder.keys_per_row)
 
     def cells(self, grid: Grid, share: float) -> Iterator[CakeCell]:
         """One cell per bandwidth and codec."""
@@ -161,9 +176,13 @@ class _Context:
         rate = self._decoder.layout.nbytes(full.tokens_prompt) / full.ttft_s
         for bandwidth in grid.bandwidths:
             for codec in grid.codecs:
-                yield self._cell(bandwidth, codec, share=share, rate=rate, pairs=grid.pairs, right=text)
+                yield self._cell(
+                    bandwidth, codec, share=share, rate=rate, pairs=grid.pairs, right=text
+                )
 
-    def _cell(self, bandwidth: float, codec: str, *, share: float, rate: float, pairs: int, right: str) -> CakeCell:
+    def _cell(
+        self, bandwidth: float, codec: str, *, share: float, rate: float, pairs: int, right: str
+    ) -> CakeCell:
         compute, load, cake, question, exact = [], [], [], [], True
         walls, only_cpu, both_cpu = [], [], []
         for _ in range(pairs):
@@ -191,8 +210,12 @@ class _Context:
             best_split_s=self._best_split(only - alone, loaded - alone) + alone,
             computed=stats.tokens_computed / stats.tokens_prompt,
             exact=exact,
-            of_better=mean_interval([both / min(pair) for both, *pair in zip(cake, compute, load, strict=True)]),
-            cpu_ratio=mean_interval([both / one for both, one in zip(both_cpu, only_cpu, strict=True)]),
+            of_better=mean_interval(
+                [both / min(pair) for both, *pair in zip(cake, compute, load, strict=True)]
+            ),
+            cpu_ratio=mean_interval(
+                [both / one for both, one in zip(both_cpu, only_cpu, strict=True)]
+            ),
             dtype=self._decoder.layout.dtype,
             threads=torch.get_num_threads(),
             cpu=cpu_instructions(),
@@ -214,9 +237,13 @@ class _Context:
     def _load(self, codec: str, bytes_per_s: float, loading: Loading) -> tuple[str, RequestStats]:
         """An answer from cold files, by an engine that knows its compute speed but not this disk."""
         drop_page_cache(self._folder)
-        return self._ask(ReuseConfig(capture=False, loading=loading), codec, bytes_per_s=bytes_per_s)
+        return self._ask(
+            ReuseConfig(capture=False, loading=loading), codec, bytes_per_s=bytes_per_s
+        )
 
-    def _ask(self, config: ReuseConfig, codec: str, *, bytes_per_s: float = float("inf")) -> tuple[str, RequestStats]:
+    def _ask(
+        self, config: ReuseConfig, codec: str, *, bytes_per_s: float = float("inf")
+    ) -> tuple[str, RequestStats]:
         with self._open(codec, bytes_per_s) as store, self._engine(store) as engine:
             return self._answer(engine, config)
 
@@ -232,11 +259,15 @@ class _Context:
         generation = engine.stream(QUESTION, self._chunks, config=config, sampling=_SAMPLING)
         text = "".join(generation)
         if any(chunk.outcome == "trimmed" for chunk in generation.stats.chunks):
-            raise ConfigError(f"{self._tokens} tokens do not fit the model's context of {self._decoder.context_length}")
+            raise ConfigError(
+                f"{self._tokens} tokens do not fit the model's context of {self._decoder.context_length}"
+            )
         return text, generation.stats
 
 
-def _spent(ask: Callable[[], tuple[str, RequestStats]]) -> tuple[tuple[str, RequestStats], float, float]:
+def _spent(
+    ask: Callable[[], tuple[str, RequestStats]],
+) -> tuple[tuple[str, RequestStats], float, float]:
     """What it returns, and the seconds and CPU seconds of this process that it took."""
     wall, cpu = time.perf_counter(), time.process_time()
     return ask(), time.perf_counter() - wall, time.process_time() - cpu
@@ -250,11 +281,17 @@ def draw_cake(cells: Sequence[CakeCell], path: Path) -> None:
     contexts = sorted({cell.tokens for cell in cells})
     shares = sorted({cell.compute_share for cell in cells}, reverse=True)
     figure, axes = pyplot().subplots(
-        len(shares), len(contexts), figsize=(3.4 * len(contexts), 2.8 * len(shares)), squeeze=False, sharex=True
+        len(shares),
+        len(contexts),
+        figsize=(3.4 * len(contexts), 2.8 * len(shares)),
+        squeeze=False,
+        sharex=True,
     )
     for row, share in enumerate(shares):
         for column, tokens in enumerate(contexts):
-            chosen = [cell for cell in cells if (cell.tokens, cell.compute_share) == (tokens, share)]
+            chosen = [
+                cell for cell in cells if (cell.tokens, cell.compute_share) == (tokens, share)
+            ]
             _panel(axes[row][column], chosen)
             axes[row][column].set_title(f"{tokens} tokens, {share:.0%} of the compute", fontsize=9)
     for axis in axes[-1]:
@@ -267,13 +304,23 @@ def draw_cake(cells: Sequence[CakeCell], path: Path) -> None:
 
 def _panel(axis: Any, cells: Sequence[CakeCell]) -> None:
     for codec in dict.fromkeys(cell.codec for cell in cells):
-        chosen = sorted((cell for cell in cells if cell.codec == codec), key=lambda cell: cell.bandwidth_ratio)
+        chosen = sorted(
+            (cell for cell in cells if cell.codec == codec), key=lambda cell: cell.bandwidth_ratio
+        )
         where = [cell.bandwidth_ratio for cell in chosen]
         raw = codec == cells[0].codec
         for name, label, colour, line in _SERIES if raw else _SERIES[-1:]:
             values = [getattr(cell, name) for cell in chosen]
             shown = label if raw else f"{label}, {codec}"
-            axis.plot(where, values, line, color=colour if raw else YELLOW, marker=".", label=shown, linewidth=1.3)
+            axis.plot(
+                where,
+                values,
+                line,
+                color=colour if raw else YELLOW,
+                marker=".",
+                label=shown,
+                linewidth=1.3,
+            )
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     bandwidths = sorted({cell.bandwidth_ratio for cell in cells})
@@ -286,14 +333,25 @@ def _panel(axis: Any, cells: Sequence[CakeCell]) -> None:
 def main(
     model: options.Model = "demo",
     dtype: options.Dtype = "auto",
-    tokens: Annotated[str, typer.Option("--tokens", help="Contexts, comma-separated.")] = "1024,2048,4096",
+    tokens: Annotated[
+        str, typer.Option("--tokens", help="Contexts, comma-separated.")
+    ] = "1024,2048,4096",
     bandwidths: Annotated[
-        str, typer.Option("--bandwidths", help="Multiples of the rate at which this machine computes KV bytes.")
+        str,
+        typer.Option(
+            "--bandwidths", help="Multiples of the rate at which this machine computes KV bytes."
+        ),
     ] = "0.25,0.5,1,2,4",
-    shares: Annotated[str, typer.Option("--shares", help="Shares of the compute; the rest spins.")] = "1,0.5",
+    shares: Annotated[
+        str, typer.Option("--shares", help="Shares of the compute; the rest spins.")
+    ] = "1,0.5",
     codecs: Annotated[str, typer.Option("--codecs", help="raw, int8, entropy.")] = "raw,int8",
-    pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")] = 1,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the figure to this file.")] = None,
+    pairs: Annotated[
+        int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")
+    ] = 1,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the figure to this file.")
+    ] = None,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:

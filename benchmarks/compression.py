@@ -29,7 +29,9 @@ MIN_TOKENS = 4  # the smallest budget of a chunk: fewer tokens say nothing
 def check_ratio(ratio: float) -> None:
     """Raise ConfigError unless `ratio` lies above 0 and at most at 1."""
     if not 0 < ratio <= 1:
-        raise ConfigError(f"a compression ratio is the share to keep, above 0 and at most 1, not {ratio}")
+        raise ConfigError(
+            f"a compression ratio is the share to keep, above 0 and at most 1, not {ratio}"
+        )
 
 
 def token_budget(tokens: int, ratio: float) -> int:
@@ -38,7 +40,8 @@ def token_budget(tokens: int, ratio: float) -> int:
     >>> token_budget(200, 0.15), token_budget(201, 0.15), token_budget(10, 0.15)
     (30, 31, 4)
     """
-    return max(MIN_TOKENS, math.ceil(ratio * tokens - 1e-9))  # 0.15 · 20 is a little above 3 in binary
+    # 0.15 · 20 is a little above 3 in binary
+    return max(MIN_TOKENS, math.ceil(ratio * tokens - 1e-9))
 
 
 def preparation(make: Callable[[Engine], Lingua2 | MapReduce]) -> Preparation:
@@ -54,9 +57,15 @@ def preparation(make: Callable[[Engine], Lingua2 | MapReduce]) -> Preparation:
 
 
 @contextmanager
-def shortened(compressor: Lingua2 | MapReduce, question: EvaluationQuestion, ratio: float) -> Iterator[Sequence[Chunk]]:
+def shortened(
+    compressor: Lingua2 | MapReduce, question: EvaluationQuestion, ratio: float
+) -> Iterator[Sequence[Chunk]]:
     """The passages that still hold text."""
-    yield [chunk for chunk in compressor.compress(question.text, question.passages, ratio) if chunk.text.strip()]
+    yield [
+        chunk
+        for chunk in compressor.compress(question.text, question.passages, ratio)
+        if chunk.text.strip()
+    ]
 
 
 INSTRUCTION = "Summarize the context in at most {words} words. Keep names, numbers and other facts."
@@ -85,7 +94,10 @@ class MapReduce:
             ContextLengthError: a chunk and its summary do not fit into the model's context.
         """
         check_ratio(ratio)
-        return tuple(self._summarise(chunk, token_budget(self._tokens(chunk.text), ratio)) for chunk in chunks)
+        return tuple(
+            self._summarise(chunk, token_budget(self._tokens(chunk.text), ratio))
+            for chunk in chunks
+        )
 
     def _summarise(self, chunk: Chunk, budget: int) -> Chunk:
         if self._tokens(chunk.text) <= budget:
@@ -160,12 +172,18 @@ class Lingua2:
             return tuple(chunks)
         texts = [chunk.text if self._knows(chunk.text) else "" for chunk in chunks]
         with fork_rng(devices=()):  # torch's DataLoader always draws a seed
-            found = self._compressor.compress_prompt_llmlingua2(texts, rate=ratio)["compressed_prompt_list"]
-        return tuple(Chunk(text.strip(), chunk.metadata) for text, chunk in zip(found, chunks, strict=True))
+            found = self._compressor.compress_prompt_llmlingua2(texts, rate=ratio)[
+                "compressed_prompt_list"
+            ]
+        return tuple(
+            Chunk(text.strip(), chunk.metadata) for text, chunk in zip(found, chunks, strict=True)
+        )
 
     def _knows(self, text: str) -> bool:
         """True if the text has a known word: the package drops unknown words, and fails if nothing is left."""
-        return not self._compressor.special_tokens.issuperset(self._compressor.tokenizer.tokenize(text))
+        return not self._compressor.special_tokens.issuperset(
+            self._compressor.tokenizer.tokenize(text)
+        )
 
 
 class _WordCounter:

@@ -141,7 +141,9 @@ class Measured:
     def __post_init__(self) -> None:
         recording = _Scripted(None)
         with _deciding(recording):
-            self._kl, self._rows, self._recomputed = self._answer(replace(self.config, early_termination=True))
+            self._kl, self._rows, self._recomputed = self._answer(
+                replace(self.config, early_termination=True)
+            )
         self.asked = recording.asked
         self._found: dict[tuple[int, frozenset[int]], tuple[float, float]] = {}
         self._flat = {_STEPS: self._kl}
@@ -159,7 +161,9 @@ class Measured:
         kl, saved = self._found[decision]
         parts = round(_STEPS * (1.0 - saved))
         if parts not in self._flat:
-            self._flat[parts], *_ = self._answer(replace(self.config, recompute_ratio=self.ratio * parts / _STEPS))
+            self._flat[parts], *_ = self._answer(
+                replace(self.config, recompute_ratio=self.ratio * parts / _STEPS)
+            )
         return {"kl": kl, "flat": self._flat[parts], "saved": saved, "layer": decision[0]}
 
     def _answer(self, config: ReuseConfig) -> tuple[float, float, int]:
@@ -173,7 +177,11 @@ class Measured:
             config=config,
         )
         kl, _ = divergence(full.logits, found.logits)
-        return kl, found.stats.recompute_share * found.stats.tokens_prompt, found.stats.tokens_recomputed
+        return (
+            kl,
+            found.stats.recompute_share * found.stats.tokens_prompt,
+            found.stats.tokens_recomputed,
+        )
 
 
 @dataclass(frozen=True)
@@ -221,7 +229,9 @@ def compare(
                 chosen = best_of(tuned) or chosen
                 trials = {cell: [] for cell in chosen}
 
-            measure = partial(_trials, engine, origins, question, search, config=config, cells=chosen)
+            measure = partial(
+                _trials, engine, origins, question, search, config=config, cells=chosen
+            )
             key = f"{name} {question.question_id} {[(c.window, c.first) for c in chosen]}"
             for cell, trial in zip(chosen, kept.get(key, measure), strict=True):
                 trials[cell].append(trial)
@@ -271,7 +281,10 @@ def best_of(tuned: Mapping[Cell, Compared]) -> list[Cell]:
 
 _OUT = Path("cachecraft-early-termination")
 Ratio = Annotated[
-    float, typer.Option("--recompute-ratio", min=0.01, max=1.0, help="Recompute ratio without early termination.")
+    float,
+    typer.Option(
+        "--recompute-ratio", min=0.01, max=1.0, help="Recompute ratio without early termination."
+    ),
 ]
 
 
@@ -280,16 +293,26 @@ def main(
     model: options.Model = "demo",
     recompute_ratio: Ratio = 0.15,
     methods: Annotated[str, typer.Option("--methods", help="craft, no_drift.")] = "craft,no_drift",
-    window: Annotated[str, typer.Option("--window", help="w of Algorithm 1, comma-separated.")] = "3,5,8,12",
+    window: Annotated[
+        str, typer.Option("--window", help="w of Algorithm 1, comma-separated.")
+    ] = "3,5,8,12",
     first_layer: Annotated[
-        str, typer.Option("--first-layer", help="First layer that counts, as a share of all layers.")
+        str,
+        typer.Option("--first-layer", help="First layer that counts, as a share of all layers."),
     ] = "0,0.33,0.5",
     tune: Annotated[
-        int | None, typer.Option("--tune", min=0, help="Questions on which all is tried.", show_default="half of them")
+        int | None,
+        typer.Option(
+            "--tune", min=0, help="Questions on which all is tried.", show_default="half of them"
+        ),
     ] = None,
-    origin: Annotated[str, typer.Option("--origin", help="What chunks are captured behind.")] = "unrelated",
+    origin: Annotated[
+        str, typer.Option("--origin", help="What chunks are captured behind.")
+    ] = "unrelated",
     dtype: options.Dtype = "float32",
-    folder: Annotated[Path, typer.Option("--out", "-o", help="What is there is not measured again.")] = _OUT,
+    folder: Annotated[
+        Path, typer.Option("--out", "-o", help="What is there is not measured again.")
+    ] = _OUT,
     threads: options.Threads = None,
     as_json: options.Json = False,
     *,
@@ -303,8 +326,15 @@ def main(
     options.quiet_libraries()
     evaluate.require_packages()
     condition = _lasting(origin)
-    cells = [Cell(int(width), first) for width, first in product(numbers(window), numbers(first_layer))]
-    search = Search(cells, questions.limit // 2 if tune is None else tune, recompute_ratio, questions.answer_tokens)
+    cells = [
+        Cell(int(width), first) for width, first in product(numbers(window), numbers(first_layer))
+    ]
+    search = Search(
+        cells,
+        questions.limit // 2 if tune is None else tune,
+        recompute_ratio,
+        questions.answer_tokens,
+    )
     dataset = questions.load(formats.read)
     with ExitStack() as opened:
         with waiting("Loading the model"):
@@ -313,19 +343,36 @@ def main(
             from cachecraft_rag.store import ChunkCacheStore
 
             decoder = Decoder.load(model, dtype=dtype)
-        settings = {"fingerprint": decoder.fingerprint, "data": dataset.name, "limit": questions.limit}
-        settings |= {"passages": questions.passages, "answer": questions.answer_tokens, "seed": questions.seed}
+        settings = {
+            "fingerprint": decoder.fingerprint,
+            "data": dataset.name,
+            "limit": questions.limit,
+        }
+        settings |= {
+            "passages": questions.passages,
+            "answer": questions.answer_tokens,
+            "seed": questions.seed,
+        }
         settings |= {"origin": origin, "ratio": recompute_ratio}
         kept = Kept(folder / "trials.jsonl", settings)
         # The chunk-caches stay in the folder, for a run that resumes.
-        store = opened.enter_context(ChunkCacheStore.open(folder / "caches", variants_per_chunk=VARIANTS_PER_CHUNK))
+        store = opened.enter_context(
+            ChunkCacheStore.open(folder / "caches", variants_per_chunk=VARIANTS_PER_CHUNK)
+        )
         engine = opened.enter_context(Engine(decoder, store, best_last=False, new_variants="off"))
         origins = Origins(condition, engine, dataset, questions.seed, questions.answer_tokens)
-        chosen = {one.name: one for one in methods_named([name.strip() for name in methods.split(",")], METHODS)}
+        chosen = {
+            one.name: one
+            for one in methods_named([name.strip() for name in methods.split(",")], METHODS)
+        }
         with progress_bar("Measuring", remaining=True) as show:
-            found = compare(engine, dataset, origins, search, kept=kept, methods=chosen, progress=show)
+            found = compare(
+                engine, dataset, origins, search, kept=kept, methods=chosen, progress=show
+            )
     if as_json:
-        print_json({"questions": len(dataset.questions), "passages": questions.passages, "found": found})
+        print_json(
+            {"questions": len(dataset.questions), "passages": questions.passages, "found": found}
+        )
         return
     _print(found)
 
@@ -342,7 +389,16 @@ def _lasting(origin: str) -> OriginCondition:
 
 def _print(found: Sequence[Mapping[str, Any]]) -> None:
     table = Table(box=SIMPLE_HEAD)
-    for heading in ("method", "w", "first", "questions", "saved", "KL", "at same cost", "difference (95 %)"):
+    for heading in (
+        "method",
+        "w",
+        "first",
+        "questions",
+        "saved",
+        "KL",
+        "at same cost",
+        "difference (95 %)",
+    ):
         table.add_column(heading, justify="left" if heading == "method" else "right")
     table.add_column("verdict")
     table.add_column("deciding layers")

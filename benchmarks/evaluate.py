@@ -13,7 +13,12 @@ from benchmarks.compression import PUBLISHED
 from benchmarks.methods import ABLATIONS, CRAFT, methods_for
 from benchmarks.plotting import pyplot
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.evaluation.evaluate import Measuring, Questions, require_packages, show_report
+from cachecraft_rag.cli.evaluation.evaluate import (
+    Measuring,
+    Questions,
+    require_packages,
+    show_report,
+)
 from cachecraft_rag.cli.options import takes
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import paired_interval, ratio_interval
@@ -25,7 +30,8 @@ if TYPE_CHECKING:
     from cachecraft_rag.evaluation.dataset import Dataset
     from cachecraft_rag.types import Chunk
 
-SIMILAR_CHUNKS = 2  # as many as `unrelated` draws at most, so that the two conditions differ in similarity alone
+# as many as `unrelated` draws at most, so that the two conditions differ in similarity alone
+SIMILAR_CHUNKS = 2
 
 
 class Similar:
@@ -50,7 +56,9 @@ class Similar:
             self._chunks = [one for document in dataset.documents for one in document]
             self._vectors = embed([one.text for one in self._chunks])  # type: ignore[operator]
             self._of = dataset
-        own = next(place for place, one in enumerate(self._chunks) if one.chunk_id == chunk.chunk_id)
+        own = next(
+            place for place, one in enumerate(self._chunks) if one.chunk_id == chunk.chunk_id
+        )
         nearest = (self._vectors @ self._vectors[own]).argsort(kind="stable")[::-1].tolist()
         few = [place for place in nearest if place != own][:SIMILAR_CHUNKS]
         return [self._chunks[place] for place in reversed(few)]
@@ -59,7 +67,9 @@ class Similar:
 def origin_named(name: str) -> OriginCondition:
     """One of the package's conditions, or `similar`."""
     if name == "similar":
-        return OriginCondition(name, "after the two most similar chunks of the dataset (FusionRAG)", Similar())
+        return OriginCondition(
+            name, "after the two most similar chunks of the dataset (FusionRAG)", Similar()
+        )
     return condition_named(name)
 
 
@@ -86,8 +96,20 @@ def _kl_difference(records: Sequence[Record], columns: Columns) -> Estimate | No
 
 
 VERSUS = (
-    Measure("kl_of_craft", "KL / craft", ".2f", "divided by the mean KL of craft at the same ratio.", _kl_ratio),
-    Measure("kl_minus_craft", "KL − craft", "+.4f", "minus the KL of craft, paired by question.", _kl_difference),
+    Measure(
+        "kl_of_craft",
+        "KL / craft",
+        ".2f",
+        "divided by the mean KL of craft at the same ratio.",
+        _kl_ratio,
+    ),
+    Measure(
+        "kl_minus_craft",
+        "KL − craft",
+        "+.4f",
+        "minus the KL of craft, paired by question.",
+        _kl_difference,
+    ),
 )
 Methods = Annotated[
     str | None,
@@ -99,7 +121,10 @@ Methods = Annotated[
     ),
 ]
 LinguaModel = Annotated[
-    str | None, typer.Option("--lingua2-model", help="LLMLingua-2 model, name or folder; adds the method lingua2.")
+    str | None,
+    typer.Option(
+        "--lingua2-model", help="LLMLingua-2 model, name or folder; adds the method lingua2."
+    ),
 ]
 
 
@@ -113,7 +138,9 @@ def chosen(names: str | None, known: Mapping[str, Method]) -> list[Method]:
         left_out = {*ABLATIONS, "mapreduce"} if names is None else set(ABLATIONS)
         return [method for name, method in known.items() if name not in left_out]
     wanted = [
-        one for name in names.split(",") for one in (ABLATIONS if name.strip() == "ablations" else (name.strip(),))
+        one
+        for name in names.split(",")
+        for one in (ABLATIONS if name.strip() == "ablations" else (name.strip(),))
     ]
     if "lingua2" in wanted and "lingua2" not in known:
         raise ConfigError(f"lingua2 needs its own model: add --lingua2-model {PUBLISHED}")
@@ -141,7 +168,11 @@ def main(
     dataset = questions.load(formats.read)
     known = methods_for(dataset, lingua2_model=lingua2_model)
     described, records = measuring.run(
-        dataset, questions, chosen(methods, known), origin=origin_named(measuring.origin), kind=BaselineStore
+        dataset,
+        questions,
+        chosen(methods, known),
+        origin=origin_named(measuring.origin),
+        kind=BaselineStore,
     )
     report = summarise(records, order=list(known), measures=(*MEASURES, *VERSUS))
     drawn = figures.draw_quality(report, measuring.out)

@@ -140,7 +140,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "gemma4_text (keys are values)": ("gemma4_text", {**SETTINGS["gemma4_text"], "attention_k_eq_v": True}),
+    "gemma4_text (keys are values)": (
+        "gemma4_text",
+        {**SETTINGS["gemma4_text"], "attention_k_eq_v": True},
+    ),
     "gemma4_text (per-layer inputs)": ("gemma4_text", {"vocab_size_per_layer_input": 260}),
     "llama (llama3 scaling)": (
         "llama",
@@ -222,7 +225,9 @@ def tiny_config(family: str) -> Any:
             given["sliding_window"] = WINDOW
         kinds = sorted(set(getattr(usual, "layer_types", None) or ()), reverse=True)
         if kinds and set(kinds) <= {"full_attention", "sliding_attention"}:
-            given["layer_types"] = [kinds[layer % len(kinds)] for layer in range(SMALL["num_hidden_layers"])]
+            given["layer_types"] = [
+                kinds[layer % len(kinds)] for layer in range(SMALL["num_hidden_layers"])
+            ]
         return config_class(**(given | settings))
     except Exception as error:  # configs raise anything
         raise NotTried(f"no small config could be made ({_brief(error)})") from error
@@ -241,7 +246,9 @@ def tiny_model(family: str, *, dtype: torch.dtype = torch.float32) -> Any:
     except Exception as error:  # models raise anything for a config that does not fit
         raise NotTried(f"no small model could be built ({_brief(error)})") from error
     if parameters > MOST_PARAMETERS:
-        raise NotTried(f"its smallest form has more than {MOST_PARAMETERS // 10**6} million parameters")
+        raise NotTried(
+            f"its smallest form has more than {MOST_PARAMETERS // 10**6} million parameters"
+        )
     torch.manual_seed(0)
     model = model_class(config).to(dtype)
     with torch.no_grad():
@@ -249,7 +256,8 @@ def tiny_model(family: str, *, dtype: torch.dtype = torch.float32) -> Any:
             if parameter.dim() > 1:
                 parameter.mul_(4)  # the usual initialisation is so small that all tokens look alike
             else:
-                parameter.add_(0.2 * torch.randn(parameter.shape).to(dtype))  # norms and sinks are not all alike
+                # norms and sinks are not all alike
+                parameter.add_(0.2 * torch.randn(parameter.shape).to(dtype))
     return model
 
 
@@ -273,19 +281,29 @@ def captures_of(output: PrefillResult) -> list[ResidentKV]:
 def after_own_prefix(decoder: Decoder, ids: Sequence[int], bounds: Sequence[int]) -> PrefillResult:
     """Compute the last segment of a prompt over chunk-caches that were captured after the same prefix."""
     start = bounds[-2]
-    job = PrefillJob(ids[:start], Rows.of(bounds[:-1], new=range(start)), captures=range(len(bounds) - 2))
+    job = PrefillJob(
+        ids[:start], Rows.of(bounds[:-1], new=range(start)), captures=range(len(bounds) - 2)
+    )
     stored = captures_of(prefill(decoder, job))
     rows = Rows.of(bounds, new=range(start, len(ids)))
-    return prefill(decoder, PrefillJob(ids, rows, resident=stored, capacity=len(ids) + ANSWER_TOKENS))
+    return prefill(
+        decoder, PrefillJob(ids, rows, resident=stored, capacity=len(ids) + ANSWER_TOKENS)
+    )
 
 
-def moved_at_ratio_one(decoder: Decoder, ids: Sequence[int], bounds: Sequence[int]) -> PrefillResult:
+def moved_at_ratio_one(
+    decoder: Decoder, ids: Sequence[int], bounds: Sequence[int]
+) -> PrefillResult:
     """Recompute every token of a chunk that was captured at another position."""
     first, second = bounds[1:3]
     chunk = ids[first:second]
-    alone = prefill(decoder, PrefillJob(chunk, Rows.of([0, len(chunk)], new=range(len(chunk))), captures=[0]))
+    alone = prefill(
+        decoder, PrefillJob(chunk, Rows.of([0, len(chunk)], new=range(len(chunk))), captures=[0])
+    )
     moved = [ResidentKV(first, captures_of(alone)[0].kv)]
-    rows = Rows.of(bounds, new=[*range(first), *range(second, len(ids))], recomputed=range(first, second))
+    rows = Rows.of(
+        bounds, new=[*range(first), *range(second, len(ids))], recomputed=range(first, second)
+    )
     return prefill(decoder, PrefillJob(ids, rows, resident=moved, capacity=len(ids)))
 
 
@@ -333,12 +351,16 @@ def largest_error(decoder: Decoder) -> float:
     found = answer(decoder, reused, len(ids))
     expected = own_answer(decoder, ids)
     if found != expected:
-        raise UnsupportedModelError(f"chunk-caches: its answer is {found}, but its own generate gives {expected}")
+        raise UnsupportedModelError(
+            f"chunk-caches: its answer is {found}, but its own generate gives {expected}"
+        )
     return max(errors)
 
 
 def _error(decoder: Decoder, output: PrefillResult, own_logits: Tensor) -> float:
-    return float((decoder.next_logits(output.hidden) - own_logits).abs().max().nan_to_num(nan=torch.inf))
+    return float(
+        (decoder.next_logits(output.hidden) - own_logits).abs().max().nan_to_num(nan=torch.inf)
+    )
 
 
 def scan(family: str) -> FamilyResult:
@@ -357,7 +379,9 @@ def scan(family: str) -> FamilyResult:
     except UnsupportedModelError as refusal:
         return FamilyResult(family, "refused", reason_of(refusal))
     except Exception as error:  # noqa: BLE001  # the model's own forward may raise anything for a tiny config
-        return FamilyResult(family, "not tried", f"its own forward fails at this size ({_brief(error)})")
+        return FamilyResult(
+            family, "not tried", f"its own forward fails at this size ({_brief(error)})"
+        )
     return FamilyResult(family, "accepted", error=f"{error:.0e}", layers=layers)
 
 
@@ -380,7 +404,9 @@ def passes_in_bfloat16(family: str, exact: Decoder) -> bool:
             expected = exact.own_logits(ids)[0]
             output = after_own_prefix(half, ids, [0, 20, 40, 60])
             own_errors.append(float((half.own_logits(ids)[0] - expected).norm() / expected.norm()))
-            errors.append(float((half.next_logits(output.hidden) - expected).norm() / expected.norm()))
+            errors.append(
+                float((half.next_logits(output.hidden) - expected).norm() / expected.norm())
+            )
         if median(errors) > 1.5 * median(own_errors):
             raise
         return False
@@ -399,7 +425,11 @@ def describe(decoder: Decoder) -> str:
             rotation = "none"
         else:
             pairs = "adjoining pairs" if form.interleaved else "half-split pairs"
-            part = "" if form.rotary_dim == form.head_dim else f", {form.rotary_dim} of {form.head_dim} dimensions"
+            part = (
+                ""
+                if form.rotary_dim == form.head_dim
+                else f", {form.rotary_dim} of {form.head_dim} dimensions"
+            )
             rotation = pairs + part
         if rotation not in rotations:
             rotations.append(rotation)
@@ -408,7 +438,9 @@ def describe(decoder: Decoder) -> str:
         words.append(f"{len(survey.kinds)} rotary tables")
     if any(settings.window for settings in survey.settings):
         windows = sum(settings.window is not None for settings in survey.settings)
-        words.append("sliding window" if windows == len(survey.settings) else "sliding window in some layers")
+        words.append(
+            "sliding window" if windows == len(survey.settings) else "sliding window in some layers"
+        )
     if any(settings.sinks is not None for settings in survey.settings):
         words.append("sinks")
     if any(settings.softcap for settings in survey.settings):
@@ -436,7 +468,9 @@ def _brief(error: Exception) -> str:
 def write_csv(results: Iterable[FamilyResult], path: Path) -> None:
     """Write results as CSV, in the order of their names."""
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(FamilyResult)], lineterminator="\n")
+        writer = csv.DictWriter(
+            file, [field.name for field in fields(FamilyResult)], lineterminator="\n"
+        )
         writer.writeheader()
         for result in sorted(results, key=lambda result: result.family):
             writer.writerow(asdict(result))
@@ -458,7 +492,9 @@ def page_section(results: Sequence[FamilyResult]) -> str:
     lines += _grouped_by_reason(refused)
     skipped = [result for result in results if result.outcome == "not tried"]
     lines += ["", f"## Not tried ({len(skipped)})", ""]
-    lines += [f"{', '.join(result.family for result in skipped)}: no small model could be built in a few lines."]
+    lines += [
+        f"{', '.join(result.family for result in skipped)}: no small model could be built in a few lines."
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -472,10 +508,16 @@ def _grouped_by_reason(results: Sequence[FamilyResult]) -> list[str]:
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help="Families; all if none is named.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Families; all if none is named.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-    csv_path: Annotated[Path | None, typer.Option("--csv", help="Write the results to this file.")] = None,
-    page: Annotated[Path | None, typer.Option(help="Rewrite the lists in this Markdown page.")] = None,
+    csv_path: Annotated[
+        Path | None, typer.Option("--csv", help="Write the results to this file.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Rewrite the lists in this Markdown page.")
+    ] = None,
 ) -> None:
     """Scan the causal-LM families of the installed transformers."""
     transformers.logging.set_verbosity_error()
@@ -488,7 +530,8 @@ def main(
         gc.collect()
         if not as_json:
             print(
-                f"{result.family:28} {result.outcome:10} {result.error:6} {result.reason or result.layers}", flush=True
+                f"{result.family:28} {result.outcome:10} {result.error:6} {result.reason or result.layers}",
+                flush=True,
             )
     if csv_path is not None:
         write_csv(results, csv_path)
@@ -502,9 +545,15 @@ def as_outcomes(results: Sequence[FamilyResult]) -> dict[str, Any]:
     """Return the results by outcome: `accepted` with their layers, `refused` and `not_tried` with their reasons."""
     return {
         "transformers": transformers.__version__,
-        "accepted": {result.family: result.layers for result in results if result.outcome == "accepted"},
-        "refused": {result.family: result.reason for result in results if result.outcome == "refused"},
-        "not_tried": {result.family: result.reason for result in results if result.outcome == "not tried"},
+        "accepted": {
+            result.family: result.layers for result in results if result.outcome == "accepted"
+        },
+        "refused": {
+            result.family: result.reason for result in results if result.outcome == "refused"
+        },
+        "not_tried": {
+            result.family: result.reason for result in results if result.outcome == "not tried"
+        },
     }
 
 
@@ -518,4 +567,6 @@ def rewrite_page(page: Path, results: Sequence[FamilyResult]) -> None:
     before, begin, rest = text.partition(_BEGIN)
     _old, end, after = rest.partition(_END)
     ordered = sorted(results, key=lambda result: result.family)
-    page.write_text(before + begin + "\n" + page_section(ordered) + "\n" + end + after, encoding="utf-8")
+    page.write_text(
+        before + begin + "\n" + page_section(ordered) + "\n" + end + after, encoding="utf-8"
+    )

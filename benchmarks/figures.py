@@ -54,11 +54,15 @@ def draw_quality(report: Report, folder: Path) -> list[str]:
 
 def _colours(lines: Mapping[str, Sequence[Point]]) -> dict[str, str]:
     """Methods with a ratio come first and get the most distinct colours: they are drawn as lines."""
-    others = sorted((name for name in lines if name not in _OURS), key=lambda name: lines[name][0].ratio is None)
+    others = sorted(
+        (name for name in lines if name not in _OURS), key=lambda name: lines[name][0].ratio is None
+    )
     return _OURS | {name: _OTHERS[place % len(_OTHERS)] for place, name in enumerate(others)}
 
 
-def _draw_ratios(lines: Mapping[str, Sequence[Point]], colours: Mapping[str, str], path: Path) -> None:
+def _draw_ratios(
+    lines: Mapping[str, Sequence[Point]], colours: Mapping[str, str], path: Path
+) -> None:
     """One line per method over the recompute ratio, with its interval shaded; a method without a ratio is a level line.
 
     Exact methods are left out.
@@ -71,7 +75,9 @@ def _draw_ratios(lines: Mapping[str, Sequence[Point]], colours: Mapping[str, str
                 _line(axis, method, line, field, colours[method])
             elif line[0].values["kl"].mean > _EXACT_KL:
                 level: Interval = line[0].values[field]
-                axis.axhline(level.mean, color=colours[method], linestyle=":", linewidth=1.2, label=method)
+                axis.axhline(
+                    level.mean, color=colours[method], linestyle=":", linewidth=1.2, label=method
+                )
         _finish(axis, field, name, list(lines.values()))
         axis.set_xlabel("recompute ratio")
         axis.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
@@ -93,10 +99,19 @@ def _line(axis: Any, method: str, line: Sequence[Point], field: str, colour: str
         linewidth=2.0 if main else 1.3,
         zorder=3 if main else 2,
     )
-    axis.fill_between(where, [v.low for v in found], [v.high for v in found], color=colour, alpha=0.12, linewidth=0)
+    axis.fill_between(
+        where,
+        [v.low for v in found],
+        [v.high for v in found],
+        color=colour,
+        alpha=0.12,
+        linewidth=0,
+    )
 
 
-def _draw_ttft(lines: Mapping[str, Sequence[Point]], colours: Mapping[str, str], path: Path) -> None:
+def _draw_ttft(
+    lines: Mapping[str, Sequence[Point]], colours: Mapping[str, str], path: Path
+) -> None:
     """Quality over the time to the first token: one line per method, through its ratios."""
     figure, axes = pyplot().subplots(1, 2, figsize=(9.6, 3.8), sharex=True)
     for axis, (field, name) in zip(axes, _METRICS, strict=True):

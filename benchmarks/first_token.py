@@ -133,11 +133,16 @@ def run(
         ConfigError: fewer than two chunks or one pair, or more tokens than the model's context or the text has.
     """
     if any(shape.chunks < 2 for shape in shapes) or pairs < 1:
-        raise ConfigError("the benchmark needs at least 2 chunks (to change their order) and 1 pair")
+        raise ConfigError(
+            "the benchmark needs at least 2 chunks (to change their order) and 1 pair"
+        )
     total = pairs * len(shapes)
     first = shapes[0]
     decoder = _fastest(
-        model, dtype, first.chunks * first.chunk_tokens, lambda name: progress(Progress(0, total, f"prefill in {name}"))
+        model,
+        dtype,
+        first.chunks * first.chunk_tokens,
+        lambda name: progress(Progress(0, total, f"prefill in {name}")),
     )
     config = ReuseConfig(recompute_ratio=ratio, nearest_share=nearest_share, capture=False)
     others = {name: make(decoder) for name, make in peers.items()}
@@ -160,12 +165,20 @@ class _Bench:
     """One prepared prompt and the ways to prefill it."""
 
     def __init__(
-        self, decoder: Decoder, folder: Path, shape: Shape, *, config: ReuseConfig, peers: Mapping[str, Peer]
+        self,
+        decoder: Decoder,
+        folder: Path,
+        shape: Shape,
+        *,
+        config: ReuseConfig,
+        peers: Mapping[str, Peer],
     ) -> None:
         self.decoder, self.folder, self.peers = decoder, folder, peers
         self.config = config
         self.chunks = chunks_of(decoder, count=shape.chunks, tokens=shape.chunk_tokens)
-        prompts = PromptBuilder(decoder.tokenizer, context_length=decoder.context_length, best_last=False)
+        prompts = PromptBuilder(
+            decoder.tokenizer, context_length=decoder.context_length, best_last=False
+        )
         prompt = prompts.build(QUESTION, self.chunks, reserve=1)
         if prompt.trimmed:
             raise ConfigError(
@@ -174,9 +187,14 @@ class _Bench:
             )
         self.ids = prompt.token_ids
         self.store = ChunkCacheStore.open(folder / "caches")
-        self.engine = Engine(decoder, self.store, config=self.config, best_last=False, new_variants="off")
-        moved = [self.engine.prompts.chunk_segment(chunk) for chunk in (*self.chunks[1:], self.chunks[0])]
-        other = Prompt((self.engine.prompts.system, *moved))  # in another order, so no chunk keeps its prefix
+        self.engine = Engine(
+            decoder, self.store, config=self.config, best_last=False, new_variants="off"
+        )
+        moved = [
+            self.engine.prompts.chunk_segment(chunk) for chunk in (*self.chunks[1:], self.chunks[0])
+        ]
+        # in another order, so no chunk keeps its prefix
+        other = Prompt((self.engine.prompts.system, *moved))
         self.engine.capture(other, range(len(other.segments)), primed=True)
         self.store.flush()
 
@@ -190,7 +208,10 @@ class _Bench:
             "disk": self._from_disk,
             "all_recomputed": lambda: self._ask(self.engine, _FULL).ttft_s,
         }
-        sides |= {name: lambda other=other: other.answer(self.ids, 1)[0] for name, other in self.peers.items()}  # type: ignore[misc]
+        sides |= {
+            name: lambda other=other: other.answer(self.ids, 1)[0]
+            for name, other in self.peers.items()
+        }  # type: ignore[misc]
         stats = self._ask(self.engine, self.config)  # warms up and fills the memory tier
         assert all(chunk.outcome == "reused" for chunk in stats.chunks), "a chunk kept its place"
         for side in (self._own, *(sides[name] for name in self.peers)):
@@ -204,7 +225,11 @@ class _Bench:
         others = {name: medians.pop(name) for name in self.peers}
         own = medians["own_prefill"]
         found: dict[str, Any] = {f"{name}_s": seconds for name, seconds in medians.items()}
-        found |= {f"ratio_{name}": seconds / own for name, seconds in medians.items() if name != "own_prefill"}
+        found |= {
+            f"ratio_{name}": seconds / own
+            for name, seconds in medians.items()
+            if name != "own_prefill"
+        }
         step, peer_steps = self._decode_steps(min(pairs, 3))
         stats = self._ask(self.engine, self.config)
         return TtftReport(
@@ -223,13 +248,17 @@ class _Bench:
             kernels=description().partition("_")[0],
             peers=others,
             peers_decode_ms={name: 1000 * seconds for name, seconds in peer_steps.items()},
-            peers_to_64_tokens_s={name: others[name] + 63 * seconds for name, seconds in peer_steps.items()},
+            peers_to_64_tokens_s={
+                name: others[name] + 63 * seconds for name, seconds in peer_steps.items()
+            },
         )
 
     def with_parts(self, report: TtftReport, rounds: int) -> TtftReport:
         """The report, and where the time goes in the fastest of some requests of each side."""
         timed = [(self._timed(self.config), self._timed(_FULL)) for _ in range(rounds)]
-        reused, full = (min(side, key=lambda timer: timer.total).seconds for side in zip(*timed, strict=True))
+        reused, full = (
+            min(side, key=lambda timer: timer.total).seconds for side in zip(*timed, strict=True)
+        )
         return replace(report, parts=reused, parts_all_recomputed=full)
 
     def _timed(self, config: ReuseConfig) -> PartTimer:
@@ -258,10 +287,14 @@ class _Bench:
             for name, other in self.peers.items():
                 first, last = other.answer(self.ids, _DECODED)
                 others[name].append((last - first) / (_DECODED - 1))
-        return statistics.median(own) if own else None, {name: statistics.median(all_) for name, all_ in others.items()}
+        return statistics.median(own) if own else None, {
+            name: statistics.median(all_) for name, all_ in others.items()
+        }
 
     def _ask(self, engine: Engine, config: ReuseConfig, *, tokens: int = 1) -> RequestStats:
-        generation = engine.stream(QUESTION, self.chunks, config=config, sampling=SamplingParams(max_new_tokens=tokens))
+        generation = engine.stream(
+            QUESTION, self.chunks, config=config, sampling=SamplingParams(max_new_tokens=tokens)
+        )
         for _ in generation:
             pass
         return generation.stats
@@ -276,10 +309,14 @@ class _Bench:
         drop_page_cache(self.folder)
         with (
             ChunkCacheStore.open(self.folder / "caches") as store,
-            Engine(self.decoder, store, config=self.config, best_last=False, new_variants="off") as engine,
+            Engine(
+                self.decoder, store, config=self.config, best_last=False, new_variants="off"
+            ) as engine,
         ):
             stats = self._ask(engine, self.config)
-        assert all(chunk.tier == "disk" for chunk in stats.chunks), "the caches did not come from the disk"
+        assert all(chunk.tier == "disk" for chunk in stats.chunks), (
+            "the caches did not come from the disk"
+        )
         return stats.ttft_s
 
 
@@ -300,12 +337,16 @@ def _fastest(model: str, dtype: str, tokens: int, trying: Callable[[str], None])
 
 def chunks_of(decoder: Decoder, *, count: int, tokens: int) -> Sequence[Chunk]:
     """`count` chunks of `tokens` tokens each, cut from the sample handbook. Raises ConfigError if it is too short."""
-    text = "\n\n".join(path.read_text(encoding="utf-8") for path in sorted(handbook_folder().glob("*.md")))
+    text = "\n\n".join(
+        path.read_text(encoding="utf-8") for path in sorted(handbook_folder().glob("*.md"))
+    )
     ids = decoder.tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) < count * tokens:
         raise ConfigError(f"the sample text has {len(ids)} tokens; choose fewer or shorter chunks")
     step = len(ids) // count
-    return [Chunk(decoder.tokenizer.decode(ids[i * step : i * step + tokens - 1])) for i in range(count)]
+    return [
+        Chunk(decoder.tokenizer.decode(ids[i * step : i * step + tokens - 1])) for i in range(count)
+    ]
 
 
 def drop_page_cache(folder: Path) -> None:

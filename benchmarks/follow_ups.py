@@ -47,7 +47,9 @@ class FollowUp:
 
     def rank(self, hits: Sequence[SearchHit]) -> int | None:
         """The place, from 1, of the first hit that answers the question."""
-        return next((place for place, hit in enumerate(hits, start=1) if self.expect.search(hit.text)), None)
+        return next(
+            (place for place, hit in enumerate(hits, start=1) if self.expect.search(hit.text)), None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,15 @@ def _follow_up(record: JsonRecord) -> FollowUp:
         raise DocumentError(
             f'{record.where}: "conversation" has {len(texts)} texts; it must have pairs of a question and its answer'
         )
-    history = tuple(("assistant" if place % 2 else "user", text) for place, text in enumerate(texts))
+    history = tuple(
+        ("assistant" if place % 2 else "user", text) for place, text in enumerate(texts)
+    )
     try:
         expect = re.compile(record.text("expect"))
     except re.error as error:
-        raise DocumentError(f'{record.where}: "expect" is no regular expression ({error})') from error
+        raise DocumentError(
+            f'{record.where}: "expect" is no regular expression ({error})'
+        ) from error
     return FollowUp(history, record.text("question"), record.text("standalone"), expect)  # type: ignore[arg-type]
 
 
@@ -139,7 +145,10 @@ Data = Annotated[
     ),
 ]
 Store = Annotated[
-    Path | None, typer.Option("--store", "-s", help="Folder of the retrieval index that the questions are about.")
+    Path | None,
+    typer.Option(
+        "--store", "-s", help="Folder of the retrieval index that the questions are about."
+    ),
 ]
 
 
@@ -153,7 +162,9 @@ def main(
 ) -> None:
     """Compare the hit rates of follow-up questions, alone and with their conversation; no answering model is loaded."""
     if (data is None) != (store is None):
-        raise ConfigError("name both --data and --store: the questions and the index of the documents they are about")
+        raise ConfigError(
+            "name both --data and --store: the questions and the index of the documents they are about"
+        )
     options.set_threads(threads)
     asked = read_follow_ups(data or OWN)
     if store is not None:
@@ -171,7 +182,13 @@ def main(
     shown = sorted({min(k, top_k) for k in (1, 3, top_k)})
     if as_json:
         rates = {one.way: {str(k): one.at(k) for k in shown} for one in found}
-        print_json({"questions": len(asked), "hit_rate": rates, "ranks": {one.way: one.ranks for one in found}})
+        print_json(
+            {
+                "questions": len(asked),
+                "hit_rate": rates,
+                "ranks": {one.way: one.ranks for one in found},
+            }
+        )
     else:
         _print(found, shown)
 

@@ -31,10 +31,12 @@ from cachecraft_rag.evaluation.formats import (
     texts_of,
 )
 
-SEGMENT_TOKENS = 128  # for texts to summarise: "we split long chunks into smaller segments", Cache-Craft §5.1.2
+# for texts to summarise: "we split long chunks into smaller segments", Cache-Craft §5.1.2
+SEGMENT_TOKENS = 128
 
 SUMMARISE = "Summarise the text in a few sentences."
-SUMMARISE_BRIEFLY = "Summarise the text in one sentence."  # XSum's summaries are the first sentence of an article
+# XSum's summaries are the first sentence of an article
+SUMMARISE_BRIEFLY = "Summarise the text in one sentence."
 
 
 def is_musique(record: JsonRecord) -> bool:
@@ -61,7 +63,11 @@ def read_musique(records: Sequence[JsonRecord]) -> QuestionFile:
         if record.fields.get("answerable") is False:
             answers = []
         question_id = record.label("id", str(number))
-        builder.ask(SourceQuestion(question_id, record.text("question"), texts_of(answers), tuple(needed), tuple(near)))
+        builder.ask(
+            SourceQuestion(
+                question_id, record.text("question"), texts_of(answers), tuple(needed), tuple(near)
+            )
+        )
     return builder.source()
 
 
@@ -77,7 +83,9 @@ def read_multihop(records: Sequence[JsonRecord]) -> QuestionFile:
         supporting = {title for title, _ in _pairs(record, "supporting_facts", "sent_id")}
         needed, near = [], []
         for title, sentences in _pairs(record, "context", "sentences", "content"):
-            if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
+            if not isinstance(sentences, list) or not all(
+                isinstance(sentence, str) for sentence in sentences
+            ):
                 raise DocumentError(
                     f"{record.where}: the context of {title!r} must be a list of sentences. Fix or remove that entry."
                 )
@@ -89,7 +97,11 @@ def read_multihop(records: Sequence[JsonRecord]) -> QuestionFile:
                 needed.append(near[-1])
         question_id = record.label("_id", record.label("id", str(number)))
         answers = texts_of([record.label("answer", "")])
-        builder.ask(SourceQuestion(question_id, record.text("question"), answers, tuple(needed), tuple(near)))
+        builder.ask(
+            SourceQuestion(
+                question_id, record.text("question"), answers, tuple(needed), tuple(near)
+            )
+        )
     return builder.source()
 
 
@@ -111,7 +123,9 @@ def _pairs(record: JsonRecord, name: str, *columns: str) -> list[tuple[str, Any]
             f'{record.where}: "{name}" must be a list of [title, …] pairs. Fix or remove that entry.'
         ) from error
     if not all(isinstance(title, str) and title.strip() for title, _ in pairs):
-        raise DocumentError(f'{record.where}: a title in "{name}" is not a text. Fix or remove that entry.')
+        raise DocumentError(
+            f'{record.where}: a title in "{name}" is not a text. Fix or remove that entry.'
+        )
     return pairs
 
 
@@ -130,7 +144,14 @@ def read_drop(records: Sequence[JsonRecord]) -> QuestionFile:
         if "answers_spans" in record:
             spans = record.record("answers_spans").texts("spans")
             label = record.label("section_id", record.text("passage"))
-            _ask_drop(builder, label, record.text("passage"), record.label("query_id", str(number)), record, spans)
+            _ask_drop(
+                builder,
+                label,
+                record.text("passage"),
+                record.label("query_id", str(number)),
+                record,
+                spans,
+            )
             continue
         for name in record.fields:
             document = record.record(name)
@@ -138,16 +159,30 @@ def read_drop(records: Sequence[JsonRecord]) -> QuestionFile:
             builder.place(name, passage)  # a document even if no question is about it
             for place, asked in enumerate(document.records("qa_pairs"), start=1):
                 _ask_drop(
-                    builder, name, passage, asked.label("query_id", f"{name}-{place}"), asked, _drop_answers(asked)
+                    builder,
+                    name,
+                    passage,
+                    asked.label("query_id", f"{name}-{place}"),
+                    asked,
+                    _drop_answers(asked),
                 )
     return builder.source()
 
 
 def _ask_drop(
-    builder: SourceBuilder, document: str, passage: str, question_id: str, asked: JsonRecord, answers: Sequence[str]
+    builder: SourceBuilder,
+    document: str,
+    passage: str,
+    question_id: str,
+    asked: JsonRecord,
+    answers: Sequence[str],
 ) -> None:
     place = builder.place(document, passage)
-    builder.ask(SourceQuestion(question_id, asked.text("question"), texts_of(answers), needed=(place,), near=(place,)))
+    builder.ask(
+        SourceQuestion(
+            question_id, asked.text("question"), texts_of(answers), needed=(place,), near=(place,)
+        )
+    )
 
 
 def _drop_answers(asked: JsonRecord) -> list[str]:
@@ -189,7 +224,9 @@ def read_xsum(records: Sequence[JsonRecord]) -> QuestionFile:
     return _read_summaries(records, text="document", summary="summary", question=SUMMARISE_BRIEFLY)
 
 
-def _read_summaries(records: Sequence[JsonRecord], *, text: str, summary: str, question: str) -> QuestionFile:
+def _read_summaries(
+    records: Sequence[JsonRecord], *, text: str, summary: str, question: str
+) -> QuestionFile:
     builder = SourceBuilder()
     for number, record in enumerate(records, start=1):
         if record.fields.get(text) == "":
@@ -198,7 +235,14 @@ def _read_summaries(records: Sequence[JsonRecord], *, text: str, summary: str, q
         place = builder.place(name, record.text(text))
         # No passages of other articles: leaving them out of the summary would be another task than the published one.
         builder.ask(
-            SourceQuestion(name, question, texts_of([record.text(summary)]), needed=(), near=(place,), fill=False)
+            SourceQuestion(
+                name,
+                question,
+                texts_of([record.text(summary)]),
+                needed=(),
+                near=(place,),
+                fill=False,
+            )
         )
     return builder.source(passage_tokens=SEGMENT_TOKENS)
 
@@ -210,10 +254,14 @@ def read_statements(records: Sequence[JsonRecord]) -> QuestionFile:
     asked = []
     for number, one in enumerate(answered):
         others = [
-            other.answers[0] for other in answered[number:] + answered[:number] if other.answers[0] not in one.answers
+            other.answers[0]
+            for other in answered[number:] + answered[:number]
+            if other.answers[0] not in one.answers
         ]
         true = number % 2 == 0 or not others
-        text = f"True or false? Question: {one.text} Answer: {one.answers[0] if true else others[0]}"
+        text = (
+            f"True or false? Question: {one.text} Answer: {one.answers[0] if true else others[0]}"
+        )
         asked.append(replace(one, text=text, answers=("True",) if true else ("False",)))
     return replace(source, questions=tuple(asked))
 
@@ -221,7 +269,9 @@ def read_statements(records: Sequence[JsonRecord]) -> QuestionFile:
 def read_articles(records: Sequence[JsonRecord]) -> QuestionFile:
     """The articles of a SQuAD file as one passage each, to be split into chunks of the wanted length."""
     source = own.read_squad(records)
-    documents = tuple(replace(one, passages=("\n\n".join(one.passages),)) for one in source.documents)
+    documents = tuple(
+        replace(one, passages=("\n\n".join(one.passages),)) for one in source.documents
+    )
     asked = []
     for one in source.questions:
         whole = ((one.needed[0][0], 0),)
@@ -268,9 +318,14 @@ def read_rows(path: Path) -> list[JsonRecord]:
 def _rows(path: Path, reader: csv.DictReader[str]) -> Iterator[JsonRecord]:
     try:
         for row in reader:
-            yield JsonRecord(f"{path}, line {reader.line_num}", {name: row[name] for name in reader.fieldnames or ()})
+            yield JsonRecord(
+                f"{path}, line {reader.line_num}",
+                {name: row[name] for name in reader.fieldnames or ()},
+            )
     except csv.Error as error:
-        raise DocumentError(f"{path}, line {reader.line_num} is not CSV: {error}. Fix or remove that line.") from error
+        raise DocumentError(
+            f"{path}, line {reader.line_num} is not CSV: {error}. Fix or remove that line."
+        ) from error
 
 
 def _parquet(path: Path) -> Iterator[JsonRecord]:

@@ -74,10 +74,16 @@ TINY = {
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tokens", help="prompt lengths, comma-separated; default 4096,8192,16384,32768")
-    parser.add_argument("--share", type=float, default=0.15, help="part of the stored tokens that is recomputed")
+    parser.add_argument(
+        "--tokens", help="prompt lengths, comma-separated; default 4096,8192,16384,32768"
+    )
+    parser.add_argument(
+        "--share", type=float, default=0.15, help="part of the stored tokens that is recomputed"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="timings of which the median counts")
-    parser.add_argument("--minutes", type=float, default=7.5, help="no length is begun that would end later")
+    parser.add_argument(
+        "--minutes", type=float, default=7.5, help="no length is begun that would end later"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--tiny", action="store_true", help="a toy model, also without a GPU")
     return parser.parse_args(argv)
@@ -92,7 +98,10 @@ def setting_of(given: argparse.Namespace) -> Setting:
         sys.exit("no CUDA device; --tiny runs on a CPU")
     if not on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"
-    lengths = [int(part) for part in (given.tokens or ("48" if given.tiny else "4096,8192,16384,32768")).split(",")]
+    lengths = [
+        int(part)
+        for part in (given.tokens or ("48" if given.tiny else "4096,8192,16384,32768")).split(",")
+    ]
     return Setting(
         device="cuda" if on_gpu else "cpu",
         dtype="bfloat16" if on_gpu else "float32",
@@ -164,7 +173,8 @@ def best_stock(setting: Setting, run: Callable[[], object], *, calls: int = 1) -
         try:
             with sdpa_kernel(kernel):
                 times.append(seconds(setting, run, calls=calls))
-        except RuntimeError as error:  # a kernel that this build of torch has not, or not for these shapes
+        # a kernel that this build of torch has not, or not for these shapes
+        except RuntimeError as error:
             print(f"{kernel.name} is left out: {str(error).splitlines()[0]}", file=sys.stderr)
     return min(times) if times else seconds(setting, run, calls=calls)
 
@@ -173,7 +183,12 @@ def prompt(setting: Setting, tokens: int) -> tuple[list[int], list[int]]:
     """Random token ids, and the bounds of the instruction, the chunks and the question."""
     import numpy as np
 
-    system = max(1, tokens - setting.question - (tokens - setting.question - 1) // setting.chunk * setting.chunk)
+    system = max(
+        1,
+        tokens
+        - setting.question
+        - (tokens - setting.question - 1) // setting.chunk * setting.chunk,
+    )
     bounds = [0, *range(system, tokens - setting.question + 1, setting.chunk), tokens]
     ids = np.random.default_rng(0).integers(0, setting.shape["vocab_size"], tokens)
     return ids.tolist(), bounds
@@ -238,7 +253,11 @@ def kernels_exact(setting: Setting) -> Iterator[dict[str, Any]]:
         shift_stale(found, shifts, owner, cos=turn[0], sin=turn[1])
         reference.shift_stale(expected, shifts, owner, cos=turn[0], sin=turn[1])
         errors["drift"] = _error(found, expected)
-        for name, how in (("plain", {}), ("window", {"window": keys // 4}), ("soft cap", {"softcap": 3.0})):
+        for name, how in (
+            ("plain", {}),
+            ("window", {"window": keys // 4}),
+            ("soft cap", {"softcap": 3.0}),
+        ):
             visible = Visibility(rows, window=how.pop("window", None))
             settings = {"scale": head_dim**-0.5, **how}
             ours = attend(q, k, v, visible, bounds=bounds, **settings)
@@ -249,7 +268,12 @@ def kernels_exact(setting: Setting) -> Iterator[dict[str, Any]]:
             right = reference.received(q, k, double.lse, visible, **settings)
             errors[f"received, {name}"] = _error(got, right) / max(1.0, float(right.max()))
         for name, error in errors.items():
-            yield {"kernel": name, "dtype": dtype, "error": error, "passed": error <= TOLERANCE[dtype]}
+            yield {
+                "kernel": name,
+                "dtype": dtype,
+                "error": error,
+                "passed": error <= TOLERANCE[dtype],
+            }
 
 
 def _error(found: Any, expected: Any) -> float:
@@ -273,7 +297,9 @@ def gates(setting: Setting) -> Iterator[dict[str, Any]]:
     whole = PrefillJob(ids, Rows.of(bounds, new=range(bounds[-1])), captures=range(len(bounds) - 2))
     first = prefill(decoder, whole)
     taken = [ResidentKV(one.start, one.kv) for one in first.recorder.captures]
-    again = prefill(decoder, PrefillJob(ids, Rows.of(bounds, new=range(bounds[-2], bounds[-1])), resident=taken))
+    again = prefill(
+        decoder, PrefillJob(ids, Rows.of(bounds, new=range(bounds[-2], bounds[-1])), resident=taken)
+    )
     rows = setting.question
     found = {
         "everything recomputed": decoder.logits(first.hidden[:, -rows:]),
@@ -282,7 +308,9 @@ def gates(setting: Setting) -> Iterator[dict[str, Any]]:
     own = decoder.own_logits(ids, keep=rows)
     decoder.model.float()
     right = decoder.own_logits(ids, keep=rows)
-    floor = max(float((own - right).square().mean().sqrt()), 1e-5 * float(right.square().mean().sqrt()))
+    floor = max(
+        float((own - right).square().mean().sqrt()), 1e-5 * float(right.square().mean().sqrt())
+    )
     for name, logits in found.items():
         noise = float((logits - right).square().mean().sqrt())
         yield {"gate": name, "error": noise, "own_error": floor, "passed": noise <= NOISE * floor}
@@ -302,7 +330,11 @@ def attention_rates(setting: Setting, tokens: int) -> dict[str, float]:
     heads, kv_heads = setting.shape["num_attention_heads"], setting.shape["num_key_value_heads"]
     head_dim = setting.shape["hidden_size"] // heads
     kind = {"dtype": getattr(torch, setting.dtype), "device": setting.device}
-    rows = torch.randperm(tokens, device=setting.device)[: max(1, int(setting.share * tokens))].sort().values
+    rows = (
+        torch.randperm(tokens, device=setting.device)[: max(1, int(setting.share * tokens))]
+        .sort()
+        .values
+    )
     q = torch.randn(len(rows), heads, head_dim, **kind)
     k, v = (torch.randn(tokens, kv_heads, head_dim, **kind) for _ in range(2))
     visible = Visibility(rows)
@@ -311,9 +343,14 @@ def attention_rates(setting: Setting, tokens: int) -> dict[str, float]:
     a, b, c = (torch.randn(1, heads, square, head_dim, **kind) for _ in range(3))
     calls = 10 if setting.on_gpu else 1
     ours = seconds(setting, lambda: attention(q, k, v, visible, scale=head_dim**-0.5), calls=calls)
-    stock = best_stock(setting, lambda: scaled_dot_product_attention(a, b, c, is_causal=True), calls=calls)
+    stock = best_stock(
+        setting, lambda: scaled_dot_product_attention(a, b, c, is_causal=True), calls=calls
+    )
     work = 4 * heads * head_dim * 1e-12
-    return {"attention_tflops": work * pairs / ours, "stock_tflops": work * square * (square + 1) / 2 / stock}
+    return {
+        "attention_tflops": work * pairs / ours,
+        "stock_tflops": work * square * (square + 1) / 2 / stock,
+    }
 
 
 def gather_rates(setting: Setting, tokens: int) -> dict[str, float]:
@@ -323,7 +360,10 @@ def gather_rates(setting: Setting, tokens: int) -> dict[str, float]:
     from cachecraft_rag.kernels.gpu.place import place
 
     shape = setting.shape
-    kv_heads, head_dim = shape["num_key_value_heads"], shape["hidden_size"] // shape["num_attention_heads"]
+    kv_heads, head_dim = (
+        shape["num_key_value_heads"],
+        shape["hidden_size"] // shape["num_attention_heads"],
+    )
     kind = {"dtype": getattr(torch, setting.dtype), "device": setting.device}
     layers = shape["num_hidden_layers"]
     chunk = torch.randn(layers, 2, setting.chunk, kv_heads, head_dim, **kind)
@@ -332,7 +372,9 @@ def gather_rates(setting: Setting, tokens: int) -> dict[str, float]:
     cos, sin = angles.cos().to(chunk.dtype), angles.sin().to(chunk.dtype)
     spare = torch.empty_like(chunk)
     calls = 20 if setting.on_gpu else 1
-    ours = seconds(setting, lambda: place(merged, chunk, tokens - setting.chunk, cos=cos, sin=sin), calls=calls)
+    ours = seconds(
+        setting, lambda: place(merged, chunk, tokens - setting.chunk, cos=cos, sin=sin), calls=calls
+    )
     copy = seconds(setting, lambda: spare.copy_(chunk), calls=calls)
     moved = 2e-9 * chunk.nbytes
     return {"gather_gb_s": moved / ours, "copy_gb_s": moved / copy}
@@ -345,7 +387,11 @@ class Tiers:
         """Make them."""
         import torch
 
-        self._pinned, self._folder, self._bounds = setting.on_gpu, folder, prompt(setting, tokens)[1]
+        self._pinned, self._folder, self._bounds = (
+            setting.on_gpu,
+            folder,
+            prompt(setting, tokens)[1],
+        )
         shape = decoder.layout.shape(setting.chunk)
         self._host = []
         for number in range(len(self._bounds) - 3):
@@ -359,7 +405,9 @@ class Tiers:
         from cachecraft_rag.compute.kv_buffer import ResidentKV
 
         def placed(tensors: Sequence[Any]) -> list[Any]:
-            return [ResidentKV(start, kv) for start, kv in zip(self._bounds[1:], tensors, strict=False)]
+            return [
+                ResidentKV(start, kv) for start, kv in zip(self._bounds[1:], tensors, strict=False)
+            ]
 
         on_device = [kv.to(self._device) for kv in self._host] if tier == "device" else []
         return {
@@ -371,7 +419,8 @@ class Tiers:
     def _read(self) -> list[Any]:
         import torch
 
-        room = [torch.empty_like(kv, pin_memory=self._pinned) for kv in self._host]  # torch keeps and reuses it
+        # torch keeps and reuses it
+        room = [torch.empty_like(kv, pin_memory=self._pinned) for kv in self._host]
 
         def fill(number: int) -> None:
             with open(self._folder / f"{number}", "rb", buffering=0) as file:
@@ -394,7 +443,9 @@ def ttft(setting: Setting, decoder: Any, tokens: int) -> dict[str, Any]:
     everything = PrefillJob(ids, Rows.of(bounds, new=range(tokens)))
     own = best_stock(setting, lambda: decoder.own_logits(ids))
     found["own_s"] = own
-    found["ratio_all_recomputed"] = seconds(setting, lambda: first_logits(decoder, everything)) / own
+    found["ratio_all_recomputed"] = (
+        seconds(setting, lambda: first_logits(decoder, everything)) / own
+    )
     job = job_of(setting, tokens, setting.share)
     with tempfile.TemporaryDirectory() as folder:
         tiers = Tiers(setting, decoder, tokens, Path(folder))
@@ -420,7 +471,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows as aligned columns."""
     cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    )
 
 
 def _cell(value: object) -> str:
@@ -438,7 +492,10 @@ def targets(lengths: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     }
     rows = [(name, reached[name], most, reached[name] <= most) for name, most in TARGETS.items()]
     rows += [(name, reached[name], least, reached[name] >= least) for name, least in RATES.items()]
-    return [{"target": a, "reached": b, "limit": c, "met": d, "tokens": at["tokens"]} for a, b, c, d in rows]
+    return [
+        {"target": a, "reached": b, "limit": c, "met": d, "tokens": at["tokens"]}
+        for a, b, c, d in rows
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -474,7 +531,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"\n{tokens} tokens", table([lengths[-1]]), sep="\n", flush=True)
     aims = targets(lengths)
     print("\nTargets (of a GPU)", table(aims), sep="\n")
-    report = {"machine": machine, "kernels": exact, "gates": passed, "lengths": lengths, "targets": aims}
+    report = {
+        "machine": machine,
+        "kernels": exact,
+        "gates": passed,
+        "lengths": lengths,
+        "targets": aims,
+    }
     if given.json:
         given.json.write_text(json.dumps(report, indent=1))
     return 0 if all(row["passed"] for row in (*exact, *passed)) else 1

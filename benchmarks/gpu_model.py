@@ -137,7 +137,9 @@ class CountedStack:
         zeros = torch.zeros(len(positions), 16)
         return to_device(zeros, "cuda:0"), to_device(zeros, "cuda:0")
 
-    def layer(self, index: int, hidden: torch.Tensor, *, positions: torch.Tensor, layer_pass: Any) -> torch.Tensor:
+    def layer(
+        self, index: int, hidden: torch.Tensor, *, positions: torch.Tensor, layer_pass: Any
+    ) -> torch.Tensor:
         """Run the attention of one layer."""
         rows = hidden[0].unsqueeze(1)
         layer_pass.attend(index, rows, rows, rows, self._settings)
@@ -187,13 +189,24 @@ def _run(model: Model, *, chunks: int) -> Any:
             kv = torch.zeros(stack.layout.shape(tokens))
             resident = [ResidentKV(bounds[1] + tokens * chunk, kv) for chunk in range(chunks)]
             new = [*range(4), *range(bounds[-2], bounds[-1])]
-            recomputed = [chunk.start for chunk in resident] + [chunk.start + 1 for chunk in resident]
+            recomputed = [chunk.start for chunk in resident] + [
+                chunk.start + 1 for chunk in resident
+            ]
             reused = list(range(1, chunks + 1))
             rows = Rows.of(bounds, new=new, recomputed=recomputed)
             before: Device = device
-            prefill(stack, PrefillJob([1] * bounds[-1], rows, resident=resident, reused=reused, drift=0.4))
-        sizes = [size for size in before.sizes_to_device if size % (kv.nbytes // model.layers) == 0 and size]
-        return SimpleNamespace(launches=launches + before.launches, sizes=sizes, chunk_bytes=kv.nbytes)
+            prefill(
+                stack,
+                PrefillJob([1] * bounds[-1], rows, resident=resident, reused=reused, drift=0.4),
+            )
+        sizes = [
+            size
+            for size in before.sizes_to_device
+            if size % (kv.nbytes // model.layers) == 0 and size
+        ]
+        return SimpleNamespace(
+            launches=launches + before.launches, sizes=sizes, chunk_bytes=kv.nbytes
+        )
 
 
 def compute_s(model: Model, machine: Machine, rows: float, mean_keys: float) -> float:
@@ -210,7 +223,14 @@ def full_s(model: Model, machine: Machine, tokens: int) -> float:
 
 
 def reuse_s(
-    model: Model, machine: Machine, prompt: Prompt, counts: Counts, tokens: int, *, source: str, probe: bool = False
+    model: Model,
+    machine: Machine,
+    prompt: Prompt,
+    counts: Counts,
+    tokens: int,
+    *,
+    source: str,
+    probe: bool = False,
 ) -> float:
     """Return the seconds of a prefill that reuses all chunks.
 
@@ -234,7 +254,8 @@ def reuse_s(
         bus_s = kv_bytes / rate
         copying_s = chunks * counts.copies * machine.copy_s
         first_s = bus_s * counts.first_fraction
-        host_s += copying_s if source == "pinned" else bus_s  # Python waits for copies from pageable memory
+        # Python waits for copies from pageable memory
+        host_s += copying_s if source == "pinned" else bus_s
     seconds = machine.fixed_s + first_s + max(gpu_s, host_s, bus_s - first_s)
     if probe:
         half = model.layers / 2
@@ -243,7 +264,9 @@ def reuse_s(
     return seconds
 
 
-def ratios(model: Model, machine: Machine, prompt: Prompt, counts: Counts) -> dict[str, dict[str, float]]:
+def ratios(
+    model: Model, machine: Machine, prompt: Prompt, counts: Counts
+) -> dict[str, dict[str, float]]:
     """Return reuse time / full prefill time by case and number of tokens."""
     cases = {
         "vllm": ("pinned", False),
@@ -258,7 +281,8 @@ def ratios(model: Model, machine: Machine, prompt: Prompt, counts: Counts) -> di
         table[name] = {}
         for tokens in TOKENS:
             seconds = reuse_s(model, machine, prompt, counts, tokens, source=source, probe=probe)
-            if name.startswith("vllm"):  # the request's keys and values are written to vLLM's blocks
+            # the request's keys and values are written to vLLM's blocks
+            if name.startswith("vllm"):
                 seconds += 2.0 * tokens * model.token_bytes / machine.memory_bytes_per_s
             table[name][str(tokens)] = round(seconds / full_s(model, machine, tokens), 3)
     return table

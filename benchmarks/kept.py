@@ -28,7 +28,9 @@ class Kept:
         text = self.path.read_text("utf-8") if self.path.exists() else ""
         lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may be incomplete
         if lines and json.loads(lines[0]) != json.loads(json.dumps(self.settings)):
-            raise ConfigError(f"{self.path} was measured with other settings; choose another folder with --out")
+            raise ConfigError(
+                f"{self.path} was measured with other settings; choose another folder with --out"
+            )
         self.parts = dict(json.loads(line) for line in lines[1:])
         whole = lines or [json.dumps(self.settings)]
         self.path.write_text("".join(f"{line}\n" for line in whole), "utf-8")

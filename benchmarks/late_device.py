@@ -38,7 +38,14 @@ BLOCKING = {
 
 
 # Methods that return a Python value.
-TO_HOST = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__bool__, Tensor.__index__}
+TO_HOST = {
+    Tensor.tolist,
+    Tensor.item,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__bool__,
+    Tensor.__index__,
+}
 
 
 class Stream:
@@ -221,13 +228,16 @@ def garbage(memory: Tensor) -> Tensor:
 def device_of(args: Any, kwargs: Any) -> torch.device:
     """Return the device of an operation's first device tensor."""
     found: list[torch.device] = []
-    tree_map(lambda x: found.append(x.device) if isinstance(x, DeviceTensor) else None, (args, kwargs))
+    tree_map(
+        lambda x: found.append(x.device) if isinstance(x, DeviceTensor) else None, (args, kwargs)
+    )
     return found[0]
 
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     """Queue an operation, or run it if the host has to wait for it."""
-    decomposed = func.decompose(*args, **kwargs)  # composite operations arrive whole in inference mode
+    # composite operations arrive whole in inference mode
+    decomposed = func.decompose(*args, **kwargs)
     if decomposed is not NotImplemented:
         return decomposed
     device = THE[0]
@@ -263,7 +273,10 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(with_memory())
     if func.is_view or name in ("detach", "alias", "lift_fresh", "_reshape_alias"):
         return wrapped(with_memory())
-    if any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments):
+    if any(
+        argument.alias_info is not None and argument.alias_info.is_write
+        for argument in func._schema.arguments
+    ):
         return queue_in_place(func, args, kwargs, with_memory)
     return queue(func, args, kwargs)
 
@@ -273,7 +286,11 @@ def queue(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     device = THE[0]
     device.launches += 1
     where = device_of(args, kwargs)
-    plain = {key: "cpu" if key == "device" else value for key, value in kwargs.items() if key != "pin_memory"}
+    plain = {
+        key: "cpu" if key == "device" else value
+        for key, value in kwargs.items()
+        if key != "pin_memory"
+    }
 
     def of_zeros(value: Any) -> Any:
         return torch.zeros_like(value.memory) if isinstance(value, DeviceTensor) else value
@@ -283,7 +300,11 @@ def queue(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
     def compute() -> None:
         results = func(*tree_map(memory_of, args), **tree_map(memory_of, plain))
-        tree_map(lambda out, value: out.copy_(value) if isinstance(out, Tensor) else None, outputs, results)
+        tree_map(
+            lambda out, value: out.copy_(value) if isinstance(out, Tensor) else None,
+            outputs,
+            results,
+        )
 
     device.stream_of(where.index or 0).add(compute)
     return tree_map(lambda x: DeviceTensor(x, where) if isinstance(x, Tensor) else x, outputs)
@@ -364,11 +385,17 @@ def installed() -> Iterator[Device]:
     THE[:] = [device]
     library = torch.library.Library("aten", "IMPL")
 
-    def empty(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, **_: Any) -> Tensor:
+    def empty(
+        size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, **_: Any
+    ) -> Tensor:
         where = torch.device("cuda", device.index or 0)
-        return DeviceTensor(garbage(torch.empty(size, dtype=dtype or torch.get_default_dtype())), where)
+        return DeviceTensor(
+            garbage(torch.empty(size, dtype=dtype or torch.get_default_dtype())), where
+        )
 
-    def empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    def empty_strided(
+        size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **_: Any
+    ) -> Tensor:
         where = torch.device("cuda", device.index or 0)
         memory = torch.empty_strided(size, stride, dtype=dtype or torch.get_default_dtype())
         return DeviceTensor(garbage(memory), where)
@@ -447,7 +474,8 @@ def installed() -> Iterator[Device]:
         for name, value in replacements.items():
             patches.enter_context(patch.object(torch.cuda, name, value))
         patches.enter_context(patch.object(torch, "tensor", tensor))
-        patches.enter_context(patch.object(choice, "_installed", lambda: False))  # Triton needs a real device
+        # Triton needs a real device
+        patches.enter_context(patch.object(choice, "_installed", lambda: False))
         streams.copy_stream.cache_clear()
         try:
             yield device

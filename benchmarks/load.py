@@ -105,7 +105,11 @@ class LoadSettings:
 
 
 def run(
-    model: str, settings: LoadSettings, *, dtype: str = "auto", progress: Callable[[Progress], None] = lambda _: None
+    model: str,
+    settings: LoadSettings,
+    *,
+    dtype: str = "auto",
+    progress: Callable[[Progress], None] = lambda _: None,
 ) -> LoadReport:
     """Measure. Raises ConfigError if the chunks do not fit the model or the sample text."""
     decoder = Decoder.load(model, dtype=dtype)
@@ -114,8 +118,12 @@ def run(
         progress(Progress(0, settings.pairs, "reads"))
         ours, raw, block = bench.reads()
         limit = bench.limit()
-        sides: dict[str, Callable[[], RequestStats]] = {name: partial(bench.ask, name, limit) for name in _LOADINGS}
-        sides |= {f"{name} queued": partial(bench.ask, name, limit, queued=True) for name in _LOADINGS}
+        sides: dict[str, Callable[[], RequestStats]] = {
+            name: partial(bench.ask, name, limit) for name in _LOADINGS
+        }
+        sides |= {
+            f"{name} queued": partial(bench.ask, name, limit, queued=True) for name in _LOADINGS
+        }
         sides["host"] = partial(bench.ask, "whole", from_memory=True)
         times: dict[str, list[RequestStats]] = {name: [] for name in sides}
         for pair in range(settings.pairs):
@@ -123,7 +131,10 @@ def run(
             turn = pair % len(sides)  # each goes first equally often
             for name in [*sides][turn:] + [*sides][:turn]:
                 times[name].append(sides[name]())
-    ttft = {name: statistics.median(one.ttft_s - one.queue_s for one in found) for name, found in times.items()}
+    ttft = {
+        name: statistics.median(one.ttft_s - one.queue_s for one in found)
+        for name, found in times.items()
+    }
     load_s = statistics.median(stats.load_s for stats in times["whole"])
     layers = decoder.layout.layers
     hideable = min(load_s, (ttft["whole"] - load_s) * (layers - 1) / layers)
@@ -138,7 +149,9 @@ def run(
         layerwise_s=ttft["layerwise"],
         cake_s=ttft["cake"],
         host_s=ttft["host"],
-        queue_s=statistics.median(one.queue_s for name in _LOADINGS for one in times[f"{name} queued"]),
+        queue_s=statistics.median(
+            one.queue_s for name in _LOADINGS for one in times[f"{name} queued"]
+        ),
         queued={name: ttft[f"{name} queued"] for name in _LOADINGS},
         load_s=load_s,
         pairs=settings.pairs,
@@ -161,12 +174,16 @@ class _Bench:
         with self._open() as store:
             engine = self._engine(store)
             with engine:
-                Primer(engine, window=decoder.context_length).prime([*self._chunks[1:], self._chunks[0]])
+                Primer(engine, window=decoder.context_length).prime(
+                    [*self._chunks[1:], self._chunks[0]]
+                )
             store.flush()
             rows = store.rows(limit=10_000)
         self._variants: list[Variant] = [row.variant for row in rows]
         self._tier = DiskTier(folder / "caches" / "variants")
-        self._paths = [self._tier.path(variant.variant_id, variant.created) for variant in self._variants]
+        self._paths = [
+            self._tier.path(variant.variant_id, variant.created) for variant in self._variants
+        ]
         self.nbytes = sum(path.stat().st_size for path in self._paths)
         for loading in _LOADINGS:
             self.ask(loading)
@@ -186,10 +203,17 @@ class _Bench:
         if self._settings.mb_per_s is not None:
             return self._settings.mb_per_s * 1e6
         stats = [self.ask("whole") for _ in range(3)]
-        return self.nbytes / (_LOAD_SHARE * statistics.median(one.ttft_s - one.load_s for one in stats))
+        return self.nbytes / (
+            _LOAD_SHARE * statistics.median(one.ttft_s - one.load_s for one in stats)
+        )
 
     def ask(
-        self, loading: Loading, bytes_per_s: float = math.inf, *, queued: bool = False, from_memory: bool = False
+        self,
+        loading: Loading,
+        bytes_per_s: float = math.inf,
+        *,
+        queued: bool = False,
+        from_memory: bool = False,
     ) -> RequestStats:
         """Answer the question with cold chunk-caches, or with those that an answer before has read."""
         drop_page_cache(self._folder)
@@ -207,9 +231,13 @@ class _Bench:
                 time.sleep(_AHEAD_S)
                 return self._answer(engine, config)
 
-    def _answer(self, engine: Engine, config: ReuseConfig, chunks: Sequence[Chunk] | None = None) -> RequestStats:
+    def _answer(
+        self, engine: Engine, config: ReuseConfig, chunks: Sequence[Chunk] | None = None
+    ) -> RequestStats:
         sampling = SamplingParams(max_new_tokens=2)
-        generation = engine.stream(QUESTION, chunks or self._chunks, config=config, sampling=sampling)
+        generation = engine.stream(
+            QUESTION, chunks or self._chunks, config=config, sampling=sampling
+        )
         deque(generation, maxlen=0)
         return generation.stats
 
@@ -233,7 +261,9 @@ class _Bench:
 def _dd_seconds(path: Path, block: int) -> float:
     """Seconds as dd reports them, without the time to start it."""
     command = ["dd", f"if={path}", "of=/dev/null", f"bs={block}"]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, env={"LC_ALL": "C", "PATH": os.defpath})
+    said = subprocess.run(
+        command, check=True, capture_output=True, text=True, env={"LC_ALL": "C", "PATH": os.defpath}
+    )
     found = re.search(r"copied, ([0-9.e-]+) s", said.stderr)
     assert found is not None, f"dd said: {said.stderr}"
     return float(found[1])
@@ -243,7 +273,9 @@ def main(
     model: options.Model = "demo",
     dtype: options.Dtype = "auto",
     chunks: Annotated[int, typer.Option("--chunks", min=2, help="Chunks in the prompt.")] = 8,
-    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=16, max=1 << 20, help="Length of each.")] = 400,
+    chunk_tokens: Annotated[
+        int, typer.Option("--chunk-tokens", min=16, max=1 << 20, help="Length of each.")
+    ] = 400,
     codec: Annotated[str, typer.Option("--codec", help="raw, int8 or entropy.")] = "raw",
     mb_per_s: Annotated[
         float | None,
@@ -254,9 +286,12 @@ def main(
             show_default="loading takes 0.4 of computing",
         ),
     ] = None,
-    pairs: Annotated[int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")] = 7,
+    pairs: Annotated[
+        int, typer.Option("--pairs", min=1, help="Runs of each side, alternating.")
+    ] = 7,
     queue_chunks: Annotated[
-        int, typer.Option("--queue-chunks", min=1, help="Chunks of a prompt that is computed before.")
+        int,
+        typer.Option("--queue-chunks", min=1, help="Chunks of a prompt that is computed before."),
     ] = 1,
     threads: options.Threads = None,
     as_json: options.Json = False,
@@ -276,13 +311,17 @@ def main(
     table.add_row("share of the disk's speed", f"{report.disk_fraction_of_raw:.2f}")
     limit = f"{report.read_mb_s_limit:,.0f} MB/s" if report.read_mb_s_limit is not None else "none"
     table.add_row("limit of reading for the rows below", limit)
-    table.add_row("first token: load, then compute", f"{report.whole_s:.3f} s, {report.load_s:.3f} s of it loading")
+    table.add_row(
+        "first token: load, then compute",
+        f"{report.whole_s:.3f} s, {report.load_s:.3f} s of it loading",
+    )
     table.add_row("first token: layer by layer", f"{report.layerwise_s:.3f} s")
     table.add_row("first token: overlapped (Cake)", f"{report.cake_s:.3f} s")
     table.add_row("first token: from memory", f"{report.host_s:.3f} s")
     queued = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in report.queued.items())
     table.add_row(f"the same after {report.queue_s:.2f} s behind another", queued)
-    clear = report.load_s > 0.03 * report.whole_s  # a shorter load is lost in the noise of computing
+    # a shorter load is lost in the noise of computing
+    clear = report.load_s > 0.03 * report.whole_s
     table.add_row(
         "loading time hidden, of what can be hidden",
         f"{report.layerwise_hidden:.2f}" if clear else "loading too short to measure",

@@ -71,7 +71,9 @@ def load_all(loads: PendingLoads, *, layer_first: bool) -> float:
 
 
 def main(
-    tokens: Annotated[str, typer.Option(help="Prompt lengths, separated by commas.")] = "8192,16384,32768",
+    tokens: Annotated[
+        str, typer.Option(help="Prompt lengths, separated by commas.")
+    ] = "8192,16384,32768",
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -80,11 +82,15 @@ def main(
     for count in map(int, tokens.split(",")):
         figures = {}
         for name, layer_first in (("layer by layer", True), ("extent by extent", False)):
-            seconds = min(load_all(pending(count, layers), layer_first=layer_first) for _ in range(_REPEATS))
+            seconds = min(
+                load_all(pending(count, layers), layer_first=layer_first) for _ in range(_REPEATS)
+            )
             figures[name] = round(1e3 * seconds, 2)
         report["milliseconds"][count] = figures
     if as_json:
         print(json.dumps(report))
         return
     for count, figures in report["milliseconds"].items():
-        print(f"{count} tokens: " + ", ".join(f"{value} ms {name}" for name, value in figures.items()))
+        print(
+            f"{count} tokens: " + ", ".join(f"{value} ms {name}" for name, value in figures.items())
+        )

@@ -58,15 +58,24 @@ class MemoryReport:
 
 
 def run(
-    model: str, shape: Shape, *, dtype: str = "auto", ratio: float = 0.15, loading: Loading = "layerwise"
+    model: str,
+    shape: Shape,
+    *,
+    dtype: str = "auto",
+    ratio: float = 0.15,
+    loading: Loading = "layerwise",
 ) -> MemoryReport:
     """Measure one request with reuse and one without. Raises ConfigError where the system does not report a peak."""
     if not _CLEAR.exists():
-        raise ConfigError("peak memory can be measured on Linux only: it needs /proc/self/clear_refs")
+        raise ConfigError(
+            "peak memory can be measured on Linux only: it needs /proc/self/clear_refs"
+        )
     with tempfile.TemporaryDirectory(prefix="cachecraft-memory-") as folder:
         given = (model, dtype, folder, shape)
         _alone(_prime, *given)
-        reused = _alone(_request, *given, ReuseConfig(recompute_ratio=ratio, capture=False, loading=loading))
+        reused = _alone(
+            _request, *given, ReuseConfig(recompute_ratio=ratio, capture=False, loading=loading)
+        )
         full = _alone(_request, *given, ReuseConfig(reuse=False, capture=False))
     weights = reused["weights_bytes"]
     floor = weights + reused["merged_kv_bytes"]
@@ -99,7 +108,9 @@ def _prime(model: str, dtype: str, folder: str, shape: Shape) -> None:
         Primer(engine, window=decoder.context_length).prime([*chunks[1:], chunks[0]])
 
 
-def _request(model: str, dtype: str, folder: str, shape: Shape, config: ReuseConfig) -> dict[str, Any]:
+def _request(
+    model: str, dtype: str, folder: str, shape: Shape, config: ReuseConfig
+) -> dict[str, Any]:
     decoder, chunks = _prepared(model, dtype, shape)
     with (
         ChunkCacheStore.open(folder, host_bytes=0) as store,
@@ -108,12 +119,16 @@ def _request(model: str, dtype: str, folder: str, shape: Shape, config: ReuseCon
         decoder.own_logits([10] * 16)  # weights in a file are read when they are first used
         loaded = _kilobytes("VmRSS")
         _CLEAR.write_text(_RESET_PEAK)
-        answer = engine.stream(QUESTION, chunks, config=config, sampling=SamplingParams(max_new_tokens=1))
+        answer = engine.stream(
+            QUESTION, chunks, config=config, sampling=SamplingParams(max_new_tokens=1)
+        )
         for _ in answer:
             pass
         peak = _kilobytes("VmHWM")
     if config.reuse and not all(chunk.tier == "disk" for chunk in answer.stats.chunks):
-        raise ConfigError("not every chunk-cache came from the disk; choose fewer or shorter chunks")
+        raise ConfigError(
+            "not every chunk-cache came from the disk; choose fewer or shorter chunks"
+        )
     tokens = answer.stats.tokens_prompt
     weights = {id(one): one.numel() * one.element_size() for one in decoder.model.parameters()}
     return {
@@ -142,13 +157,16 @@ def main(
         float, typer.Option("--recompute-ratio", min=0.0, max=1.0, help="Recompute ratio.")
     ] = 0.15,
     loading: Annotated[
-        Literal["layerwise", "cake", "whole"], typer.Option("--loading", help="Way of loading from the disk.")
+        Literal["layerwise", "cake", "whole"],
+        typer.Option("--loading", help="Way of loading from the disk."),
     ] = "layerwise",
     as_json: options.Json = False,
 ) -> None:
     """Peak memory of a request, against the weights and the keys and values of its prompt. Linux only."""
     with waiting("Three processes load the model, one after the other"):
-        report = run(model, Shape.of_prompt(tokens), dtype=dtype, ratio=recompute_ratio, loading=loading)
+        report = run(
+            model, Shape.of_prompt(tokens), dtype=dtype, ratio=recompute_ratio, loading=loading
+        )
     if as_json:
         print_json(asdict(report))
         return

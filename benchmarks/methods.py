@@ -45,12 +45,24 @@ CRAFT = Method("craft", "Cache-Craft eq. 14", _paper(), takes_ratio=True)
 # Ablations. The first group is Cache-Craft's Fig. 26 (α = 1 is a recompute ratio of about 0.65), the second its Table 3
 # at r = 0.30, the third takes this package's default apart.
 _ABLATIONS = (
-    *(Method(f"alpha_{alpha:g}", "Cache-Craft Fig. 26", _craft_alpha(alpha)) for alpha in (0.25, 0.5, 1.0, 2.0, 3.0)),
+    *(
+        Method(f"alpha_{alpha:g}", "Cache-Craft Fig. 26", _craft_alpha(alpha))
+        for alpha in (0.25, 0.5, 1.0, 2.0, 3.0)
+    ),
     Method("alpha_0.5_no_beta", "Cache-Craft Fig. 26", _craft_alpha(0.5), prepare=no_overlap),
     Method("alpha_0.5_no_cci", "Cache-Craft Fig. 26", _craft_alpha(0.5, selector="random")),
-    Method("alpha_0.5_early_termination", "Cache-Craft Fig. 26", _craft_alpha(0.5, early_termination=True)),
+    Method(
+        "alpha_0.5_early_termination",
+        "Cache-Craft Fig. 26",
+        _craft_alpha(0.5, early_termination=True),
+    ),
     Method("no_position", "Cache-Craft Table 3", _fixed(_paper()(0.3)), prepare=no_positions),
-    Method("no_position_no_causality", "Cache-Craft Table 3", _fixed(_paper()(0.0)), prepare=no_positions),
+    Method(
+        "no_position_no_causality",
+        "Cache-Craft Table 3",
+        _fixed(_paper()(0.0)),
+        prepare=no_positions,
+    ),
     Method("no_causality", "Cache-Craft Table 3", _fixed(_paper()(0.0))),
     Method("no_drift", "this package", _ours(drift=0.0), takes_ratio=True),
     Method("no_nearest", "this package", _ours(nearest_share=0.0), takes_ratio=True),
@@ -61,7 +73,10 @@ _ABLATIONS = (
         _ours(selector="cache_craft", budget_scope="chunk"),
         takes_ratio=True,
     ),
-    *(Method(f"refresh_{rows}", "this package", _ours(refresh_rows=rows), takes_ratio=True) for rows in (4, 8)),
+    *(
+        Method(f"refresh_{rows}", "this package", _ours(refresh_rows=rows), takes_ratio=True)
+        for rows in (4, 8)
+    ),
 )
 ABLATIONS: Mapping[str, Method] = {method.name: method for method in _ABLATIONS}
 
@@ -83,7 +98,13 @@ def methods_for(dataset: Dataset, *, lingua2_model: str | None = None) -> dict[s
         CRAFT,
         Method("h2o", _CRAFT, _paper(), takes_ratio=True, prepare=H2O(chunks)),
         Method("leading", "EPIC", _paper("leading"), takes_ratio=True),
-        Method("value_deviation", "CacheBlend §4.3", _paper(), takes_ratio=True, prepare=value_deviation),
+        Method(
+            "value_deviation",
+            "CacheBlend §4.3",
+            _paper(),
+            takes_ratio=True,
+            prepare=value_deviation,
+        ),
         Method(
             "question_alone",
             "ProphetKV, QCFuse",
@@ -92,12 +113,22 @@ def methods_for(dataset: Dataset, *, lingua2_model: str | None = None) -> dict[s
             prepare=question_alone,
         ),
         METHODS["default"],
-        Method("mapreduce", _CRAFT, FULL_PREFILL.config, takes_ratio=True, prepare=preparation(MapReduce)),
+        Method(
+            "mapreduce",
+            _CRAFT,
+            FULL_PREFILL.config,
+            takes_ratio=True,
+            prepare=preparation(MapReduce),
+        ),
     ]
     if lingua2_model is not None:
         model = lingua2_model
         prepare = preparation(
-            lambda engine: Lingua2(model, tokenizer=engine.decoder.tokenizer, device=str(engine.decoder.device))
+            lambda engine: Lingua2(
+                model, tokenizer=engine.decoder.tokenizer, device=str(engine.decoder.device)
+            )
         )
-        found.append(Method("lingua2", _CRAFT, FULL_PREFILL.config, takes_ratio=True, prepare=prepare))
+        found.append(
+            Method("lingua2", _CRAFT, FULL_PREFILL.config, takes_ratio=True, prepare=prepare)
+        )
     return {method.name: method for method in found} | dict(ABLATIONS)

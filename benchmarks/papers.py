@@ -26,7 +26,13 @@ from cachecraft_rag.cli.options import print_json
 from cachecraft_rag.errors import ConfigError
 
 Verdict = Literal[
-    "holds", "partly", "does not hold", "not measured as defined", "not comparable", "not measurable", "structure"
+    "holds",
+    "partly",
+    "does not hold",
+    "not measured as defined",
+    "not comparable",
+    "not measurable",
+    "structure",
 ]
 _PAPERS = {"cache-craft": "Cache-Craft", "cake": "Cake"}
 _PROGRAMS = {  # first word of a command → how Python runs it
@@ -90,11 +96,16 @@ def registry() -> tuple[dict[str, Command], tuple[Entry, ...]]:
     """The commands by name, and the entries in the papers' order."""
     read = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
     commands = {name: Command(name, **fields) for name, fields in read["commands"].items()}
-    entries = tuple(Entry(**{**fields, "commands": tuple(fields.get("commands", ()))}) for fields in read["entries"])
+    entries = tuple(
+        Entry(**{**fields, "commands": tuple(fields.get("commands", ()))})
+        for fields in read["entries"]
+    )
     for entry in entries:
         unknown = [name for name in entry.commands if name not in commands]
         if entry.verdict not in get_args(Verdict) or unknown:
-            raise ConfigError(f"papers.toml, {entry.id}: unknown verdict {entry.verdict!r} or commands {unknown}")
+            raise ConfigError(
+                f"papers.toml, {entry.id}: unknown verdict {entry.verdict!r} or commands {unknown}"
+            )
     return commands, entries
 
 
@@ -126,7 +137,11 @@ def _section(entry: Entry, paper: str) -> str:
 
 
 def run(
-    commands: Sequence[Command], places: Mapping[str, str], folder: Path, *, seconds: float = float("inf")
+    commands: Sequence[Command],
+    places: Mapping[str, str],
+    folder: Path,
+    *,
+    seconds: float = float("inf"),
 ) -> dict[str, str]:
     """Run the commands that fit into the time and have not run in this folder yet; the name and outcome of each.
 
@@ -179,17 +194,25 @@ def chosen(names: Sequence[str]) -> list[Command]:
 
 def main(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Figures (cache-craft/fig12) or commands (premises) to run.")
+        list[str] | None,
+        typer.Argument(help="Figures (cache-craft/fig12) or commands (premises) to run."),
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option("--minutes", min=0.0, help="Run what fits into this time, the shortest first.")
+        float | None,
+        typer.Option(
+            "--minutes", min=0.0, help="Run what fits into this time, the shortest first."
+        ),
     ] = None,
-    data: Annotated[Path | None, typer.Option("--data", "-d", help="File of questions, as for `eval`.")] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", "-d", help="File of questions, as for `eval`.")
+    ] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="File of requests, as for `python -m benchmarks simulate`.")
+        Path | None,
+        typer.Option("--trace", help="File of requests, as for `python -m benchmarks simulate`."),
     ] = None,
     folder: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder of the reports; what is there is not run again.")
+        Path,
+        typer.Option("--out", "-o", help="Folder of the reports; what is there is not run again."),
     ] = Path("cachecraft-papers"),
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the sections of docs/results/papers.md.")
@@ -201,7 +224,9 @@ def main(
         typer.echo(markdown(), nl=False)
         return
     if names or minutes is not None:
-        places = {name: str(path) for name, path in (("data", data), ("trace", trace)) if path is not None}
+        places = {
+            name: str(path) for name, path in (("data", data), ("trace", trace)) if path is not None
+        }
         seconds = float("inf") if minutes is None else 60 * minutes
         outcomes = run(chosen(names or ()), places, folder, seconds=seconds)
         if as_json:

@@ -33,7 +33,9 @@ def maker_of(name: str) -> Maker:
         try:
             return kind(decoder)
         except ImportError as error:
-            raise ConfigError(f"the peer {name} is not installed ({error}); run: {install}") from error
+            raise ConfigError(
+                f"the peer {name} is not installed ({error}); run: {install}"
+            ) from error
 
     return made
 
@@ -46,9 +48,14 @@ class OpenVino:
         import openvino_genai
 
         self._tensor = openvino.Tensor
-        self._settings = openvino_genai.GenerationConfig(do_sample=False, ignore_eos=True, eos_token_id=0)
+        self._settings = openvino_genai.GenerationConfig(
+            do_sample=False, ignore_eos=True, eos_token_id=0
+        )
         scheduler = openvino_genai.SchedulerConfig()
-        scheduler.enable_prefix_caching, scheduler.max_num_batched_tokens = False, decoder.context_length
+        scheduler.enable_prefix_caching, scheduler.max_num_batched_tokens = (
+            False,
+            decoder.context_length,
+        )
         properties = {
             "INFERENCE_PRECISION_HINT": "bf16" if decoder.dtype == torch.bfloat16 else "f32",
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
@@ -57,7 +64,9 @@ class OpenVino:
         with tempfile.TemporaryDirectory(prefix="cachecraft-openvino-") as folder:
             path = Path(folder) / "openvino_model.xml"
             openvino.save_model(_Graph(decoder).model(), path, compress_to_fp16=False)
-            self._pipeline = openvino_genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", properties)
+            self._pipeline = openvino_genai.ContinuousBatchingPipeline(
+                folder, scheduler, "CPU", properties
+            )
 
     def answer(self, ids: Sequence[int], tokens: int) -> tuple[float, float]:
         """See `Peer`."""
@@ -86,7 +95,9 @@ class _Graph:
         self._heads = decoder.model.config.num_attention_heads
         known = type(self._base.layers[0]).__name__
         if known not in KNOWN:
-            raise ConfigError(f"the peer openvino takes layers of {', '.join(sorted(KNOWN))}, not {known}")
+            raise ConfigError(
+                f"the peer openvino takes layers of {', '.join(sorted(KNOWN))}, not {known}"
+            )
         self._kept: list[Any] = []
 
     def model(self) -> Any:
@@ -97,14 +108,21 @@ class _Graph:
         self._beam = op.parameter([-1], np.int32, name=names[3])
         self._batch = op.gather(op.shape_of(ids), _ints(0), _ints(0))
         self._cos, self._sin = self._angles(positions)
-        keys = op.range(np.int64(0), op.gather(op.shape_of(mask), np.int64(1), np.int64(0)), np.int64(1), "i64")
+        keys = op.range(
+            np.int64(0), op.gather(op.shape_of(mask), np.int64(1), np.int64(0)), np.int64(1), "i64"
+        )
         later = op.greater(op.unsqueeze(keys, _ints(0, 1)), op.unsqueeze(positions, _ints(2)))
         self._causal = op.unsqueeze(op.select(later, np.float32(-1e38), np.float32(0)), _ints(1))
         hidden = op.gather(self._weight(base.embed_tokens.weight), ids, _ints(0))
         for index, layer in enumerate(base.layers):
-            hidden = op.add(hidden, self._attention(layer.self_attn, self._norm(layer.input_layernorm, hidden), index))
+            hidden = op.add(
+                hidden,
+                self._attention(layer.self_attn, self._norm(layer.input_layernorm, hidden), index),
+            )
             x, mlp = self._norm(layer.post_attention_layernorm, hidden), layer.mlp
-            inner = op.multiply(op.swish(self._linear(mlp.gate_proj, x)), self._linear(mlp.up_proj, x))
+            inner = op.multiply(
+                op.swish(self._linear(mlp.gate_proj, x)), self._linear(mlp.up_proj, x)
+            )
             hidden = op.add(hidden, self._linear(mlp.down_proj, inner))
         logits = self._linear(self._decoder.model.lm_head, self._norm(base.norm, hidden))
         model = self._ov.Model([op.result(logits)], self._kept, [ids, mask, positions, self._beam])
@@ -115,21 +133,34 @@ class _Graph:
     def _angles(self, positions: Any) -> tuple[Any, Any]:
         op, rope = self._op, self._base.rotary_emb
         shape = op.concat([self._batch, _ints(1, 1)], 0)
-        inverse = op.broadcast(rope.inv_freq.float().numpy()[None, :, None], shape, broadcast_spec="BIDIRECTIONAL")
-        half = op.matmul(inverse, op.convert(op.unsqueeze(positions, _ints(1)), "f32"), False, False)
+        inverse = op.broadcast(
+            rope.inv_freq.float().numpy()[None, :, None], shape, broadcast_spec="BIDIRECTIONAL"
+        )
+        half = op.matmul(
+            inverse, op.convert(op.unsqueeze(positions, _ints(1)), "f32"), False, False
+        )
         half = op.transpose(half, _ints(0, 2, 1))
         both, stretch = op.concat([half, half], -1), np.float32(rope.attention_scaling)
-        cos, sin = (op.unsqueeze(op.multiply(part(both), stretch), _ints(1)) for part in (op.cos, op.sin))
+        cos, sin = (
+            op.unsqueeze(op.multiply(part(both), stretch), _ints(1)) for part in (op.cos, op.sin)
+        )
         return cos, sin
 
     def _attention(self, own: Any, x: Any, index: int) -> Any:
         op, dim = self._op, self._layout.head_dim
-        q, k, v = (self._split(self._linear(one, x)) for one in (own.q_proj, own.k_proj, own.v_proj))
+        q, k, v = (
+            self._split(self._linear(one, x)) for one in (own.q_proj, own.k_proj, own.v_proj)
+        )
         if hasattr(own, "q_norm"):
             q, k = self._norm(own.q_norm, q), self._norm(own.k_norm, k)
         q, k, v = (op.transpose(one, _ints(0, 2, 1, 3)) for one in (q, k, v))
-        k, v = self._with_past(self._turned(k), f"key.{index}"), self._with_past(v, f"value.{index}")
-        out = op.scaled_dot_product_attention(self._turned(q), k, v, self._causal, np.float32(own.scaling))
+        k, v = (
+            self._with_past(self._turned(k), f"key.{index}"),
+            self._with_past(v, f"value.{index}"),
+        )
+        out = op.scaled_dot_product_attention(
+            self._turned(q), k, v, self._causal, np.float32(own.scaling)
+        )
         out = op.reshape(op.transpose(out, _ints(0, 2, 1, 3)), _ints(0, 0, self._heads * dim), True)
         return self._linear(own.o_proj, out)
 
@@ -150,7 +181,10 @@ class _Graph:
 
         op, kv_heads, dim = self._op, self._layout.kv_heads, self._layout.head_dim
         info = util.VariableInfo()
-        info.data_shape, info.data_type = self._ov.PartialShape([-1, kv_heads, -1, dim]), self._ov.Type.f32
+        info.data_shape, info.data_type = (
+            self._ov.PartialShape([-1, kv_heads, -1, dim]),
+            self._ov.Type.f32,
+        )
         info.variable_id = name
         variable = util.Variable(info)
         nothing = op.broadcast(np.float32(0), op.concat([self._batch, _ints(kv_heads, 0, dim)], 0))
@@ -158,7 +192,9 @@ class _Graph:
         self._kept.append(op.assign(whole, variable))
         if kv_heads == self._heads:
             return whole
-        first, last = (op.gather(op.shape_of(whole), _ints(*axes), _ints(0)) for axes in ((0, 1), (2, 3)))
+        first, last = (
+            op.gather(op.shape_of(whole), _ints(*axes), _ints(0)) for axes in ((0, 1), (2, 3))
+        )
         shape = op.concat([first, _ints(self._heads // kv_heads), last], 0)
         wide = op.broadcast(op.unsqueeze(whole, _ints(2)), shape, broadcast_spec="BIDIRECTIONAL")
         return op.reshape(wide, _ints(0, self._heads, -1, dim), True)
@@ -178,7 +214,9 @@ class _Graph:
         if tensor.dtype != torch.bfloat16:
             return self._op.constant(tensor.numpy())
         bits = tensor.view(torch.uint16).numpy()
-        return self._op.convert(self._op.constant(self._ov.Tensor(bits, bits.shape, self._ov.Type.bf16)), "f32")
+        return self._op.convert(
+            self._op.constant(self._ov.Tensor(bits, bits.shape, self._ov.Type.bf16)), "f32"
+        )
 
 
 def _ints(*numbers: int) -> Any:

@@ -25,7 +25,12 @@ from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.evaluation import evaluate
 from cachecraft_rag.cli.options import print_json, progress_bar, takes, waiting
 from cachecraft_rag.evaluation import runner
-from cachecraft_rag.evaluation.intervals import Interval, mean_interval, paired_interval, ratio_interval
+from cachecraft_rag.evaluation.intervals import (
+    Interval,
+    mean_interval,
+    paired_interval,
+    ratio_interval,
+)
 from cachecraft_rag.evaluation.measuring import PLAIN
 from cachecraft_rag.evaluation.metrics import divergence, is_right
 from cachecraft_rag.types import Chunk, Progress, Prompt
@@ -67,11 +72,18 @@ class Measured:
 
 def prompt_of(question: EvaluationQuestion, template: str) -> str:
     """The question and its passages as an application writes them."""
-    return template.format(context="\n\n".join(one.text for one in question.passages), question=question.text)
+    return template.format(
+        context="\n\n".join(one.text for one in question.passages), question=question.text
+    )
 
 
 def measure(
-    engine: Engine, question: EvaluationQuestion, template: str | None, config: ReuseConfig, *, answer_tokens: int
+    engine: Engine,
+    question: EvaluationQuestion,
+    template: str | None,
+    config: ReuseConfig,
+    *,
+    answer_tokens: int,
 ) -> Measured:
     """Answer one question in full, and from chunk-caches captured behind the passage that stands in for neighbours.
 
@@ -80,14 +92,18 @@ def measure(
     """
     chunks: Sequence[Chunk] = question.passages if template is None else ()
     text = question.text if template is None else prompt_of(question, template)
-    full = engine.score_answer(text, chunks, max_new_tokens=answer_tokens, config=replace(config, reuse=False))
+    full = engine.score_answer(
+        text, chunks, max_new_tokens=answer_tokens, config=replace(config, reuse=False)
+    )
     prompt = engine.prompts.build(text, chunks, reserve=answer_tokens, recognise=lambda _: [])
     engine.capture(Prompt((engine.prompts.system,)), [0], primed=False)
     for segment in prompt.segments:
         if segment.kind == "chunk":
             before = (engine.prompts.system, engine.prompts.stand_in)
             engine.capture(Prompt((*before, replace(segment, found=False))), [2], primed=False)
-    found = engine.score_answer(text, chunks, target=full.tokens, max_new_tokens=answer_tokens, config=config)
+    found = engine.score_answer(
+        text, chunks, target=full.tokens, max_new_tokens=answer_tokens, config=config
+    )
     passages = sum(len(engine.prompts.chunk_segment(one).token_ids) for one in question.passages)
     kl, _ = divergence(full.logits, found.logits)
     right, full_right = (is_right(answer.text, question.answers) for answer in (found, full))
@@ -104,15 +120,24 @@ def first_time(
     for pair in range(pairs):
         own: dict[str, float] = {}
         for side in sides[:: 1 if pair % 2 else -1]:  # neither is always the later one
-            scored = engine.score_answer(prompt_of(question, template), (), max_new_tokens=1, config=side)
+            scored = engine.score_answer(
+                prompt_of(question, template), (), max_new_tokens=1, config=side
+            )
             own[side.plain_prompts] = scored.stats.ttft_s
         ratios.append(own["reuse"] / own["off"])
     return median(ratios)
 
 
-Ratio = Annotated[float, typer.Option("--recompute-ratio", min=0.0, max=1.0, help="Recompute ratio.")]
-Templates = Annotated[list[str] | None, typer.Option("--template", help=f"Of {', '.join(TEMPLATES)}; all by default.")]
-Pairs = Annotated[int, typer.Option(help="Only time prompts never seen, with the search and without: so many pairs.")]
+Ratio = Annotated[
+    float, typer.Option("--recompute-ratio", min=0.0, max=1.0, help="Recompute ratio.")
+]
+Templates = Annotated[
+    list[str] | None, typer.Option("--template", help=f"Of {', '.join(TEMPLATES)}; all by default.")
+]
+Pairs = Annotated[
+    int,
+    typer.Option(help="Only time prompts never seen, with the search and without: so many pairs."),
+]
 
 
 @takes(questions=evaluate.Questions, defaults={"limit": 40})
@@ -146,26 +171,43 @@ def main(
             show(Progress(done, len(dataset.questions), ""))
             if first_time_pairs:
                 for name, text in templates.items():
-                    times[name].append(first_time(engine, question, text, config, pairs=first_time_pairs))
+                    times[name].append(
+                        first_time(engine, question, text, config, pairs=first_time_pairs)
+                    )
                 continue
             for key, measured in found.items():
                 engine.store.evict(down_to_bytes=0)
                 text_or_none = None if key is None else templates[key]
-                measured.append(measure(engine, question, text_or_none, config, answer_tokens=questions.answer_tokens))
+                measured.append(
+                    measure(
+                        engine,
+                        question,
+                        text_or_none,
+                        config,
+                        answer_tokens=questions.answer_tokens,
+                    )
+                )
     if first_time_pairs:
         rows = {name: {"first_ttft": mean_interval(ratios)} for name, ratios in times.items()}
     else:
         base = [one.kl for one in found[None]]
         rows = {key or "documents": _row(measured, base) for key, measured in found.items()}
     if as_json:
-        shown = {name: {key: [one.mean, one.low, one.high] for key, one in row.items()} for name, row in rows.items()}
-        print_json({"questions": len(dataset.questions), "passages": questions.passages, "prompts": shown})
+        shown = {
+            name: {key: [one.mean, one.low, one.high] for key, one in row.items()}
+            for name, row in rows.items()
+        }
+        print_json(
+            {"questions": len(dataset.questions), "passages": questions.passages, "prompts": shown}
+        )
         return
     table = Table(box=SIMPLE_HEAD)
     for heading in ("prompt", *next(iter(rows.values()))):
         table.add_column(heading, justify="left" if heading == "prompt" else "right")
     for name, row in rows.items():
-        table.add_row(name, *(f"{one.mean:.4f} [{one.low:.4f}, {one.high:.4f}]" for one in row.values()))
+        table.add_row(
+            name, *(f"{one.mean:.4f} [{one.low:.4f}, {one.high:.4f}]" for one in row.values())
+        )
     out.print(table)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from cachecraft_rag.errors import ConfigError
 
-GREY, BLUE, BLACK, RED, YELLOW = "#9a9a9a", "#5b8dc9", "#222222", "#c8553d", "#e3a857"  # RED is for our own method
+# RED is for our own method
+GREY, BLUE, BLACK, RED, YELLOW = "#9a9a9a", "#5b8dc9", "#222222", "#c8553d", "#e3a857"
 GREEN, VIOLET, BROWN, TEAL, PINK = "#6a9a5b", "#8e6bb0", "#8a6d4f", "#3f9c9c", "#d184ad"
 
 
@@ -19,7 +20,9 @@ def pyplot() -> Any:
         matplotlib.use("Agg")
         from matplotlib import pyplot as found
     except ImportError as error:
-        raise ConfigError("The plot needs matplotlib: pip install 'cachecraft-rag[bench]'.") from error
+        raise ConfigError(
+            "The plot needs matplotlib: pip install 'cachecraft-rag[bench]'."
+        ) from error
     return found
 
 

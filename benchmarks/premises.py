@@ -41,7 +41,12 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import mean_interval
 from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.scoring import adjusted_overlap, context_impact, order_penalty, prefix_overlap
+from cachecraft_rag.planning.scoring import (
+    adjusted_overlap,
+    context_impact,
+    order_penalty,
+    prefix_overlap,
+)
 from cachecraft_rag.prompt.builder import PromptBuilder
 from cachecraft_rag.types import Chunk, Progress, Prompt
 
@@ -81,16 +86,24 @@ class Watched:
         self.near, self.far = np.zeros((len(EDGES), 2)), np.zeros((len(EDGES), 2))
         self.weights = {one: np.zeros((2, len(_BINS) - 1)) for one in range(2, len(bounds) - 2)}
 
-    def observe(self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings) -> None:
+    def observe(
+        self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings
+    ) -> None:
         """See `Observer.observe`."""
         tokens, bounds = len(q), self.prompt.bounds
         group = q.shape[1] // k.shape[1]
-        scores = torch.einsum("rhd,khd->hrk", q.float(), k[:tokens].float().repeat_interleave(group, 1))
+        scores = torch.einsum(
+            "rhd,khd->hrk", q.float(), k[:tokens].float().repeat_interleave(group, 1)
+        )
         scores = scores * settings.scale
         if settings.softcap is not None:
             scores = settings.softcap * torch.tanh(scores / settings.softcap)
         distance = torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]
-        unseen = distance < 0 if settings.window is None else (distance < 0) | (distance >= settings.window)
+        unseen = (
+            distance < 0
+            if settings.window is None
+            else (distance < 0) | (distance >= settings.window)
+        )
         weights = scores.masked_fill(unseen, float("-inf")).softmax(-1).mean(0).fill_diagonal_(0.0)
         member = torch.nn.functional.one_hot(self.segment).float()
         mass = weights @ member
@@ -101,7 +114,9 @@ class Watched:
         for one, found in self.weights.items():
             rows = slice(bounds[one], bounds[one + 1])
             inside = weights[rows, rows][distance[rows, rows] > 0]
-            for part, values in enumerate((inside, weights[rows, bounds[one - 1] : bounds[one]].reshape(-1))):
+            for part, values in enumerate(
+                (inside, weights[rows, bounds[one - 1] : bounds[one]].reshape(-1))
+            ):
                 found[part] += np.histogram(values.clamp_min(1e-8).log10().numpy(), _BINS)[0]
 
     def _by_distance(self, weights: Tensor, distance: Tensor) -> None:
@@ -112,7 +127,9 @@ class Watched:
         place = np.searchsorted(EDGES, distance.numpy(), side="right") - 1
         for sums, where in ((self.near, both & same), (self.far, both & ~same)):
             chosen = where.numpy()
-            sums[:, 0] += np.bincount(place[chosen], weights.numpy()[chosen], len(EDGES))[: len(EDGES)]
+            sums[:, 0] += np.bincount(place[chosen], weights.numpy()[chosen], len(EDGES))[
+                : len(EDGES)
+            ]
             sums[:, 1] += np.bincount(place[chosen], minlength=len(EDGES))[: len(EDGES)]
 
     def overlap(self, segment: int) -> float:
@@ -195,7 +212,10 @@ def deviation(reused: Placement, needed: Placement) -> float:
 
 
 def look_at(
-    decoder: Decoder, article: Sequence[EvaluationQuestion], others: Sequence[Chunk], draw: random.Random
+    decoder: Decoder,
+    article: Sequence[EvaluationQuestion],
+    others: Sequence[Chunk],
+    draw: random.Random,
 ) -> Any:
     """Plain values of one article: `placements`, `pairs`, `prompts` and the sums by distance.
 
@@ -203,7 +223,9 @@ def look_at(
         article: questions about it; each makes one prompt.
         others: chunks of other articles; one of them takes the place of one of its chunks in every prompt.
     """
-    builder = PromptBuilder(decoder.tokenizer, context_length=decoder.context_length, best_last=False)
+    builder = PromptBuilder(
+        decoder.tokenizer, context_length=decoder.context_length, best_last=False
+    )
     alone: dict[str, Placement] = {}
     seen: list[list[Placement]] = []
     found: dict[str, Any] = {"placements": [], "pairs": [], "prompts": [], "near": 0.0, "far": 0.0}
@@ -211,7 +233,9 @@ def look_at(
         placements, _ = compute(decoder, builder.build(article[0].text, [chunk]))
         alone[chunk.chunk_id] = placements[0]
     for question in article:
-        holding = [one for one in question.passages if any(gold in one.text for gold in question.answers)]
+        holding = [
+            one for one in question.passages if any(gold in one.text for gold in question.answers)
+        ]
         chunks = [*question.passages]
         left = [place for place, one in enumerate(chunks) if one not in holding]
         if left and others:
@@ -232,10 +256,14 @@ def look_at(
             if one.chunk_id in alone:
                 plain = alone[one.chunk_id].hidden
                 change = float(((one.hidden - plain).norm(dim=1) / plain.norm(dim=1)).mean())
-                found["placements"].append({"before": len(one.before), "change": change, "top": one.top})
+                found["placements"].append(
+                    {"before": len(one.before), "change": change, "top": one.top}
+                )
     for first, second in permutations(range(len(seen)), 2):
         needed = {one.chunk_id: one for one in seen[second]}
-        found["pairs"] += [_pair(one, needed[one.chunk_id]) for one in seen[first] if one.chunk_id in needed]
+        found["pairs"] += [
+            _pair(one, needed[one.chunk_id]) for one in seen[first] if one.chunk_id in needed
+        ]
     found["near"], found["far"] = (np.asarray(found[name]).tolist() for name in ("near", "far"))
     return found
 
@@ -266,7 +294,11 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     """
     first, second = (_ranks(np.asarray(values, float)) for values in (a, b))
     spread = first.std() * second.std()
-    return round(float(((first - first.mean()) * (second - second.mean())).mean() / spread), 12) if spread > 0 else 0.0
+    return (
+        round(float(((first - first.mean()) * (second - second.mean())).mean() / spread), 12)
+        if spread > 0
+        else 0.0
+    )
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -274,20 +306,31 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return (np.cumsum(count) - (count - 1) / 2)[place]
 
 
-def correlation(groups: Sequence[Sequence[Mapping[str, Any]]], name: str, *, seed: int = 0) -> dict[str, Any]:
+def correlation(
+    groups: Sequence[Sequence[Mapping[str, Any]]], name: str, *, seed: int = 0
+) -> dict[str, Any]:
     """Spearman's ρ of a field with the deviation over all pairs; 95 % bootstrap over groups: pairs of one are alike."""
-    columns = [(np.array([p[name] for p in g]), np.array([p["deviation"] for p in g])) for g in groups if g]
+    columns = [
+        (np.array([p[name] for p in g]), np.array([p["deviation"] for p in g])) for g in groups if g
+    ]
     if not columns:
         return {"pairs": 0}
     draw = np.random.default_rng(seed)
 
     def of(chosen: Sequence[int]) -> float:
-        return spearman(*(np.concatenate([columns[one][side] for one in chosen]) for side in (0, 1)))  # type: ignore[arg-type]
+        return spearman(
+            *(np.concatenate([columns[one][side] for one in chosen]) for side in (0, 1))
+        )  # type: ignore[arg-type]
 
     drawn = [of(draw.integers(len(columns), size=len(columns)).tolist()) for _ in range(_RESAMPLES)]
     low, high = np.quantile(drawn, [0.025, 0.975])
     whole = of(range(len(columns)))
-    return {"pairs": sum(len(one[0]) for one in columns), "rho": whole, "low": float(low), "high": float(high)}
+    return {
+        "pairs": sum(len(one[0]) for one in columns),
+        "rho": whole,
+        "low": float(low),
+        "high": float(high),
+    }
 
 
 def summary(articles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -302,10 +345,18 @@ def summary(articles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "articles": len(articles),
         "fig5": _parts([p["tokens"] for one in articles for p in one["prompts"]]),
-        "fig7": {before: asdict(mean_interval(found)) for before, found in changes.items() if before != "0"},
+        "fig7": {
+            before: asdict(mean_interval(found))
+            for before, found in changes.items()
+            if before != "0"
+        },
         "fig9": {
-            **_distances(*(np.sum([one[name] for one in articles], axis=0) for name in ("near", "far"))),
-            "overlap of weights": correlation([[p for p in g if p["overlap"] is not None] for g in behind], "overlap"),
+            **_distances(
+                *(np.sum([one[name] for one in articles], axis=0) for name in ("near", "far"))
+            ),
+            "overlap of weights": correlation(
+                [[p for p in g if p["overlap"] is not None] for g in behind], "overlap"
+            ),
         },
         "fig12": {
             "CCI": correlation(behind, "cci"),
@@ -315,7 +366,8 @@ def summary(articles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "of those captured first": float(np.mean(first)) if first else None,
         },
         "fig14": {
-            str(share): asdict(mean_interval(of)) for share, of in zip(TOP, np.transpose(tops), strict=bool(tops))
+            str(share): asdict(mean_interval(of))
+            for share, of in zip(TOP, np.transpose(tops), strict=bool(tops))
         },
         "fig17": _focus([p for one in articles for p in one["prompts"]]),
     }
@@ -324,14 +376,17 @@ def summary(articles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _parts(tokens: Sequence[Sequence[int]]) -> dict[str, float]:
     """Share of the prompts' tokens in each of their parts."""
     sums = np.array([[one[0], sum(one[1:-1]), one[-1]] for one in tokens]).sum(0)
-    return dict(zip(("instruction", "chunks", "question"), (sums / sums.sum()).tolist(), strict=True))
+    return dict(
+        zip(("instruction", "chunks", "question"), (sums / sums.sum()).tolist(), strict=True)
+    )
 
 
 def _distances(near: NDArray[np.float64], far: NDArray[np.float64]) -> dict[str, Any]:
     both = np.flatnonzero(near[:, 1] * far[:, 1] > 0)
     return {
         "mean weight by distance, inside a chunk and between chunks": {
-            str(EDGES[place]): [float(sums[place, 0] / sums[place, 1]) for sums in (near, far)] for place in both
+            str(EDGES[place]): [float(sums[place, 0] / sums[place, 1]) for sums in (near, far)]
+            for place in both
         },
         "intra / inter": float(near[:, 0].sum() / far[:, 0].sum()),
     }
@@ -341,14 +396,20 @@ def _focus(prompts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Algorithm 1 with w = 3 from the first layer on, as published, and from the middle on."""
     found: dict[str, Any] = {"prompts": len(prompts), "layers": len(prompts[0]["asked"])}
     for first in (0.0, 0.5):
-        decided = [(one, p) for p in prompts if (one := Cell(3, first).decide(p["asked"])) is not None]
+        decided = [
+            (one, p) for p in prompts if (one := Cell(3, first).decide(p["asked"])) is not None
+        ]
         if decided:
             hits = [bool(one[1] & {*p["holding"]}) for one, p in decided]
             found[f"from {first:g} of the layers"] = {
                 "decided": len(decided),
-                "deciding layer, quartiles": np.quantile([one[0] for one, _ in decided], _QUARTERS).tolist(),
+                "deciding layer, quartiles": np.quantile(
+                    [one[0] for one, _ in decided], _QUARTERS
+                ).tolist(),
                 "the answer is in a focused chunk": float(np.mean(hits)),
-                "by chance": float(np.mean([len(one[1]) / len(p["asked"][0]) for one, p in decided])),
+                "by chance": float(
+                    np.mean([len(one[1]) / len(p["asked"][0]) for one, p in decided])
+                ),
             }
     return found
 
@@ -365,7 +426,9 @@ def uses(trace: Trace) -> dict[str, Any]:
         cost = [trace.tokens[chunk] for chunk in request]
         known += sum(cost)
         returning += sum(n for n, chunk in zip(cost, request, strict=True) if chunk in before)
-        longest = max((k for k in range(len(request) + 1) if request[:k] in prefixes or k == 0), default=0)
+        longest = max(
+            (k for k in range(len(request) + 1) if request[:k] in prefixes or k == 0), default=0
+        )
         same_prefix += sum(cost[:longest])
         for k, counted in density.items():
             if len(request) >= k:
@@ -377,18 +440,28 @@ def uses(trace: Trace) -> dict[str, Any]:
         past.append(frozenset(request))
         prefixes.update(request[:k] for k in range(1, len(request) + 1))
     counts = np.sort(np.bincount([chunk for request in trace.requests for chunk in request]))[::-1]
-    top = set(np.argsort(-np.bincount([c for r in trace.requests for c in r]))[: max(1, len(counts) // 20)].tolist())
+    top = set(
+        np.argsort(-np.bincount([c for r in trace.requests for c in r]))[
+            : max(1, len(counts) // 20)
+        ].tolist()
+    )
     return {
         "requests": len(trace.requests),
         "chunks": len(counts),
         "top 5 % of chunks": {
             "share of retrievals": float(counts[: max(1, len(counts) // 20)].sum() / counts.sum()),
-            "share of requests with one": float(np.mean([bool(top & set(request)) for request in trace.requests])),
+            "share of requests with one": float(
+                np.mean([bool(top & set(request)) for request in trace.requests])
+            ),
         },
         "tokens of chunks seen before": returning / known,
         "tokens behind the same prefix": same_prefix / known,
-        "requests whose first k chunks began one before": {str(k): n / max(of, 1) for k, (n, of) in density.items()},
-        "past requests that hold all chunks": {str(n): sources.count(n) / len(sources) for n in sorted(set(sources))},
+        "requests whose first k chunks began one before": {
+            str(k): n / max(of, 1) for k, (n, of) in density.items()
+        },
+        "past requests that hold all chunks": {
+            str(n): sources.count(n) / len(sources) for n in sorted(set(sources))
+        },
     }
 
 
@@ -402,16 +475,21 @@ def _sources(wanted: frozenset[int], past: Sequence[frozenset[int]]) -> int:
 
 
 @torch.inference_mode()
-def piece_times(decoder: Decoder, ids: Sequence[int], *, pieces: int, tokens: int) -> dict[str, Any]:
+def piece_times(
+    decoder: Decoder, ids: Sequence[int], *, pieces: int, tokens: int
+) -> dict[str, Any]:
     """CPU seconds of each piece of one long prefill, and a line through them (Cake Fig. 3).
 
     Raises:
         ConfigError: the text is shorter than all pieces, or they do not fit the model's context.
     """
     if len(ids) < pieces * tokens or pieces * tokens > decoder.context_length:
-        raise ConfigError(f"{pieces} pieces of {tokens} tokens need a longer text, or a longer context")
+        raise ConfigError(
+            f"{pieces} pieces of {tokens} tokens need a longer text, or a longer context"
+        )
     buffer, spent = KVBuffer(decoder, pieces * tokens), []
-    for piece in [0, *range(pieces)]:  # the first one twice: what runs for the first time takes longer
+    # the first one twice: what runs for the first time takes longer
+    for piece in [0, *range(pieces)]:
         where = np.arange(piece * tokens, (piece + 1) * tokens)
         started = time.process_time()
         run = RowPass(decoder, buffer, torch.tensor([ids[place] for place in where]), where)
@@ -421,7 +499,8 @@ def piece_times(decoder: Decoder, ids: Sequence[int], *, pieces: int, tokens: in
     times = np.array(spent[1:])
     slope, start = np.polyfit(np.arange(pieces), times, 1)
     left = float(
-        ((times - start - slope * np.arange(pieces)) ** 2).sum() / max(((times - times.mean()) ** 2).sum(), 1e-30)
+        ((times - start - slope * np.arange(pieces)) ** 2).sum()
+        / max(((times - times.mean()) ** 2).sum(), 1e-30)
     )
     return {"seconds": times.tolist(), "growth of a piece": float(slope / start), "r2": 1.0 - left}
 
@@ -433,27 +512,38 @@ def articles_of(dataset: Dataset, *, prompts: int) -> dict[str, list[EvaluationQ
     """Questions of the articles that most of their passages are of, `prompts` of each, by the article's first chunk."""
     grouped: dict[str, list[EvaluationQuestion]] = {}
     for question in dataset.questions:
-        firsts = Counter(dataset.document_of(chunk.chunk_id)[0].chunk_id for chunk in question.passages)
+        firsts = Counter(
+            dataset.document_of(chunk.chunk_id)[0].chunk_id for chunk in question.passages
+        )
         grouped.setdefault(firsts.most_common(1)[0][0], []).append(question)
-    return {name: asked[:prompts] for name, asked in sorted(grouped.items()) if len(asked) >= prompts}
+    return {
+        name: asked[:prompts] for name, asked in sorted(grouped.items()) if len(asked) >= prompts
+    }
 
 
 def main(
     data: Annotated[Path | None, typer.Option("--data", "-d", help="File of questions.")] = None,
-    format: Annotated[str | None, typer.Option("--format", help="Its format.", show_default="recognised")] = None,
+    format: Annotated[
+        str | None, typer.Option("--format", help="Its format.", show_default="recognised")
+    ] = None,
     model: options.Model = "demo",
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="File of requests.", show_default="drawn by Zipf's law")
+        Path | None,
+        typer.Option("--trace", help="File of requests.", show_default="drawn by Zipf's law"),
     ] = None,
     articles: Annotated[int, typer.Option("--articles", min=2, help="Articles to look at.")] = 12,
     prompts: Annotated[int, typer.Option("--prompts", min=2, help="Prompts of each article.")] = 5,
     pieces: Annotated[int, typer.Option("--pieces", min=2, help="Pieces of the long prefill.")] = 8,
-    piece_tokens: Annotated[int, typer.Option("--piece-tokens", min=1, help="Length of each.")] = 512,
-    folder: Annotated[Path, typer.Option("--out", "-o", help="What is there is not measured again.")] = Path(
-        "cachecraft-premises"
-    ),
+    piece_tokens: Annotated[
+        int, typer.Option("--piece-tokens", min=1, help="Length of each.")
+    ] = 512,
+    folder: Annotated[
+        Path, typer.Option("--out", "-o", help="What is there is not measured again.")
+    ] = Path("cachecraft-premises"),
     dtype: options.Dtype = "float32",
-    seed: Annotated[int, typer.Option("--seed", help="Seed of questions, passages and orders.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of questions, passages and orders.")
+    ] = 0,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
@@ -468,22 +558,37 @@ def main(
     chosen = articles_of(dataset, prompts=prompts)
     names = list(chosen)[:articles]
     if len(names) < articles:
-        raise ConfigError(f"only {len(names)} articles have {prompts} questions; lower --articles or --prompts")
+        raise ConfigError(
+            f"only {len(names)} articles have {prompts} questions; lower --articles or --prompts"
+        )
     with progress_bar("Premises") as show:
         decoder = Decoder.load(model, dtype=dtype)
-        given = {"fingerprint": decoder.fingerprint, "data": dataset.name, "prompts": prompts, "seed": seed}
+        given = {
+            "fingerprint": decoder.fingerprint,
+            "data": dataset.name,
+            "prompts": prompts,
+            "seed": seed,
+        }
         kept = Kept(folder / "premises.jsonl", given)
         found = []
         for done, name in enumerate(names):
             show(Progress(done, len(names) + 1, "articles"))
-            others = [chunk for one in dataset.documents if one[0].chunk_id != name for chunk in one]
+            others = [
+                chunk for one in dataset.documents if one[0].chunk_id != name for chunk in one
+            ]
             draw = random.Random(f"{seed}/{name}")
             found.append(kept.get(name, lambda: look_at(decoder, chosen[name], others, draw)))  # noqa: B023
         show(Progress(len(names), len(names) + 1, "pieces"))
         builder = PromptBuilder(decoder.tokenizer, context_length=decoder.context_length)
-        ids = [token for one in dataset.documents for chunk in one for token in builder.chunk_segment(chunk).token_ids]
+        ids = [
+            token
+            for one in dataset.documents
+            for chunk in one
+            for token in builder.chunk_segment(chunk).token_ids
+        ]
         long = kept.get(
-            f"pieces {pieces} {piece_tokens}", lambda: piece_times(decoder, ids, pieces=pieces, tokens=piece_tokens)
+            f"pieces {pieces} {piece_tokens}",
+            lambda: piece_times(decoder, ids, pieces=pieces, tokens=piece_tokens),
         )
     requests = draw_trace(Traffic()) if trace is None else read_trace(trace)
     report = summary(found) | {"trace": uses(requests), "cake fig3": long}

@@ -45,7 +45,8 @@ def _system(text: str) -> Message:
 def open_webui(passages: Sequence[str], question: str) -> list[Message]:
     """Open WebUI's default template: numbered sources in tags."""
     sources = "\n".join(
-        f'<source id="{number}" name="page {number}.md">{text}</source>' for number, text in enumerate(passages, 1)
+        f'<source id="{number}" name="page {number}.md">{text}</source>'
+        for number, text in enumerate(passages, 1)
     )
     return [
         _user(
@@ -60,7 +61,8 @@ def open_webui(passages: Sequence[str], question: str) -> list[Message]:
 def anythingllm(passages: Sequence[str], question: str) -> list[Message]:
     """AnythingLLM: numbered contexts at the end of the system message."""
     contexts = "".join(
-        f"\n[CONTEXT {number}]:\n{text}\n[END CONTEXT {number}]\n\n" for number, text in enumerate(passages)
+        f"\n[CONTEXT {number}]:\n{text}\n[END CONTEXT {number}]\n\n"
+        for number, text in enumerate(passages)
     )
     return [_system(f"{_INSTRUCTION}\nContext:\n    {contexts}"), _user(question)]
 
@@ -123,7 +125,10 @@ def tool_sources(passages: Sequence[str], question: str) -> list[Message]:
 
 def tool_json(passages: Sequence[str], question: str) -> list[Message]:
     """An agent whose tool returns JSON with scores."""
-    rows = [{"rank": rank, "score": round(0.9 - rank / 50, 3), "content": text} for rank, text in enumerate(passages)]
+    rows = [
+        {"rank": rank, "score": round(0.9 - rank / 50, 3), "content": text}
+        for rank, text in enumerate(passages)
+    ]
     return _agent(question, [json.dumps(rows, ensure_ascii=False)])
 
 
@@ -161,36 +166,54 @@ def orders(passages: Sequence[str], times: int, seed: int) -> list[list[str]]:
     return [dice.sample(list(passages), len(passages)) for _ in range(times)]
 
 
-def searched(form: Form, prompts: Sequence[Sequence[str]], question: str, tokenizer: Any, kinds: TokenKinds) -> Reused:
+def searched(
+    form: Form, prompts: Sequence[Sequence[str]], question: str, tokenizer: Any, kinds: TokenKinds
+) -> Reused:
     """Search the prompts of one form as the server does, without a model."""
     seen: Counter[str] = Counter()
     shares = []
     for passages in prompts:
         pieces: list[PromptPiece] = []
         for message in form(passages, question):
-            head = tokenizer(f"<|im_start|>{message['role']}\n", add_special_tokens=False)["input_ids"]
+            head = tokenizer(f"<|im_start|>{message['role']}\n", add_special_tokens=False)[
+                "input_ids"
+            ]
             text = tokenizer(message["content"], add_special_tokens=False)["input_ids"]
             pieces.append(PromptPiece(tuple(head), is_searched=False))
-            pieces.append(PromptPiece(tuple(text), message["role"] != "assistant" and len(message["content"]) >= 200))
+            pieces.append(
+                PromptPiece(
+                    tuple(text), message["role"] != "assistant" and len(message["content"]) >= 200
+                )
+            )
         pieces.append(PromptPiece((), is_searched=True))
         segments = segments_of(pieces, kinds, lambda _ids: [], private=False) or []
         found = [segment for segment in segments if segment.found]
-        total = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in passages)
+        total = sum(
+            len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in passages
+        )
         reused = sum(len(segment.token_ids) for segment in found if seen[segment.segment_id] >= 2)
         shares.append(min(1.0, reused / total))
         seen.update({segment.segment_id for segment in found})
     return Reused(tuple(shares))
 
 
-def served(form: Form, prompts: Sequence[Sequence[str]], question: str, url: str, tokenizer: Any) -> Reused:
+def served(
+    form: Form, prompts: Sequence[Sequence[str]], question: str, url: str, tokenizer: Any
+) -> Reused:
     """Send the prompts of one form to a server, leaving it time to capture after each."""
     shares = []
     for number, passages in enumerate(prompts):
-        body = {"messages": form(passages, f"{question} ({number})"), "max_tokens": 4, "temperature": 0}
+        body = {
+            "messages": form(passages, f"{question} ({number})"),
+            "max_tokens": 4,
+            "temperature": 0,
+        }
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=600)
         answer.raise_for_status()
         details = answer.json()["usage"].get("prompt_tokens_details") or {}
-        total = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in passages)
+        total = sum(
+            len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in passages
+        )
         shares.append((details.get("cached_tokens") or 0) / total)
         time.sleep(_SETTLE_S)
     return Reused(tuple(shares))
@@ -206,8 +229,12 @@ def main(
     model: options.Model = "demo",
     passages: Annotated[int, typer.Option(min=2, help="Passages of each prompt.")] = 8,
     times: Annotated[int, typer.Option(min=3, help="Times that each form is sent.")] = 5,
-    form: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(FORMS)}; all by default.")] = None,
-    server: Annotated[str, typer.Option(help="URL of a server; without it the search alone is measured.")] = "",
+    form: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(FORMS)}; all by default.")
+    ] = None,
+    server: Annotated[
+        str, typer.Option(help="URL of a server; without it the search alone is measured.")
+    ] = "",
     seed: int = 0,
     as_json: options.Json = False,
 ) -> None:
@@ -217,7 +244,9 @@ def main(
     from cachecraft_rag.model.demo_model import demo_model_folder
 
     options.quiet_libraries()
-    tokenizer = AutoTokenizer.from_pretrained(str(demo_model_folder()) if model == "demo" else model)
+    tokenizer = AutoTokenizer.from_pretrained(
+        str(demo_model_folder()) if model == "demo" else model
+    )
     vocabulary = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     kinds = TokenKinds.of(vocabulary)
     texts = handbook_passages(passages * len(FORMS))

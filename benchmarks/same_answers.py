@@ -60,7 +60,12 @@ class Group:
 
 
 _OFF = {"new_variants": "off"}
-_PAPER = {"selector": "cache_craft", "budget_scope": "chunk", "drift": 0.0, "early_termination": True}
+_PAPER = {
+    "selector": "cache_craft",
+    "budget_scope": "chunk",
+    "drift": 0.0,
+    "early_termination": True,
+}
 GROUPS = (
     Group("moved", 30, _OFF),
     Group("new variants", 20),
@@ -72,7 +77,13 @@ GROUPS = (
     Group("early termination", 15, _OFF, _PAPER),
     Group("plain prompts", 15, plain=True),
     Group("two at once", 20, _OFF, at_once=2),
-    Group("ratio, refreshed, drawn", 10, _OFF, {"recompute_ratio": 0.2, "refresh_rows": 4}, {"temperature": 0.8}),
+    Group(
+        "ratio, refreshed, drawn",
+        10,
+        _OFF,
+        {"recompute_ratio": 0.2, "refresh_rows": 4},
+        {"temperature": 0.8},
+    ),
 )
 
 
@@ -83,16 +94,28 @@ def tiny_model(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
+    backend = Tokenizer(
+        models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|system|>", "<|user|>", "<|assistant|>"]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|system|>", "<|user|>", "<|assistant|>"]}
+    )
     tokenizer.chat_template = _TEMPLATE
     config = LlamaConfig(
-        vocab_size=260, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=4096, pad_token_id=0, bos_token_id=None, eos_token_id=256,
-    )  # fmt: skip
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=256,
+    )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     texts = [tokenizer.decode([token]) for token in range(config.vocab_size)]
@@ -127,7 +150,10 @@ async def _together(engine: Engine, group: Group, numbers: range) -> list[dict[s
 
 async def _answer(engine: Engine, group: Group, number: int) -> dict[str, Any]:
     draw = random.Random(number // group.at_once)
-    texts = [f"{place}. " + " ".join(draw_word(place, word) for word in range(30)) for place in range(_CHUNKS)]
+    texts = [
+        f"{place}. " + " ".join(draw_word(place, word) for word in range(30))
+        for place in range(_CHUNKS)
+    ]
     chosen = draw.sample(texts, _IN_PROMPT)
     question, chunks = f"What of {number}?", [Chunk(text) for text in chosen]
     if group.plain:
@@ -141,23 +167,38 @@ async def _answer(engine: Engine, group: Group, number: int) -> dict[str, Any]:
     answer = engine.stream(question, chunks, sampling=sampling, config=config, **given)
     text = "".join([piece async for piece in answer])
     stats = answer.stats.as_dict()
-    counts = {name: value for name, value in stats.items() if name.startswith("tokens_") or name == "finish"}
+    counts = {
+        name: value
+        for name, value in stats.items()
+        if name.startswith("tokens_") or name == "finish"
+    }
     names = ("chunk_id", "outcome", "reason_code", "tokens", "recomputed", "computed")
     parts = [[str(chunk[name]) for name in names] for chunk in stats["chunks"]]
     share = round(stats["recompute_share"], 6)
-    return {"request": f"{group.name} {number}", "text": text, "share": share, "chunks": parts} | counts
+    return {
+        "request": f"{group.name} {number}",
+        "text": text,
+        "share": share,
+        "chunks": parts,
+    } | counts
 
 
 def draw_word(place: int, word: int) -> str:
     """A word of the text of a chunk, the same in every process."""
-    return random.Random(f"{place} {word}").choice(("kettle", "limescale", "weeks", "water", "boil", "the", "filter"))
+    return random.Random(f"{place} {word}").choice(
+        ("kettle", "limescale", "weeks", "water", "boil", "the", "filter")
+    )
 
 
 def main(
     against: Annotated[Path, typer.Option(help="Another checkout of the repository.")],
-    python: Annotated[str | None, typer.Option(help="Its Python; by default that of its .venv, or this one.")] = None,
+    python: Annotated[
+        str | None, typer.Option(help="Its Python; by default that of its .venv, or this one.")
+    ] = None,
     model: Annotated[str, typer.Option(help="Model of both; tiny: a small random one.")] = "tiny",
-    requests: Annotated[int, typer.Option(min=1, max=_ALL, help="About so many of the 200.")] = _ALL,
+    requests: Annotated[
+        int, typer.Option(min=1, max=_ALL, help="About so many of the 200.")
+    ] = _ALL,
 ) -> None:
     """Answer the same requests with two checkouts and print where they differ; exit code 1 if they do."""
     other = against / ".venv" / "bin" / "python"
@@ -167,9 +208,13 @@ def main(
         if model == "tiny":
             tiny_model(Path(folder))
         found = []
-        for checkout, interpreter in ((path, pythons[path]) for path in (Path(__file__).parents[1], against.resolve())):
+        for checkout, interpreter in (
+            (path, pythons[path]) for path in (Path(__file__).parents[1], against.resolve())
+        ):
             given = [str(checkout), __file__, folder if model == "tiny" else model, str(requests)]
-            output = subprocess.check_output([interpreter, "-P", "-c", _START, *given], env=dict(os.environ), text=True)
+            output = subprocess.check_output(
+                [interpreter, "-P", "-c", _START, *given], env=dict(os.environ), text=True
+            )
             found.append([json.loads(line) for line in output.splitlines()])
     equal = 0
     for ours, theirs in zip(*found, strict=True):

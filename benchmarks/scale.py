@@ -38,7 +38,10 @@ _DIM = 384  # the bundled embedding model's
 _TOKENS = 256  # of a chunk
 _TOGETHER = 10_000  # chunks of one document, and of one transaction
 _NAMESPACE, _MODEL = "scale", "2-" + "0" * 32
-_SYSTEM, _QUESTION = Segment("system", "0" * 32, (0,) * 32), Segment("question", "1" * 32, (0,) * 16)
+_SYSTEM, _QUESTION = (
+    Segment("system", "0" * 32, (0,) * 32),
+    Segment("question", "1" * 32, (0,) * 16),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,11 @@ class ScaleCell:
 
 
 def run(
-    sizes: Sequence[int], *, queries: int = 50, k: int = 10, progress: Callable[[Progress], object] | None = None
+    sizes: Sequence[int],
+    *,
+    queries: int = 50,
+    k: int = 10,
+    progress: Callable[[Progress], object] | None = None,
 ) -> Iterator[ScaleCell]:
     """Measure at each size, the smallest first; raises ConfigError for sizes that cannot be.
 
@@ -78,7 +85,9 @@ def run(
         stored: list[str] = []
         for size in sizes:
             with (
-                FaissStore.open(Path(folder) / "index", dim=_DIM, embedder_fingerprint="none@0") as index,
+                FaissStore.open(
+                    Path(folder) / "index", dim=_DIM, embedder_fingerprint="none@0"
+                ) as index,
                 closing(Catalog(Path(folder) / "catalog.sqlite")) as catalog,
             ):
                 while len(stored) < size:
@@ -96,11 +105,15 @@ def _store(index: FaissStore, catalog: Catalog, *, first: int, count: int) -> li
     limits = Limits(disk_bytes=1 << 60, max_variants=1 << 40, variants_per_chunk=64)
     for number, chunk in enumerate(chunks, first):
         variant = _variant(chunk.chunk_id, float(number))
-        catalog.commit(variant, TokenScores(), file_bytes=variant.nbytes, writer="scale", limits=limits)
+        catalog.commit(
+            variant, TokenScores(), file_bytes=variant.nbytes, writer="scale", limits=limits
+        )
     return [chunk.chunk_id for chunk in chunks]
 
 
-def _measure(index: FaissStore, catalog: Catalog, stored: Sequence[str], *, queries: int, k: int) -> ScaleCell:
+def _measure(
+    index: FaissStore, catalog: Catalog, stored: Sequence[str], *, queries: int, k: int
+) -> ScaleCell:
     started = time.perf_counter()
     index.search(_directions(1, seed=len(stored))[0], k)
     first_search_s = time.perf_counter() - started
@@ -117,7 +130,9 @@ def _measure(index: FaissStore, catalog: Catalog, stored: Sequence[str], *, quer
         prompt = Prompt((_SYSTEM, *segments, _QUESTION))
         _timed(times["plan"], partial(make_plan, prompt, variants, ReuseConfig()))
     milliseconds = {f"{name}_ms": 1000.0 * median(each) for name, each in times.items()}
-    return ScaleCell(len(stored), recall=found / (queries * k), first_search_s=first_search_s, **milliseconds)
+    return ScaleCell(
+        len(stored), recall=found / (queries * k), first_search_s=first_search_s, **milliseconds
+    )
 
 
 def _timed(times: list[float], act: Callable[[], T]) -> T:
@@ -137,7 +152,10 @@ def _directions(count: int, *, seed: int) -> NDArray[np.float32]:
 def _variant(chunk_id: str, created: float) -> Variant:
     """A variant that was captured behind one other chunk."""
     key = VariantKey(
-        namespace=_NAMESPACE, fingerprint=_MODEL, chunk_id=chunk_id, origin_prefix=(_SYSTEM.segment_id, "2" * 32)
+        namespace=_NAMESPACE,
+        fingerprint=_MODEL,
+        chunk_id=chunk_id,
+        origin_prefix=(_SYSTEM.segment_id, "2" * 32),
     )
     inter, intra = (0.2 * _TOKENS,), 0.8 * _TOKENS
     return Variant(
@@ -160,7 +178,9 @@ def _variant(chunk_id: str, created: float) -> Variant:
 def main(
     sizes: Annotated[
         str,
-        typer.Option("--sizes", help="Numbers of chunks, comma-separated. A million take 8 GB of disk."),
+        typer.Option(
+            "--sizes", help="Numbers of chunks, comma-separated. A million take 8 GB of disk."
+        ),
     ] = "1000,10000,100000",
     queries: Annotated[int, typer.Option("--queries", min=1, help="At each size.")] = 50,
     top_k: Annotated[int, options.option_of("top_k", min=1)] = 10,
@@ -170,7 +190,9 @@ def main(
     """Retrieval, look-up and planning as the number of chunks grows."""
     options.set_threads(threads)
     with progress_bar("Benchmark", remaining=True) as show:
-        cells = list(run([int(size) for size in numbers(sizes)], queries=queries, k=top_k, progress=show))
+        cells = list(
+            run([int(size) for size in numbers(sizes)], queries=queries, k=top_k, progress=show)
+        )
     if as_json:
         print_json({"sizes": [asdict(cell) for cell in cells]})
         return
@@ -179,6 +201,12 @@ def main(
         times = (cell.retrieve_ms, cell.exact_ms, cell.lookup_ms, cell.plan_ms)
         retrieve, exact, lookup, plan = (f"{value:.2f} ms" for value in times)
         table.add_row(
-            f"{cell.chunks:,}", retrieve, exact, f"{cell.recall:.3f}", lookup, plan, f"{cell.first_search_s:.1f} s"
+            f"{cell.chunks:,}",
+            retrieve,
+            exact,
+            f"{cell.recall:.3f}",
+            lookup,
+            plan,
+            f"{cell.first_search_s:.1f} s",
         )
     out.print(table)

@@ -94,17 +94,23 @@ class ServeSettings:
         for name, most in (("loads", FINITE), ("qps", FINITE), ("ratios", 1.0)):
             for value in getattr(self, name):
                 check_number(f"each of {name}", value, most=most)
-        if not all(value > 0.0 for value in (*self.loads, *self.qps)) or not (self.loads or self.qps):
+        if not all(value > 0.0 for value in (*self.loads, *self.qps)) or not (
+            self.loads or self.qps
+        ):
             raise ConfigError("loads must be above 0, and there must be one")
         if self.top_k >= self.chunks:
-            raise ConfigError(f"{self.chunks} chunks are too few for {self.top_k} in each request; raise --chunks")
+            raise ConfigError(
+                f"{self.chunks} chunks are too few for {self.top_k} in each request; raise --chunks"
+            )
 
     @property
     def sides(self) -> dict[str, ReuseConfig]:
         """Settings of each side; prefix caching reuses only chunks behind the same prefix."""
         sides = {PREFIX_CACHE: ReuseConfig(scope="prefix")}
         for ratio in self.ratios:
-            sides[f"reuse@{ratio:g}"] = ReuseConfig(recompute_ratio=ratio, nearest_share=self.nearest_share)
+            sides[f"reuse@{ratio:g}"] = ReuseConfig(
+                recompute_ratio=ratio, nearest_share=self.nearest_share
+            )
         return sides
 
 
@@ -185,7 +191,9 @@ def arrivals(count: int, qps: float, *, seed: int) -> list[float]:
     ([0.0, 0.93, 1.64], [0.0, 0.465, 0.82])
     """
     dice = random.Random(seed)
-    return list(itertools.accumulate((dice.expovariate(1.0) / qps for _ in range(count - 1)), initial=0.0))
+    return list(
+        itertools.accumulate((dice.expovariate(1.0) / qps for _ in range(count - 1)), initial=0.0)
+    )
 
 
 def run(
@@ -202,7 +210,10 @@ def run(
 
 
 def measure(
-    decoder: Decoder, settings: ServeSettings, *, progress: Callable[[Progress], None] = lambda _: None
+    decoder: Decoder,
+    settings: ServeSettings,
+    *,
+    progress: Callable[[Progress], None] = lambda _: None,
 ) -> ServeReport:
     """Measure all sides at all loads. Takes sides × loads × requests / qps seconds at least.
 
@@ -223,7 +234,10 @@ def measure(
             for name, config in settings.sides.items()
         }
         warming, left = requests[: settings.warmup], requests[settings.warmup :]
-        capacity = {name: warm_up(engine, warming, settings, partial(tick, name)) for name, engine in sides.items()}
+        capacity = {
+            name: warm_up(engine, warming, settings, partial(tick, name))
+            for name, engine in sides.items()
+        }
         loads = []
         for rate in rates:
             qps = rate if settings.qps else rate * capacity[PREFIX_CACHE]
@@ -231,11 +245,16 @@ def measure(
             times, answered = arrivals(len(asked), qps, seed=settings.seed), {}
             reports: dict[str, SideReport] = {}
             for name, engine in sides.items():
-                answered[name] = serve(engine, asked, times, settings, partial(tick, f"{name} at {qps:.2f} requests/s"))
+                answered[name] = serve(
+                    engine, asked, times, settings, partial(tick, f"{name} at {qps:.2f} requests/s")
+                )
                 reports[name] = report_of(engine, answered[name], answered[PREFIX_CACHE])
             loads.append(LoadReport(qps, reports))
         engine = sides[PREFIX_CACHE]
-        lengths = [len(engine.prompts.build(one.question, one.chunks, reserve=1).token_ids) for one in requests]
+        lengths = [
+            len(engine.prompts.build(one.question, one.chunks, reserve=1).token_ids)
+            for one in requests
+        ]
     return ServeReport(
         loads=tuple(loads),
         capacity=capacity,
@@ -270,7 +289,9 @@ def drawn(decoder: Decoder, settings: ServeSettings) -> list[Asked]:
 
 
 @contextmanager
-def _side(decoder: Decoder, config: ReuseConfig, settings: ServeSettings, folder: Path) -> Iterator[Engine]:
+def _side(
+    decoder: Decoder, config: ReuseConfig, settings: ServeSettings, folder: Path
+) -> Iterator[Engine]:
     """An engine over an empty store; nobody is turned away, however long the queue."""
     with (
         ChunkCacheStore.open(folder) as store,
@@ -287,7 +308,9 @@ def _side(decoder: Decoder, config: ReuseConfig, settings: ServeSettings, folder
         yield engine
 
 
-def warm_up(engine: Engine, asked: Sequence[Asked], settings: ServeSettings, tick_one: Callable[[], object]) -> float:
+def warm_up(
+    engine: Engine, asked: Sequence[Asked], settings: ServeSettings, tick_one: Callable[[], object]
+) -> float:
     """Answer one after the other; returns requests per second of the second half."""
     half = len(asked) // 2
     started = time.perf_counter()
@@ -322,14 +345,18 @@ def serve(
     return sorted(answered, key=lambda one: one.arrival_s)
 
 
-def _ask(engine: Engine, one: Asked, arrival_s: float, started: float, settings: ServeSettings) -> Answered:
+def _ask(
+    engine: Engine, one: Asked, arrival_s: float, started: float, settings: ServeSettings
+) -> Answered:
     called_s = time.perf_counter() - started
     stats, pieces = _answer(engine, one, settings)
     gaps = tuple(after - before for before, after in itertools.pairwise(pieces))
     return Answered(arrival_s, called_s + stats.ttft_s, called_s + stats.total_s, stats, gaps)
 
 
-def _answer(engine: Engine, one: Asked, settings: ServeSettings) -> tuple[RequestStats, list[float]]:
+def _answer(
+    engine: Engine, one: Asked, settings: ServeSettings
+) -> tuple[RequestStats, list[float]]:
     sampling = SamplingParams(max_new_tokens=settings.answer_tokens)
     generation = engine.stream(one.question, one.chunks, sampling=sampling)
     pieces = [time.perf_counter() for _ in generation]
@@ -366,7 +393,10 @@ def report_of(engine: Engine, answered: Sequence[Answered], base: Sequence[Answe
 
 
 _DecodeRows = Annotated[
-    int, typer.Option("--decode-rows", min=1, help="Answers that a decode step computes together at most.")
+    int,
+    typer.Option(
+        "--decode-rows", min=1, help="Answers that a decode step computes together at most."
+    ),
 ]
 
 
@@ -374,11 +404,18 @@ def main(
     model: options.Model = "demo",
     dtype: options.Dtype = "auto",
     requests: Annotated[int, typer.Option("--requests", min=4, help="Requests of each load.")] = 40,
-    warmup: Annotated[int, typer.Option("--warmup", min=2, help="Requests before, one at a time.")] = 20,
+    warmup: Annotated[
+        int, typer.Option("--warmup", min=2, help="Requests before, one at a time.")
+    ] = 20,
     loads: Annotated[
-        str, typer.Option("--loads", help="Requests per second, as shares of what prefix caching can answer.")
+        str,
+        typer.Option(
+            "--loads", help="Requests per second, as shares of what prefix caching can answer."
+        ),
     ] = "0.5,1,2",
-    qps: Annotated[str | None, typer.Option("--qps", help="Instead of --loads: requests per second.")] = None,
+    qps: Annotated[
+        str | None, typer.Option("--qps", help="Instead of --loads: requests per second.")
+    ] = None,
     ratios: Annotated[str, typer.Option("--ratios", help="Recompute ratios.")] = "0,0.15,0.3",
     nearest_share: Annotated[
         float,
@@ -390,17 +427,30 @@ def main(
         ),
     ] = _NEAREST_SHARE,
     chunks: Annotated[int, typer.Option("--chunks", min=2, help="Chunks in all.")] = 40,
-    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", min=16, max=1 << 20, help="Length of each.")] = 200,
+    chunk_tokens: Annotated[
+        int, typer.Option("--chunk-tokens", min=16, max=1 << 20, help="Length of each.")
+    ] = 200,
     top_k: Annotated[int, options.option_of("top_k", min=1)] = 5,
-    questions: Annotated[int, typer.Option("--questions", min=1, help="Questions, each with its chunks.")] = 100,
-    zipf: Annotated[float, typer.Option("--zipf", min=0.0, help="Exponent of the questions' popularity.")] = 1.0,
+    questions: Annotated[
+        int, typer.Option("--questions", min=1, help="Questions, each with its chunks.")
+    ] = 100,
+    zipf: Annotated[
+        float, typer.Option("--zipf", min=0.0, help="Exponent of the questions' popularity.")
+    ] = 1.0,
     variation: Annotated[
-        float, typer.Option("--variation", min=0.0, max=1.0, help="How often one of a question's chunks is another.")
+        float,
+        typer.Option(
+            "--variation", min=0.0, max=1.0, help="How often one of a question's chunks is another."
+        ),
     ] = 0.25,
-    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="Longest answer.")] = 8,
+    answer_tokens: Annotated[
+        int, typer.Option("--answer-tokens", min=1, help="Longest answer.")
+    ] = 8,
     decode_rows: _DecodeRows = 8,
     new_variants: Annotated[str, options.option_of("new_variants")] = "off",
-    seed: Annotated[int, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of requests and arrivals.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of requests and arrivals.")
+    ] = 0,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
@@ -446,9 +496,18 @@ def as_plain(report: ServeReport) -> dict[str, Any]:
 def print_serve(report: ServeReport) -> None:
     """A line for each load and side, with ratios to prefix caching."""
     table = Table(
-        "requests/s", "side", "answered/s", "×", "TTFT p50", "p99", "mean ×", "between tokens p99", "hits/request",
-        "computed", "variants",
-    )  # fmt: skip
+        "requests/s",
+        "side",
+        "answered/s",
+        "×",
+        "TTFT p50",
+        "p99",
+        "mean ×",
+        "between tokens p99",
+        "hits/request",
+        "computed",
+        "variants",
+    )
     for load in report.loads:
         base = load.sides[PREFIX_CACHE]
         for name, side in load.sides.items():

@@ -39,13 +39,18 @@ HANDBOOK = Path(__file__).parents[1] / "examples" / "handbook"
 PORT, PLAIN = "8766", "prefix_cache"
 QUIET_S = 20.0  # without a capture, until all are taken for done
 Asked = tuple[str, list[str]]  # question and chunks
-Ask = Callable[[dict[str, Any]], tuple[float, float]]  # a request's body → seconds to the first token and to the end
+# a request's body → seconds to the first token and to the end
+Ask = Callable[[dict[str, Any]], tuple[float, float]]
 
 
 def pool(words: int) -> list[str]:
     """Chunks of so many words: the handbook's pages, cut."""
     text = [path.read_text(encoding="utf-8").split() for path in sorted(HANDBOOK.glob("*.md"))]
-    return [" ".join(page[first : first + words]) for page in text for first in range(0, len(page) - words + 1, words)]
+    return [
+        " ".join(page[first : first + words])
+        for page in text
+        for first in range(0, len(page) - words + 1, words)
+    ]
 
 
 def body(asked: Asked, ratio: float | None, tokens: int, *, plain: bool = False) -> dict[str, Any]:
@@ -56,14 +61,22 @@ def body(asked: Asked, ratio: float | None, tokens: int, *, plain: bool = False)
         plain: they stand there with a ratio, too.
     """
     question, chunks = asked
-    made: dict[str, Any] = {"stream": True, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    made: dict[str, Any] = {
+        "stream": True,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     if plain or ratio is None:
         made["messages"] = [{"role": "user", "content": "\n\n".join([*chunks, question])}]
         reuse = {"plain_prompts": "off"} if ratio is None else {"recompute_ratio": ratio}
         return made | ({"cachecraft": reuse} if plain else {})
-    documents = [{"text": chunk} for chunk in reversed(chunks)]  # best first; the best one stands last
+    # best first; the best one stands last
+    documents = [{"text": chunk} for chunk in reversed(chunks)]
     made |= {"messages": [{"role": "user", "content": question}], "documents": documents}
-    return made | ({} if ratio < 0 else {"cachecraft": {"recompute_ratio": ratio, "capture": False}})
+    return made | (
+        {} if ratio < 0 else {"cachecraft": {"recompute_ratio": ratio, "capture": False}}
+    )
 
 
 def answer(client: httpx.Client, asked: dict[str, Any]) -> tuple[float, float]:
@@ -73,7 +86,11 @@ def answer(client: httpx.Client, asked: dict[str, Any]) -> tuple[float, float]:
         if lines.status_code != 200:
             raise SystemExit(lines.read().decode())
         for line in lines.iter_lines():
-            if not first and line.startswith("data: {") and json.loads(line[6:])["choices"][0]["delta"].get("content"):
+            if (
+                not first
+                and line.startswith("data: {")
+                and json.loads(line[6:])["choices"][0]["delta"].get("content")
+            ):
                 first = time.perf_counter() - began
     return first, time.perf_counter() - began
 
@@ -120,27 +137,38 @@ def load(ask: Ask, bodies: list[dict[str, Any]], concurrency: int) -> dict[str, 
 
 def ratios(reuse: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
     """Ratios of reuse to prefix caching."""
-    ttft = {f"ttft_{name}": reuse["ttft_s"][name] / plain["ttft_s"][name] for name in ("p50", "p99")}
+    ttft = {
+        f"ttft_{name}": reuse["ttft_s"][name] / plain["ttft_s"][name] for name in ("p50", "p99")
+    }
     return ttft | {"throughput": reuse["requests_per_s"] / plain["requests_per_s"]}
 
 
 def prime(client: httpx.Client, chunks: list[str]) -> None:
     """Have the chunks captured as their own documents."""
     for place, chunk in enumerate(chunks, start=1):
-        client.post("/v1/cachecraft/prime", json={"documents": [{"text": chunk}]}).raise_for_status()
+        client.post(
+            "/v1/cachecraft/prime", json={"documents": [{"text": chunk}]}
+        ).raise_for_status()
         print(f"{place} of {len(chunks)} chunks captured", file=sys.stderr)
 
 
-def show_twice(client: httpx.Client, ask: Ask, chunks: list[str], chosen: argparse.Namespace) -> None:
+def show_twice(
+    client: httpx.Client, ask: Ask, chunks: list[str], chosen: argparse.Namespace
+) -> None:
     """Ask about all chunks twice, in other prompts, and wait until they are captured."""
     for turn in range(2):
         rest = random.Random(turn).sample(chunks, len(chunks))
         while rest:
-            asked = ("What is it about?", [rest.pop() for _ in range(min(chosen.chunks, len(rest)))])
+            asked = (
+                "What is it about?",
+                [rest.pop() for _ in range(min(chosen.chunks, len(rest)))],
+            )
             ask(body(asked, chosen.ratio, 1, plain=True))
     known, since = -1.0, time.monotonic()
     while time.monotonic() < since + QUIET_S:
-        counts = re.findall(r'cachecraft_captures_total{outcome="stored".*} (\S+)', client.get("/metrics").text)
+        counts = re.findall(
+            r'cachecraft_captures_total{outcome="stored".*} (\S+)', client.get("/metrics").text
+        )
         if (captures := sum(map(float, counts))) != known:
             known, since = captures, time.monotonic()
             print(f"{known:.0f} captures", file=sys.stderr)
@@ -158,7 +186,9 @@ def first_time(ask: Ask, chunks: list[str], chosen: argparse.Namespace) -> float
         words = " ".join(dice.sample(chunks, chosen.chunks)).split()
         for searched in (False, True) if pair % 2 else (True, False):
             text = " ".join(dice.sample(words, len(words)))
-            own[searched], _ = ask(body(("What?", [text]), chosen.ratio if searched else None, 1, plain=True))
+            own[searched], _ = ask(
+                body(("What?", [text]), chosen.ratio if searched else None, 1, plain=True)
+            )
         ratios.append(own[True] / own[False])
         print(f"pair {pair + 1}: {ratios[-1]:.3f}", file=sys.stderr)
     return median(ratios)
@@ -171,8 +201,10 @@ def measured(ask: Ask, chunks: list[str], chosen: argparse.Namespace) -> Iterato
         entry: dict[str, Any] = {"concurrency": concurrency}
         name = f"reuse@{chosen.ratio}"
         for what, ratio in ((PLAIN, None), (name, chosen.ratio)):
-            asked = [(f"What does point {n} of the handbook say?", dice.sample(chunks, chosen.chunks))
-                     for n in range(1 + max(concurrency, chosen.requests))]  # fmt: skip
+            asked = [
+                (f"What does point {n} of the handbook say?", dice.sample(chunks, chosen.chunks))
+                for n in range(1 + max(concurrency, chosen.requests))
+            ]
             bodies = [body(one, ratio, chosen.tokens, plain=chosen.plain_prompts) for one in asked]
             load(ask, bodies[:1], 1)  # the first one finds nothing warm
             entry[what] = load(ask, bodies[1:], concurrency)
@@ -188,7 +220,10 @@ def together(ask: Ask, chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
         seconds: dict[str, list[float]] = {PLAIN: [], "documents": []}
         for place in range(1 + chosen.rounds):  # the first one finds nothing warm
             for what, ratio in ((PLAIN, None), ("documents", -1.0)):
-                new = [f"Note {dice.randrange(10**9)}. {one}" for one in dice.sample(chunks, chosen.chunks)]
+                new = [
+                    f"Note {dice.randrange(10**9)}. {one}"
+                    for one in dice.sample(chunks, chosen.chunks)
+                ]
                 questions = [f"What does point {n} of the notes say?" for n in range(count)]
                 asked = [body((question, new), ratio, chosen.tokens) for question in questions]
                 began = time.perf_counter()
@@ -215,10 +250,21 @@ def server(url: str | None, *, plain: bool) -> Iterator[str]:
         yield url
         return
     with tempfile.TemporaryDirectory() as folder:
-        command = [Path(sys.executable).with_name("cachecraft"), "serve", "demo", "--store", folder, "--port", PORT]
+        command = [
+            Path(sys.executable).with_name("cachecraft"),
+            "serve",
+            "demo",
+            "--store",
+            folder,
+            "--port",
+            PORT,
+        ]
         command += ["--reuse-plain-prompts"] if plain else []
-        memory = {"VLLM_CPU_KVCACHE_SPACE": "2"} | os.environ  # GiB; by itself it would take nearly all of a CPU's
-        with subprocess.Popen([*command, "--", "--enforce-eager"], stdout=sys.stderr, env=memory) as process:
+        # GiB; by itself it would take nearly all of a CPU's
+        memory = {"VLLM_CPU_KVCACHE_SPACE": "2"} | os.environ
+        with subprocess.Popen(
+            [*command, "--", "--enforce-eager"], stdout=sys.stderr, env=memory
+        ) as process:
             try:
                 while not answers(f"http://127.0.0.1:{PORT}/health"):
                     if process.poll() is not None:
@@ -231,18 +277,39 @@ def server(url: str | None, *, plain: bool) -> Iterator[str]:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--server", help="address of a server of `cachecraft serve`; without it one is started")
-    parser.add_argument("--concurrency", type=lambda text: [int(one) for one in text.split(",")], default=[1, 8])
-    parser.add_argument("--requests", type=int, default=16, help="measured ones, for each concurrency and way")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--server", help="address of a server of `cachecraft serve`; without it one is started"
+    )
+    parser.add_argument(
+        "--concurrency", type=lambda text: [int(one) for one in text.split(",")], default=[1, 8]
+    )
+    parser.add_argument(
+        "--requests", type=int, default=16, help="measured ones, for each concurrency and way"
+    )
     parser.add_argument("--chunks", type=int, default=8, help="of a prompt")
-    parser.add_argument("--words", type=int, default=210, help="of a chunk; 8 of 210 are some 2,300 tokens")
+    parser.add_argument(
+        "--words", type=int, default=210, help="of a chunk; 8 of 210 are some 2,300 tokens"
+    )
     parser.add_argument("--pool", type=int, default=24, help="chunks that prompts are drawn from")
     parser.add_argument("--tokens", type=int, default=16, help="of an answer")
-    parser.add_argument("--ratio", type=float, default=0.15, help="of the chunks' tokens that are recomputed")
-    parser.add_argument("--plain-prompts", action="store_true", help="send no documents, as a stock client")
-    parser.add_argument("--first-time", type=int, default=20, help="pairs of prompts never seen; with --plain-prompts")
-    parser.add_argument("--together", type=lambda text: [int(one) for one in text.split(",")], help="see above")
+    parser.add_argument(
+        "--ratio", type=float, default=0.15, help="of the chunks' tokens that are recomputed"
+    )
+    parser.add_argument(
+        "--plain-prompts", action="store_true", help="send no documents, as a stock client"
+    )
+    parser.add_argument(
+        "--first-time",
+        type=int,
+        default=20,
+        help="pairs of prompts never seen; with --plain-prompts",
+    )
+    parser.add_argument(
+        "--together", type=lambda text: [int(one) for one in text.split(",")], help="see above"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="with --together")
     parser.add_argument("--pause", type=float, default=3.0, help="seconds between them")
     parser.add_argument("--seed", type=int, default=0)
@@ -265,7 +332,10 @@ def main() -> None:
             loads = together(ask, chosen)
         else:
             if chosen.plain_prompts and chosen.first_time:
-                about["first_time"] = {"pairs": chosen.first_time, "ttft_ratio": first_time(ask, chunks, chosen)}
+                about["first_time"] = {
+                    "pairs": chosen.first_time,
+                    "ttft_ratio": first_time(ask, chunks, chosen),
+                }
             if chosen.plain_prompts:
                 show_twice(client, ask, chunks, chosen)
             else:

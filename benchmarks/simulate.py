@@ -65,7 +65,9 @@ class S3FIFO(Rival):
         """See `Rival`."""
         gone: list[str] = []
         while excess > 0 and (self._small or self._main):
-            small = bool(self._small) and (self._small_bytes >= self._small_budget or not self._main)
+            small = bool(self._small) and (
+                self._small_bytes >= self._small_budget or not self._main
+            )
             variant_id = (self._small if small else self._main).popleft()
             chunk, nbytes, _ = self._held[variant_id]
             uses = self._uses[variant_id]
@@ -138,12 +140,17 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
 def main(
     trace: Annotated[
         Path | None,
-        typer.Argument(help='JSON lines with a list "chunks" each; without it, questions drawn by Zipf\'s law.'),
+        typer.Argument(
+            help='JSON lines with a list "chunks" each; without it, questions drawn by Zipf\'s law.'
+        ),
     ] = None,
     policies: Annotated[
-        str | None, typer.Option("--policies", help="Comma-separated, besides the oracle.", show_default="all")
+        str | None,
+        typer.Option("--policies", help="Comma-separated, besides the oracle.", show_default="all"),
     ] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the figure to this file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the figure to this file.")
+    ] = None,
     as_json: options.Json = False,
     *,
     traffic: Traffic,
@@ -155,7 +162,11 @@ def main(
     "time" (a number to sort by) if you have them. Plans and eviction rules are the store's own. Attention is made up,
     so differences between rules and budgets mean more than the saving itself.
     """
-    asked = draw_trace(traffic) if trace is None else read_trace(trace, chunk_tokens=traffic.chunk_tokens)
+    asked = (
+        draw_trace(traffic)
+        if trace is None
+        else read_trace(trace, chunk_tokens=traffic.chunk_tokens)
+    )
     cells = replay.run(asked, policies.split(",") if policies else (), makers=MAKERS)
     if plot is not None:
         draw(cells, plot)

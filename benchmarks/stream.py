@@ -63,7 +63,9 @@ class StreamSettings:
         check_whole("warmup", self.warmup)
         check_number("exponent", self.exponent, most=FINITE)
         if self.requests % self.window:
-            raise ConfigError(f"{self.requests} requests are no multiple of the window of {self.window}")
+            raise ConfigError(
+                f"{self.requests} requests are no multiple of the window of {self.window}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +121,22 @@ class StreamReport:
         return last / first if first and last is not None else None
 
 
-def questions_of(data: Path | None, *, passages: int, limit: int, seed: int) -> tuple[EvaluationQuestion, ...]:
+def questions_of(
+    data: Path | None, *, passages: int, limit: int, seed: int
+) -> tuple[EvaluationQuestion, ...]:
     """The sample handbook's questions and `limit` of a file's. Errors as `dataset.load_dataset`."""
     found = handbook_dataset(passages=passages, limit=None, seed=seed).questions
     if data is None:
         return found
-    return found + load_dataset(data, passages=passages, limit=limit, seed=seed, read=formats.read).questions
+    return (
+        found
+        + load_dataset(data, passages=passages, limit=limit, seed=seed, read=formats.read).questions
+    )
 
 
-def draw(questions: Sequence[EvaluationQuestion], settings: StreamSettings) -> list[EvaluationQuestion]:
+def draw(
+    questions: Sequence[EvaluationQuestion], settings: StreamSettings
+) -> list[EvaluationQuestion]:
     """The warm-up and the stream, the same for the same seed."""
     dice = random.Random(settings.seed)
     ranked = list(questions)
@@ -164,7 +173,9 @@ def run(
             counted.ask(engine, reference, config)
         else:
             sampling = SamplingParams(max_new_tokens=settings.answer_tokens)
-            answer = engine.stream(question.text, question.passages, sampling=sampling, config=config)
+            answer = engine.stream(
+                question.text, question.passages, sampling=sampling, config=config
+            )
             deque(answer, maxlen=0)
             counted.add(answer.stats)
         engine.settle()
@@ -173,7 +184,9 @@ def run(
             if place:
                 windows.append(counted.window(engine))
             counted = _Counts()
-    return StreamReport(tuple(windows), len(questions), engine.decoder.name, engine.decoder.layout.dtype)
+    return StreamReport(
+        tuple(windows), len(questions), engine.decoder.name, engine.decoder.layout.dtype
+    )
 
 
 class _Counts:
@@ -225,24 +238,46 @@ class _Counts:
 def main(
     data: Annotated[
         Path | None,
-        typer.Option("--data", help="More questions with passages: a SQuAD or XQuAD file, or another known form."),
+        typer.Option(
+            "--data",
+            help="More questions with passages: a SQuAD or XQuAD file, or another known form.",
+        ),
     ] = None,
     model: options.Model = "demo",
     dtype: options.Dtype = "float32",
-    requests: Annotated[int, typer.Option("--requests", min=1, help="Requests that are counted.")] = 200,
+    requests: Annotated[
+        int, typer.Option("--requests", min=1, help="Requests that are counted.")
+    ] = 200,
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="Requests before them.")] = 20,
-    window: Annotated[int, typer.Option("--window", min=1, help="Requests in one line of the table.")] = 50,
-    questions: Annotated[int, typer.Option("--questions", min=1, help="Questions drawn from --data.")] = 60,
+    window: Annotated[
+        int, typer.Option("--window", min=1, help="Requests in one line of the table.")
+    ] = 50,
+    questions: Annotated[
+        int, typer.Option("--questions", min=1, help="Questions drawn from --data.")
+    ] = 60,
     passages: Annotated[int, typer.Option("--passages", min=2, help="Chunks in each prompt.")] = 5,
-    zipf: Annotated[float, typer.Option("--zipf", min=0.0, help="Exponent of the questions' popularity.")] = 1.0,
-    answer_tokens: Annotated[int, typer.Option("--answer-tokens", min=1, help="Longest answer.")] = 8,
+    zipf: Annotated[
+        float, typer.Option("--zipf", min=0.0, help="Exponent of the questions' popularity.")
+    ] = 1.0,
+    answer_tokens: Annotated[
+        int, typer.Option("--answer-tokens", min=1, help="Longest answer.")
+    ] = 8,
     new_variants: Annotated[str, options.option_of("new_variants")] = "idle",
     share: Annotated[
-        float, typer.Option("--new-variants-share", min=0.0, help="Tokens computed for new variants, per prompt token.")
+        float,
+        typer.Option(
+            "--new-variants-share",
+            min=0.0,
+            help="Tokens computed for new variants, per prompt token.",
+        ),
     ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of the stream.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of the stream.")
+    ] = 0,
     threads: options.Threads = None,
-    vllm: Annotated[bool, typer.Option("--vllm", help="Over vLLM, its prefix cache off; no KL.")] = False,
+    vllm: Annotated[
+        bool, typer.Option("--vllm", help="Over vLLM, its prefix cache off; no KL.")
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     """A stream of repeated questions: tokens recomputed, divergence from full prefill, and variants per chunk.
@@ -257,7 +292,12 @@ def main(
 
         options.quiet_libraries()
         settings = StreamSettings(
-            requests=requests, warmup=warmup, window=window, exponent=zipf, answer_tokens=answer_tokens, seed=seed
+            requests=requests,
+            warmup=warmup,
+            window=window,
+            exponent=zipf,
+            answer_tokens=answer_tokens,
+            seed=seed,
         )
         making = NewVariants(new_variants, share)  # type: ignore[arg-type]  # it checks the word
         asked = questions_of(data, passages=passages, limit=questions, seed=seed)
@@ -266,9 +306,13 @@ def main(
         if vllm:
             server = {"enable_prefix_caching": False, "enforce_eager": True}
             own: Any = {"dtype": dtype, "best_last": False, "new_variants": making}
-            engine = opened.enter_context(VLLMEngine.from_pretrained(model, store=folder, server=server, **own))
+            engine = opened.enter_context(
+                VLLMEngine.from_pretrained(model, store=folder, server=server, **own)
+            )
         else:
-            engine = opened.enter_context(open_engine(model, folder, dtype=dtype, new_variants=making))
+            engine = opened.enter_context(
+                open_engine(model, folder, dtype=dtype, new_variants=making)
+            )
         report = run(engine, asked, settings, progress=show)
     if as_json:
         print_json(asdict(report) | {"ratio": report.ratio, "kl_ratio": report.kl_ratio})
@@ -279,7 +323,15 @@ def main(
 def print_stream(report: StreamReport) -> None:
     """The windows, and the last compared with the first."""
     table = Table(
-        "requests", "recomputed", "computed", "reused", "β′", "KL", "new variants", "idle tokens", "per chunk"
+        "requests",
+        "recomputed",
+        "computed",
+        "reused",
+        "β′",
+        "KL",
+        "new variants",
+        "idle tokens",
+        "per chunk",
     )
     first = 1
     for window in report.windows:
@@ -300,5 +352,7 @@ def print_stream(report: StreamReport) -> None:
     ratio = "–" if report.ratio is None else f"{report.ratio:.2f}"
     kl = "–" if report.kl_ratio is None else f"{report.kl_ratio:.2f}"
     spread = ", ".join(f"{n}: {chunks}" for n, chunks in report.windows[-1].variants.items())
-    out.print(f"Last / first: {ratio} of the tokens recomputed, {kl} of the KL. Chunks by number of variants: {spread}")
+    out.print(
+        f"Last / first: {ratio} of the tokens recomputed, {kl} of the KL. Chunks by number of variants: {spread}"
+    )
     out.print(f"{report.questions} questions; {report.model}, {report.dtype}")

@@ -99,6 +99,8 @@ def _new_question(number: int, traffic: Traffic, dice: random.Random) -> tuple[i
 def _numbered(requests: list[tuple[int, ...]], traffic: Traffic, dice: random.Random) -> Trace:
     """The same with numbers in the order in which chunks are first asked for."""
     numbers: dict[int, int] = {}
-    again = tuple(tuple(numbers.setdefault(chunk, len(numbers)) for chunk in request) for request in requests)
+    again = tuple(
+        tuple(numbers.setdefault(chunk, len(numbers)) for chunk in request) for request in requests
+    )
     least, most = traffic.chunk_tokens // 2, traffic.chunk_tokens + traffic.chunk_tokens // 2
     return Trace(again, tuple(dice.randint(least, most) for _ in numbers))

@@ -111,7 +111,10 @@ def print_ttft(report: TtftReport) -> None:
     ]
     print_table(
         ("side", "TTFT (median)", "ratio"),
-        [(name, f"{seconds:.3f} s", f"{seconds / report.own_prefill_s:.3f}") for name, seconds in rows],
+        [
+            (name, f"{seconds:.3f} s", f"{seconds / report.own_prefill_s:.3f}")
+            for name, seconds in rows
+        ],
         numbers=True,
     )
     out.print(
@@ -120,7 +123,9 @@ def print_ttft(report: TtftReport) -> None:
         f"kernels: {report.kernels}, {report.pairs} pairs"
     )
     if report.decode_ms is not None:
-        out.print(f"{report.decode_ms:.1f} ms for each further token, 64 tokens after {report.to_64_tokens_s:.2f} s")
+        out.print(
+            f"{report.decode_ms:.1f} ms for each further token, 64 tokens after {report.to_64_tokens_s:.2f} s"
+        )
     for name, step in report.peers_decode_ms.items():
         out.print(f"{name}: {step:.1f} ms and {report.peers_to_64_tokens_s[name]:.2f} s")
     if report.parts is not None and report.parts_all_recomputed is not None:
@@ -129,7 +134,9 @@ def print_ttft(report: TtftReport) -> None:
 
 def print_parts(reused: Mapping[Part, float], full: Mapping[Part, float]) -> None:
     """Seconds of each part, with reuse from memory and with everything computed."""
-    rows: list[tuple[str, float, float]] = [(part, seconds, full[part]) for part, seconds in reused.items()]
+    rows: list[tuple[str, float, float]] = [
+        (part, seconds, full[part]) for part, seconds in reused.items()
+    ]
     rows.append(("together", sum(reused.values()), sum(full.values())))
     print_table(
         ("part", "reuse", "everything", "ratio"),

@@ -51,13 +51,21 @@ class Use:
 
 def _models() -> Iterator[Use]:
     """Uses of the model classes that ours extend."""
-    for name, family in (("LlamaForCausalLM", "llama"), ("MistralForCausalLM", "mistral"),
-                         ("Qwen2ForCausalLM", "qwen2"), ("Qwen3ForCausalLM", "qwen3")):  # fmt: skip
+    for name, family in (
+        ("LlamaForCausalLM", "llama"),
+        ("MistralForCausalLM", "mistral"),
+        ("Qwen2ForCausalLM", "qwen2"),
+        ("Qwen3ForCausalLM", "qwen3"),
+    ):
         module = f"vllm.model_executor.models.{family}"
         layer = f"{family.capitalize()}DecoderLayer"
         yield Use(module, f"{name}.__init__", keywords=("vllm_config", "prefix"))
         yield Use(module, f"{name}.embed_input_ids", parameters=("self", "input_ids"))
-        yield Use(module, f"{layer}.forward", parameters=("self", "positions", "hidden_states", "residual"))
+        yield Use(
+            module,
+            f"{layer}.forward",
+            parameters=("self", "positions", "hidden_states", "residual"),
+        )
         if family != "mistral":  # its attention is Llama's
             calls = ("q, k = self.rotary_emb(positions, q, k)", "attn_output = self.attn(q, k, v)")
             yield Use(module, text=calls)
@@ -66,8 +74,12 @@ def _models() -> Iterator[Use]:
 def _attention_backends() -> Iterator[Use]:
     """Uses of the attention backends whose blocks are written."""
     parameters = ("self", "layer", "key", "value", "kv_cache", "slot_mapping")
-    for module, name in (("cpu_attn", "CPUAttentionBackendImpl"), ("flash_attn", "FlashAttentionImpl"),
-                         ("flashinfer", "FlashInferImpl"), ("triton_attn", "TritonAttentionImpl")):  # fmt: skip
+    for module, name in (
+        ("cpu_attn", "CPUAttentionBackendImpl"),
+        ("flash_attn", "FlashAttentionImpl"),
+        ("flashinfer", "FlashInferImpl"),
+        ("triton_attn", "TritonAttentionImpl"),
+    ):
         where = f"vllm.v1.attention.backends.{module}"
         yield Use(where, f"{name}.do_kv_cache_update", parameters=parameters)
         yield Use(where, name, attributes=("scale", "logits_soft_cap", "alibi_slopes"))
@@ -79,8 +91,16 @@ USES: tuple[Use, ...] = (
     Use(
         "vllm.model_executor.layers.attention.attention",
         "Attention",
-        attributes=("num_heads", "num_kv_heads", "head_size", "layer_name", "sliding_window", "impl", "kv_cache",
-                    "kv_sharing_target_layer_name"),
+        attributes=(
+            "num_heads",
+            "num_kv_heads",
+            "head_size",
+            "layer_name",
+            "sliding_window",
+            "impl",
+            "kv_cache",
+            "kv_sharing_target_layer_name",
+        ),
         text=("static_forward_context[prefix] = self",),
     ),
     Use("vllm.model_executor.layers.rotary_embedding", text=("_ROPE_DICT",)),
@@ -101,7 +121,11 @@ USES: tuple[Use, ...] = (
         parameters=("self", "vllm_config", "role", "kv_cache_config"),
     ),
     *(
-        Use(f"{_CONNECTOR}.v1.base", f"KVConnectorBase_V1.{method}", parameters=("self", *parameters))
+        Use(
+            f"{_CONNECTOR}.v1.base",
+            f"KVConnectorBase_V1.{method}",
+            parameters=("self", *parameters),
+        )
         for method, parameters in {
             "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
             "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
@@ -126,14 +150,20 @@ USES: tuple[Use, ...] = (
         "SupportsHMA.request_finished_all_groups",
         parameters=("self", "request", "block_ids"),
     ),
-    Use(f"{_CONNECTOR}.v1.base", "KVConnectorBase_V1.build_kv_connector_stats", parameters=("cls", "data")),
+    Use(
+        f"{_CONNECTOR}.v1.base",
+        "KVConnectorBase_V1.build_kv_connector_stats",
+        parameters=("cls", "data"),
+    ),
     Use(
         f"{_CONNECTOR}.v1.base",
         "KVConnectorBase_V1.build_prom_metrics",
         parameters=("cls", "vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
     ),
     Use(f"{_CONNECTOR}.v1.base", "KVConnectorRole", attributes=("SCHEDULER", "WORKER")),
-    Use(f"{_CONNECTOR}.v1.base", "KVConnectorWorkerMetadata.aggregate", parameters=("self", "other")),
+    Use(
+        f"{_CONNECTOR}.v1.base", "KVConnectorWorkerMetadata.aggregate", parameters=("self", "other")
+    ),
     Use(
         f"{_CONNECTOR}.v1.metrics",
         "KVConnectorPromMetrics.observe",
@@ -147,14 +177,32 @@ USES: tuple[Use, ...] = (
     ),
     # What the scheduler hands over.
     Use("vllm.v1.core.kv_cache_manager", "KVCacheBlocks.get_block_ids", parameters=("self",)),
-    Use("vllm.v1.core.sched.output", "SchedulerOutput", attributes=("finished_req_ids", "total_num_scheduled_tokens")),
+    Use(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        attributes=("finished_req_ids", "total_num_scheduled_tokens"),
+    ),
     Use("vllm.v1.core.sched.scheduler", text=("WAITING_FOR_REMOTE_KVS", "if ext_tokens is None:")),
-    Use("vllm.v1.outputs", "KVConnectorOutput", attributes=("kv_connector_worker_meta", "finished_recving")),
+    Use(
+        "vllm.v1.outputs",
+        "KVConnectorOutput",
+        attributes=("kv_connector_worker_meta", "finished_recving"),
+    ),
     Use(
         "vllm.v1.request",
         "Request",
-        attributes=("request_id", "kv_transfer_params", "num_prompt_tokens", "prompt_token_ids", "prompt_embeds",
-                    "mm_features", "lora_request", "cache_salt", "skip_reading_prefix_cache", "sampling_params"),
+        attributes=(
+            "request_id",
+            "kv_transfer_params",
+            "num_prompt_tokens",
+            "prompt_token_ids",
+            "prompt_embeds",
+            "mm_features",
+            "lora_request",
+            "cache_salt",
+            "skip_reading_prefix_cache",
+            "sampling_params",
+        ),
     ),
     Use("vllm.v1.kv_cache_interface", "KVCacheConfig", attributes=("kv_cache_groups",)),
     Use("vllm.v1.kv_cache_interface", "KVCacheGroupSpec", attributes=("kv_cache_spec",)),
@@ -163,28 +211,63 @@ USES: tuple[Use, ...] = (
     Use(
         "vllm.config",
         "KVTransferConfig",
-        attributes=("kv_connector", "kv_role", "kv_connector_extra_config", "kv_load_failure_policy"),
+        attributes=(
+            "kv_connector",
+            "kv_role",
+            "kv_connector_extra_config",
+            "kv_load_failure_policy",
+        ),
     ),
     Use(
         "vllm.config",
         "VllmConfig",
-        attributes=("model_config", "parallel_config", "cache_config", "scheduler_config", "lora_config",
-                    "speculative_config", "compilation_config", "kv_transfer_config", "offload_config"),
+        attributes=(
+            "model_config",
+            "parallel_config",
+            "cache_config",
+            "scheduler_config",
+            "lora_config",
+            "speculative_config",
+            "compilation_config",
+            "kv_transfer_config",
+            "offload_config",
+        ),
     ),
     Use(
         "vllm.config",
         "ModelConfig",
-        attributes=("model", "tokenizer", "dtype", "hf_config", "hf_text_config", "max_model_len", "quantization",
-                    "hf_overrides", "use_mla", "is_encoder_decoder", "disable_sliding_window", "model_impl"),
+        attributes=(
+            "model",
+            "tokenizer",
+            "dtype",
+            "hf_config",
+            "hf_text_config",
+            "max_model_len",
+            "quantization",
+            "hf_overrides",
+            "use_mla",
+            "is_encoder_decoder",
+            "disable_sliding_window",
+            "model_impl",
+        ),
     ),
     Use(
         "vllm.config",
         "ParallelConfig",
-        attributes=("pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel",
-                    "decode_context_parallel_size", "prefill_context_parallel_size"),
+        attributes=(
+            "pipeline_parallel_size",
+            "tensor_parallel_size",
+            "data_parallel_size",
+            "enable_expert_parallel",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+        ),
     ),
-    Use("vllm.config", "CacheConfig", attributes=("cache_dtype", "enable_prefix_caching", "block_size",
-                                                  "num_gpu_blocks")),
+    Use(
+        "vllm.config",
+        "CacheConfig",
+        attributes=("cache_dtype", "enable_prefix_caching", "block_size", "num_gpu_blocks"),
+    ),
     Use("vllm.config", "SchedulerConfig", attributes=("max_num_batched_tokens",)),
     Use("vllm.config", "CompilationConfig", attributes=("static_forward_context",)),
     Use("vllm.config.offload", "OffloadConfig", attributes=("offload_backend", "prefetch")),
@@ -195,32 +278,75 @@ USES: tuple[Use, ...] = (
         "AsyncLLM.generate",
         parameters=("self", "prompt", "sampling_params", "request_id"),
     ),
-    Use("vllm.v1.engine.async_llm", "AsyncLLM.from_engine_args", keywords=("engine_args", "stat_loggers")),
+    Use(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM.from_engine_args",
+        keywords=("engine_args", "stat_loggers"),
+    ),
     Use(
         "vllm.v1.engine.async_llm",
         "AsyncLLM",
         attributes=("vllm_config", "model_config", "logger_manager", "shutdown"),
     ),
     Use("vllm.v1.metrics.loggers", "StatLoggerManager", attributes=("stat_loggers",)),
-    Use("vllm.v1.metrics.loggers", "StatLoggerBase", attributes=("record", "log_engine_initialized")),
+    Use(
+        "vllm.v1.metrics.loggers", "StatLoggerBase", attributes=("record", "log_engine_initialized")
+    ),
     Use("vllm.v1.metrics.loggers", "PrometheusStatLogger", attributes=("kv_connector_prom",)),
     Use(
         "vllm.engine.arg_utils",
         "AsyncEngineArgs",
-        attributes=("model", "dtype", "max_model_len", "enable_prefix_caching", "kv_transfer_config",
-                    "disable_log_stats", "max_num_queued_reqs", "tensor_parallel_size", "kv_cache_dtype", "enable_lora",
-                    "speculative_config", "spec_method", "spec_model", "quantization", "quantization_config",
-                    "hf_overrides", "hf_config_path", "load_format", "model_weights", "model_class_overrides",
-                    "model_loader_extra_config", "config_format", "model_impl", "disable_sliding_window",
-                    "offload_backend", "offload_group_size", "prefill_context_parallel_size",
-                    "pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size",
-                    "enable_expert_parallel"),
+        attributes=(
+            "model",
+            "dtype",
+            "max_model_len",
+            "enable_prefix_caching",
+            "kv_transfer_config",
+            "disable_log_stats",
+            "max_num_queued_reqs",
+            "tensor_parallel_size",
+            "kv_cache_dtype",
+            "enable_lora",
+            "speculative_config",
+            "spec_method",
+            "spec_model",
+            "quantization",
+            "quantization_config",
+            "hf_overrides",
+            "hf_config_path",
+            "load_format",
+            "model_weights",
+            "model_class_overrides",
+            "model_loader_extra_config",
+            "config_format",
+            "model_impl",
+            "disable_sliding_window",
+            "offload_backend",
+            "offload_group_size",
+            "prefill_context_parallel_size",
+            "pipeline_parallel_size",
+            "data_parallel_size",
+            "decode_context_parallel_size",
+            "enable_expert_parallel",
+        ),
     ),
     Use(
         "vllm",
         "SamplingParams",
-        attributes=("max_tokens", "temperature", "top_p", "seed", "logprobs", "prompt_logprobs", "detokenize",
-                    "stop_token_ids", "output_kind", "structured_outputs", "extra_args", "n"),
+        attributes=(
+            "max_tokens",
+            "temperature",
+            "top_p",
+            "seed",
+            "logprobs",
+            "prompt_logprobs",
+            "detokenize",
+            "stop_token_ids",
+            "output_kind",
+            "structured_outputs",
+            "extra_args",
+            "n",
+        ),
     ),
     Use("vllm.sampling_params", "RequestOutputKind", attributes=("DELTA",)),
     Use("vllm.sampling_params", "StructuredOutputsParams", attributes=("json",)),
@@ -236,27 +362,63 @@ USES: tuple[Use, ...] = (
     ),
     # The API server.
     Use("vllm.entrypoints.openai.api_server", "run_server", parameters=("args",)),
-    Use("vllm.plugins", "load_endpoint_plugins", text=("vllm.general_plugins", "vllm.endpoint_plugins")),
-    Use("vllm.plugins.endpoint_plugins.interface", "EndpointPlugin", attributes=("name", "required_tasks")),
-    Use("vllm.plugins.endpoint_plugins.interface", "EndpointPlugin.attach_router", parameters=("self", "app")),
+    Use(
+        "vllm.plugins",
+        "load_endpoint_plugins",
+        text=("vllm.general_plugins", "vllm.endpoint_plugins"),
+    ),
+    Use(
+        "vllm.plugins.endpoint_plugins.interface",
+        "EndpointPlugin",
+        attributes=("name", "required_tasks"),
+    ),
+    Use(
+        "vllm.plugins.endpoint_plugins.interface",
+        "EndpointPlugin.attach_router",
+        parameters=("self", "app"),
+    ),
     Use(
         "vllm.plugins.endpoint_plugins.interface",
         "EndpointPlugin.init_state",
         parameters=("self", "engine_client", "state", "args"),
     ),
     *(
-        Use(f"vllm.entrypoints.openai.{part}.api_router", name, parameters=("request", "raw_request"))
-        for part, name in (("chat_completion", "create_chat_completion"), ("completion", "create_completion"),
-                           ("responses", "create_responses"))
+        Use(
+            f"vllm.entrypoints.openai.{part}.api_router",
+            name,
+            parameters=("request", "raw_request"),
+        )
+        for part, name in (
+            ("chat_completion", "create_chat_completion"),
+            ("completion", "create_completion"),
+            ("responses", "create_responses"),
+        )
     ),
     Use(f"{_CHAT}.api_router", "ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL"),
     Use(
         f"{_CHAT}.protocol",
         "ChatCompletionRequest",
-        attributes=("documents", "kv_transfer_params", "cache_salt", "n", "echo", "tools", "tool_choice", "messages",
-                    "max_tokens", "max_completion_tokens", "prompt_logprobs", "use_beam_search",
-                    "truncate_prompt_tokens", "chat_template", "chat_template_kwargs", "continue_final_message",
-                    "add_generation_prompt", "return_token_offsets", "return_prompt_text"),
+        attributes=(
+            "documents",
+            "kv_transfer_params",
+            "cache_salt",
+            "n",
+            "echo",
+            "tools",
+            "tool_choice",
+            "messages",
+            "max_tokens",
+            "max_completion_tokens",
+            "prompt_logprobs",
+            "use_beam_search",
+            "truncate_prompt_tokens",
+            "chat_template",
+            "chat_template_kwargs",
+            "continue_final_message",
+            "add_generation_prompt",
+            "return_token_offsets",
+            "return_prompt_text",
+        ),
     ),
     Use(
         f"{_CHAT}.serving",
@@ -281,11 +443,26 @@ USES: tuple[Use, ...] = (
         text=('ids = kv.pop("prompt_token_ids", None)', "reuse_ids, cache_salt=request.cache_salt"),
     ),
     Use("vllm.renderers.chat_utils", "load_chat_template", parameters=("chat_template",)),
-    Use("vllm.distributed.parallel_state", "GroupCoordinator", attributes=("rank_in_group", "world_size", "ranks")),
-    Use("vllm.distributed.parallel_state", "GroupCoordinator.all_reduce", parameters=("self", "input_")),
-    Use("vllm.distributed.parallel_state", "GroupCoordinator.all_gather", parameters=("self", "input_", "dim")),
-    Use("vllm.envs", text=('"VLLM_LOG_STATS_INTERVAL"', '"VLLM_PLUGINS"', '"VLLM_WORKER_MULTIPROC_METHOD"')),
-)  # fmt: skip
+    Use(
+        "vllm.distributed.parallel_state",
+        "GroupCoordinator",
+        attributes=("rank_in_group", "world_size", "ranks"),
+    ),
+    Use(
+        "vllm.distributed.parallel_state",
+        "GroupCoordinator.all_reduce",
+        parameters=("self", "input_"),
+    ),
+    Use(
+        "vllm.distributed.parallel_state",
+        "GroupCoordinator.all_gather",
+        parameters=("self", "input_", "dim"),
+    ),
+    Use(
+        "vllm.envs",
+        text=('"VLLM_LOG_STATS_INTERVAL"', '"VLLM_PLUGINS"', '"VLLM_WORKER_MULTIPROC_METHOD"'),
+    ),
+)
 
 
 class Sources:
@@ -299,14 +476,20 @@ class Sources:
         elif zipfile.is_zipfile(path):
             self._wheel = zipfile.ZipFile(path)
         else:
-            raise ConfigError(f"{path} is neither a wheel nor a folder; get one: pip download vllm==0.33.0 --no-deps")
+            raise ConfigError(
+                f"{path} is neither a wheel nor a folder; get one: pip download vllm==0.33.0 --no-deps"
+            )
         if not self.has("vllm"):
             raise ConfigError(f"{path} holds no package vllm")
 
     @cached_property
     def version(self) -> str:
         """vLLM's own version."""
-        declared = re.search(r"^__version__ = version = '([^']+)'", self._read("vllm/_version.py") or "", re.MULTILINE)
+        declared = re.search(
+            r"^__version__ = version = '([^']+)'",
+            self._read("vllm/_version.py") or "",
+            re.MULTILINE,
+        )
         if declared is None:
             raise ConfigError(f"{self._path} does not say its version in vllm/_version.py")
         return declared[1]
@@ -364,13 +547,16 @@ def define(sources: Sources, module: str, name: str) -> Definition | None:
             for alias in statement.names:
                 if (alias.asname or alias.name) == name:
                     return _imported(sources, module, statement, alias.name)
-    lazy = re.search(rf'"{re.escape(name)}": "([\w.]+):(\w+)"', sources.text(module) or "")  # vllm/__init__.py
+    # vllm/__init__.py
+    lazy = re.search(rf'"{re.escape(name)}": "([\w.]+):(\w+)"', sources.text(module) or "")
     if lazy is not None:
         return define(sources, f"{module}{lazy[1]}", lazy[2])
     return Definition(f"{module}.{name}", None) if sources.has(f"{module}.{name}") else None
 
 
-def _imported(sources: Sources, module: str, statement: ast.ImportFrom, name: str) -> Definition | None:
+def _imported(
+    sources: Sources, module: str, statement: ast.ImportFrom, name: str
+) -> Definition | None:
     origin = statement.module or ""
     if statement.level:
         parts = module.split(".") if sources.is_package(module) else module.split(".")[:-1]
@@ -385,7 +571,11 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements at the top level, those below `if`, `try` and `with` included."""
     for statement in body:
         if isinstance(statement, ast.If | ast.Try | ast.With):
-            parts = [statement.body, getattr(statement, "orelse", []), getattr(statement, "finalbody", [])]
+            parts = [
+                statement.body,
+                getattr(statement, "orelse", []),
+                getattr(statement, "finalbody", []),
+            ]
             parts += [handler.body for handler in getattr(statement, "handlers", [])]
             for part in parts:
                 yield from _statements(part)
@@ -402,7 +592,10 @@ def members(sources: Sources, definition: Definition) -> dict[str, ast.AST]:
     for base in node.bases:
         if isinstance(base, ast.Subscript):
             base = base.value
-        if isinstance(base, ast.Name) and (parent := define(sources, definition.module, base.id)) is not None:
+        if (
+            isinstance(base, ast.Name)
+            and (parent := define(sources, definition.module, base.id)) is not None
+        ):
             names |= members(sources, parent)
     for inner in ast.walk(node):
         if not isinstance(inner, ast.Attribute) or not isinstance(inner.ctx, ast.Store):
@@ -413,7 +606,9 @@ def members(sources: Sources, definition: Definition) -> dict[str, ast.AST]:
         if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             names[statement.name] = statement
         elif isinstance(statement, ast.Assign):
-            names |= {target.id: statement for target in statement.targets if isinstance(target, ast.Name)}
+            names |= {
+                target.id: statement for target in statement.targets if isinstance(target, ast.Name)
+            }
         elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             names[statement.target.id] = statement
     return names
@@ -448,7 +643,10 @@ def problems(sources: Sources, use: Use) -> Iterator[tuple[str, str]]:
             fits = places[: len(use.parameters)] == list(use.parameters)
             yield f"{use.name}({expected})", "" if fits else f"it takes ({', '.join(places)})"
         for name in use.keywords:
-            yield f"{use.name}({name}=)", "" if name in given else f"it takes ({', '.join(sorted(given))})"
+            yield (
+                f"{use.name}({name}=)",
+                "" if name in given else f"it takes ({', '.join(sorted(given))})",
+            )
     elif use.parameters or use.keywords:
         yield f"{use.name}()", "it is not a function"
 
@@ -469,7 +667,12 @@ def our_imports(package: Path = _PACKAGE) -> list[list[Import]]:
     groups: dict[tuple[str, str], list[Import]] = {}
     for path in sorted(package.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        guarded = {id(inner): node for node in ast.walk(tree) if isinstance(node, ast.Try) for inner in ast.walk(node)}
+        guarded = {
+            id(inner): node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Try)
+            for inner in ast.walk(node)
+        }
         for node in ast.walk(tree):
             for module, name in _from_vllm(node):
                 attempt = guarded.get(id(node))
@@ -481,7 +684,11 @@ def our_imports(package: Path = _PACKAGE) -> list[list[Import]]:
 
 
 def _from_vllm(node: ast.AST) -> Iterator[tuple[str, str]]:
-    if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm" and not node.level:
+    if (
+        isinstance(node, ast.ImportFrom)
+        and (node.module or "").split(".")[0] == "vllm"
+        and not node.level
+    ):
         yield from ((str(node.module), alias.name) for alias in node.names)
     if isinstance(node, ast.Import):
         yield from ((alias.name, "") for alias in node.names if alias.name.split(".")[0] == "vllm")
@@ -490,7 +697,9 @@ def _from_vllm(node: ast.AST) -> Iterator[tuple[str, str]]:
 def import_problem(sources: Sources, alternatives: Sequence[Import]) -> str:
     """Return why none of these can be imported, or "" if one can."""
     for choice in alternatives:
-        if sources.has(choice.module) and (not choice.name or define(sources, choice.module, choice.name)):
+        if sources.has(choice.module) and (
+            not choice.name or define(sources, choice.module, choice.name)
+        ):
             return ""
     return "it cannot be imported"
 
@@ -503,7 +712,13 @@ def check(sources: Sources) -> list[Row]:
     rows: list[Row] = []
     for alternatives in our_imports():
         modules = " or ".join(dict.fromkeys(choice.module for choice in alternatives))
-        rows.append((modules, f"import {alternatives[0].name}".strip(), import_problem(sources, alternatives)))
+        rows.append(
+            (
+                modules,
+                f"import {alternatives[0].name}".strip(),
+                import_problem(sources, alternatives),
+            )
+        )
     for use in USES:
         rows += [(use.module, name, problem) for name, problem in problems(sources, use)]
     return list(dict.fromkeys(rows))
@@ -523,9 +738,12 @@ def write_table(checked: dict[str, list[Row]], path: Path = TABLE) -> None:
 
 
 def main(
-    wheels: Annotated[list[Path], typer.Argument(help="Wheels of vLLM, or folders that hold the package vllm.")],
+    wheels: Annotated[
+        list[Path], typer.Argument(help="Wheels of vLLM, or folders that hold the package vllm.")
+    ],
     table: Annotated[
-        bool, typer.Option(help="Write docs/reference/vllm_contract.csv; name a wheel of every version.")
+        bool,
+        typer.Option(help="Write docs/reference/vllm_contract.csv; name a wheel of every version."),
     ] = False,
 ) -> None:
     """Check that versions of vLLM have every name that this package uses of it; exit code 1 if one lacks some."""

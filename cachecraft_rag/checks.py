@@ -30,7 +30,8 @@ def shown(value: object) -> str:
     ("'2GB'", 'a number of 16610 bits')
     """
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
-        return f"a number of {value.bit_length()} bits"  # Python refuses to write very long ones out
+        # Python refuses to write very long ones out
+        return f"a number of {value.bit_length()} bits"
     try:
         text = repr(value)
     except (ValueError, RecursionError):
@@ -40,20 +41,32 @@ def shown(value: object) -> str:
 
 
 def _wrong(name: str, must: str, value: object, advice: str = "") -> ConfigError:
-    return ConfigError(f"{name} must be {must}, not {shown(value)}" + (f": {advice}" if advice else ""))
+    return ConfigError(
+        f"{name} must be {must}, not {shown(value)}" + (f": {advice}" if advice else "")
+    )
 
 
-def check_whole(name: str, value: object, *, least: int = 0, most: int = MOST, optional: bool = False) -> None:
+def check_whole(
+    name: str, value: object, *, least: int = 0, most: int = MOST, optional: bool = False
+) -> None:
     """Require a whole number in a range, or None if `optional`."""
     if optional and value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         upper = f"at most {most}" if most != MOST else "below 2**63"
-        raise ConfigError(f"{name} is {shown(value)}; it must be a whole number, at least {least} and {upper}")
+        raise ConfigError(
+            f"{name} is {shown(value)}; it must be a whole number, at least {least} and {upper}"
+        )
 
 
 def check_number(
-    name: str, value: object, *, least: float = 0.0, most: float = math.inf, above: bool = False, optional: bool = False
+    name: str,
+    value: object,
+    *,
+    least: float = 0.0,
+    most: float = math.inf,
+    above: bool = False,
+    optional: bool = False,
 ) -> None:
     """Require a number in a range (`above` excludes the lower end), or None if `optional`. Rejects NaN.
 
@@ -61,7 +74,9 @@ def check_number(
     """
     if optional and value is None:
         return
-    number = isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST)
+    number = isinstance(value, float) or (
+        isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST
+    )
     if number and (value > least if above else value >= least) and value <= most:  # type: ignore[operator]
         return
     lower = f"above {least:g}" if above else f"{least:g} or more"
@@ -75,7 +90,9 @@ def check_flag(name: str, value: object, *, advice: str = "") -> None:
         raise _wrong(name, "True or False", value, advice)
 
 
-def check_text(name: str, value: object, *, optional: bool = False, empty: bool = True, damaged: bool = False) -> None:
+def check_text(
+    name: str, value: object, *, optional: bool = False, empty: bool = True, damaged: bool = False
+) -> None:
     """Require text, or None if `optional`; `damaged` allows half surrogate pairs, which a model reads as "?"."""
     if optional and value is None:
         return
@@ -98,7 +115,12 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
 
 
 def check_kind(
-    name: str, value: object, kinds: type | tuple[type, ...], *, advice: str = "", optional: bool = False
+    name: str,
+    value: object,
+    kinds: type | tuple[type, ...],
+    *,
+    advice: str = "",
+    optional: bool = False,
 ) -> None:
     """Require an object of one of these classes, or None if `optional`; `advice` says how to make one."""
     if (optional and value is None) or isinstance(value, kinds):
@@ -142,7 +164,9 @@ def check_names(
     near = [hints.get(name, "") or "".join(get_close_matches(name, known, n=1)) for name in unknown]
     near = list(dict.fromkeys(filter(None, near)))
     meant = f". Did you mean {', '.join(near)}? {advice}There" if near else f"; {advice}there"
-    raise ConfigError(f"{', '.join(unknown)}: no such {what}{meant} are {', '.join(sorted(known))}.")
+    raise ConfigError(
+        f"{', '.join(unknown)}: no such {what}{meant} are {', '.join(sorted(known))}."
+    )
 
 
 def check_callable(name: str, value: object) -> None:

@@ -49,7 +49,9 @@ logger = logging.getLogger("cachecraft_rag.rag")
 class AnswerStream(Iterator[str]):
     """An answer as an iterator of text pieces. `sources` is complete from the start, `text` and `stats` at the end."""
 
-    def __init__(self, generation: Generation, sources: tuple[Source, ...], *, searched: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, generation: Generation, sources: tuple[Source, ...], *, searched: tuple[str, ...] = ()
+    ) -> None:
         self._generation = generation
         self.sources = sources
         self._searched = searched
@@ -246,7 +248,9 @@ class CacheCraft(Retriever, Closeable):
         """
         check_path("embeddings", embeddings)
         check_choice("backend", backend, ("transformers", "vllm"))
-        return cls._over(_engine_loader(backend)(model, store=store, config=config, **options), store, embeddings)
+        return cls._over(
+            _engine_loader(backend)(model, store=store, config=config, **options), store, embeddings
+        )
 
     @classmethod
     def _over(cls, engine: AnswerEngine, store: PathLike, embeddings: PathLike) -> Self:
@@ -260,7 +264,12 @@ class CacheCraft(Retriever, Closeable):
 
     @classmethod
     def connect(
-        cls, url: str, *, store: PathLike = "chunk-caches", embeddings: PathLike = BUNDLED_EMBEDDER, **options: Any
+        cls,
+        url: str,
+        *,
+        store: PathLike = "chunk-caches",
+        embeddings: PathLike = BUNDLED_EMBEDDER,
+        **options: Any,
     ) -> Self:
         """Use the model of a server that `cachecraft serve` started; retrieval stays here.
 
@@ -279,7 +288,9 @@ class CacheCraft(Retriever, Closeable):
         return cls._over(HTTPEngine.connect(url, **options), store, embeddings)
 
     @classmethod
-    def from_settings(cls, path: PathLike | None = None, *, backend: str = "transformers", **options: Any) -> Self:
+    def from_settings(
+        cls, path: PathLike | None = None, *, backend: str = "transformers", **options: Any
+    ) -> Self:
         """Open what a settings' file and the environment say, see `engine.settings.load_settings`.
 
         Args:
@@ -328,11 +339,23 @@ class CacheCraft(Retriever, Closeable):
         if isinstance(documents, str | os.PathLike):
             check_path("documents", documents)
             report = index_folder(
-                documents, self.index, self.embedder, progress=progress, model=bound, follow_links=follow_links
+                documents,
+                self.index,
+                self.embedder,
+                progress=progress,
+                model=bound,
+                follow_links=follow_links,
             )
         else:
-            check_kind("documents", documents, Iterable, advice="name a folder, or write a list of Document objects")
-            report = index_documents(documents, self.index, self.embedder, progress=progress, model=bound)
+            check_kind(
+                "documents",
+                documents,
+                Iterable,
+                advice="name a folder, or write a list of Document objects",
+            )
+            report = index_documents(
+                documents, self.index, self.embedder, progress=progress, model=bound
+            )
         evict_chunks(self.caches, report.removed_chunk_ids)
         if prime:
             self.prime(progress=progress)
@@ -360,7 +383,9 @@ class CacheCraft(Retriever, Closeable):
         check_flag("alone", alone)
         from cachecraft_rag.serving.priming import prime_documents
 
-        return prime_documents(self._primer(alone), self._texts(), progress=progress, skipped=skipped)
+        return prime_documents(
+            self._primer(alone), self._texts(), progress=progress, skipped=skipped
+        )
 
     def estimate_priming(self, *, alone: bool = False) -> PrimingEstimate:
         """Size and time of what `prime` would compute and store now; nothing is computed."""
@@ -382,7 +407,10 @@ class CacheCraft(Retriever, Closeable):
         return self.index.similar(chunk.chunk_id, SIMILAR_CHUNKS)
 
     def _texts(self) -> list[tuple[str, list[Chunk]]]:
-        return [(document.doc_id, self.index.chunks_of(document.doc_id)) for document in self.index.documents()]
+        return [
+            (document.doc_id, self.index.chunks_of(document.doc_id))
+            for document in self.index.documents()
+        ]
 
     def stream(
         self,
@@ -410,11 +438,16 @@ class CacheCraft(Retriever, Closeable):
         check_names(answering, AnsweringOptions.__annotations__)
         check_flag("search_history", search_history)
         check_text("question", question, damaged=True)
-        history = listed("history", answering.get("history", ()))  # a generator gives its turns once
+        # a generator gives its turns once
+        history = listed("history", answering.get("history", ()))
         answering["history"] = history
         context = history if search_history else []
         began = time.perf_counter()
-        hits = self.retrieve(question, top_k=top_k, where=where, history=context) if question.strip() else []
+        hits = (
+            self.retrieve(question, top_k=top_k, where=where, history=context)
+            if question.strip()
+            else []
+        )
         retrieval = Retrieval(began, time.perf_counter(), top_k=top_k, passages=len(hits))
         chunks = [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in hits]
         with following(retrieval):

@@ -42,7 +42,9 @@ def digest(*parts: str) -> str:
     False
     """
     encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
-    whole = b"".join([piece for part in encoded for piece in (len(part).to_bytes(8, "little"), part)])
+    whole = b"".join(
+        [piece for part in encoded for piece in (len(part).to_bytes(8, "little"), part)]
+    )
     return hashlib.blake2b(whole, digest_size=16).hexdigest()
 
 
@@ -83,9 +85,13 @@ class Chunk:
     def __post_init__(self, known_id: str) -> None:
         given: object = self.text
         if not isinstance(given, str):
-            raise ConfigError(f"a chunk's text must be a str, not {type(given).__name__}: write Chunk(text)")
+            raise ConfigError(
+                f"a chunk's text must be a str, not {type(given).__name__}: write Chunk(text)"
+            )
         if not isinstance(known_id, str):
-            raise ConfigError(f"a chunk's id must be a str, not {type(known_id).__name__}: write Chunk(text)")
+            raise ConfigError(
+                f"a chunk's id must be a str, not {type(known_id).__name__}: write Chunk(text)"
+            )
         text_id = chunk_id_of(self.text)
         is_stale = known_id not in ("", text_id)
         object.__setattr__(self, "chunk_id", text_id if is_stale else known_id or text_id)
@@ -284,7 +290,8 @@ class Variant:
         return self.codec in LOSSLESS_CODECS
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # arrays have no single truth value, so == could only fail
+# arrays have no single truth value, so == could only fail
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenScores:
     """Scores of a chunk's tokens from its capture, averaged over heads and layers.
 

@@ -8,18 +8,27 @@ import re
 from cachecraft_rag import Chunk, Engine, SamplingParams
 
 CHUNKS = [
-    Chunk("# Kettle Wren K2\n\nThe Wren K2 holds 1.7 litres. Descale it every 8 weeks with 20 grams of citric acid."),
-    Chunk("# Vacuum Heron V5\n\nThe Heron V5 runs for 45 minutes on one charge. Charging takes 3 hours."),
-    Chunk("# Warranty\n\nEvery appliance has a warranty of 3 years. Limescale is not covered by the warranty."),
+    Chunk(
+        "# Kettle Wren K2\n\nThe Wren K2 holds 1.7 litres. Descale it every 8 weeks with 20 grams of citric acid."
+    ),
+    Chunk(
+        "# Vacuum Heron V5\n\nThe Heron V5 runs for 45 minutes on one charge. Charging takes 3 hours."
+    ),
+    Chunk(
+        "# Warranty\n\nEvery appliance has a warranty of 3 years. Limescale is not covered by the warranty."
+    ),
 ]
 QUESTIONS = ["How long does the Heron V5 run on one charge?", "How much does the Wren K2 hold?"]
-SAMPLING = SamplingParams(max_new_tokens=30, stop=(". ", ".\n"))  # a small model would go on after its first sentence
+# a small model would go on after its first sentence
+SAMPLING = SamplingParams(max_new_tokens=30, stop=(". ", ".\n"))
 
 
 def retrieve(question: str, top_k: int = 2) -> list[Chunk]:
     """The chunks that share the most words with the question, best first."""
     words = set(re.findall(r"\w+", question.lower()))
-    return sorted(CHUNKS, key=lambda chunk: -len(words & set(re.findall(r"\w+", chunk.text.lower()))))[:top_k]
+    return sorted(
+        CHUNKS, key=lambda chunk: -len(words & set(re.findall(r"\w+", chunk.text.lower())))
+    )[:top_k]
 
 
 def main() -> None:
@@ -28,7 +37,12 @@ def main() -> None:
         for question in QUESTIONS:
             answer = engine.stream(question, retrieve(question), sampling=SAMPLING)
             print(question, "".join(answer).strip(), sep="\n")
-            print("  " + ", ".join(f"{chunk.outcome} ({chunk.tokens} tokens)" for chunk in answer.stats.chunks))
+            print(
+                "  "
+                + ", ".join(
+                    f"{chunk.outcome} ({chunk.tokens} tokens)" for chunk in answer.stats.chunks
+                )
+            )
 
 
 if __name__ == "__main__":

@@ -12,8 +12,12 @@ from pathlib import Path
 from cachecraft_rag import CacheCraft, SamplingParams
 
 HANDBOOK = Path(__file__).parent / "handbook"
-QUESTIONS = ["How often is the filter of the Willow A3 replaced?", "Can the filter of the Willow A3 be washed?"]
-SAMPLING = SamplingParams(max_new_tokens=40, stop=(". ", ".\n"))  # a small model would go on after its first sentence
+QUESTIONS = [
+    "How often is the filter of the Willow A3 replaced?",
+    "Can the filter of the Willow A3 be washed?",
+]
+# a small model would go on after its first sentence
+SAMPLING = SamplingParams(max_new_tokens=40, stop=(". ", ".\n"))
 
 
 def main(folder: str | Path = HANDBOOK, *questions: str) -> None:
@@ -26,8 +30,12 @@ def main(folder: str | Path = HANDBOOK, *questions: str) -> None:
             sources = dict.fromkeys(str(source.metadata["source"]) for source in answer.sources)
             stats = answer.stats
             print(f"\n{question}\n{answer.text.strip()}\n  from {', '.join(sources)}")
-            print(f"  first token after {stats.ttft_s:.2f} s; {stats.tokens_prompt} tokens: ", end="")
-            print(f"{stats.tokens_reused} reused, {stats.tokens_recomputed + stats.tokens_computed} computed")
+            print(
+                f"  first token after {stats.ttft_s:.2f} s; {stats.tokens_prompt} tokens: ", end=""
+            )
+            print(
+                f"{stats.tokens_reused} reused, {stats.tokens_recomputed + stats.tokens_computed} computed"
+            )
 
 
 if __name__ == "__main__":

@@ -51,7 +51,11 @@ def load(model: str, folder: str) -> Shared:
     # Text of audited answers is kept in memory only, because each answer here belongs to a session.
     rag = CacheCraft.from_pretrained(model, store=folder, audit="idle", audit_text=True)
     one_token = SamplingParams(max_new_tokens=1)
-    list(rag.engine.stream("Ready?", [Chunk("warm up " * 300)], sampling=one_token, config=FULL_PREFILL))
+    list(
+        rag.engine.stream(
+            "Ready?", [Chunk("warm up " * 300)], sampling=one_token, config=FULL_PREFILL
+        )
+    )
     if port:
         from cachecraft_rag.observability.metrics import serve_metrics
 
@@ -71,7 +75,8 @@ def main() -> None:
     try:
         shared = load(model, os.environ.get("CACHECRAFT_STORE", "chunk-caches/app"))
         turns = resume(shared)
-        with st.container(key="ask"):  # at the top: from the bottom Streamlit scrolls past each answer's beginning
+        # at the top: from the bottom Streamlit scrolls past each answer's beginning
+        with st.container(key="ask"):
             typed = st.chat_input("Ask something about your documents", key="question")
         documents = documents_section(shared)
         with st.sidebar:
@@ -98,18 +103,29 @@ def resume(shared: Shared) -> list[Turn]:
 def choose_settings(shared: Shared, documents: list[str], *, small: bool) -> None:
     """The settings, in the session under their keys; by default `small` models stop after their first sentence."""
     state = st.session_state
-    state.picked = [name for name in state.get("picked", []) if name in documents]  # others may have removed some
+    # others may have removed some
+    state.picked = [name for name in state.get("picked", []) if name in documents]
     st.multiselect("Ask only about", documents, key="picked", placeholder="all documents")
     st.toggle(f"Remember the last {REMEMBERED_TURNS} turns", True, key="remember")
-    st.slider("Maximum length in tokens", 16, 512, 96, 16, key="length", help="About ¾ of a word each.")
-    st.toggle("Stop after the first sentence", small, key="brief", help="Small models go on to invent.")
+    st.slider(
+        "Maximum length in tokens", 16, 512, 96, 16, key="length", help="About ¾ of a word each."
+    )
+    st.toggle(
+        "Stop after the first sentence", small, key="brief", help="Small models go on to invent."
+    )
     with st.expander("Expert settings", icon=":material/tune:"):
         off = not st.toggle("Reuse what was computed before", True, key="reuse")
         label = "How much of a reused passage is recomputed, in %"
         help = "Automatic: the more, the more a passage depended on text that stands elsewhere now."
-        st.select_slider(label, [AUTOMATIC, *range(0, 101, 5)], key="ratio", disabled=off, help=help)
-        st.toggle("Recompute only passages that the question needs", False, key="focus", disabled=off)
-        help = "After the answer, to the first token; left out if something else runs on this server."
+        st.select_slider(
+            label, [AUTOMATIC, *range(0, 101, 5)], key="ratio", disabled=off, help=help
+        )
+        st.toggle(
+            "Recompute only passages that the question needs", False, key="focus", disabled=off
+        )
+        help = (
+            "After the answer, to the first token; left out if something else runs on this server."
+        )
         st.toggle("Time each prompt without reuse too", True, key="compare", help=help)
         st.slider("Passages per question", 1, 10, 5, key="top_k")
     if st.button("New conversation", icon=":material/restart_alt:", key="restart"):
@@ -117,10 +133,14 @@ def choose_settings(shared: Shared, documents: list[str], *, small: bool) -> Non
         state.waiting = []
         st.rerun()
     stats = shared.rag.engine.store.stats()
-    st.caption(f"{stats.variants} chunk-caches: {size(stats.disk_bytes)} of {size(stats.disk_budget)} on disk")
+    st.caption(
+        f"{stats.variants} chunk-caches: {size(stats.disk_bytes)} of {size(stats.disk_budget)} on disk"
+    )
 
 
-def conversation(shared: Shared, turns: list[Turn], documents: list[str], question: str, welcome: str) -> None:
+def conversation(
+    shared: Shared, turns: list[Turn], documents: list[str], question: str, welcome: str
+) -> None:
     """Show the new question if there is one, then the earlier turns, the newest first.
 
     A baseline is timed when everything is shown, so nobody waits for it.
@@ -136,8 +156,12 @@ def conversation(shared: Shared, turns: list[Turn], documents: list[str], questi
             st.markdown(markdown_safe(turn.answer.text))
             bar = prompt_bar(turn.answer, system_tokens(shared))
             checked = verdict(turn, shared.rag.engine.audit_of(turn.answer.stats.request_id))
-            st.html(headline(turn) + checked + bar + sources(turn.answer, unfolded=number == len(turns)))
-        if not turn.whole and st.button("Ask again", key=f"again-{number}", icon=":material/replay:"):
+            st.html(
+                headline(turn) + checked + bar + sources(turn.answer, unfolded=number == len(turns))
+            )
+        if not turn.whole and st.button(
+            "Ask again", key=f"again-{number}", icon=":material/replay:"
+        ):
             question = turn.question
     if question and not documents:
         fresh.info("There is nothing to ask about yet: add a document, or the sample handbook.")
@@ -191,7 +215,10 @@ def suggestion(turns: list[Turn], documents: list[str]) -> str:
     if not any(name.startswith("handbook/") for name in documents):
         return ""
     asked = {turn.question for turn in turns}
-    known = [entry["question"] for entry in json.loads((HANDBOOK / ".questions.json").read_text(encoding="utf-8"))]
+    known = [
+        entry["question"]
+        for entry in json.loads((HANDBOOK / ".questions.json").read_text(encoding="utf-8"))
+    ]
     offered = [question for question in known[1:] if question not in asked][:3]
     return str(st.pills("Questions to try", offered, key=f"try-{len(turns)}") or "")
 
@@ -206,7 +233,11 @@ def answer(shared: Shared, turns: list[Turn], question: str) -> bool:
     picked = list(state.picked)
     brief = state.brief
     earlier = [turn for turn in turns[-REMEMBERED_TURNS:] if state.remember and turn.answer]
-    history = [said for turn in earlier for said in (("user", turn.question), ("assistant", turn.answer.text))]
+    history = [
+        said
+        for turn in earlier
+        for said in (("user", turn.question), ("assistant", turn.answer.text))
+    ]
     arguments: dict[str, Any] = {
         "sampling": SamplingParams(max_new_tokens=state.length),
         "top_k": state.top_k,
@@ -223,22 +254,32 @@ def answer(shared: Shared, turns: list[Turn], question: str) -> bool:
     place, picture = st.empty(), st.empty()
     place.markdown(":gray[Reading …]")
     try:
-        with shared.activity.running(), closing(shared.rag.stream(question, config=reuse, **arguments)) as stream:
+        with (
+            shared.activity.running(),
+            closing(shared.rag.stream(question, config=reuse, **arguments)) as stream,
+        ):
             for piece in stream:
                 sentence = first_sentence(stream.text) if brief else None
-                turn.answer = Answer((sentence or stream.text).strip(), stream.sources, stream.stats)
-                if stream.text == piece:  # the first one: the plan is known, so the picture can be drawn
+                turn.answer = Answer(
+                    (sentence or stream.text).strip(), stream.sources, stream.stats
+                )
+                # the first one: the plan is known, so the picture can be drawn
+                if stream.text == piece:
                     picture.html(prompt_bar(turn.answer, system_tokens(shared)))
                 place.markdown(markdown_safe(turn.answer.text) + " ▌")
                 if sentence:
                     break
             turn.whole = True
             stream.close()
-            turn.answer = Answer(turn.answer.text if turn.answer else "", stream.sources, stream.stats)
+            turn.answer = Answer(
+                turn.answer.text if turn.answer else "", stream.sources, stream.stats
+            )
     except CacheCraftError as error:
         del state.answering
         turns.remove(turn)
-        place.warning(f"This question could not be answered: {plain(str(error))}", icon=":material/error:")
+        place.warning(
+            f"This question could not be answered: {plain(str(error))}", icon=":material/error:"
+        )
         return False
     del state.answering
     return True
@@ -251,11 +292,15 @@ def time_full_prefill(shared: Shared, turn: Turn) -> None:
     """
     with st.spinner("The same without reuse …"):
         engine = shared.rag.engine  # its captures would share the processor with this pass
-        engine.write_back.wait_for([engine.prompts.system.segment_id, *(s.chunk_id for s in turn.answer.sources)])
+        engine.write_back.wait_for(
+            [engine.prompts.system.segment_id, *(s.chunk_id for s in turn.answer.sources)]
+        )
         engine.store.flush(timeout=20)
         mark = shared.activity.idle_mark()
         if mark is not None:
-            with closing(shared.rag.stream(turn.question, config=FULL_PREFILL, **turn.arguments)) as stream:
+            with closing(
+                shared.rag.stream(turn.question, config=FULL_PREFILL, **turn.arguments)
+            ) as stream:
                 next(stream, "")
                 full_ttft_s = stream.stats.ttft_s
             if shared.activity.idle_since(mark):

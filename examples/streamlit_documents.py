@@ -37,26 +37,39 @@ def documents_section(shared: Shared) -> list[str]:
         st.warning(text)
     if os.environ.get("CACHECRAFT_READ_ONLY") == "1":
         return names
-    changes = state.setdefault("changes", 0)  # in the keys: a new key empties the uploader and closes the box
+    # in the keys: a new key empties the uploader and closes the box
+    changes = state.setdefault("changes", 0)
     label = f"Documents: {len(names)}" if names else "Add documents"
-    with st.expander(label, expanded=not names, icon=":material/upload_file:", key=f"documents-{changes}"):
+    with st.expander(
+        label, expanded=not names, icon=":material/upload_file:", key=f"documents-{changes}"
+    ):
         files = st.file_uploader(
-            "Text, Markdown, HTML, PDF, Word, CSV, JSON", accept_multiple_files=True, key=f"upload-{changes}"
+            "Text, Markdown, HTML, PDF, Word, CSV, JSON",
+            accept_multiple_files=True,
+            key=f"upload-{changes}",
         )
         if files:
             with st.spinner("Reading …"):
-                state.notices = add_uploads(shared, [(file.name, file.getvalue()) for file in files])
+                state.notices = add_uploads(
+                    shared, [(file.name, file.getvalue()) for file in files]
+                )
             changed()
         handbook = os.path.abspath(HANDBOOK)
         choices: dict[str, list[str]] = {}
         for document in stored:
-            choices.setdefault(SAMPLE if document.root == handbook else document.doc_id, []).append(document.doc_id)
-        if SAMPLE not in choices and st.button("Add the sample handbook", icon=":material/menu_book:", key="sample"):
+            choices.setdefault(SAMPLE if document.root == handbook else document.doc_id, []).append(
+                document.doc_id
+            )
+        if SAMPLE not in choices and st.button(
+            "Add the sample handbook", icon=":material/menu_book:", key="sample"
+        ):
             with st.spinner("Reading the handbook …"), shared.indexing, shared.activity.running():
                 shared.rag.add_documents(HANDBOOK)
             changed()
         if choices:
-            gone = st.multiselect("Remove for everyone", list(choices), key=f"remove-{changes}", placeholder="nothing")
+            gone = st.multiselect(
+                "Remove for everyone", list(choices), key=f"remove-{changes}", placeholder="nothing"
+            )
             if st.button("Remove", disabled=not gone, key="remove"):
                 remove(shared, [name for choice in gone for name in choices[choice]])
                 changed()
@@ -73,7 +86,8 @@ def remove(shared: Shared, names: list[str]) -> None:
     """Remove documents with their chunk-caches, and uploaded files."""
     root = os.path.abspath(shared.uploads)
     with shared.indexing:
-        present = [one for one in shared.rag.documents() if one.doc_id in names]  # someone else may have removed one
+        # someone else may have removed one
+        present = [one for one in shared.rag.documents() if one.doc_id in names]
         for document in present:
             if document.root == root:
                 (shared.uploads / document.doc_id.partition("/")[2]).unlink(missing_ok=True)
@@ -115,5 +129,8 @@ def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> list[str]:
 
 def file_name(given: str) -> str:
     """The file name for an upload: no folder, not hidden (the indexer skips those), only printable characters."""
-    name = "".join(letter if letter.isprintable() else "_" for letter in given.replace("\\", "/").rpartition("/")[2])
+    name = "".join(
+        letter if letter.isprintable() else "_"
+        for letter in given.replace("\\", "/").rpartition("/")[2]
+    )
     return name.strip().lstrip(".") or "unnamed"

@@ -41,11 +41,17 @@ def parts(answer: Answer, system_tokens: int) -> list[Part]:
     # The statistics have no entry for the instruction; the rest of the computed tokens are its own.
     system = stats.tokens_computed - question - sum(chunk.computed for chunk in laid_out)
     ranks = {source.chunk_id: (rank, source) for rank, source in enumerate(answer.sources, start=1)}
-    row: list[Part] = [("I", "Instruction", (("computed", system), ("kept", system_tokens - system)))]
+    row: list[Part] = [
+        ("I", "Instruction", (("computed", system), ("kept", system_tokens - system)))
+    ]
     for chunk in laid_out:
         rank, source = ranks[chunk.chunk_id]
         moved = chunk.tokens - chunk.computed - chunk.recomputed
-        runs = (("computed", chunk.computed), (str(chunk.tier), moved), ("recomputed", chunk.recomputed))
+        runs = (
+            ("computed", chunk.computed),
+            (str(chunk.tier), moved),
+            ("recomputed", chunk.recomputed),
+        )
         row.append((str(rank), f"{rank} · {title_of(source.metadata)}", runs))
     row.append(("Q", "Question", (("computed", question),)))
     return [(label, title, tuple(run for run in runs if run[1])) for label, title, runs in row]
@@ -58,7 +64,8 @@ def prompt_bar(answer: Answer, system_tokens: int) -> str:
     for label, title, runs in parts(answer, system_tokens):
         totals.update(dict(runs))
         tokens = sum(count for _, count in runs)
-        side = "left" if left < whole / 2 else "right"  # the tooltip opens towards the middle, so it stays in sight
+        # the tooltip opens towards the middle, so it stays in sight
+        side = "left" if left < whole / 2 else "right"
         left += tokens
         words = ", ".join(f"{count} tokens {KINDS[kind]}" for kind, count in runs)
         tag = f"<b>{label}</b>" if tokens > whole * 0.03 else ""
@@ -67,8 +74,15 @@ def prompt_bar(answer: Answer, system_tokens: int) -> str:
             f"{''.join(_colour(*run) for run in runs)}</div>{tag}"
             f'<div class="cc-tip cc-{side}"><strong>{escape(title)}</strong><br>{words}</div></div>'
         )
-    known = [(kind, words) for kind, words in (KINDS | {"kept": "instruction, reused"}).items() if totals[kind]]
-    legend = "".join(f'<span><i class="cc-{kind}"></i>{words} <em>{totals[kind]}</em></span>' for kind, words in known)
+    known = [
+        (kind, words)
+        for kind, words in (KINDS | {"kept": "instruction, reused"}).items()
+        if totals[kind]
+    ]
+    legend = "".join(
+        f'<span><i class="cc-{kind}"></i>{words} <em>{totals[kind]}</em></span>'
+        for kind, words in known
+    )
     if trimmed := sum(chunk.outcome == "trimmed" for chunk in answer.stats.chunks):
         legend += f"<span>{trimmed} {'passage' if trimmed == 1 else 'passages'} did not fit into the prompt</span>"
     caption = f'<p class="cc-quiet">{CAPTION}</p><div class="cc-legend">{legend}</div>'
@@ -77,7 +91,11 @@ def prompt_bar(answer: Answer, system_tokens: int) -> str:
 
 def title_of(metadata: Any) -> str:
     """A passage's title: the last of its headings, else its document."""
-    return str(metadata.get("heading") or metadata.get("source") or "untitled").rsplit(" > ", 1)[-1].lstrip("# ")
+    return (
+        str(metadata.get("heading") or metadata.get("source") or "untitled")
+        .rsplit(" > ", 1)[-1]
+        .lstrip("# ")
+    )
 
 
 def headline(turn: Turn) -> str:
@@ -85,12 +103,16 @@ def headline(turn: Turn) -> str:
     assert turn.answer is not None
     stats, full, share = turn.answer.stats, turn.full_ttft_s, "nothing reused yet"
     if stats.tokens_reused:
-        share = f"<strong>{stats.tokens_reused / stats.tokens_prompt:.0%}</strong> of the prompt reused"
+        share = (
+            f"<strong>{stats.tokens_reused / stats.tokens_prompt:.0%}</strong> of the prompt reused"
+        )
     chips = [("", f"<strong>{seconds(stats.ttft_s)}</strong> to the first token"), ("", share)]
     if full:
         gain = full / stats.ttft_s if stats.tokens_reused else 1.0
         faster = f": <strong>{gain:.1f}×</strong> as long" if gain > 1.2 else ""
-        chips.append(("cc-good" if faster else "", f"<strong>{seconds(full)}</strong> without reuse{faster}"))
+        chips.append(
+            ("cc-good" if faster else "", f"<strong>{seconds(full)}</strong> without reuse{faster}")
+        )
     if not turn.whole:
         chips.append(("", "interrupted"))
     return "".join(f'<span class="cc-chip {kind}">{text}</span>' for kind, text in chips)
@@ -106,7 +128,11 @@ def sources(answer: Answer, *, unfolded: bool = False) -> str:
             f"<small>{escape(str(source.metadata.get('source', '')))}</small></span><em>{score}</em></summary>"
             f"<p>{escape(source.text)}</p></details>"
         )
-    count = f"{len(answer.sources)} sources" if answer.sources else "Nothing was found in the documents."
+    count = (
+        f"{len(answer.sources)} sources"
+        if answer.sources
+        else "Nothing was found in the documents."
+    )
     return f'<details class="cc-all"{" open" if unfolded else ""}><summary>{count}</summary>{cards}</details>'
 
 
@@ -123,7 +149,12 @@ def size(nbytes: float) -> str:
 def plain(text: str) -> str:
     """A name or a message escaped for Markdown, in one line: no link, no picture, no HTML."""
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-    return re.sub(r"([!#$&*+:<=>@\[\\\]^_`{|}~()\"-]|(?<=www)\.|(?<=^\d)\.)", r"\\\1", line, flags=re.IGNORECASE)
+    return re.sub(
+        r"([!#$&*+:<=>@\[\\\]^_`{|}~()\"-]|(?<=www)\.|(?<=^\d)\.)",
+        r"\\\1",
+        line,
+        flags=re.IGNORECASE,
+    )
 
 
 def markdown_safe(text: str) -> str:

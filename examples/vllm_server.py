@@ -11,8 +11,19 @@ from pathlib import Path
 from cachecraft_rag import CacheCraft, CacheCraftError, SamplingParams
 
 PORT, STORE = "8765", Path("chunk-caches/demo-vllm")
-COMMAND = [Path(sys.executable).with_name("cachecraft"), "serve", "demo", "--store", STORE, "--port", PORT]
-QUESTIONS = ("How often should I descale the Wren K2 kettle?", "Is broken glass covered by the warranty?")
+COMMAND = [
+    Path(sys.executable).with_name("cachecraft"),
+    "serve",
+    "demo",
+    "--store",
+    STORE,
+    "--port",
+    PORT,
+]
+QUESTIONS = (
+    "How often should I descale the Wren K2 kettle?",
+    "Is broken glass covered by the warranty?",
+)
 
 
 def connect(server: subprocess.Popen[bytes]) -> CacheCraft:
@@ -33,7 +44,10 @@ with subprocess.Popen([*COMMAND, "--", "--enforce-eager"]) as vllm:
             for question in QUESTIONS * 2:
                 answer = rag.ask(question, top_k=4, sampling=SamplingParams(max_new_tokens=40))
                 stats = answer.stats
-                print(f"\n{question}\n{answer.text.strip()}\nfirst token after {stats.ttft_s:.2f} s;", end=" ")
+                print(
+                    f"\n{question}\n{answer.text.strip()}\nfirst token after {stats.ttft_s:.2f} s;",
+                    end=" ",
+                )
                 print(f"{stats.tokens_reused} of {stats.tokens_prompt} prompt tokens reused")
     finally:
         vllm.terminate()

@@ -56,5 +56,7 @@ def attention(
         queries = q.view(1, kv_heads, heads // kv_heads, head_dim)
         keys = k[span].transpose(0, 1)[None]
         values = v[span].transpose(0, 1)[None]
-        return scaled_dot_product_attention(queries, keys, values, scale=scale).reshape(1, heads, head_dim)
+        return scaled_dot_product_attention(queries, keys, values, scale=scale).reshape(
+            1, heads, head_dim
+        )
     return attend(q, k, v, visible, path, scale=scale, softcap=softcap, sinks=sinks)

@@ -10,7 +10,13 @@ from torch import Tensor
 from cachecraft_rag.kernels.cpu import calls
 from cachecraft_rag.kernels.cpu.library import kernels_for
 from cachecraft_rag.kernels.gpu.choice import uses_triton
-from cachecraft_rag.kernels.row_blocks import RowBlock, grouped, masked_scores, row_blocks, softmax_with_sinks
+from cachecraft_rag.kernels.row_blocks import (
+    RowBlock,
+    grouped,
+    masked_scores,
+    row_blocks,
+    softmax_with_sinks,
+)
 from cachecraft_rag.kernels.visibility import Visibility
 
 
@@ -49,9 +55,13 @@ def attention_mass(
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
         from cachecraft_rag.kernels.gpu.received import received as received_on_gpu
 
-        attended = attend_on_gpu(q, k, None, visible, scale=scale, softcap=softcap, sinks=sinks, bounds=bounds)
+        attended = attend_on_gpu(
+            q, k, None, visible, scale=scale, softcap=softcap, sinks=sinks, bounds=bounds
+        )
         assert attended.mass is not None, "bounds were given"
-        return attended.mass, received_on_gpu(q, k, attended.lse, visible, scale=scale, softcap=softcap)
+        return attended.mass, received_on_gpu(
+            q, k, attended.lse, visible, scale=scale, softcap=softcap
+        )
 
     run = kernels_for(q, k)
     if run is not None and calls.attends(q, k):
@@ -66,7 +76,13 @@ def attention_mass(
 
 
 def _mean_weights(
-    q: Tensor, k: Tensor, visible: Visibility, *, scale: float, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    visible: Visibility,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Iterator[tuple[RowBlock, Tensor]]:
     """Yield each block with its weights, averaged over heads and 0 at a row's own position.
 
@@ -77,9 +93,17 @@ def _mean_weights(
     for block in visible.prepared(row_blocks):
         rows = slice(block.start, block.stop)
         scores = masked_scores(
-            queries[:, :, rows], k[block.first_key : block.last_key], block, scale=scale, softcap=softcap
+            queries[:, :, rows],
+            k[block.first_key : block.last_key],
+            block,
+            scale=scale,
+            softcap=softcap,
         )
-        weights = softmax_with_sinks(scores, queries.shape[1], sinks).view(heads, block.stop - block.start, -1).mean(0)
+        weights = (
+            softmax_with_sinks(scores, queries.shape[1], sinks)
+            .view(heads, block.stop - block.start, -1)
+            .mean(0)
+        )
         weights.scatter_(1, (visible.positions[rows] - block.first_key)[:, None], 0.0)
         yield block, weights
 

@@ -151,7 +151,9 @@ def attend(
         span = slice(block.first_key, block.last_key)
         block_q = queries[:, :, rows_in_block]
         if is_explicit:
-            block_out = products(block_q, k[span], v[span], block, scale=scale, softcap=softcap, sinks=sinks)
+            block_out = products(
+                block_q, k[span], v[span], block, scale=scale, softcap=softcap, sinks=sinks
+            )
         elif is_folded:
             block_out = folded(block_q, k[span], v[span], mask, scale=scale)
         else:
@@ -164,7 +166,11 @@ def _masked_blocks(
     visible: Visibility, block_rows: int, repeats: int, dtype: torch.dtype | None
 ) -> list[tuple[RowBlock, Tensor | None]]:
     """Return the blocks of a pass with their additive masks; without a `dtype`, the masks are None."""
-    blocks = visible.prepared(row_blocks) if block_rows == BLOCK_ROWS else row_blocks(visible, block_rows)
+    blocks = (
+        visible.prepared(row_blocks)
+        if block_rows == BLOCK_ROWS
+        else row_blocks(visible, block_rows)
+    )
     if dtype is None:
         return [(block, None) for block in blocks]
     return [(block, additive(block, dtype, repeats=repeats)) for block in blocks]
@@ -173,7 +179,9 @@ def _masked_blocks(
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
     """Attend in one block with torch's kernel; `q` and the result are `[kv_heads, group, rows, head_dim]`."""
     group = q.shape[1]
-    return scaled_dot_product_attention(q, _expanded(k, group), _expanded(v, group), attn_mask=mask, scale=scale)
+    return scaled_dot_product_attention(
+        q, _expanded(k, group), _expanded(v, group), attn_mask=mask, scale=scale
+    )
 
 
 def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
@@ -182,13 +190,17 @@ def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float
     folded_q = q.reshape(1, kv_heads, group * rows, head_dim)
     keys = k.transpose(0, 1)[None]
     values = v.transpose(0, 1)[None]
-    return scaled_dot_product_attention(folded_q, keys, values, attn_mask=mask, scale=scale).reshape(q.shape)
+    return scaled_dot_product_attention(
+        folded_q, keys, values, attn_mask=mask, scale=scale
+    ).reshape(q.shape)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     """Attend from a prompt's first rows to the keys up to each; `q` is `[kv_heads, group, rows, head_dim]`."""
     group = q.shape[1]
-    return scaled_dot_product_attention(q, _expanded(k, group), _expanded(v, group), is_causal=True, scale=scale)
+    return scaled_dot_product_attention(
+        q, _expanded(k, group), _expanded(v, group), is_causal=True, scale=scale
+    )
 
 
 def products(

@@ -39,7 +39,9 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
     merged[1, start:stop] = chunk[1]
 
 
-def place_all(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor, layers: Sequence[int]) -> None:
+def place_all(
+    merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor, layers: Sequence[int]
+) -> None:
     """Do the work of `place` in all layers that rotate alike: one launch with Triton.
 
     Args:

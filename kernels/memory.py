@@ -16,7 +16,11 @@ _ALIGNMENT = 64
 
 
 def empty(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", *, pinned: bool = False
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    pinned: bool = False,
 ) -> Tensor:
     """Return an uninitialised tensor.
 
@@ -59,7 +63,9 @@ class Recycler:
         self._block: NDArray[np.uint8] | None = None
         self._user: weakref.ref[NDArray[np.uint8]] | None = None
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    def empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> Tensor:
         """Return an uninitialised tensor, see `empty`. On a CPU it may use the memory of an earlier, unused tensor."""
         if torch.device(device).type != "cpu":
             return empty(shape, dtype, device)

@@ -45,7 +45,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
     half = width // 2
     cos = cos.unsqueeze(1)  # [tokens, 1, rotary_dim]
     sin = sin.unsqueeze(1)
-    torch.mul(x[..., :width], cos, out=out[..., :width])  # in one piece: halves of a head are slow to walk
+    # in one piece: halves of a head are slow to walk
+    torch.mul(x[..., :width], cos, out=out[..., :width])
     out[..., :half].addcmul_(x[..., half:width], sin[..., :half], value=-1)
     out[..., half:width].addcmul_(x[..., :half], sin[..., half:])
     if width < x.shape[-1]:

@@ -74,12 +74,16 @@ def additive(block: RowBlock, dtype: torch.dtype, *, repeats: int = 1) -> Tensor
     """Return the mask to add to a block's scores, 0 or -inf: `[repeats · rows, keys]`; None if all keys are visible."""
     if block.hidden is None:
         return None
-    mask = block.hidden.new_zeros((len(block.hidden), block.last_key - block.first_key), dtype=dtype)
+    mask = block.hidden.new_zeros(
+        (len(block.hidden), block.last_key - block.first_key), dtype=dtype
+    )
     mask[:, block.masked_from - block.first_key :].masked_fill_(block.hidden, float("-inf"))
     return mask.repeat(repeats, 1) if repeats > 1 else mask
 
 
-def masked_scores(q: Tensor, k: Tensor, block: RowBlock, *, scale: float, softcap: float | None) -> Tensor:
+def masked_scores(
+    q: Tensor, k: Tensor, block: RowBlock, *, scale: float, softcap: float | None
+) -> Tensor:
     """Return the masked scores `[kv_heads, group · rows, keys]` of one block, in float32.
 
     Args:
@@ -97,7 +101,9 @@ def masked_scores(q: Tensor, k: Tensor, block: RowBlock, *, scale: float, softca
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if block.hidden is not None:
-        maskable = scores.view(kv_heads, group, rows, -1)[..., block.masked_from - block.first_key :]
+        maskable = scores.view(kv_heads, group, rows, -1)[
+            ..., block.masked_from - block.first_key :
+        ]
         maskable.masked_fill_(block.hidden, float("-inf"))
     return scores
 

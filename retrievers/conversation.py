@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 
 TIE = 0.02  # cosines this close are a tie; of 40 follow-ups it loses none, and 0.1 loses one
-_QUESTIONS = 2  # how many of the user's earlier turns are searched with the new one; three find no more
-_LETTERS = 600  # of them, from their end: an embedding model reads 256 tokens, and a pasted page would be all of these
+# how many of the user's earlier turns are searched with the new one; three find no more
+_QUESTIONS = 2
+# of them, from their end: an embedding model reads 256 tokens, and a pasted page would be all of these
+_LETTERS = 600
 
 
 def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]:
@@ -46,7 +48,10 @@ def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]
 
 def turn_before(history: Sequence[Turn]) -> tuple[str, Sequence[Turn]] | None:
     """Return the last question before this one, and the history it had; None for a first question."""
-    place = max((at for at, (role, text) in enumerate(history) if role == "user" and text.strip()), default=None)
+    place = max(
+        (at for at, (role, text) in enumerate(history) if role == "user" and text.strip()),
+        default=None,
+    )
     return None if place is None else (history[place][1], history[:place])
 
 
@@ -57,7 +62,9 @@ def prefer(hits: Iterable[SearchHit], chunk_ids: Collection[str], top_k: int) ->
     >>> [hit.chunk_id for hit in prefer(hits, {"b", "c"}, 2)]
     ['b', 'a']
     """
-    return sorted(hits, key=lambda hit: -hit.score - (TIE if hit.chunk_id in chunk_ids else 0.0))[:top_k]
+    return sorted(hits, key=lambda hit: -hit.score - (TIE if hit.chunk_id in chunk_ids else 0.0))[
+        :top_k
+    ]
 
 
 def search(
@@ -82,6 +89,8 @@ def search(
     groups = [search_texts(text, turns) for text, turns in asked]
     texts = list(dict.fromkeys(text for group in groups for text in group))
     vectors = dict(zip(texts, unit_vectors(encode(texts)), strict=True))
-    now, *earlier = (unit_vectors(np.mean([vectors[text] for text in group], axis=0)) for group in groups)
+    now, *earlier = (
+        unit_vectors(np.mean([vectors[text] for text in group], axis=0)) for group in groups
+    )
     known = {hit.chunk_id for vector in earlier for hit in index.search(vector, top_k, where=where)}
     return prefer(index.search(now, top_k + len(known), where=where), known, top_k)

@@ -54,10 +54,12 @@ class Embedder:
         check_flag("local_files_only", local_files_only)
         check_whole("batch_size", batch_size, least=1, most=1 << 20)
         self.name, source, local_only = _locate(model)
-        self.source = os.path.abspath(model) if os.path.isdir(model) else str(model)  # what to load it from again
+        # what to load it from again
+        self.source = os.path.abspath(model) if os.path.isdir(model) else str(model)
         self.batch_size = batch_size
         self._home = HomeProcess("embedding model")
-        self._lock = threading.Lock()  # a fast tokenizer that two threads set to truncate raises "Already borrowed"
+        # a fast tokenizer that two threads set to truncate raises "Already borrowed"
+        self._lock = threading.Lock()
         self._model = _load(source, device=device, local_files_only=local_files_only or local_only)
         self._tokenizer = _counting_tokenizer(self._model)
         # Measured: the method that returns it was renamed several times.
@@ -66,11 +68,19 @@ class Embedder:
     @cached_property
     def limit(self) -> int:
         """Most tokens of a text that the model reads, special tokens included; the rest is truncated."""
-        stated = [self._model.max_seq_length, getattr(self._model.tokenizer, "model_max_length", None)]
-        limit = min((int(value) for value in stated if value is not None and value < 1_000_000), default=_DEFAULT_LIMIT)
+        stated = [
+            self._model.max_seq_length,
+            getattr(self._model.tokenizer, "model_max_length", None),
+        ]
+        limit = min(
+            (int(value) for value in stated if value is not None and value < 1_000_000),
+            default=_DEFAULT_LIMIT,
+        )
         prompts = self._model.prompts or {}
         # Models such as E5 put a prompt ("passage: ") before each text; it counts towards the limit.
-        prompt = next((prompts[key] for key in ("document", "passage", "corpus") if prompts.get(key)), "")
+        prompt = next(
+            (prompts[key] for key in ("document", "passage", "corpus") if prompts.get(key)), ""
+        )
         return limit - (self.count_tokens(prompt) - self.count_tokens("") if prompt else 0)
 
     def count_tokens(self, text: str) -> int:
@@ -91,15 +101,16 @@ class Embedder:
         state = hashlib.blake2b(digest_size=16)
         for name, module in self._model.named_children():
             config: dict[str, object] = getattr(module, "get_config_dict", dict)()
-            state.update(repr((name, type(module).__name__, sorted(config.items(), key=str))).encode())
+            state.update(
+                repr((name, type(module).__name__, sorted(config.items(), key=str))).encode()
+            )
         state.update(repr((self.limit, sorted((self._model.prompts or {}).items()))).encode())
         if self._tokenizer is not None:
             state.update(self._tokenizer.to_str().encode())
         for name, tensor in sorted(self._model.state_dict().items()):
             state.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
-            state.update(
-                tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            )  # NumPy has no bf16
+            as_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            state.update(as_bytes.numpy().data)  # as bytes, since NumPy has no bf16
         return f"{self.name}@{state.hexdigest()}"
 
     def encode_document(
@@ -119,7 +130,8 @@ class Embedder:
         if isinstance(texts, str):
             raise TypeError("texts must be a list of texts, not one text: put it in brackets")
         if not texts:
-            return np.empty((0, self.dim), dtype=np.float32)  # the library would return the shape (0,)
+            # the library would return the shape (0,)
+            return np.empty((0, self.dim), dtype=np.float32)
         # Half a surrogate pair (a damaged file, a terminal) is no character, and tokenizers refuse it.
         texts = [text.encode("utf-8", "replace").decode() for text in texts]
         # Longest first: texts of similar length share a batch (little padding), and memory runs out at once or never.
@@ -129,7 +141,10 @@ class Embedder:
             batch = [texts[at] for at in order[start : start + self.batch_size]]
             with self._lock:
                 vectors = getattr(self._model, method)(
-                    batch, batch_size=self.batch_size, normalize_embeddings=True, show_progress_bar=False
+                    batch,
+                    batch_size=self.batch_size,
+                    normalize_embeddings=True,
+                    show_progress_bar=False,
                 )
             rows.append(np.asarray(vectors, dtype=np.float32))
             if progress is not None:
@@ -150,7 +165,8 @@ def unit_vectors(vectors: ArrayLike) -> NDArray[np.float32]:
     >>> unit_vectors([3.0, 4.0]).tolist() == np.asarray([0.6, 0.8], np.float32).tolist()
     True
     """
-    values = np.asarray(vectors, dtype=np.float64)  # in float32 the square of a large number would overflow
+    # in float32 the square of a large number would overflow
+    values = np.asarray(vectors, dtype=np.float64)
     lengths = np.linalg.norm(values, axis=-1, keepdims=True)
     return (values / np.where(lengths == 0, 1, lengths)).astype(np.float32)
 
@@ -176,7 +192,9 @@ def _load(source: str, *, device: str | None, local_files_only: bool) -> Sentenc
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
-        raise ModelNotFoundError("embedding needs a library; type: pip install sentence-transformers") from error
+        raise ModelNotFoundError(
+            "embedding needs a library; type: pip install sentence-transformers"
+        ) from error
 
     if device is not None:
         _require_device(device)
@@ -185,7 +203,9 @@ def _load(source: str, *, device: str | None, local_files_only: bool) -> Sentenc
     for local in attempts:
         try:
             if not local:
-                require_hub([source] if "/" in source else [source, f"sentence-transformers/{source}"])
+                require_hub(
+                    [source] if "/" in source else [source, f"sentence-transformers/{source}"]
+                )
             with without_bars() if local else nullcontext():
                 return SentenceTransformer(source, device=device, local_files_only=local)
         except (OSError, ValueError) as error:

@@ -45,10 +45,12 @@ if TYPE_CHECKING:
     from cachecraft_rag.retrievers.embeddings import Embedder
     from cachecraft_rag.retrievers.index.faiss_store import Change, FaissStore, StoredDocument
 
-DEFAULT_CHUNK_TOKENS = 512  # for embedding models that read thousands: a chunk should be about one topic
+# for embedding models that read thousands: a chunk should be about one topic
+DEFAULT_CHUNK_TOKENS = 512
 
 _READER_VERSION = 2  # raise it when the parser's output changes: documents are then indexed again
-_FLUSH_CHUNKS = 256  # embedded together; a killed run loses at most this many, or one longer document
+# embedded together; a killed run loses at most this many, or one longer document
+_FLUSH_CHUNKS = 256
 logger = logging.getLogger("cachecraft_rag.retrievers.indexer")
 
 
@@ -100,7 +102,8 @@ def index_folder(
     place = _place(Path(path), run.stored.values())
     run.files_total = len(listing.files)
     run.problems += [
-        Problem(place.doc_id(problem.doc_id), problem.kind, problem.reason) for problem in listing.problems
+        Problem(place.doc_id(problem.doc_id), problem.kind, problem.reason)
+        for problem in listing.problems
     ]
     with run.reader:
         for file in listing.files:
@@ -161,9 +164,12 @@ class _Place:
 
 def _place(path: Path, stored: Iterable[StoredDocument]) -> _Place:
     """Return the known folder that a path belongs to, or a new label for a new folder."""
-    absolute = Path(os.path.abspath(path))  # not resolve(): a link `docs` that moves on to a new release stays `docs`
+    # not resolve(): a link `docs` that moves on to a new release stays `docs`
+    absolute = Path(os.path.abspath(path))
     folder = absolute if path.is_dir() else absolute.parent
-    labels = {document.root: document.doc_id.partition("/")[0] for document in stored if document.root}
+    labels = {
+        document.root: document.doc_id.partition("/")[0] for document in stored if document.root
+    }
     around = [root for root in labels if _contains(root, printable(str(folder)))]
     if around:
         root = max(around, key=len)
@@ -177,7 +183,11 @@ def _place(path: Path, stored: Iterable[StoredDocument]) -> _Place:
     while label in taken:
         count += 1
         label = f"{name}-{count}"
-    absorbed = frozenset(other for other in labels if _contains(root, other)) if path.is_dir() else frozenset()
+    absorbed = (
+        frozenset(other for other in labels if _contains(root, other))
+        if path.is_dir()
+        else frozenset()
+    )
     return _Place(root, label, "", absorbed)
 
 
@@ -211,7 +221,9 @@ class _Run:
         self.model = model
         self.reader = LimitedReader()
         self.limit = min(chunk_tokens, embedder.limit)
-        self.settings = f"reader {_READER_VERSION}, splitter {SPLITTER_VERSION}, {self.limit} tokens"
+        self.settings = (
+            f"reader {_READER_VERSION}, splitter {SPLITTER_VERSION}, {self.limit} tokens"
+        )
         self.stored = {document.doc_id: document for document in store.documents()}
         self.started = time.monotonic()
         self.files_total = 0
@@ -236,9 +248,14 @@ class _Run:
         except FileNotFoundError:
             pass  # deleted since it was listed; the run removes it like any other that is gone
         except OSError as error:
-            self.problems.append(Problem(file.doc_id, "inaccessible", inaccessible(file.path, error)))
-        except MissingReaderError as error:  # nothing is known of its content: an earlier reading of it stays
-            self.problems.append(Problem(file.doc_id, "inaccessible", f"{shown(file.path)}: {error}"))
+            self.problems.append(
+                Problem(file.doc_id, "inaccessible", inaccessible(file.path, error))
+            )
+        # nothing is known of its content: an earlier reading of it stays
+        except MissingReaderError as error:
+            self.problems.append(
+                Problem(file.doc_id, "inaccessible", f"{shown(file.path)}: {error}")
+            )
         except DocumentError as error:
             self.problems.append(Problem(file.doc_id, "unreadable", str(error)))
         self.tick(file.doc_id)
@@ -273,7 +290,12 @@ class _Run:
     def put(self, document: Document, content: str, *, root: str) -> None:
         """Split a document and queue it for embedding."""
         with parsing(document.doc_id):
-            chunks = split(document, count_tokens=self.embedder.count_tokens, limit=self.limit, model=self.model)
+            chunks = split(
+                document,
+                count_tokens=self.embedder.count_tokens,
+                limit=self.limit,
+                model=self.model,
+            )
         if self.model is not None:
             content = f"{content}:{self.model.name}"
         self.waiting.append((document, chunks, content, root))
@@ -294,11 +316,17 @@ class _Run:
             self.embedded = before + batch.done
             self._report(f"{self.embedded} chunks embedded")
 
-        fresh = self.embedder.encode_document([texts[chunk_id] for chunk_id in missing], progress=count)
+        fresh = self.embedder.encode_document(
+            [texts[chunk_id] for chunk_id in missing], progress=count
+        )
         vectors.update(zip(missing, fresh, strict=True))
         for document, chunks, content, root in self.waiting:
             matrix = [vectors[chunk.chunk_id] for chunk in chunks]
-            self._note(self.store.upsert(document.doc_id, chunks, matrix, content_digest=content, root=root))
+            self._note(
+                self.store.upsert(
+                    document.doc_id, chunks, matrix, content_digest=content, root=root
+                )
+            )
             (self.updated if document.doc_id in self.stored else self.added).append(document.doc_id)
         self.waiting = []
 
@@ -322,7 +350,12 @@ class _Run:
     def report(self) -> IndexReport:
         """Return the run's report. Also writes the index file, so that the next process starts faster."""
         self.store.save()
-        logger.info("%d added, %d updated, %d removed", len(self.added), len(self.updated), len(self.removed))
+        logger.info(
+            "%d added, %d updated, %d removed",
+            len(self.added),
+            len(self.updated),
+            len(self.removed),
+        )
         return IndexReport(
             added=tuple(self.added),
             updated=tuple(self.updated),

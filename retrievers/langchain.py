@@ -19,7 +19,15 @@ from cachecraft_rag.retrievers.index.removal import Evictions
 from cachecraft_rag.retrievers.retriever import Retriever
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.durable import Caches
-from cachecraft_rag.types import CHUNK_ID_KEY, NOTE_KEYS, Chunk, Metadata, SearchHit, digest, noted_chunk_id
+from cachecraft_rag.types import (
+    CHUNK_ID_KEY,
+    NOTE_KEYS,
+    Chunk,
+    Metadata,
+    SearchHit,
+    digest,
+    noted_chunk_id,
+)
 
 try:
     from langchain_core.documents import Document
@@ -30,7 +38,8 @@ except ImportError as error:
     raise ImportError(f"{error}; type: pip install 'cachecraft-rag[langchain]'") from error
 
 DEFAULT_FOLDER = "chunk-caches/index"  # the default of `CacheCraft` and of the command line
-_OURS = "_langchain"  # metadata key: a document's id, and the values that the index has no column type for
+# metadata key: a document's id, and the values that the index has no column type for
+_OURS = "_langchain"
 
 Filter = Mapping[str, Any] | Callable[[dict[str, Any]], bool]
 
@@ -64,7 +73,9 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     caches     chunk-caches to delete with their documents; None: they stay until the store needs the space
     """
 
-    def __init__(self, index: FaissStore, embedding: Embeddings, *, caches: Caches | None = None) -> None:
+    def __init__(
+        self, index: FaissStore, embedding: Embeddings, *, caches: Caches | None = None
+    ) -> None:
         check_kind("index", index, FaissStore, advice="FaissStore.open makes one")
         check_kind("embedding", embedding, Embeddings, advice="CacheCraftEmbeddings() is one")
         check_kind("caches", caches, Caches, optional=True, advice="engine.store is one")
@@ -93,11 +104,22 @@ class CacheCraftVectorStore(Closeable, VectorStore):
             fingerprint = embedding.embedder.fingerprint
         else:
             dim = len(embedding.embed_query("width"))
-            model = next((value for key in ("model", "model_name") if (value := getattr(embedding, key, None))), "")
+            model = next(
+                (
+                    value
+                    for key in ("model", "model_name")
+                    if (value := getattr(embedding, key, None))
+                ),
+                "",
+            )
             name = f"{type(embedding).__name__} {model}".strip()
             fingerprint = f"{name}@{digest(name)}"
         check_kind("caches", caches, Caches, optional=True, advice="engine.store is one")
-        store = cls(FaissStore.open(folder, dim=dim, embedder_fingerprint=fingerprint), embedding, caches=caches)
+        store = cls(
+            FaissStore.open(folder, dim=dim, embedder_fingerprint=fingerprint),
+            embedding,
+            caches=caches,
+        )
         store._owns_index = True
         return store
 
@@ -139,7 +161,9 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         """The embeddings that make the vectors."""
         return self._embedding
 
-    def add_documents(self, documents: list[Document], ids: list[str] | None = None, **kwargs: object) -> list[str]:
+    def add_documents(
+        self, documents: list[Document], ids: list[str] | None = None, **kwargs: object
+    ) -> list[str]:
         """Add documents, or replace those with the same ids; returns the ids, new ones where none were given.
 
         Raises `ConfigError` for metadata that JSON cannot hold.
@@ -156,7 +180,11 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         vectors = dict(zip(new, self._embedding.embed_documents(new), strict=True)) if new else {}
         removed: list[str] = []
         for name, chunk in zip(names, chunks, strict=True):
-            vector = known[chunk.chunk_id] if chunk.chunk_id in known else unit_vectors(vectors[chunk.text])
+            vector = (
+                known[chunk.chunk_id]
+                if chunk.chunk_id in known
+                else unit_vectors(vectors[chunk.text])
+            )
             removed += self.index.upsert(name, [chunk], vector[None]).removed
         self._evictions.settle(self.index, removed)
         return names
@@ -188,7 +216,9 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         """Return the `k` nearest documents, nearest first; `filter` as in `similarity_search_with_score`."""
         return [document for document, _ in self.similarity_search_with_score(query, k, **kwargs)]
 
-    def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
+    def similarity_search_by_vector(
+        self, embedding: list[float], k: int = 4, **kwargs: Any
+    ) -> list[Document]:
         """Return the `k` documents nearest to a vector."""
         return [document for document, _ in self._search(embedding, k, **kwargs)]
 
@@ -221,7 +251,9 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[Document]:
         """Return `k` of the `fetch_k` nearest documents, chosen to be near the query and unlike each other."""
         vector = self._embedding.embed_query(query)
-        return self.max_marginal_relevance_search_by_vector(vector, k, fetch_k, lambda_mult, **kwargs)
+        return self.max_marginal_relevance_search_by_vector(
+            vector, k, fetch_k, lambda_mult, **kwargs
+        )
 
     def max_marginal_relevance_search_by_vector(
         self,
@@ -263,11 +295,17 @@ def _chunk(document: Document, name: str) -> Chunk:
         for key, value in document.metadata.items()
         if key not in NOTE_KEYS and isinstance(value, str | int | float | bool | None)
     }
-    rest = {key: value for key, value in document.metadata.items() if key not in plain and key not in NOTE_KEYS}
+    rest = {
+        key: value
+        for key, value in document.metadata.items()
+        if key not in plain and key not in NOTE_KEYS
+    }
     try:
         ours = json.dumps({"id": name, "rest": rest})
     except TypeError as error:
-        raise ConfigError(f"document {name}: {error}; its metadata must be JSON-serializable") from error
+        raise ConfigError(
+            f"document {name}: {error}; its metadata must be JSON-serializable"
+        ) from error
     return Chunk(document.page_content, {**plain, _OURS: ours})
 
 

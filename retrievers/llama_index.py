@@ -43,7 +43,14 @@ except ImportError as error:
         f"the LlamaIndex integration needs llama-index-core ({error}); type: pip install 'cachecraft-rag[llama-index]'"
     ) from error
 
-from cachecraft_rag.checks import check_kind, check_names, check_number, check_path, check_text, check_whole
+from cachecraft_rag.checks import (
+    check_kind,
+    check_names,
+    check_number,
+    check_path,
+    check_text,
+    check_whole,
+)
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.retrievers.conversation import search_texts
@@ -82,7 +89,9 @@ class CacheCraftEmbedding(BaseEmbedding):
 
     _embedder: Embedder = PrivateAttr()
 
-    def __init__(self, model: str | os.PathLike[str] | Embedder = BUNDLED_EMBEDDER, **settings: Any) -> None:
+    def __init__(
+        self, model: str | os.PathLike[str] | Embedder = BUNDLED_EMBEDDER, **settings: Any
+    ) -> None:
         check_names(settings, type(self).model_fields.keys() - {"model_name"}, what="setting")
         embedder = model if isinstance(model, Embedder) else Embedder(model)
         super().__init__(model_name=embedder.name, **settings)
@@ -188,7 +197,9 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> CacheCraftVectorStore:
         """Open the folder of a `to_dict` or a pickle again; `caches=` is not kept in either and may be given."""
         constants = ("class_name", "stores_text", "is_embedding_query")
-        return cls(**{name: value for name, value in {**data, **kwargs}.items() if name not in constants})
+        return cls(
+            **{name: value for name, value in {**data, **kwargs}.items() if name not in constants}
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self).from_dict, (self.to_dict(),)
@@ -228,14 +239,21 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
             self._evictions.later(self._store, self._store.delete_document(ref_doc_id).removed)
 
     def delete_nodes(
-        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: object
+        self,
+        node_ids: list[str] | None = None,
+        filters: MetadataFilters | None = None,
+        **delete_kwargs: object,
     ) -> None:
         """Remove the nodes that have one of the ids and pass the filters; one of the two must be given."""
         check_names(delete_kwargs, ())
         if node_ids is None and filters is None:
             raise ConfigError("delete_nodes needs node_ids or filters; clear() removes everything")
         if self._store is not None:
-            chosen = node_ids if filters is None else [node.node_id for node in self.get_nodes(node_ids, filters)]
+            chosen = (
+                node_ids
+                if filters is None
+                else [node.node_id for node in self.get_nodes(node_ids, filters)]
+            )
             self._evictions.later(self._store, self._store.delete_keys(chosen or ()).removed)
 
     def clear(self) -> None:
@@ -252,7 +270,9 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
     # --- questions ---
 
-    def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
+    def get_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
+    ) -> list[BaseNode]:
         """Return the nodes that have one of the ids (None: all) and pass the filters."""
         if self._store is None:
             return []
@@ -273,11 +293,15 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
                 "words or by both use LlamaIndex's BM25Retriever and QueryFusionRetriever over get_nodes()"
             )
         if query.query_embedding is None:
-            raise ConfigError("the query has no embedding; give the index or the retriever an embed_model")
+            raise ConfigError(
+                "the query has no embedding; give the index or the retriever an embed_model"
+            )
         hits = self._ranked(self._store, query, kwargs) if self._store is not None else []
         nodes = [_node_of(hit) for hit, _ in hits]
         return VectorStoreQueryResult(
-            nodes=nodes, similarities=[score for _, score in hits], ids=[node.node_id for node in nodes]
+            nodes=nodes,
+            similarities=[score for _, score in hits],
+            ids=[node.node_id for node in nodes],
         )
 
     def _ranked(
@@ -286,8 +310,15 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         where = where_of(query.filters, node_ids=query.node_ids, doc_ids=query.doc_ids)
         vector = unit_vectors(query.query_embedding or [])
         if query.mode == VectorStoreQueryMode.DEFAULT:
-            return [(hit, hit.score) for hit in store.search(vector, query.similarity_top_k, where=where)]
-        weight = query.mmr_threshold if query.mmr_threshold is not None else options.get("mmr_threshold", 0.5)
+            return [
+                (hit, hit.score)
+                for hit in store.search(vector, query.similarity_top_k, where=where)
+            ]
+        weight = (
+            query.mmr_threshold
+            if query.mmr_threshold is not None
+            else options.get("mmr_threshold", 0.5)
+        )
         check_number("mmr_threshold", weight, most=1)
         reach = options.get("mmr_prefetch_k", 4 * query.similarity_top_k)
         check_whole("mmr_prefetch_k", reach, least=1)
@@ -343,7 +374,9 @@ class ConversationQuery(QueryBundle):
         texts = search_texts(question, history)
         if len(texts) == 1:
             return QueryBundle(question)
-        return cls(texts[-1], custom_embedding_strs=list(texts), question=question, history=tuple(history))
+        return cls(
+            texts[-1], custom_embedding_strs=list(texts), question=question, history=tuple(history)
+        )
 
 
 class CacheCraftRetriever(BaseRetriever):
@@ -383,7 +416,9 @@ class CacheCraftRetriever(BaseRetriever):
         elif query_bundle.embedding is None and not query_bundle.custom_embedding_strs:
             hits = self._rag.retrieve(query_bundle.query_str, top_k=self._top_k, where=where)
         else:  # a transform (HyDE) replaced the question by other texts or a vector
-            vector = query_bundle.embedding or self._rag.embedder.encode_query(query_bundle.embedding_strs).mean(axis=0)
+            vector = query_bundle.embedding or self._rag.embedder.encode_query(
+                query_bundle.embedding_strs
+            ).mean(axis=0)
             hits = self._rag.index.search(unit_vectors(vector), self._top_k, where=where)
         return [NodeWithScore(node=_node_of(hit), score=hit.score) for hit in hits]
 
@@ -394,8 +429,17 @@ def _chunk_of(node: BaseNode) -> Chunk:
     """Return a node as a chunk: the text the model will see of it, and the node itself in the metadata."""
     metadata = node_to_metadata_dict(_without_notes(node))
     # From the node as it is read back: JSON turns a date in the metadata into a text, and that is what the model sees.
-    text = without_paths(metadata_dict_to_node(metadata)).get_content(metadata_mode=MetadataMode.LLM)
-    return Chunk(text, {key: value for key, value in metadata.items() if isinstance(value, str | int | float | None)})
+    text = without_paths(metadata_dict_to_node(metadata)).get_content(
+        metadata_mode=MetadataMode.LLM
+    )
+    return Chunk(
+        text,
+        {
+            key: value
+            for key, value in metadata.items()
+            if isinstance(value, str | int | float | None)
+        },
+    )
 
 
 def without_paths(node: BaseNode) -> BaseNode:
@@ -403,7 +447,9 @@ def without_paths(node: BaseNode) -> BaseNode:
     seen = (PATH_KEYS & node.metadata.keys()) - set(node.excluded_llm_metadata_keys)
     if not seen:
         return node
-    return node.model_copy(update={"excluded_llm_metadata_keys": [*node.excluded_llm_metadata_keys, *sorted(seen)]})
+    return node.model_copy(
+        update={"excluded_llm_metadata_keys": [*node.excluded_llm_metadata_keys, *sorted(seen)]}
+    )
 
 
 def with_notes(node: BaseNode, notes: Mapping[str, object]) -> BaseNode:
@@ -425,9 +471,15 @@ def _without_notes(node: BaseNode) -> BaseNode:
         return node
     return node.model_copy(
         update={
-            "metadata": {key: value for key, value in node.metadata.items() if key not in NOTE_KEYS},
-            "excluded_llm_metadata_keys": [key for key in node.excluded_llm_metadata_keys if key not in NOTE_KEYS],
-            "excluded_embed_metadata_keys": [key for key in node.excluded_embed_metadata_keys if key not in NOTE_KEYS],
+            "metadata": {
+                key: value for key, value in node.metadata.items() if key not in NOTE_KEYS
+            },
+            "excluded_llm_metadata_keys": [
+                key for key in node.excluded_llm_metadata_keys if key not in NOTE_KEYS
+            ],
+            "excluded_embed_metadata_keys": [
+                key for key in node.excluded_embed_metadata_keys if key not in NOTE_KEYS
+            ],
         }
     )
 

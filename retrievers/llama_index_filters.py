@@ -6,7 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
+from llama_index.core.vector_stores.types import (
+    FilterCondition,
+    FilterOperator,
+    MetadataFilter,
+    MetadataFilters,
+)
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
 from cachecraft_rag.retrievers.index.filters import Where, accepts, check_depth
@@ -16,7 +21,10 @@ NODE = "_node_content"  # LlamaIndex's own key for a whole node as JSON
 
 
 def where_of(
-    filters: MetadataFilters | None, *, node_ids: Sequence[str] | None = None, doc_ids: Sequence[str] | None = None
+    filters: MetadataFilters | None,
+    *,
+    node_ids: Sequence[str] | None = None,
+    doc_ids: Sequence[str] | None = None,
 ) -> Where | None:
     """Return LlamaIndex's filters as a `where` of `FaissStore.search`; an empty list of ids means any id."""
     parts: list[Where] = [_group(filters)] if filters is not None and filters.filters else []
@@ -25,7 +33,9 @@ def where_of(
     if nodes:
         parts.append(lambda metadata: _node(metadata).get("id_") in nodes)
     if documents:
-        parts.append(lambda metadata: metadata.get("ref_doc_id", metadata.get("source")) in documents)
+        parts.append(
+            lambda metadata: metadata.get("ref_doc_id", metadata.get("source")) in documents
+        )
     return {"$and": parts} if parts else None
 
 
@@ -34,7 +44,9 @@ def _group(filters: MetadataFilters, *, depth: int = 0) -> Where:
     check_depth(depth)
     parts: list[Where] = []
     for part in filters.filters:
-        nested = _group(part, depth=depth + 1) if isinstance(part, MetadataFilters) else _condition(part)
+        nested = (
+            _group(part, depth=depth + 1) if isinstance(part, MetadataFilters) else _condition(part)
+        )
         parts.append(nested)
     if filters.condition == FilterCondition.NOT:
         return lambda metadata: not any(accepts(part, metadata) for part in parts)

@@ -31,13 +31,20 @@ class Retriever:
     caches    the chunk-caches of these chunks, to evict what is deleted from the index; None if there are none
     """
 
-    def __init__(self, index: FaissStore, embedder: Embedder, *, caches: Caches | None = None) -> None:
+    def __init__(
+        self, index: FaissStore, embedder: Embedder, *, caches: Caches | None = None
+    ) -> None:
         self.index = index
         self.embedder = embedder
         self.caches = caches
 
     def retrieve(
-        self, question: str, *, top_k: int = DEFAULT_TOP_K, where: Where | None = None, history: Iterable[Turn] = ()
+        self,
+        question: str,
+        *,
+        top_k: int = DEFAULT_TOP_K,
+        where: Where | None = None,
+        history: Iterable[Turn] = (),
     ) -> list[SearchHit]:
         """Return the `top_k` chunks nearest to the question, best first; `where` filters them, see `FaissStore.search`.
 
@@ -54,9 +61,13 @@ class Retriever:
         check_whole("top_k", top_k, least=1)
         history = listed("history", history)
         check_history(history)
-        hits = search(self.index, self.embedder.encode_query, question, history, top_k=top_k, where=where)
+        hits = search(
+            self.index, self.embedder.encode_query, question, history, top_k=top_k, where=where
+        )
         if not hits and self.index.stats().chunks == 0:
-            raise IndexStoreError(f"{self.index.folder} holds no documents yet; add some with `cachecraft index DIR`")
+            raise IndexStoreError(
+                f"{self.index.folder} holds no documents yet; add some with `cachecraft index DIR`"
+            )
         return hits
 
     def documents(self) -> list[StoredDocument]:
@@ -76,4 +87,6 @@ class Retriever:
 
 def open_index(root: str | os.PathLike[str], embedder: Embedder) -> FaissStore:
     """Open the retrieval index inside the store folder `root`, or make it."""
-    return FaissStore.open(Path(root) / INDEX_FOLDER, dim=embedder.dim, embedder_fingerprint=embedder.fingerprint)
+    return FaissStore.open(
+        Path(root) / INDEX_FOLDER, dim=embedder.dim, embedder_fingerprint=embedder.fingerprint
+    )

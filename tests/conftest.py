@@ -34,12 +34,17 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Models of a test are tiny: more threads only wait for each other, which on a busy machine takes eight times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["COLUMNS"] = "200"  # tables are as wide on every terminal, and without one
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would warn at every subprocess a test starts
+# its threads would warn at every subprocess a test starts
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # The settings of whoever runs the tests are not the tests'; `CACHECRAFT_CACHE` keeps the demo model's files.
-for name in [name for name in os.environ if name.startswith("CACHECRAFT_") and name != "CACHECRAFT_CACHE"]:
+for name in [
+    name for name in os.environ if name.startswith("CACHECRAFT_") and name != "CACHECRAFT_CACHE"
+]:
     del os.environ[name]
 # No test may fail because the machine is busy, and Hypothesis gives an example 0.2 s.
-settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("busy machine")
 
 
@@ -60,7 +65,9 @@ _import_benchmarks()
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Log lines with lone surrogates, from tests of odd names, can be sent from a worker to pytest-xdist."""
     report = yield
-    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    report.sections = [
+        (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
+    ]
     return report
 
 
@@ -163,12 +170,18 @@ def squad_article() -> Callable[..., dict[str, Any]]:
     The paragraph says when the mill of Arden was built, and that is its question; `asked` leaves out questions.
     """
 
-    def article(name: str, towns: Mapping[str, int], asked: Callable[[int], bool] = bool) -> dict[str, Any]:
+    def article(
+        name: str, towns: Mapping[str, int], asked: Callable[[int], bool] = bool
+    ) -> dict[str, Any]:
         paragraphs = []
         for town, year in towns.items():
             context = f"The {name} of {town} was built in {year} and stands beside the river."
             answers = [{"text": str(year), "answer_start": 0}]
-            question = {"id": f"{name}{year}", "question": f"When was the {name} of {town} built?", "answers": answers}
+            question = {
+                "id": f"{name}{year}",
+                "question": f"When was the {name} of {town} built?",
+                "answers": answers,
+            }
             paragraphs.append({"context": context, "qas": [question] if asked(year) else []})
         return {"title": name, "paragraphs": paragraphs}
 
@@ -224,11 +237,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
+    backend = Tokenizer(
+        models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|system|>", "<|user|>", "<|assistant|>"]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|system|>", "<|user|>", "<|assistant|>"]}
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -262,8 +279,11 @@ def tiny_decoder(byte_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Decod
                 shape |= {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 512}
             config = getattr(transformers, f"{family}Config")(**(shape | settings))
             torch.manual_seed(seed)
-            model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).to(getattr(torch, dtype))
-            with torch.no_grad():  # the usual initialisation is so small that every token would look alike
+            model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).to(
+                getattr(torch, dtype)
+            )
+            # the usual initialisation is so small that every token would look alike
+            with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.dim() > 1:
                         parameter.mul_(4)
@@ -310,10 +330,20 @@ def town_dataset() -> Dataset:
         for thing in ("mill", "bridge")
         for towns in [(("Arden", 1701), ("Brook", 1802), ("Corry", 1903), ("Dunmore", 1664))]
     )
-    picks = [(0, (2, 0, 1)), (1, (0, 1, 2)), (0, (3, 1, 0)), (1, (3, 2, 1)), (0, (0, 1, 2)), (1, (1, 3, 0))]
+    picks = [
+        (0, (2, 0, 1)),
+        (1, (0, 1, 2)),
+        (0, (3, 1, 0)),
+        (1, (3, 2, 1)),
+        (0, (0, 1, 2)),
+        (1, (1, 3, 0)),
+    ]
     questions = tuple(
         EvaluationQuestion(
-            f"q{place}", f"When was {place} built?", tuple(documents[number][i] for i in order), ("1802", "in 1802")
+            f"q{place}",
+            f"When was {place} built?",
+            tuple(documents[number][i] for i in order),
+            ("1802", "in 1802"),
         )
         for place, (number, order) in enumerate(picks)
     )

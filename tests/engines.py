@@ -46,7 +46,9 @@ def untraced() -> Iterator[None]:
 def interrupt(thread: threading.Thread) -> None:
     """Raise `Interruption` in a thread between two of its next instructions, if it was started."""
     if thread.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Interruption))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(Interruption)
+        )
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -58,7 +60,9 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def make_engine(decoder_of_letters: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+def make_engine(
+    decoder_of_letters: Callable[..., Any], tmp_path: Path
+) -> Iterator[Callable[..., Engine]]:
     """Makes engines over one folder; `host_bytes` of the store."""
     opened: list[Any] = []
 
@@ -82,7 +86,13 @@ def engine(make_engine: Callable[..., Engine]) -> Engine:
 class Asking:
     """A question in a thread of its own."""
 
-    def __init__(self, engine: Engine, chunks: list[Chunk], question: str = "How do I descale it?", **how: Any) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        chunks: list[Chunk],
+        question: str = "How do I descale it?",
+        **how: Any,
+    ) -> None:
         self.error: BaseException | None = None
         self.answer = engine.stream(question, chunks, **({"sampling": SHORT} | how))
         self.thread = threading.Thread(target=self._read, daemon=True)

@@ -31,21 +31,73 @@ from cachecraft_rag.types import Chunk
 
 COMMAND = str(Path(sys.executable).with_name("cachecraft"))
 ODD = [
-    None, True, False, 0, 1, -1, 2**31, 2**63 - 1, 2**63, 2**70, -(2**70), 10**4000, 0.0, -0.0, 0.5, 1.5, 1e308,
-    math.nan, math.inf, -math.inf, "", "2GB", "\udc80", "\0", "x" * 5000, b"bytes", [], (), {}, [1], ["a"], ("a", 1),
-    {"a": 1}, {1: "a"}, {"overlap"}, frozenset(), object(), int, len, np.int64(3), np.float32(0.5), np.zeros(3),
-    Path("x"), Path("\0"), ReuseConfig(), SamplingParams(), Chunk("text"), 1j, range(3), iter([]), Ellipsis,
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2**31,
+    2**63 - 1,
+    2**63,
+    2**70,
+    -(2**70),
+    10**4000,
+    0.0,
+    -0.0,
+    0.5,
+    1.5,
+    1e308,
+    math.nan,
+    math.inf,
+    -math.inf,
+    "",
+    "2GB",
+    "\udc80",
+    "\0",
+    "x" * 5000,
+    b"bytes",
+    [],
+    (),
+    {},
+    [1],
+    ["a"],
+    ("a", 1),
+    {"a": 1},
+    {1: "a"},
+    {"overlap"},
+    frozenset(),
+    object(),
+    int,
+    len,
+    np.int64(3),
+    np.float32(0.5),
+    np.zeros(3),
+    Path("x"),
+    Path("\0"),
+    ReuseConfig(),
+    SamplingParams(),
+    Chunk("text"),
+    1j,
+    range(3),
+    iter([]),
+    Ellipsis,
+]
 GARBAGE = st.one_of(
     st.sampled_from(ODD),
     st.integers(),
     st.floats(),
     st.text(st.characters(codec=None)),
     st.binary(),
-    st.recursive(st.none() | st.text(max_size=4) | st.integers(), lambda inner: st.lists(inner) | st.tuples(inner)),
+    st.recursive(
+        st.none() | st.text(max_size=4) | st.integers(),
+        lambda inner: st.lists(inner) | st.tuples(inner),
+    ),
 )
 PROPERTY = settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
@@ -87,12 +139,18 @@ def test_any_value_of_any_field(kind: Any, name: str, value: Any) -> None:
         (StoreConfig, {"readers": 2.5}, "whole number"),
         (StoreConfig, {"busy_timeout_s": math.inf}, "at most 1e"),
         (ReuseConfig, {"reuse": 0}, "True or False"),
-        (ReuseConfig, {"early_termination": ["off"]}, "True or False, not ['off']: True is Algorithm 1"),
+        (
+            ReuseConfig,
+            {"early_termination": ["off"]},
+            "True or False, not ['off']: True is Algorithm 1",
+        ),
         (SamplingParams, {"stop": 1}, "must be a list"),
     ],
     ids=str,
 )
-def test_a_wrong_value_is_named_with_what_to_do(kind: Any, wrong: dict[str, Any], says: str) -> None:
+def test_a_wrong_value_is_named_with_what_to_do(
+    kind: Any, wrong: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))) as caught:
         kind(**wrong)
     assert says in str(caught.value)
@@ -117,7 +175,9 @@ def test_a_bool_is_no_number_and_nan_is_in_no_range() -> None:
 
 
 def test_the_nearest_name_is_offered() -> None:
-    with pytest.raises(ConfigError, match=r"similarty_top_k: no such option.*Did you mean similarity_top_k\?"):
+    with pytest.raises(
+        ConfigError, match=r"similarty_top_k: no such option.*Did you mean similarity_top_k\?"
+    ):
         check_names(["similarty_top_k"], ["similarity_top_k", "filters"])
 
 
@@ -133,7 +193,16 @@ def engine(tiny_decoder: Any, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield made
 
 
-ENGINE_OPTIONS = ["dtype", "device", "namespace", "reuse", "system", "device_bytes", "host_bytes", "disk_bytes"]
+ENGINE_OPTIONS = [
+    "dtype",
+    "device",
+    "namespace",
+    "reuse",
+    "system",
+    "device_bytes",
+    "host_bytes",
+    "disk_bytes",
+]
 
 
 @pytest.mark.parametrize("name", [*ENGINE_OPTIONS, "codec", "remote", "store", "model", "nosuch"])
@@ -155,7 +224,9 @@ def test_any_option_of_an_engine_before_a_model_is_loaded(
         CacheCraft.from_pretrained(**arguments)
 
 
-@pytest.mark.parametrize("name", ["decoder", "store", "namespace", "config", "system", "private_system", "best_last"])
+@pytest.mark.parametrize(
+    "name", ["decoder", "store", "namespace", "config", "system", "private_system", "best_last"]
+)
 @PROPERTY
 @given(value=GARBAGE)
 def test_any_argument_of_the_engine_itself(engine: Engine, name: str, value: Any) -> None:
@@ -175,7 +246,9 @@ def test_any_argument_of_a_question(engine: Engine, name: str, value: Any) -> No
 @PROPERTY
 @given(value=GARBAGE.filter(lambda value: value is not None))
 def test_any_argument_of_an_examination(engine: Engine, name: str, value: Any) -> None:
-    arguments: dict[str, Any] = {"question": "Why?", "chunks": [], "max_new_tokens": 2} | {name: value}
+    arguments: dict[str, Any] = {"question": "Why?", "chunks": [], "max_new_tokens": 2} | {
+        name: value
+    }
     assert_taken_or_refused(lambda: engine.score_answer(**arguments))
 
 
@@ -202,7 +275,9 @@ def test_any_argument_of_opening_a_store(
     assert_taken_or_refused(lambda: ChunkCacheStore.open(**arguments))
 
 
-@pytest.mark.parametrize("door", ["namespace", "session", "offset", "limit", "chosen", "down", "timeout", "capture"])
+@pytest.mark.parametrize(
+    "door", ["namespace", "session", "offset", "limit", "chosen", "down", "timeout", "capture"]
+)
 @PROPERTY
 @given(value=GARBAGE)
 def test_any_argument_of_a_store(engine: Engine, door: str, value: Any) -> None:
@@ -223,7 +298,9 @@ def test_any_argument_of_a_store(engine: Engine, door: str, value: Any) -> None:
 @pytest.mark.parametrize("name", ["folder", "k", "where"])
 @PROPERTY
 @given(value=GARBAGE)
-def test_any_argument_of_an_index(name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_argument_of_an_index(
+    name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     if name == "folder":
         assert_taken_or_refused(lambda: FaissStore.open(value, dim=2, embedder_fingerprint="x@1"))
@@ -237,8 +314,14 @@ def test_any_argument_of_an_index(name: str, value: Any, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("name", ["model", "device", "local_files_only", "batch_size"])
 @PROPERTY
-@given(value=GARBAGE.filter(lambda value: value not in (None, True) if isinstance(value, bool | None) else True))
-def test_any_argument_of_an_embedder(name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@given(
+    value=GARBAGE.filter(
+        lambda value: value not in (None, True) if isinstance(value, bool | None) else True
+    )
+)
+def test_any_argument_of_an_embedder(
+    name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     arguments: dict[str, Any] = {"model": "no-such/model"} | {name: value}
     with pytest.raises(CacheCraftError):
@@ -259,10 +342,14 @@ def test_a_name_that_the_hub_cannot_be_asked_for_fails_without_retries(tmp_path:
         "        print(str(error).splitlines()[0])\n"
     )
     environment = {
-        name: value for name, value in os.environ.items() if "HF_" not in name and "proxy" not in name.lower()
+        name: value
+        for name, value in os.environ.items()
+        if "HF_" not in name and "proxy" not in name.lower()
     }
     environment |= {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.count("cannot be reached") == 2, done.stdout + done.stderr
     assert "Retry" not in done.stdout + done.stderr
 
@@ -301,6 +388,8 @@ HUGE, DAMAGED = str(10**22), os.fsdecode(b"\xff")
 def test_the_command_refuses_what_cannot_be(arguments: list[str], tmp_path: Path) -> None:
     ChunkCacheStore.open(tmp_path / "chunk-caches" / "caches").close()
     (tmp_path / "chunk-caches" / "index").mkdir()
-    done = subprocess.run([COMMAND, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [COMMAND, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr

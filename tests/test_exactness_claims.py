@@ -34,7 +34,9 @@ from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.types import Chunk
 
 CLAIMS = int(os.environ.get("TESTS_CLAIMS", "42")) // len(CODECS)
-CHUNKS = [Chunk(f"House {n}: the kettle on floor {3 * n} boils after {7 * n} minutes.") for n in range(8)]
+CHUNKS = [
+    Chunk(f"House {n}: the kettle on floor {3 * n} boils after {7 * n} minutes.") for n in range(8)
+]
 TOKENS = 4
 PLAIN = ReuseConfig(probe_min_rows=16)
 CONFIGS = [
@@ -80,13 +82,17 @@ def drawn(dice: random.Random) -> Asked:
     question, config = f"Which house is number {dice.randint(0, 3)}?", dice.choice(CONFIGS)
     if dice.random() < 0.5:
         return Asked(question, chunks, config, scored=True)
-    history: list[Turn] = [("user", "Where is Ada?"), ("assistant", "Upstairs.")] if dice.random() < 0.5 else []
+    history: list[Turn] = (
+        [("user", "Where is Ada?"), ("assistant", "Upstairs.")] if dice.random() < 0.5 else []
+    )
     return Asked(question, chunks, config, dice.choice((None, "ada", "bob")), history)
 
 
 def answered(engine: Engine, asked: Asked) -> Answered:
     if asked.scored:
-        found = engine.score_answer(asked.question, asked.chunks, max_new_tokens=TOKENS, config=asked.config)
+        found = engine.score_answer(
+            asked.question, asked.chunks, max_new_tokens=TOKENS, config=asked.config
+        )
         return Answered(found.text, found.stats, found.logits)
     answer = engine.stream(
         asked.question,
@@ -109,9 +115,14 @@ def own_answer(decoder: Decoder, ids: Sequence[int]) -> tuple[str, Tensor]:
     return decoder.tokenizer.decode(tokens, skip_special_tokens=True), torch.stack(logits)
 
 
-def world(decoder: Decoder, folder: Path, codec: str, dice: random.Random) -> Iterator[tuple[Asked, Answered]]:
+def world(
+    decoder: Decoder, folder: Path, codec: str, dice: random.Random
+) -> Iterator[tuple[Asked, Answered]]:
     """Thirty requests to one engine and its store, two at a time, with removals between and beside them."""
-    limits = {"host_bytes": dice.choice((0, 0, 300_000, 1 << 30)), "disk_bytes": dice.choice((400_000, 1 << 30))}
+    limits = {
+        "host_bytes": dice.choice((0, 0, 300_000, 1 << 30)),
+        "disk_bytes": dice.choice((400_000, 1 << 30)),
+    }
     with (
         ChunkCacheStore.open(folder, codec=codec, **limits) as store,
         Engine(decoder, store, best_last=False) as engine,
@@ -121,7 +132,9 @@ def world(decoder: Decoder, folder: Path, codec: str, dice: random.Random) -> It
             pair = [drawn(dice), drawn(dice)]
             running = [threads.submit(answered, engine, asked) for asked in pair]
             if dice.random() < 0.3:
-                gone = dice.choice([*(chunk.chunk_id for chunk in CHUNKS), engine.prompts.system.segment_id])
+                gone = dice.choice(
+                    [*(chunk.chunk_id for chunk in CHUNKS), engine.prompts.system.segment_id]
+                )
                 threads.submit(store.evict, RowFilter(chunk_ids=(gone,))).result()
             found = [one.result() for one in running]
             if dice.random() < 0.7:

@@ -10,7 +10,11 @@ import cachecraft_rag
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "cachecraft_rag"
-MODULES = sorted(path for folder in (PACKAGE, ROOT / "kernels", ROOT / "retrievers") for path in folder.rglob("*.py"))
+MODULES = sorted(
+    path
+    for folder in (PACKAGE, ROOT / "kernels", ROOT / "retrievers")
+    for path in folder.rglob("*.py")
+)
 
 
 def imported(path: Path) -> set[str]:
@@ -18,16 +22,25 @@ def imported(path: Path) -> set[str]:
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [
-        f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+        f"{node.module}.{alias.name}"
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
     ]
-    return {name.split(".")[1] for name in names if name.startswith("cachecraft_rag.")} - {"__version__"}
+    return {name.split(".")[1] for name in names if name.startswith("cachecraft_rag.")} - {
+        "__version__"
+    }
 
 
 def test_folders_import_in_one_direction() -> None:
     graph: dict[str, set[str]] = {}
     for path in MODULES:
         if path != PACKAGE / "__init__.py":  # its imports are lazy names for users
-            part = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT).parts[0].removesuffix(".py")
+            part = (
+                path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT)
+                .parts[0]
+                .removesuffix(".py")
+            )
             graph.setdefault(part, set()).update(imported(path) - {part})
     assert {
         "kernels",
@@ -55,7 +68,9 @@ def test_folders_hold_few_modules() -> None:
     """At most 14 modules per folder."""
     folders = {path.parent for path in PACKAGE.rglob("*.py")}
     counts = {
-        str(folder.relative_to(PACKAGE)): sum(path.name != "__init__.py" for path in folder.glob("*.py"))
+        str(folder.relative_to(PACKAGE)): sum(
+            path.name != "__init__.py" for path in folder.glob("*.py")
+        )
         for folder in folders
     }
     too_large = {name: count for name, count in counts.items() if count > 14}
@@ -71,7 +86,9 @@ def test_parts_of_vllm_import_in_one_direction() -> None:
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
         for name in forbidden:
-            assert not [module for module in modules if module.startswith(f"cachecraft_rag.vllm.{name}")], path
+            assert not [
+                module for module in modules if module.startswith(f"cachecraft_rag.vllm.{name}")
+            ], path
 
 
 def test_mapped_packages_hold_only_a_docstring() -> None:

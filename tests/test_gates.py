@@ -31,8 +31,20 @@ TWO_KINDS = ["sliding_attention", "full_attention", "sliding_attention", "full_a
 VARIATIONS: list[tuple[str, dict[str, Any]]] = [
     ("Mistral", {"sliding_window": 24}),
     ("Phi3", {"sliding_window": 24}),
-    ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
-    ("Gemma2", {"sliding_window": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}),
+    (
+        "Phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+    ),
+    (
+        "Gemma2",
+        {"sliding_window": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0},
+    ),
     ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
     (
         "Llama",
@@ -49,7 +61,10 @@ VARIATIONS: list[tuple[str, dict[str, Any]]] = [
     ("Gemma3Text", {"head_dim": 16, "sliding_window": 24, "layer_types": TWO_KINDS}),
     ("SmolLM3", {"no_rope_layer_interval": 2}),
     ("Cohere", {}),
-    ("GptOss", {"head_dim": 16, "num_local_experts": 4, "sliding_window": 24, "layer_types": TWO_KINDS}),
+    (
+        "GptOss",
+        {"head_dim": 16, "num_local_experts": 4, "sliding_window": 24, "layer_types": TWO_KINDS},
+    ),
     ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
 ]
 BOUNDS = [0, 20, 70, 150, 190, 210]  # system, three chunks of different lengths, question
@@ -62,7 +77,11 @@ CHUNKS = (1, 2, 3)
 def decoder(request: pytest.FixtureRequest, tiny_decoder: Callable[..., Decoder]) -> Decoder:
     """Each family, each variation, and the demo model; in fp32."""
     family, settings = request.param
-    return request.getfixturevalue("demo_decoder") if family == "demo" else tiny_decoder(family, **settings)
+    return (
+        request.getfixturevalue("demo_decoder")
+        if family == "demo"
+        else tiny_decoder(family, **settings)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -107,7 +126,9 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 def test_g1_recomputing_everything_is_the_models_own_forward(decoder: Decoder) -> None:
     ids = token_ids()
-    work = PrefillJob(ids, Rows.of(BOUNDS, new=EVERYTHING), captures=CHUNKS, capacity=BOUNDS[-1] + 8)
+    work = PrefillJob(
+        ids, Rows.of(BOUNDS, new=EVERYTHING), captures=CHUNKS, capacity=BOUNDS[-1] + 8
+    )
     output = prefill(decoder, work)
     assert_same(decoder.next_logits(output.hidden), decoder.own_logits(ids)[0])
     assert greedy(decoder, output, len(ids)) == own_greedy(decoder, ids)
@@ -116,9 +137,12 @@ def test_g1_recomputing_everything_is_the_models_own_forward(decoder: Decoder) -
 def test_g2_reuse_behind_the_same_prefix_is_the_models_own_forward(decoder: Decoder) -> None:
     ids = token_ids()
     captured = prefill(
-        decoder, PrefillJob(ids[:-20], Rows.of(BOUNDS[:-1], new=range(BOUNDS[-2])), captures=(0, *CHUNKS))
+        decoder,
+        PrefillJob(ids[:-20], Rows.of(BOUNDS[:-1], new=range(BOUNDS[-2])), captures=(0, *CHUNKS)),
     )
-    work = PrefillJob(ids, Rows.of(BOUNDS, new=QUESTION), resident=captures_of(captured), capacity=BOUNDS[-1] + 8)
+    work = PrefillJob(
+        ids, Rows.of(BOUNDS, new=QUESTION), resident=captures_of(captured), capacity=BOUNDS[-1] + 8
+    )
     output = prefill(decoder, work)
     assert output.row_layers == len(QUESTION) * decoder.layout.layers
     assert_same(decoder.next_logits(output.hidden), decoder.own_logits(ids)[0])
@@ -139,30 +163,43 @@ def test_g3_a_moved_key_is_the_key_computed_there(decoder: Decoder) -> None:
     )
     with decoder.stock() as model, torch.inference_mode():
         cache = model(input_ids=torch.tensor([ids]), use_cache=True).past_key_values
-    own = cache.layers[0].keys[0].transpose(0, 1)  # [keys, kv_heads, head_dim]; layer 0 knows no neighbours
+    # [keys, kv_heads, head_dim]; layer 0 knows no neighbours
+    own = cache.layers[0].keys[0].transpose(0, 1)
     own = in_order(own, decoder.survey.kinds[decoder.rotary_kinds[0]].form.order)
     seen = own.shape[0]  # a sliding-window layer keeps only its last keys
     assert (moved.buffer.kv[0, 0, 110 - seen : 110] - own)[-50:-10].abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize(
-    "meeting", [20, 33, 190, *(pytest.param(rare, marks=pytest.mark.slow) for rare in (0, 1, 70, 149, 189))]
+    "meeting",
+    [20, 33, 190, *(pytest.param(rare, marks=pytest.mark.slow) for rare in (0, 1, 70, 149, 189))],
 )
-def test_g4_any_meeting_point_of_computed_front_and_loaded_tail_is_full_prefill(decoder: Decoder, meeting: int) -> None:
+def test_g4_any_meeting_point_of_computed_front_and_loaded_tail_is_full_prefill(
+    decoder: Decoder, meeting: int
+) -> None:
     ids = token_ids()
     captured = captures_of(
-        prefill(decoder, PrefillJob(ids[:-20], Rows.of(BOUNDS[:-1], new=range(BOUNDS[-2])), captures=(0, *CHUNKS)))
+        prefill(
+            decoder,
+            PrefillJob(
+                ids[:-20], Rows.of(BOUNDS[:-1], new=range(BOUNDS[-2])), captures=(0, *CHUNKS)
+            ),
+        )
     )
     tail = [
         ResidentKV(max(one.start, meeting), one.kv[:, :, max(0, meeting - one.start) :])
         for one in captured
         if one.start + one.kv.shape[2] > meeting
     ]
-    output = prefill(decoder, PrefillJob(ids, Rows.of(BOUNDS, new=[*range(meeting), *QUESTION]), resident=tail))
+    output = prefill(
+        decoder, PrefillJob(ids, Rows.of(BOUNDS, new=[*range(meeting), *QUESTION]), resident=tail)
+    )
     assert_same(decoder.next_logits(output.hidden), decoder.own_logits(ids)[0])
 
 
-def test_g5_all_chunks_focused_is_no_early_termination(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_g5_all_chunks_focused_is_no_early_termination(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = prefill(decoder, moved_chunks(decoder, share=0.3))
     job = replace(moved_chunks(decoder, share=0.3), early_termination=EarlyTermination(1))
     monkeypatch.setattr(early_termination, "focused_count", len)
@@ -180,7 +217,9 @@ def test_early_termination_computes_fewer_rows_and_keeps_the_questions(decoder: 
     dropped, rest = divmod(rows * layers - output.row_layers, layers - output.focus_layer - 1)
     assert rest == 0
     sizes = [len(job.rows.offsets(chunk, RowReason.RECOMPUTED)) for chunk in CHUNKS]
-    assert dropped in {sum(sizes) - focused for n in (1, 2) for focused in map(sum, combinations(sizes, n))}
+    assert dropped in {
+        sum(sizes) - focused for n in (1, 2) for focused in map(sum, combinations(sizes, n))
+    }
     assert output.hidden.shape[1] == rows - dropped
     assert torch.isfinite(output.hidden).all()
 
@@ -190,7 +229,10 @@ def test_g6_chunks_born_alone_are_a_forward_with_a_block_diagonal_mask(decoder: 
     alone = []
     for start, stop in pairwise(BOUNDS[:-1]):
         captured = prefill(
-            decoder, PrefillJob(ids[start:stop], Rows.of([0, stop - start], new=range(stop - start)), captures=[0])
+            decoder,
+            PrefillJob(
+                ids[start:stop], Rows.of([0, stop - start], new=range(stop - start)), captures=[0]
+            ),
         )
         alone.append(ResidentKV(start, captures_of(captured)[0].kv))
     output = prefill(decoder, PrefillJob(ids, Rows.of(BOUNDS, new=QUESTION), resident=alone))
@@ -207,7 +249,10 @@ def block_diagonal_logits(decoder: Decoder, ids: list[int]) -> Tensor:
     in_window = visible & (place[:, None] - place[None, :] < window)
     mixed = "sliding_attention" in (getattr(decoder.model.config, "layer_types", None) or [])
     masks = {"full_attention": visible if mixed else in_window, "sliding_attention": in_window}
-    given = {kind: torch.zeros(mask.shape).masked_fill(~mask, -1e30)[None, None] for kind, mask in masks.items()}
+    given = {
+        kind: torch.zeros(mask.shape).masked_fill(~mask, -1e30)[None, None]
+        for kind, mask in masks.items()
+    }
     with decoder.stock() as model, torch.inference_mode():
         mask = given if mixed else given["full_attention"]
         logits: Tensor = model(input_ids=torch.tensor([ids]), attention_mask=mask).logits
@@ -223,7 +268,11 @@ def moved_chunks(decoder: Decoder, *, share: float) -> PrefillJob:
     job = PrefillJob(elsewhere, Rows.of(edges, new=range(edges[-1])), captures=(0, 1, 2, 3))
     captured = captures_of(prefill(decoder, job))
     moved = [ResidentKV(BOUNDS[to], captured[i].kv) for to, i in ((1, 2), (2, 3), (3, 1))]
-    recomputed = [p for i in CHUNKS for p in range(BOUNDS[i], BOUNDS[i] + int(share * (BOUNDS[i + 1] - BOUNDS[i])))]
+    recomputed = [
+        p
+        for i in CHUNKS
+        for p in range(BOUNDS[i], BOUNDS[i] + int(share * (BOUNDS[i + 1] - BOUNDS[i])))
+    ]
     rows = Rows.of(BOUNDS, new=QUESTION, recomputed=recomputed)
     return PrefillJob(ids, rows, resident=[ResidentKV(0, captured[0].kv), *moved])
 

@@ -38,7 +38,8 @@ EVERYTHING, QUESTION = range(BOUNDS[-1]), range(BOUNDS[-2], BOUNDS[-1])
 
 PATHS = ["everything computed", "same prefix reused"]
 KEEP = len(QUESTION)
-LAYER_PROMPTS = 4  # from one prompt to the next the ratio of the errors moves by less than a hundredth
+# from one prompt to the next the ratio of the errors moves by less than a hundredth
+LAYER_PROMPTS = 4
 SHORT_BOUNDS = [0, 12, 36, 66, 84, 100]  # a CPU without bf16 instructions takes 25 times as long
 LOGIT_PROMPTS = 24  # 384 positions: the mean error's own error is 4 %
 
@@ -64,10 +65,13 @@ def precisions(
     threads = torch.get_num_threads()
     if request.param == "demo":
         half = Decoder.load(str(demo_model), dtype="bfloat16")
-        torch.set_num_threads(os.cpu_count() or 1)  # minutes, where the CPU has no bf16 instructions
+        # minutes, where the CPU has no bf16 instructions
+        torch.set_num_threads(os.cpu_count() or 1)
     else:
         half = tiny_decoder(request.param, dtype="bfloat16")
-    yield HalfPrecision(half, Decoder(copy.deepcopy(half.model).float(), half.tokenizer, name="exact"))
+    yield HalfPrecision(
+        half, Decoder(copy.deepcopy(half.model).float(), half.tokenizer, name="exact")
+    )
     torch.set_num_threads(threads)
 
 
@@ -137,8 +141,14 @@ def layers_are_as_exact_as_the_models_own(half: Decoder, layers: list[Layers]) -
 
 def path(scattered: str, front: str) -> Any:
     """A cell of the matrix of paths; each kind once, and its other sizes with `make test-all` only."""
-    once = (scattered, front) in {("blocks", "causal"), ("folded blocks of 288", "causal"), ("products", "causal")}
-    return pytest.param(scattered, front, marks=[] if once or front == "blocks" else pytest.mark.slow)
+    once = (scattered, front) in {
+        ("blocks", "causal"),
+        ("folded blocks of 288", "causal"),
+        ("products", "causal"),
+    }
+    return pytest.param(
+        scattered, front, marks=[] if once or front == "blocks" else pytest.mark.slow
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +159,11 @@ def path(scattered: str, front: str) -> Any:
     ],
 )
 def test_no_layer_in_bf16_is_further_from_fp32_than_the_models_own(
-    scattered: str, front: str, precisions: HalfPrecision, layers: list[Layers], monkeypatch: pytest.MonkeyPatch
+    scattered: str,
+    front: str,
+    precisions: HalfPrecision,
+    layers: list[Layers],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     paths = AttentionPaths({"few": scattered, "some": scattered, "front": front})
     monkeypatch.setattr(precisions.half, "attention_paths", paths)
@@ -163,7 +177,9 @@ def rounded_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scal
     return torch.einsum("kgrn,nkd->kgrd", scores.softmax(-1), v)
 
 
-def rotated_there_and_back(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) -> Tensor:
+def rotated_there_and_back(
+    x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None
+) -> Tensor:
     """Keys that were rotated before and are turned back first, as where rotated keys are stored."""
     raw = rotate(rotate(x, cos, sin), cos, -sin)
     return rotate(raw, cos, sin, out=out)
@@ -173,7 +189,10 @@ def rotated_there_and_back(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor |
 @pytest.mark.parametrize("precisions", ["demo"], indirect=True)
 @pytest.mark.parametrize(
     ("where", "worse"),
-    [("kernels.attention_paths.fused", rounded_scores), ("kernels.gather.rotate", rotated_there_and_back)],
+    [
+        ("kernels.attention_paths.fused", rounded_scores),
+        ("kernels.gather.rotate", rotated_there_and_back),
+    ],
 )
 def test_the_gate_of_layers_notices_one_rounding_more(
     where: str,
@@ -195,14 +214,20 @@ def test_bf16_is_no_further_from_fp32_than_the_models_own_bf16(precisions: HalfP
     errors = torch.empty(3, LOGIT_PROMPTS, keep)
     for seed in range(LOGIT_PROMPTS):
         ids = token_ids(seed, bounds[-1])
-        everything = prefill(half, PrefillJob(ids, Rows.of(bounds, new=range(bounds[-1])), captures=range(4)))
+        everything = prefill(
+            half, PrefillJob(ids, Rows.of(bounds, new=range(bounds[-1])), captures=range(4))
+        )
         stored = [ResidentKV(one.start, one.kv) for one in everything.recorder.captures]
         reusing = prefill(half, PrefillJob(ids, Rows.of(bounds, new=question), resident=stored))
         ours = [half.logits(one.hidden[:, -keep:]) for one in (everything, reusing)]
         truth = precisions.exact.own_logits(ids, keep=keep)
-        errors[:, seed] = torch.stack([relative(one, truth) for one in (*ours, half.own_logits(ids, keep=keep))])
+        errors[:, seed] = torch.stack(
+            [relative(one, truth) for one in (*ours, half.own_logits(ids, keep=keep))]
+        )
     *found, own = errors.mean((1, 2)).tolist()
-    print(f"logits in bf16: errors {found[0] / own:.3f} and {found[1] / own:.3f} of the model's own")
+    print(
+        f"logits in bf16: errors {found[0] / own:.3f} and {found[1] / own:.3f} of the model's own"
+    )
     assert max(found) <= 1.2 * own
 
 
@@ -213,16 +238,22 @@ def test_steps_computed_together_in_bf16_are_no_further_from_fp32_than_the_model
     errors = torch.empty(2, 2, answers, steps)  # 128 positions
     for group in range(len(errors[0])):
         lengths = [24 + 5 * number for number in range(answers)]
-        prompts = [token_ids(100 * group + number, length + steps) for number, length in enumerate(lengths)]
+        prompts = [
+            token_ids(100 * group + number, length + steps) for number, length in enumerate(lengths)
+        ]
         buffers = []
         for ids, length in zip(prompts, lengths, strict=True):
             rows = Rows.of([0, 12, length], new=range(length))
-            buffers.append(prefill(half, PrefillJob(ids[:length], rows, capacity=length + steps)).buffer)
+            buffers.append(
+                prefill(half, PrefillJob(ids[:length], rows, capacity=length + steps)).buffer
+            )
         found = torch.empty(steps, answers, half.model.config.vocab_size)
         for place in range(steps):
             positions = [length + place for length in lengths]
             wanted = zip(buffers, prompts, positions, strict=True)
-            found[place] = half.logits(extend_all(half, [DecodeStep(one, ids[at], at) for one, ids, at in wanted]))
+            found[place] = half.logits(
+                extend_all(half, [DecodeStep(one, ids[at], at) for one, ids, at in wanted])
+            )
         for number, ids in enumerate(prompts):
             truth = precisions.exact.own_logits(ids, keep=steps)
             errors[0, group, number] = relative(found[:, number], truth)

@@ -23,10 +23,14 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2, to
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
-def turns(positions: Tensor, width: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def turns(
+    positions: Tensor, width: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """cos and sin as a Llama makes them."""
     frequencies = 100.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = (positions[:, None].double() * frequencies).repeat(1, 2)
@@ -46,13 +50,21 @@ def test_rotate_is_the_families_own(
     family: str, tokens: int, heads: int, head_dim: int, width: int, dtype: torch.dtype
 ) -> None:
     module: Any = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
-    x, (cos, sin) = noise(tokens, heads, head_dim, dtype=dtype), turns(torch.arange(tokens) * 7 + 3, width, dtype)
+    x, (cos, sin) = (
+        noise(tokens, heads, head_dim, dtype=dtype),
+        turns(torch.arange(tokens) * 7 + 3, width, dtype),
+    )
     ours = rotate(x, cos, sin)
     own = module.apply_rotary_pos_emb(
-        x.transpose(0, 1)[None, ..., :width], x.transpose(0, 1)[None, ..., :width], cos[None], sin[None]
+        x.transpose(0, 1)[None, ..., :width],
+        x.transpose(0, 1)[None, ..., :width],
+        cos[None],
+        sin[None],
     )[1]
     assert ours.dtype == dtype
-    assert torch.allclose(ours[..., :width].float(), own[0].transpose(0, 1).float(), atol=TOLERANCE[dtype])
+    assert torch.allclose(
+        ours[..., :width].float(), own[0].transpose(0, 1).float(), atol=TOLERANCE[dtype]
+    )
     assert torch.equal(ours[..., width:], x[..., width:])
 
 
@@ -114,7 +126,9 @@ def probabilities(
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         scores = scores.masked_fill(~visible, -torch.inf)
-        sink = torch.full((len(q), 1), -torch.inf if sinks is None else float(sinks[head]), dtype=torch.float64)
+        sink = torch.full(
+            (len(q), 1), -torch.inf if sinks is None else float(sinks[head]), dtype=torch.float64
+        )
         heads.append(torch.cat((scores, sink), -1).softmax(-1)[:, :-1])
     return torch.stack(heads)
 
@@ -133,19 +147,33 @@ CASES: dict[str, dict[str, Any]] = {
     "softcap and window": {"positions": [3, 5, 30], "softcap": 2.0, "window": 4},
     "sinks": {"positions": [0, 5, 30], "sinks": True},
     "sinks, one row": {"positions": [17], "sinks": True},
-    "sinks, softcap and window": {"positions": [3, 5, 30], "softcap": 2.0, "window": 4, "sinks": True},
+    "sinks, softcap and window": {
+        "positions": [3, 5, 30],
+        "softcap": 2.0,
+        "window": 4,
+        "sinks": True,
+    },
     "sinks, every row": {"positions": [*range(31)], "sinks": True},
     "several blocks": {"positions": [*range(0, 700, 2), 731], "keys": 740},
-    "several blocks in a window": {"positions": [*range(0, 700, 2), 731], "keys": 740, "window": 33},
+    "several blocks in a window": {
+        "positions": [*range(0, 700, 2), 731],
+        "keys": 740,
+        "window": 33,
+    },
     "a last block of one row": {"positions": [*range(BLOCK_ROWS + 1)], "keys": 300, "window": 9},
     "every row": {"positions": [*range(31)]},
 }
 
 
-def tensors(case: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
+def tensors(
+    case: dict[str, Any], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
     heads, kv_heads, keys = case.get("heads", 6), case.get("kv_heads", 2), case.get("keys", 31)
     positions = torch.tensor(case["positions"])
-    q, k = noise(len(positions), heads, 16, dtype=dtype), noise(keys, kv_heads, 16, seed=1, dtype=dtype)
+    q, k = (
+        noise(len(positions), heads, 16, dtype=dtype),
+        noise(keys, kv_heads, 16, seed=1, dtype=dtype),
+    )
     v = noise(keys, kv_heads, 16, seed=2, dtype=dtype)
     sinks = noise(heads, seed=3).float() if case.get("sinks") else None
     return q, k, v, positions, {"scale": 0.3, "softcap": case.get("softcap"), "sinks": sinks}
@@ -185,10 +213,13 @@ def test_no_rows_no_blocks() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
-def test_mass_is_the_mean_over_heads_without_the_own_position(name: str, dtype: torch.dtype) -> None:
+def test_mass_is_the_mean_over_heads_without_the_own_position(
+    name: str, dtype: torch.dtype
+) -> None:
     q, k, _, positions, how = tensors(CASES[name], dtype)
     window, keys = CASES[name].get("window"), k.shape[0]
-    bounds = torch.tensor([4, 5, 5, 20, keys])  # the first keys of no segment, a segment of one key, an empty one
+    # the first keys of no segment, a segment of one key, an empty one
+    bounds = torch.tensor([4, 5, 5, 20, keys])
     found, _ = attention_mass(q, k, Visibility(positions, window=window), bounds, **how)
     shares = probabilities(q, k, positions, window=window, **how).mean(0)
     shares[torch.arange(len(positions)), positions] = 0.0
@@ -206,7 +237,9 @@ def test_received_is_the_sum_over_rows_beside_the_same_mass(name: str, dtype: to
     shares = probabilities(q, k, positions, window=window, **how).mean(0)
     shares[torch.arange(len(positions)), positions] = 0.0
     assert received.dtype == torch.float32
-    assert torch.allclose(received.double(), shares.sum(0), atol=len(positions) ** 0.5 * TOLERANCE[dtype])
+    assert torch.allclose(
+        received.double(), shares.sum(0), atol=len(positions) ** 0.5 * TOLERANCE[dtype]
+    )
 
 
 def test_mass_over_everything_is_one_less_the_own_position() -> None:
@@ -218,8 +251,12 @@ def test_mass_over_everything_is_one_less_the_own_position() -> None:
 
 
 def test_mass_of_large_half_precision_scores_is_finite() -> None:
-    q, k = noise(3, 2, 64, dtype=torch.float16) * 200, noise(9, 2, 64, seed=1, dtype=torch.float16) * 200
-    positions = torch.tensor([2, 5, 8])  # products up to a million, which half precision cannot hold
+    q, k = (
+        noise(3, 2, 64, dtype=torch.float16) * 200,
+        noise(9, 2, 64, seed=1, dtype=torch.float16) * 200,
+    )
+    # products up to a million, which half precision cannot hold
+    positions = torch.tensor([2, 5, 8])
     found, _ = attention_mass(q, k, Visibility(positions), torch.tensor([0, 9]), scale=0.001)
     expected = probabilities(q, k, positions, scale=0.001).mean(0)
     expected[torch.arange(3), positions] = 0.0
@@ -271,7 +308,9 @@ def test_absent_keys_are_seen_by_no_row() -> None:
     expected = attention(q, k[there], v[there], moved, scale=0.3)
     assert torch.allclose(attention(q, k, v, present, scale=0.3), expected, atol=1e-5)
     capped = attention(q, k, v, present, scale=0.3, softcap=5.0)
-    assert torch.allclose(capped, attention(q, k[there], v[there], moved, scale=0.3, softcap=5.0), atol=1e-5)
+    assert torch.allclose(
+        capped, attention(q, k[there], v[there], moved, scale=0.3, softcap=5.0), atol=1e-5
+    )
     one = row_blocks(Visibility(torch.tensor([19]), absent=absent))[0]
     assert one.hidden is not None
     assert one.hidden.sum() == 3

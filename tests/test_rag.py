@@ -37,9 +37,13 @@ def documents(handbook: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rag(demo_model: Path, documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheCraft]:
+def rag(
+    demo_model: Path, documents: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CacheCraft]:
     """A facade with the three pages indexed and nothing primed."""
-    with CacheCraft.from_pretrained(str(demo_model), store=tmp_path_factory.mktemp("store")) as made:
+    with CacheCraft.from_pretrained(
+        str(demo_model), store=tmp_path_factory.mktemp("store")
+    ) as made:
         made.add_documents(documents)
         yield made
 
@@ -54,10 +58,15 @@ def fresh(rag: CacheCraft) -> CacheCraft:
 
 
 @pytest.fixture
-def tiny(tiny_decoder: Callable[..., Decoder], store: ChunkCacheStore, tmp_path: Path) -> Iterator[CacheCraft]:
+def tiny(
+    tiny_decoder: Callable[..., Decoder], store: ChunkCacheStore, tmp_path: Path
+) -> Iterator[CacheCraft]:
     """A facade with a tiny model and an empty index."""
     embedder = Embedder()
-    with Engine(tiny_decoder("Llama"), store) as engine, open_index(tmp_path / "own", embedder) as index:
+    with (
+        Engine(tiny_decoder("Llama"), store) as engine,
+        open_index(tmp_path / "own", embedder) as index,
+    ):
         yield CacheCraft(engine, index, embedder)
 
 
@@ -70,7 +79,9 @@ def test_what_was_opened_is_closed_again_when_a_later_part_cannot_be(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, own = list[ChunkCacheStore](), ChunkCacheStore.open
-    monkeypatch.setattr(ChunkCacheStore, "open", lambda *given: opened.append(own(*given)) or opened[-1])
+    monkeypatch.setattr(
+        ChunkCacheStore, "open", lambda *given: opened.append(own(*given)) or opened[-1]
+    )
     FaissStore.open(tmp_path / "index", dim=3, embedder_fingerprint="another model@1").close()
     with pytest.raises(IndexStoreError, match="another model"):
         CacheCraft.from_pretrained(str(demo_model), store=tmp_path)
@@ -78,7 +89,9 @@ def test_what_was_opened_is_closed_again_when_a_later_part_cannot_be(
         opened[0].stats()
 
 
-def test_later_questions_reuse_the_captures_of_the_first_exactly_or_moved(fresh: CacheCraft) -> None:
+def test_later_questions_reuse_the_captures_of_the_first_exactly_or_moved(
+    fresh: CacheCraft,
+) -> None:
     first = fresh.ask(QUESTION, sampling=SHORT)
     second = fresh.ask(QUESTION, sampling=SHORT)
     assert {chunk.outcome for chunk in first.stats.chunks} == {"computed"}
@@ -86,7 +99,8 @@ def test_later_questions_reuse_the_captures_of_the_first_exactly_or_moved(fresh:
     assert second.stats.tokens_reused > 0
     assert second.stats.tokens_recomputed == 0
     ranked = [source.chunk_id for source in first.sources]
-    assert ranked == [chunk.chunk_id for chunk in reversed(first.stats.chunks)]  # the best stands nearest the question
+    # the best stands nearest the question
+    assert ranked == [chunk.chunk_id for chunk in reversed(first.stats.chunks)]
     other = fresh.ask("What does the warranty say about limescale?", sampling=SHORT)
     moved = [chunk for chunk in other.stats.chunks if chunk.outcome == "reused"]
     assert moved
@@ -103,8 +117,12 @@ def test_a_comparison_changes_no_later_comparison(fresh: CacheCraft) -> None:
     assert {row.variant.variant_id for row in fresh.engine.store.rows()} == stored
     assert first.reused.stats.tokens_reused > 0
     assert first.full.stats.tokens_reused == 0
-    assert [chunk.outcome for chunk in first.full.stats.chunks] == ["computed"] * len(first.full.sources)
-    assert [source.chunk_id for source in first.reused.sources] == [source.chunk_id for source in first.full.sources]
+    assert [chunk.outcome for chunk in first.full.stats.chunks] == ["computed"] * len(
+        first.full.sources
+    )
+    assert [source.chunk_id for source in first.reused.sources] == [
+        source.chunk_id for source in first.full.sources
+    ]
     assert second.full.text == first.full.text
     assert second.reused.stats.tokens_reused == first.reused.stats.tokens_reused
     assert first.is_same == (first.agreement == 1.0)
@@ -118,7 +136,10 @@ def test_without_captures_the_same_question_is_answered_alike(fresh: CacheCraft)
     fresh.ask("What does the warranty say about limescale?", sampling=SHORT, config=settings)
     second = fresh.ask(QUESTION, sampling=SHORT, config=settings)
     assert second.text == first.text
-    plans = [[(chunk.outcome, chunk.recomputed) for chunk in answer.stats.chunks] for answer in (first, second)]
+    plans = [
+        [(chunk.outcome, chunk.recomputed) for chunk in answer.stats.chunks]
+        for answer in (first, second)
+    ]
     assert plans[0] == plans[1]
 
 
@@ -138,11 +159,15 @@ def test_priming_captures_every_chunk_once_and_resumes(fresh: CacheCraft) -> Non
     stats = fresh.index.stats()
     seen: list[Progress] = []
     captured = fresh.prime(progress=seen.append)
-    assert captured == stats.chunks + stats.documents + 1  # each document's first chunk twice, and the system segment
-    assert (seen[0].done, seen[0].total) == (0, captured)  # before the first pass: minutes would be silent otherwise
+    # each document's first chunk twice, and the system segment
+    assert captured == stats.chunks + stats.documents + 1
+    # before the first pass: minutes would be silent otherwise
+    assert (seen[0].done, seen[0].total) == (0, captured)
     assert (seen[-1].done, seen[-1].total) == (captured, captured)
     assert [step.done for step in seen] == sorted({step.done for step in seen})
-    assert {step.what for step in seen[1:]} == {f"priming {document.doc_id}" for document in fresh.index.documents()}
+    assert {step.what for step in seen[1:]} == {
+        f"priming {document.doc_id}" for document in fresh.index.documents()
+    }
     assert fresh.prime() == 0
     answer = fresh.ask(QUESTION, sampling=SHORT)
     assert all(chunk.outcome in ("exact", "reused") for chunk in answer.stats.chunks)
@@ -158,7 +183,9 @@ def test_streamed_pieces_are_the_answer(fresh: CacheCraft) -> None:
     assert stream.stats.tokens_generated <= SHORT.max_new_tokens
 
 
-def test_the_chunk_caches_of_a_removed_document_go_with_it(tiny: CacheCraft, documents: Path, tmp_path: Path) -> None:
+def test_the_chunk_caches_of_a_removed_document_go_with_it(
+    tiny: CacheCraft, documents: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "pages"
     shutil.copytree(documents, folder)
     with tiny as rag:
@@ -166,18 +193,24 @@ def test_the_chunk_caches_of_a_removed_document_go_with_it(tiny: CacheCraft, doc
         rag.add_documents(folder, prime=True, progress=steps.append)
         assert [step.what.split()[0] for step in steps[:3]] == ["reading"] * 3
         assert [step.what.split()[0] for step in steps[-3:]] == ["priming"] * 3
-        assert steps[-1].done == steps[-1].total == rag.index.stats().chunks + 3 + 1  # first chunks twice, instruction
+        # first chunks twice, instruction
+        assert steps[-1].done == steps[-1].total == rag.index.stats().chunks + 3 + 1
         before = rag.engine.store.stats().chunks
         (folder / "warranty.md").unlink()
         report = rag.add_documents(folder)
         assert report.removed == ("pages/warranty.md",)
         assert rag.engine.store.stats().chunks == before - len(report.removed_chunk_ids)
         found = rag.retrieve("What does the warranty cover?", top_k=50)
-        assert {hit.metadata["source"] for hit in found} == {"pages/kettle-wren-k2.md", "pages/descaling.md"}
+        assert {hit.metadata["source"] for hit in found} == {
+            "pages/kettle-wren-k2.md",
+            "pages/descaling.md",
+        }
 
 
 def test_documents_in_memory_and_filters(fresh: CacheCraft) -> None:
-    note = Document("note", "The Wren K2 was drawn by Ida Moll in a barn near the river.", {"kind": "note"})
+    note = Document(
+        "note", "The Wren K2 was drawn by Ida Moll in a barn near the river.", {"kind": "note"}
+    )
     assert fresh.add_documents([note]).added == ("note",)
     hits = fresh.retrieve("Who drew the kettle?", where={"kind": "note"})
     assert [hit.metadata["source"] for hit in hits] == ["note"]
@@ -192,7 +225,8 @@ def test_a_document_in_signs_the_model_does_not_know_does_not_silence_the_others
     glyphs = Document("glyphs", f"# Kettle glyphs\n\n{signs}")
     with CacheCraft.from_pretrained(str(demo_model), store=tmp_path) as rag:
         rag.add_documents(documents)
-        index_documents([glyphs], rag.index, rag.embedder)  # as an index made without the model holds it
+        # as an index made without the model holds it
+        index_documents([glyphs], rag.index, rag.embedder)
         (whole,) = rag.index.chunks_of("glyphs")
         skipped: list[str] = []
         # the system segment, all but one chunk, and the first chunk of three documents once more
@@ -208,8 +242,11 @@ def test_a_document_in_signs_the_model_does_not_know_does_not_silence_the_others
         assert rag.add_documents([glyphs]).updated == ("glyphs",)
         bound = rag.engine.decoder.chunk_bound
         assert bound.name == chunk_bound_of(str(demo_model)).name
-        assert max(bound.count(chunk.text) for chunk in rag.index.chunks_of("glyphs")) <= bound.limit
-        assert rag.prime(skipped=skipped.append) == len(rag.index.chunks_of("glyphs"))  # no two of them fit a pass
+        assert (
+            max(bound.count(chunk.text) for chunk in rag.index.chunks_of("glyphs")) <= bound.limit
+        )
+        # no two of them fit a pass
+        assert rag.prime(skipped=skipped.append) == len(rag.index.chunks_of("glyphs"))
         assert len(skipped) == 1
 
 
@@ -237,7 +274,11 @@ def test_a_follow_up_finds_what_it_refers_to_and_says_what_was_searched(fresh: C
     assert cached & {source.chunk_id for source in together.sources}
 
 
-@pytest.mark.parametrize("options", [{"search_history": 1}, {"history": "text"}, {"history": [("user", 1)]}])
-def test_a_wrong_history_is_refused_before_retrieval(fresh: CacheCraft, options: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"search_history": 1}, {"history": "text"}, {"history": [("user", 1)]}]
+)
+def test_a_wrong_history_is_refused_before_retrieval(
+    fresh: CacheCraft, options: dict[str, object]
+) -> None:
     with pytest.raises(ConfigError, match="history"):
         fresh.stream("And then?", **options)  # type: ignore[arg-type]

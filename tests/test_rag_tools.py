@@ -34,7 +34,9 @@ def embedder() -> Embedder:
 
 
 @pytest.fixture
-def rag(tiny_decoder: Callable[..., Decoder], embedder: Embedder, tmp_path: Path) -> Iterator[CacheCraft]:
+def rag(
+    tiny_decoder: Callable[..., Decoder], embedder: Embedder, tmp_path: Path
+) -> Iterator[CacheCraft]:
     """Three short documents, nothing primed."""
     with (
         ChunkCacheStore.open(tmp_path / "caches") as caches,
@@ -122,12 +124,18 @@ def test_an_estimate_says_when_the_budget_is_too_small(
         assert not estimate.fits
         layout = engine.decoder.layout
         values = 2 * layout.layers * layout.kv_heads * estimate.tokens
-        assert estimate.nbytes == values * (layout.head_dim + 2)  # a byte a value, two for each scale
+        # a byte a value, two for each scale
+        assert estimate.nbytes == values * (layout.head_dim + 2)
 
 
 def test_documents_are_listed_and_removed_with_their_chunk_caches(rag: CacheCraft) -> None:
     rag.add_documents([Document("copy", PAGES["notes"])])
-    assert [document.doc_id for document in rag.documents()] == ["copy", "notes", "pages/kettle", "pages/oven"]
+    assert [document.doc_id for document in rag.documents()] == [
+        "copy",
+        "notes",
+        "pages/kettle",
+        "pages/oven",
+    ]
     rag.prime()
     before = rag.engine.store.stats().chunks
     with pytest.raises(DocumentError, match="did you mean notes"):

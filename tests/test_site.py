@@ -26,7 +26,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", target]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=300
+        command,
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return target
@@ -36,7 +41,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_public_name_is_explained(site: Path) -> None:
     pages = [page.read_text() for page in (site / "reference").rglob("*.html")]
     explained = {
-        anchor.split(".")[-1] for page in pages for anchor in re.findall(r'id="(cachecraft_rag\.[\w.]+)"', page)
+        anchor.split(".")[-1]
+        for page in pages
+        for anchor in re.findall(r'id="(cachecraft_rag\.[\w.]+)"', page)
     }
     for package in PUBLIC:
         names = importlib.import_module(package).__all__
@@ -51,7 +58,9 @@ def test_fields_and_examples_are_readable(site: Path) -> None:
         for field in dataclasses.fields(config):
             names = rf"(?:<code>\w+</code>, )*<code>{field.name}</code>(?:, <code>\w+</code>)*"
             description = re.search(rf"<li>\s*(?:<p>)?{names}: \S[^<]{{5,}}", settings)
-            assert description, f"{config.__name__}.{field.name} has no description in the list of fields"
+            assert description, (
+                f"{config.__name__}.{field.name} has no description in the list of fields"
+            )
     assert "&gt;&gt;&gt;" in settings
     assert "<blockquote>" not in settings  # what Markdown makes of >>>
 
@@ -65,14 +74,18 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
         loaded = re.findall(r"<(?:script|img|iframe|source)\b[^>]*?\bsrc=\"?([^\s\">]+)", text)
         loaded += re.findall(r"<link\b[^>]*?\bhref=\"?([^\s\">]+)", text)
         assert loaded
-        assert 'class="mermaid"' not in text, "the theme would load the drawing program from elsewhere"
+        assert 'class="mermaid"' not in text, (
+            "the theme would load the drawing program from elsewhere"
+        )
         assert not [url for url in loaded if re.match(r"(https?:)?//", url)], page.name
     for style in site.rglob("*.css"):
         assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", style.read_text()), style.name
 
 
 def test_the_extension_for_docstrings() -> None:
-    spec = importlib.util.spec_from_file_location("docstrings", ROOT / "docs" / "site" / "docstrings.py")
+    spec = importlib.util.spec_from_file_location(
+        "docstrings", ROOT / "docs" / "site" / "docstrings.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

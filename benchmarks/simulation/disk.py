@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from benchmarks.simulation.policies import Rival
 from cachecraft_rag.store.catalog_records import Limits
-from cachecraft_rag.store.eviction import LowestScored, Policy, Use, VariantFacts, ticked, ticked_by_return
+from cachecraft_rag.store.eviction import (
+    LowestScored,
+    Policy,
+    Use,
+    VariantFacts,
+    ticked,
+    ticked_by_return,
+)
 from cachecraft_rag.types import Variant
 
 _LEAST_REMEMBERED = 1000
@@ -38,7 +45,8 @@ class Disk:
         self._rows: dict[str, _Row] = {}
         self._of_chunk: dict[int, list[str]] = {}
         self._lowest = LowestScored(self._rows)
-        self._departed: OrderedDict[int, tuple[Use, int]] = OrderedDict()  # chunk → uses, place in the line
+        # chunk → uses, place in the line
+        self._departed: OrderedDict[int, tuple[Use, int]] = OrderedDict()
         self._clock = 0.0
         self.nbytes = self.evicted = 0
 
@@ -67,19 +75,33 @@ class Disk:
         if not self._rival.admits(chunk, None if first is None else self._rows[first].score):
             return None
         gone = [self._remove(victim) for victim in self._rival.victims(excess)]
-        while self.nbytes + nbytes > limits.disk_bytes and (lowest := self._lowest.name()) is not None:
+        while (
+            self.nbytes + nbytes > limits.disk_bytes and (lowest := self._lowest.name()) is not None
+        ):
             gone.append(self._leave(lowest))
-        beside = sorted(self._of_chunk.get(chunk, ()), key=lambda one: (self._rows[one].score, self._rows[one].order))
+        beside = sorted(
+            self._of_chunk.get(chunk, ()),
+            key=lambda one: (self._rows[one].score, self._rows[one].order),
+        )
         used = Use(0.0, 0.0)
         known, place = self._departed.pop(chunk, (None, 0))
-        if known is not None and not beside and place > self._last_place() - self._most_remembered():
+        if (
+            known is not None
+            and not beside
+            and place > self._last_place() - self._most_remembered()
+        ):
             used = known
             if (lowest := self._lowest.name()) is not None:
                 self._clock = ticked_by_return(self._clock, self._rows[lowest].score)
-        gone += [self._remove(one) for one in beside[: max(0, len(beside) + 1 - limits.variants_per_chunk)]]
+        gone += [
+            self._remove(one)
+            for one in beside[: max(0, len(beside) + 1 - limits.variants_per_chunk)]
+        ]
         score = self._score(variant, chunk, used)
         self._rival.added(name, chunk, nbytes)  # last: S3-FIFO counts uses, and a capture is none
-        while len(self._rows) >= limits.max_variants and (lowest := self._lowest.name()) is not None:
+        while (
+            len(self._rows) >= limits.max_variants and (lowest := self._lowest.name()) is not None
+        ):
             gone.append(self._leave(lowest))
         self._rows[name] = _Row(variant, chunk, used, score, variant.created)
         self._lowest.push(name)
@@ -89,7 +111,13 @@ class Disk:
         return gone
 
     def _score(self, variant: Variant, chunk: int, used: Use) -> float:
-        facts = (str(chunk), variant.variant_id, variant.tokens, variant.nbytes, variant.exact_share)
+        facts = (
+            str(chunk),
+            variant.variant_id,
+            variant.tokens,
+            variant.nbytes,
+            variant.exact_share,
+        )
         return self._policy.score(VariantFacts(*facts, used), self._clock)
 
     def _leave(self, name: str) -> Variant:

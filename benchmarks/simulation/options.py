@@ -41,7 +41,9 @@ class ReplayOptions:
         check_whole("bytes_per_token", self.bytes_per_token, least=1)
         check_whole("processes", self.processes, least=1, optional=True)
 
-    def run(self, trace: Trace, policies: Sequence[str] = (), *, makers: Mapping[str, Maker] = MAKERS) -> list[Cell]:
+    def run(
+        self, trace: Trace, policies: Sequence[str] = (), *, makers: Mapping[str, Maker] = MAKERS
+    ) -> list[Cell]:
         """Replay the trace at every budget; without names, by all policies."""
         from benchmarks.simulation import sweep
         from benchmarks.simulation.replay import Setting
@@ -53,7 +55,9 @@ class ReplayOptions:
             variants_per_chunk=_whole("--variants-per-chunk", self.variants_per_chunk),
         )
         per_token = self.bytes_per_token
-        base = Setting(sweep.OURS, 1, bytes_per_token=per_token, new_variants=self.new_variants, makers=makers)
+        base = Setting(
+            sweep.OURS, 1, bytes_per_token=per_token, new_variants=self.new_variants, makers=makers
+        )
         with progress_bar("Simulation", remaining=True) as show:
             return list(sweep.run(trace, grid, base, progress=show, processes=self.processes))
 
@@ -71,7 +75,12 @@ def show_cells(cells: list[Cell], requests: int, *, as_json: bool) -> None:
         limits = (f"{cell.max_variants:,}", cell.variants_per_chunk, cell.policy)
         shares = (f"{outcome.saved:.1%}", f"{cell.of_oracle:.1%}")
         variants = f"{sum(n * chunks for n, chunks in sizes.items()):,}, at most {max(sizes, default=0)} of a chunk"
-        counts = (f"{outcome.computed:,}", f"{outcome.recomputed:,}", variants, f"{outcome.evicted:,}")
+        counts = (
+            f"{outcome.computed:,}",
+            f"{outcome.recomputed:,}",
+            variants,
+            f"{outcome.evicted:,}",
+        )
         rows.append((f"{cell.budget:g}", megabytes(cell.disk_budget), *limits, *shares, *counts))
     headings = ("budget", "disk", "N×M", "per chunk", "policy", "saved", "of the oracle")
     print_table((*headings, "computed", "fixed", "variants", "evicted"), rows)

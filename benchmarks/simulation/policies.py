@@ -69,7 +69,8 @@ class Oracle(Rival):
         return coming < self._end and (lowest is None or -float(coming) >= lowest)
 
 
-Maker = Callable[[Trace, int], Policy]  # trace, bytes of the disk; a new process must be able to import it
+# trace, bytes of the disk; a new process must be able to import it
+Maker = Callable[[Trace, int], Policy]
 
 
 def _stateless(policy: Policy, trace: Trace, disk_bytes: int) -> Policy:
@@ -80,6 +81,6 @@ def _oracle(trace: Trace, disk_bytes: int) -> Policy:
     return Oracle(trace)
 
 
-MAKERS: Mapping[str, Maker] = {name: partial(_stateless, policy) for name, policy in POLICIES.items()} | {
-    "oracle": _oracle
-}
+MAKERS: Mapping[str, Maker] = {
+    name: partial(_stateless, policy) for name, policy in POLICIES.items()
+} | {"oracle": _oracle}

@@ -95,8 +95,11 @@ class _Replay:
         self._trace, self._setting = trace, setting
         policy = setting.makers[setting.policy](trace, setting.disk_bytes)
         self._rival = policy if isinstance(policy, Rival) else Rival()
-        self._disk = Disk(policy, Limits(setting.disk_bytes, setting.max_variants, setting.variants_per_chunk))
-        self._host = MemoryTier(setting.host_bytes)  # the same above every policy, so that the disk alone is compared
+        self._disk = Disk(
+            policy, Limits(setting.disk_bytes, setting.max_variants, setting.variants_per_chunk)
+        )
+        # the same above every policy, so that the disk alone is compared
+        self._host = MemoryTier(setting.host_bytes)
         self._segment = lru_cache(maxsize=None)(self._new_segment)
         self._tensor = lru_cache(maxsize=None)(self._new_tensor)
         self._captured = 0
@@ -108,7 +111,10 @@ class _Replay:
         """One request, from the look-up to its captures."""
         self._rival.asked(number)
         segments = [self._segment(chunk) for chunk in request]
-        stored = {one.segment_id: self._disk.variants(chunk) for one, chunk in zip(segments, request, strict=True)}
+        stored = {
+            one.segment_id: self._disk.variants(chunk)
+            for one, chunk in zip(segments, request, strict=True)
+        }
         prompt = Prompt((_SYSTEM, *segments, _QUESTION))
         plan = make_plan(prompt, stored, self._setting.config)
         used, captures = [], []
@@ -122,7 +128,9 @@ class _Replay:
                 self._tokens["recomputed"] += math.ceil(cfo * length) if planned.to_fix else 0
             idle = self._setting.new_variants == "always" and planned.to_fix and cfo > 0.0
             if variant is None or idle:
-                shares = shares or exact_shares(plan, [len(one.token_ids) for one in prompt.segments])
+                shares = shares or exact_shares(
+                    plan, [len(one.token_ids) for one in prompt.segments]
+                )
                 captures.append((place, 1.0 if idle else shares[place + 1]))
         for variant, _ in used:
             self._loads["host" if variant in self._host else "disk"] += 1
@@ -148,7 +156,8 @@ class _Replay:
             recomputed=tokens["recomputed"],
             exact=tokens["exact"],
             reused=tokens["reused"],
-            saved=1.0 - (tokens["computed"] + tokens["recomputed"]) / max(self._trace.asked_tokens, 1),
+            saved=1.0
+            - (tokens["computed"] + tokens["recomputed"]) / max(self._trace.asked_tokens, 1),
             outcomes=dict(self._outcomes),
             loads=dict(self._loads),
             disk_bytes=self._disk.nbytes,
@@ -163,7 +172,8 @@ class _Replay:
         return Segment("chunk", digest("chunk", str(chunk)), (0,) * self._trace.tokens[chunk])
 
     def _new_tensor(self, nbytes: int) -> Any:
-        return SimpleNamespace(nbytes=nbytes)  # all that the tier asks of a tensor: torch would take two seconds
+        # all that the tier asks of a tensor: torch would take two seconds
+        return SimpleNamespace(nbytes=nbytes)
 
     def _capture(self, before: tuple[int, ...], chunk: int, exact_share: float) -> Variant:
         """A new capture of a chunk behind others."""

@@ -71,7 +71,9 @@ def run(
     if processes is None:
         processes = _cores() if len(planned) * len(trace.requests) >= _MANY else 1
     best: dict[float, float] = {}
-    outcomes = _outcomes(trace, [setting for _, setting in planned], progress or (lambda _: None), processes)
+    outcomes = _outcomes(
+        trace, [setting for _, setting in planned], progress or (lambda _: None), processes
+    )
     for (budget, setting), outcome in zip(planned, outcomes, strict=True):
         if setting.policy == ORACLE:
             best[budget] = outcome.saved
@@ -115,7 +117,10 @@ def _settings(trace: Trace, grid: Grid, base: Setting) -> list[tuple[float, Sett
         if budget == grid.budgets[0]:
             ours = replace(sized, policy=OURS)
             found += [(budget, replace(ours, max_variants=limit)) for limit in grid.max_variants]
-            found += [(budget, replace(ours, variants_per_chunk=limit)) for limit in grid.variants_per_chunk]
+            found += [
+                (budget, replace(ours, variants_per_chunk=limit))
+                for limit in grid.variants_per_chunk
+            ]
     return found
 
 
@@ -148,7 +153,9 @@ def as_fields(cells: Sequence[Cell], requests: int) -> dict[str, Any]:
     return {
         "policies": policies,
         "limits": limits,
-        "needed_for_0.85": None if enough is None else {"budget": enough.budget, "disk_bytes": enough.disk_budget},
+        "needed_for_0.85": None
+        if enough is None
+        else {"budget": enough.budget, "disk_bytes": enough.disk_budget},
         "requests": requests,
     }
 
@@ -158,4 +165,10 @@ def _fields(cell: Cell) -> dict[str, Any]:
     outcome = asdict(cell.outcome)
     spread = outcome.pop("variants_per_chunk")
     counts = {"chunks_by_variants": {str(number): chunks for number, chunks in spread.items()}}
-    return {"saved": outcome.pop("saved"), "of_oracle": cell.of_oracle, **limits, **counts, **outcome}
+    return {
+        "saved": outcome.pop("saved"),
+        "of_oracle": cell.of_oracle,
+        **limits,
+        **counts,
+        **outcome,
+    }

@@ -43,15 +43,22 @@ def read_trace(path: Path, *, chunk_tokens: int = 256) -> Trace:
             for place, line in enumerate(lines, start=1):
                 if line.strip():
                     time, names, tokens = _fields(line, f"{path}, line {place}")
-                    chunks = tuple(dict.fromkeys(numbers.setdefault(name, len(numbers)) for name in names))
-                    lengths.update((numbers[name], length) for name, length in zip(names, tokens, strict=False))
+                    chunks = tuple(
+                        dict.fromkeys(numbers.setdefault(name, len(numbers)) for name in names)
+                    )
+                    lengths.update(
+                        (numbers[name], length) for name, length in zip(names, tokens, strict=False)
+                    )
                     found.append((time, chunks))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not any(chunks for _, chunks in found):
         raise ConfigError(f"{path} holds no request with chunks")
     found.sort(key=lambda one: one[0])  # stable: without times, as in the file
-    return Trace(tuple(chunks for _, chunks in found), tuple(lengths.get(n, chunk_tokens) for n in range(len(numbers))))
+    return Trace(
+        tuple(chunks for _, chunks in found),
+        tuple(lengths.get(n, chunk_tokens) for n in range(len(numbers))),
+    )
 
 
 def _fields(line: str, where: str) -> tuple[float, list[int | str], list[int]]:
@@ -63,7 +70,9 @@ def _fields(line: str, where: str) -> tuple[float, list[int | str], list[int]]:
     if not isinstance(names, list) or not all(type(name) in (int, str) for name in names):
         raise ConfigError(f'{where}: needs a list "chunks" of numbers or names')
     tokens = fields.get("tokens", [])
-    sound = isinstance(tokens, list) and all(type(length) is int and length > 0 for length in tokens)
+    sound = isinstance(tokens, list) and all(
+        type(length) is int and length > 0 for length in tokens
+    )
     if not sound or len(tokens) not in (0, len(names)):
         raise ConfigError(f'{where}: "tokens" must give each chunk its length')
     time = fields.get("time", 0.0)

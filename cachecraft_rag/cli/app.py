@@ -48,13 +48,18 @@ class CommandEntry:
 
 COMMANDS: dict[str, CommandEntry] = {
     "demo": CommandEntry(
-        "demo", "Index a sample handbook, answer questions about it, and compare with full prefill.", _ASKING
+        "demo",
+        "Index a sample handbook, answer questions about it, and compare with full prefill.",
+        _ASKING,
     ),
     "index": CommandEntry("ask", "Index documents.", _ASKING, "index"),
     "ask": CommandEntry("ask", "Answer one question over the indexed documents.", _ASKING),
     "chat": CommandEntry("chat", "Chat about the indexed documents.", _ASKING),
     "documents": CommandEntry(
-        "documents", "List indexed documents, and remove them with their chunk-caches.", _ASKING, "app"
+        "documents",
+        "List indexed documents, and remove them with their chunk-caches.",
+        _ASKING,
+        "app",
     ),
     "eval": CommandEntry(
         "evaluation.evaluate",
@@ -68,7 +73,9 @@ COMMANDS: dict[str, CommandEntry] = {
         _MEASURING,
         "calibrate",
     ),
-    "sizes": CommandEntry("sizes", "Show how many MB chunk-caches take, for each codec.", _MEASURING),
+    "sizes": CommandEntry(
+        "sizes", "Show how many MB chunk-caches take, for each codec.", _MEASURING
+    ),
     "serve": CommandEntry(
         "serve",
         "Serve a model with vLLM: chat completions whose field `documents` holds chunks reuse their chunk-caches.",
@@ -86,7 +93,9 @@ COMMANDS: dict[str, CommandEntry] = {
         _OPERATING,
         "mcp",
     ),
-    "store": CommandEntry("store", "Inspect, check and evict stored chunk-caches.", _OPERATING, "app"),
+    "store": CommandEntry(
+        "store", "Inspect, check and evict stored chunk-caches.", _OPERATING, "app"
+    ),
     "doctor": CommandEntry(
         "doctor",
         "Verify the store, measure how fast the model computes and the disk delivers, and say what to change.",
@@ -185,22 +194,32 @@ def _settings(
     log_json: Annotated[
         bool,
         typer.Option(
-            "--log-json", metavar="", help="Write log messages to stderr as lines of JSON, one for each request."
+            "--log-json",
+            metavar="",
+            help="Write log messages to stderr as lines of JSON, one for each request.",
         ),
     ] = False,
     settings_file: Annotated[
-        Path | None, typer.Option("--settings", help="Settings file.", show_default="cachecraft.toml, if it is there")
+        Path | None,
+        typer.Option(
+            "--settings", help="Settings file.", show_default="cachecraft.toml, if it is there"
+        ),
     ] = None,
     version: Annotated[
         bool,
         typer.Option(
-            "--version", metavar="", help="Print the version and exit.", callback=_print_version, is_eager=True
+            "--version",
+            metavar="",
+            help="Print the version and exit.",
+            callback=_print_version,
+            is_eager=True,
         ),
     ] = False,
 ) -> None:
     # On the package's logger, not on the root: libraries print their own warnings, which would then appear twice.
     logger = logging.getLogger("cachecraft_rag")
-    logger.handlers[:] = [_log_handler(as_json=log_json)]  # one, however often an app in Python calls this
+    # one, however often an app in Python calls this
+    logger.handlers[:] = [_log_handler(as_json=log_json)]
     logger.setLevel(logging.INFO if verbose or log_json else logging.WARNING)
     logger.propagate = False
     context.obj = settings_file
@@ -228,7 +247,8 @@ def main() -> None:
     except OSError as error:
         if error.errno not in OUTPUT_ERRORS or error.filename is not None:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to write at the exit
+        # nothing is left to write at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print_error(CacheCraftError(f"the output cannot be written: {os.strerror(error.errno)}"))
         sys.exit(2)
     except SystemExit as leaving:

@@ -14,7 +14,15 @@ import typer
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import err, out
 from cachecraft_rag.cli.first_sentence import first_sentence
-from cachecraft_rag.cli.options import ANSWER_KEYS, ENGINE_KEYS, megabytes, print_json, takes, waiting, warn
+from cachecraft_rag.cli.options import (
+    ANSWER_KEYS,
+    ENGINE_KEYS,
+    megabytes,
+    print_json,
+    takes,
+    waiting,
+    warn,
+)
 from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.errors import ConfigError, IndexStoreError, ModelNotFoundError
 from cachecraft_rag.observability.stats import Answer, ChunkStats
@@ -41,7 +49,8 @@ def require_index(store: Path) -> None:
     """Raise IndexStoreError unless documents have been indexed: before a model is loaded or a folder is made."""
     from cachecraft_rag.retrievers.retriever import INDEX_FOLDER
 
-    if not os.path.isdir(store / INDEX_FOLDER):  # pathlib raises for paths it cannot reach instead of returning False
+    # pathlib raises for paths it cannot reach instead of returning False
+    if not os.path.isdir(store / INDEX_FOLDER):
         raise IndexStoreError(
             f"{store} holds no documents yet; add some with `cachecraft index DIR --store {store}`, or name another "
             "folder with --store"
@@ -57,7 +66,9 @@ def require_match(store: Path, where: Where | None) -> None:
 
     with FaissStore.open(store / INDEX_FOLDER) as index:
         if not index.places(where=where):
-            raise ConfigError("no chunk matches --where; `cachecraft documents ls` shows the documents that there are")
+            raise ConfigError(
+                "no chunk matches --where; `cachecraft documents ls` shows the documents that there are"
+            )
 
 
 def load(settings: Settings, *, server: str | None = None, **chosen: Any) -> CacheCraft:
@@ -111,7 +122,9 @@ class IndexOptions:
 
 @takes(*ENGINE_KEYS, "embeddings", chosen=IndexOptions)
 def index(
-    folder: Annotated[Path, typer.Argument(help="Folder or file: text, Markdown, HTML, PDF, Word, CSV, JSON.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Folder or file: text, Markdown, HTML, PDF, Word, CSV, JSON.")
+    ],
     as_json: options.Json = False,
     *,
     settings: Settings,
@@ -149,8 +162,13 @@ def index_into(settings: Settings, folder: Path, *, follow_links: bool) -> Index
         bound = None
         with suppress(ModelNotFoundError):  # indexing works without the model
             bound = chunk_bound_of(settings["model"])
-    with options.progress_bar("Indexing") as show, open_index(settings["store"], embedder) as opened:
-        return index_folder(folder, opened, embedder, progress=show, model=bound, follow_links=follow_links)
+    with (
+        options.progress_bar("Indexing") as show,
+        open_index(settings["store"], embedder) as opened,
+    ):
+        return index_folder(
+            folder, opened, embedder, progress=show, model=bound, follow_links=follow_links
+        )
 
 
 @dataclass(frozen=True)
@@ -258,7 +276,11 @@ def ask(
     question: Annotated[str, typer.Argument(help="Your question.")],
     compare: Annotated[
         bool,
-        typer.Option("--compare", metavar="", help="Answer with full prefill, too, and compare. Nothing is captured."),
+        typer.Option(
+            "--compare",
+            metavar="",
+            help="Answer with full prefill, too, and compare. Nothing is captured.",
+        ),
     ] = False,
     as_json: options.Json = False,
     *,
@@ -267,7 +289,9 @@ def ask(
 ) -> None:
     """Answer one question over the indexed documents."""
     if not question.strip():
-        raise ConfigError('the question is empty; write one, for example cachecraft ask "How often?"')
+        raise ConfigError(
+            'the question is empty; write one, for example cachecraft ask "How often?"'
+        )
     with chosen.open(settings) as (rag, asking):
         brief = chosen.is_brief(settings)
         if compare:
@@ -288,11 +312,16 @@ def print_comparison(comparison: Comparison, *, brief: bool, as_json: bool) -> N
     if as_json:
         print_json(comparison.as_dict())
         return
-    for heading, answer in (("with reuse:", comparison.reused), ("with full prefill:", comparison.full)):
+    for heading, answer in (
+        ("with reuse:", comparison.reused),
+        ("with full prefill:", comparison.full),
+    ):
         sentence = first_sentence(answer.text) if brief else None
         out.print(heading, style="bold")
         out.print((sentence or answer.text).strip(), soft_wrap=True)
-    agreement = "the same words" if comparison.is_same else f"{comparison.agreement:.0%} of the words agree"
+    agreement = (
+        "the same words" if comparison.is_same else f"{comparison.agreement:.0%} of the words agree"
+    )
     reused_s = comparison.reused.stats.ttft_s
     full_s = comparison.full.stats.ttft_s
     out.print(
@@ -356,7 +385,17 @@ def print_sources(stream: AnswerStream) -> None:
                 chunk.tier or "",
             )
         )
-    headings = ("#", "source", "heading", "score", "tokens", "chunk-cache", "recomputed", "computed", "tier")
+    headings = (
+        "#",
+        "source",
+        "heading",
+        "score",
+        "tokens",
+        "chunk-cache",
+        "recomputed",
+        "computed",
+        "tier",
+    )
     options.print_table(headings, rows)
 
 
@@ -369,7 +408,9 @@ def print_calibration(rag: CacheCraft) -> None:
 
 def print_stats(stats: RequestStats) -> None:
     """One line of numbers."""
-    refreshed = f", {stats.tokens_refreshed} refreshed while answering" if stats.tokens_refreshed else ""
+    refreshed = (
+        f", {stats.tokens_refreshed} refreshed while answering" if stats.tokens_refreshed else ""
+    )
     out.print(
         f"first token after {stats.ttft_s:.2f} s (plan {stats.plan_s:.3f}, load {stats.load_s:.3f}, "
         f"prefill {stats.prefill_s:.2f}); "

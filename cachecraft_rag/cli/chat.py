@@ -34,7 +34,8 @@ def chat(*, settings: Settings, chosen: ask.AskingOptions) -> None:
     """
     with chosen.open(settings) as (rag, asking), metrics(rag, settings["metrics_port"]):
         conversation = Conversation(rag, brief=chosen.is_brief(settings), **asking)
-        if isinstance(sys.stdin, TextIOWrapper):  # input that is not UTF-8 must not end the conversation
+        # input that is not UTF-8 must not end the conversation
+        if isinstance(sys.stdin, TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")
         with suppress(ImportError):
             import_module("readline")  # if installed, it gives `input` arrow keys and a history
@@ -98,7 +99,11 @@ class Conversation:
         """Answer and add the turn to the history. Ctrl-C ends only the answer; its text so far is kept."""
         said = ""
         try:
-            asking: AskOptions = {**self._asking, "history": self._history, "session": self._session}
+            asking: AskOptions = {
+                **self._asking,
+                "history": self._history,
+                "session": self._session,
+            }
             stream = self._rag.stream(question, **asking)
             try:
                 ask.print_stream(stream, brief=self._brief)
@@ -107,13 +112,15 @@ class Conversation:
             finally:
                 stream.close()
                 said = self._shown(stream.text)
-                if stream.stats.finish is not None:  # an answer stopped before its first token has no sources to list
+                # an answer stopped before its first token has no sources to list
+                if stream.stats.finish is not None:
                     self._last = stream
         except KeyboardInterrupt:
             err.print("\nstopped", style="dim")
         except ContextLengthError as error:
             print_error(error, "/new forgets the conversation.")
-        except ConfigError as error:  # the documents that match the filter were removed by another process
+        # the documents that match the filter were removed by another process
+        except ConfigError as error:
             print_error(error)
         if said:
             self._history += [("user", question), ("assistant", said)]

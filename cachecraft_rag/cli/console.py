@@ -54,7 +54,9 @@ class PlainConsole(Console):
         """Rich's own, with control characters escaped first, so that column widths are right."""
         return super().render_str(visible(text), **how)
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
         """Rich's own, with control characters escaped in text that was no string (a `Text`, a spinner)."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)

@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 ANSWER_TOKENS = 60
 SHOWN_LETTERS = 22  # of a question in the table
-VERDICTS = {(True, True): "both", (True, False): "reuse", (False, True): "full", (False, False): "neither"}
+VERDICTS = {
+    (True, True): "both",
+    (True, False): "reuse",
+    (False, True): "full",
+    (False, False): "neither",
+}
 SENTENCE_ENDS = (". ", ".\n")  # a model of this size would go on and invent
 
 
@@ -47,7 +52,14 @@ class ComparedQuestion:
         return all(re.search(pattern, answer.text, re.IGNORECASE) for pattern in self.asked.expect)
 
 
-@takes("store", "top_k", "threads", "remote.url", "remote.key_file", defaults={"store": "chunk-caches/demo"})
+@takes(
+    "store",
+    "top_k",
+    "threads",
+    "remote.url",
+    "remote.key_file",
+    defaults={"store": "chunk-caches/demo"},
+)
 def demo(
     questions: Annotated[int, typer.Option("--questions", min=1, help="How many to ask.")] = 10,
     as_json: options.Json = False,
@@ -79,7 +91,11 @@ def _prepare(rag: CacheCraft) -> None:
         report = rag.add_documents(handbook_folder(), progress=show)
     with progress_bar("Computing chunk-caches") as show:
         captured = rag.prime(progress=show)
-    done = f"{captured} chunk-caches computed" if captured else "all chunk-caches are on disk from an earlier run"
+    done = (
+        f"{captured} chunk-caches computed"
+        if captured
+        else "all chunk-caches are on disk from an earlier run"
+    )
     pages = f"{len(report.added)} pages added, {len(report.unchanged)} unchanged"
     err.print(f"{pages}; {done}; the model runs in {rag.engine.decoder.layout.dtype}")
 
@@ -98,7 +114,9 @@ def _compare(rag: CacheCraft, asked: HandbookQuestion, top_k: int) -> ComparedQu
 
     sampling = SamplingParams(max_new_tokens=ANSWER_TOKENS, stop=SENTENCE_ENDS)
     reused = rag.ask(asked.question, top_k=top_k, sampling=sampling)
-    full = rag.ask(asked.question, top_k=top_k, sampling=sampling, config=ReuseConfig.full_prefill())
+    full = rag.ask(
+        asked.question, top_k=top_k, sampling=sampling, config=ReuseConfig.full_prefill()
+    )
     return ComparedQuestion(asked, reused, full, _own_prefill(rag, asked.question, top_k))
 
 
@@ -107,7 +125,9 @@ def _own_prefill(rag: CacheCraft, question: str, top_k: int) -> float:
     from cachecraft_rag.engine.engine import Engine
 
     hits = rag.retrieve(question, top_k=top_k)
-    prompt = rag.engine.prompts.build(question, rag.index.get([hit.chunk_id for hit in hits]), reserve=ANSWER_TOKENS)
+    prompt = rag.engine.prompts.build(
+        question, rag.index.get([hit.chunk_id for hit in hits]), reserve=ANSWER_TOKENS
+    )
     started = time.perf_counter()
     assert isinstance(rag.engine, Engine), "the demo runs in this process"
     rag.engine.decoder.own_logits(prompt.token_ids).argmax().item()
@@ -120,7 +140,9 @@ def _print_comparison(comparison: ComparedQuestion) -> None:
     out.print(_sentence(comparison.reused))
     if comparison.reused.text != comparison.full.text:
         out.print("full prefill says:", _sentence(comparison.full), style="yellow")
-    sources = dict.fromkeys(str(source.metadata.get("source")) for source in comparison.reused.sources)
+    sources = dict.fromkeys(
+        str(source.metadata.get("source")) for source in comparison.reused.sources
+    )
     tiers = ", ".join(sorted({chunk.tier for chunk in stats.chunks if chunk.tier}))
     out.print(
         f"from {', '.join(sources)}\n"
@@ -157,13 +179,19 @@ def _print_summary(compared: list[ComparedQuestion]) -> None:
                 VERDICTS[verdict],
             )
         )
-    print_table(("question", "full", "reuse", "faster", "reused/\nrecomputed/\ncomputed", "right"), rows, numbers=True)
+    print_table(
+        ("question", "full", "reuse", "faster", "reused/\nrecomputed/\ncomputed", "right"),
+        rows,
+        numbers=True,
+    )
     own_s = statistics.median(comparison.own_prefill_s for comparison in compared)
     reuse_s = statistics.median(comparison.reused.stats.ttft_s for comparison in compared)
     right_answers = sum(comparison.is_right(comparison.reused) for comparison in compared)
     full_right = sum(comparison.is_right(comparison.full) for comparison in compared)
     same = sum(comparison.reused.text == comparison.full.text for comparison in compared)
-    out.print(f"median time to first token: full prefill {own_s:.2f} s, reuse {reuse_s:.2f} s: ", end="")
+    out.print(
+        f"median time to first token: full prefill {own_s:.2f} s, reuse {reuse_s:.2f} s: ", end=""
+    )
     out.print(f"{own_s / reuse_s:.1f} times faster to the first token", style="bold")
     out.print(
         f"right answers: {right_answers} of {len(compared)} with reuse, {full_right} with full prefill; "

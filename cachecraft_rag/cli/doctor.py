@@ -26,7 +26,9 @@ _STYLES = {"ok": "green", "advice": "yellow", "error": "bold red"}
 
 @takes(*(key for key in ENGINE_KEYS if not key.startswith("remote.")))
 def doctor(
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Verify every stored checksum.")] = True,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Verify every stored checksum.")
+    ] = True,
     as_json: options.Json = False,
     *,
     settings: Settings,
@@ -48,9 +50,18 @@ def doctor(
     except (ModelNotFoundError, UnsupportedModelError) as error:
         judged = [Advice("model", "error", str(error), "choose another --model")]
     if not store.is_dir():
-        judged.append(Advice("index", "advice", f"{store} is not there yet", f"cachecraft index DIR --store {store}"))
+        judged.append(
+            Advice(
+                "index",
+                "advice",
+                f"{store} is not there yet",
+                f"cachecraft index DIR --store {store}",
+            )
+        )
     if as_json:
-        print_json({"facts": facts and asdict(facts), "findings": [asdict(finding) for finding in judged]})
+        print_json(
+            {"facts": facts and asdict(facts), "findings": [asdict(finding) for finding in judged]}
+        )
     else:
         for finding in judged:
             out.print(finding.level, style=_STYLES[finding.level], end=" ")

@@ -19,7 +19,9 @@ from cachecraft_rag.engine.settings import Settings
 if TYPE_CHECKING:
     from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 
-app = typer.Typer(help="List indexed documents, and remove them with their chunk-caches.", no_args_is_help=True)
+app = typer.Typer(
+    help="List indexed documents, and remove them with their chunk-caches.", no_args_is_help=True
+)
 
 
 @contextmanager
@@ -51,7 +53,10 @@ def ls(as_json: options.Json = False, *, settings: Settings) -> None:
 @takes("store")
 def remove(
     names: Annotated[
-        list[str], typer.Argument(help="Documents as `documents ls` shows them, or docs/ for all of a folder.")
+        list[str],
+        typer.Argument(
+            help="Documents as `documents ls` shows them, or docs/ for all of a folder."
+        ),
     ],
     as_json: options.Json = False,
     *,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 _END = re.compile(r"(\S*)[.!?…][\"'”’)\]]*(?=\s+[^a-z\s])|\n")
-_NO_END = re.compile(r"(?:^|.*[\s(])(?:e\.g|i\.e|cf|vs|ca|approx|nos?|fig|dr|mrs?|ms|prof|st|[A-Z])|\W*\d{1,3}", re.I)
+_NO_END = re.compile(
+    r"(?:^|.*[\s(])(?:e\.g|i\.e|cf|vs|ca|approx|nos?|fig|dr|mrs?|ms|prof|st|[A-Z])|\W*\d{1,3}", re.I
+)
 
 
 def first_sentence(text: str) -> str | None:

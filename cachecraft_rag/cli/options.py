@@ -27,13 +27,34 @@ from cachecraft_rag.types import Metadata, Progress
 
 _KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 PROGRESS_S = 10.0  # between two lines of progress without a terminal
-_SHORT = {"store": "-s", "model": "-m", "top_k": "-k", "max_new_tokens": "--max-tokens", "tensor_parallel_size": "-tp"}
+_SHORT = {
+    "store": "-s",
+    "model": "-m",
+    "top_k": "-k",
+    "max_new_tokens": "--max-tokens",
+    "tensor_parallel_size": "-tp",
+}
 _SHORT |= {"data": "-d", "out": "-o", "quality": "-q"}
 # An empty name for a flag, because typer would write "<bool>" after it.
-_METAVARS = {"int": "INTEGER", "float": "FLOAT", "Path": "PATH", "str": "TEXT", "list[str]": "TEXT", "bool": ""}
+_METAVARS = {
+    "int": "INTEGER",
+    "float": "FLOAT",
+    "Path": "PATH",
+    "str": "TEXT",
+    "list[str]": "TEXT",
+    "bool": "",
+}
 _PANELS: Mapping[str, tuple[str, ...]] = {
     "Model": ("model", "dtype", "device", "threads"),
-    "Store": ("store", "namespace", "codec", "disk_bytes", "host_bytes", "max_variants", "variants_per_chunk"),
+    "Store": (
+        "store",
+        "namespace",
+        "codec",
+        "disk_bytes",
+        "host_bytes",
+        "max_variants",
+        "variants_per_chunk",
+    ),
     "Retrieval": ("embeddings", "top_k"),
     "Answer": ("system", "max_new_tokens", "temperature", "top_p", "seed", "stop"),
 }
@@ -91,17 +112,41 @@ def sentence(text: str) -> str:
 Model = Annotated[str, option_of("model")]
 Dtype = Annotated[str, option_of("dtype")]
 Threads = Annotated[int | None, option_of("threads", min=1, max=1024)]
-Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one line of JSON, and nothing else, on stdout.")]
+Json = Annotated[
+    bool,
+    typer.Option("--json", metavar="", help="Print one line of JSON, and nothing else, on stdout."),
+]
 ENGINE_KEYS = (
-    "model", "store", "namespace", "system", "dtype", "device", "threads", "codec", "disk_bytes", "host_bytes",
-    "max_variants", "variants_per_chunk", "remote.url", "remote.key_file",
-)  # fmt: skip
+    "model",
+    "store",
+    "namespace",
+    "system",
+    "dtype",
+    "device",
+    "threads",
+    "codec",
+    "disk_bytes",
+    "host_bytes",
+    "max_variants",
+    "variants_per_chunk",
+    "remote.url",
+    "remote.key_file",
+)
 ANSWER_KEYS = (
-    "embeddings", "top_k", "reuse.recompute_ratio", "max_new_tokens", "temperature", "top_p", "seed", "stop",
-)  # fmt: skip
+    "embeddings",
+    "top_k",
+    "reuse.recompute_ratio",
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "seed",
+    "stop",
+)
 
 
-def takes(*keys: str, defaults: Mapping[str, Any] = MappingProxyType({}), **groups: type) -> Callable[..., Any]:
+def takes(
+    *keys: str, defaults: Mapping[str, Any] = MappingProxyType({}), **groups: type
+) -> Callable[..., Any]:
     """Give a command settings, and the fields of dataclasses, as options.
 
     The command gets the `Settings`, flags first, as its parameter `settings`, and each dataclass as one object for the
@@ -117,9 +162,13 @@ def takes(*keys: str, defaults: Mapping[str, Any] = MappingProxyType({}), **grou
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
         key_of = {key.replace(".", "_"): key for key in keys}
-        fields_of = {name: [field.name for field in fields(group)] for name, group in groups.items()}
+        fields_of = {
+            name: [field.name for field in fields(group)] for name, group in groups.items()
+        }
 
-        parameters = {"context": inspect.Parameter("context", _KEYWORD_ONLY, annotation=typer.Context)}
+        parameters = {
+            "context": inspect.Parameter("context", _KEYWORD_ONLY, annotation=typer.Context)
+        }
         for parameter in signature.parameters.values():
             if parameter.name not in ("settings", "context", *groups):
                 parameters[parameter.name] = parameter.replace(kind=_KEYWORD_ONLY)
@@ -135,7 +184,9 @@ def takes(*keys: str, defaults: Mapping[str, Any] = MappingProxyType({}), **grou
                 value = given.pop(name, None)
                 if value not in (None, []):
                     flags[key] = value
-            arguments = {name: value for name, value in given.items() if name in signature.parameters}
+            arguments = {
+                name: value for name, value in given.items() if name in signature.parameters
+            }
             for name, group in groups.items():
                 arguments[name] = group(**{field: given[field] for field in fields_of[name]})
             if keys:
@@ -148,7 +199,9 @@ def takes(*keys: str, defaults: Mapping[str, Any] = MappingProxyType({}), **grou
         called.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=list(parameters.values())
         )
-        called.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+        called.__annotations__ = {
+            name: parameter.annotation for name, parameter in parameters.items()
+        }
         return called
 
     return decorate
@@ -190,7 +243,9 @@ def _parameters_of_group(group: type, defaults: Mapping[str, Any]) -> dict[str, 
                 option = option_of(name, metavar=metavar)
             annotation = Annotated[annotation, option]
         default = defaults.get(name, default)
-        parameters[name] = inspect.Parameter(name, _KEYWORD_ONLY, default=default, annotation=annotation)
+        parameters[name] = inspect.Parameter(
+            name, _KEYWORD_ONLY, default=default, annotation=annotation
+        )
     return parameters
 
 
@@ -209,19 +264,24 @@ def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
     for condition in conditions:
         name, sign, value = condition.partition("=")
         if not sign or not name.strip():
-            raise ConfigError(f"--where is {condition!r}; write NAME=VALUE, for example source=docs/kettle.md")
+            raise ConfigError(
+                f"--where is {condition!r}; write NAME=VALUE, for example source=docs/kettle.md"
+            )
         patterns.setdefault(name.strip(), []).append(value.strip())
 
     def allowed(metadata: Metadata) -> bool:
         return all(
-            name in metadata and any(fnmatchcase(str(metadata[name]), pattern) for pattern in choices)
+            name in metadata
+            and any(fnmatchcase(str(metadata[name]), pattern) for pattern in choices)
             for name, choices in patterns.items()
         )
 
     return allowed
 
 
-def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: bool = False) -> None:
+def print_table(
+    headings: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: bool = False
+) -> None:
     """A table on stdout; with `numbers` all columns but the first are set to the right."""
     table = Table(box=None, pad_edge=False)
     for place, heading in enumerate(headings):

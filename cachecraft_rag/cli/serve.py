@@ -20,8 +20,14 @@ _NOT_HERE = {
     "threads": "vLLM binds its threads itself: set VLLM_CPU_OMP_THREADS_BIND",
     "metrics_port": "the server has its own /metrics",
 }
-_REUSE_KEYS = [f"reuse.{field.name}" for field in fields(ReuseConfig) if field.name != "plain_prompts"]
-_KEYS = [key for key in (*ENGINE_KEYS, "best_last", "private_system") if key not in ("model", "device", "threads")]
+_REUSE_KEYS = [
+    f"reuse.{field.name}" for field in fields(ReuseConfig) if field.name != "plain_prompts"
+]
+_KEYS = [
+    key
+    for key in (*ENGINE_KEYS, "best_last", "private_system")
+    if key not in ("model", "device", "threads")
+]
 
 
 @dataclass(frozen=True)
@@ -72,10 +78,14 @@ class ServerOptions:
 
 @takes(*_KEYS, *_REUSE_KEYS, server=ServerOptions)
 def serve(
-    model: Annotated[str, typer.Argument(help='Hugging Face name or folder, or "demo" for the bundled one.')],
+    model: Annotated[
+        str, typer.Argument(help='Hugging Face name or folder, or "demo" for the bundled one.')
+    ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(help="After --: further arguments of vLLM's server.", metavar="[-- VLLM ARGUMENTS]"),
+        typer.Argument(
+            help="After --: further arguments of vLLM's server.", metavar="[-- VLLM ARGUMENTS]"
+        ),
     ] = None,
     *,
     server: ServerOptions,
@@ -94,7 +104,8 @@ def serve(
         if settings[key] is not None:
             raise ConfigError(f"{settings.entries[key].origin}: {key} has no effect here: {advice}")
     of_clients = {"embeddings", "top_k", *(field.name for field in fields(SamplingParams))}
-    for key in sorted(of_clients & settings.given().keys()):  # no error: one file may be the clients', too
+    # no error: one file may be the clients', too
+    for key in sorted(of_clients & settings.given().keys()):
         warn(f"{settings.entries[key].origin}: {key} has no effect here: clients decide it")
     plain = server.reuse_plain_prompts or settings.given().get("reuse.plain_prompts") == "reuse"
     run(
@@ -107,7 +118,9 @@ def serve(
             client_settings=cast(Any, server.client_settings),
             plain_prompts="reuse" if plain else "off",
             search_system=server.search_system,
-            admin_keys=() if server.admin_key_file is None else tuple(keys_in(server.admin_key_file)),
+            admin_keys=()
+            if server.admin_key_file is None
+            else tuple(keys_in(server.admin_key_file)),
         ),
         arguments=[*server.for_vllm(), *(arguments or ())],
     )

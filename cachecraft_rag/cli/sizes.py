@@ -16,11 +16,18 @@ SHOWN_TOKENS = 1000
 
 
 def sizes(
-    models: Annotated[list[str] | None, typer.Argument(help='Hugging Face names or folders, or "demo".')] = None,
-    documents: Annotated[
-        Path | None, typer.Option("--documents", help="Count the tokens of this folder or file instead of 1,000.")
+    models: Annotated[
+        list[str] | None, typer.Argument(help='Hugging Face names or folders, or "demo".')
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of all documents together.")] = SHOWN_TOKENS,
+    documents: Annotated[
+        Path | None,
+        typer.Option(
+            "--documents", help="Count the tokens of this folder or file instead of 1,000."
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, help="Tokens of all documents together.")
+    ] = SHOWN_TOKENS,
     dtype: options.Dtype = "auto",
     as_json: options.Json = False,
 ) -> None:
@@ -41,7 +48,15 @@ def sizes(
     shown = []
     for row in rows:
         shape = f"{row['layers']} × {row['kv_heads']} × {row['head_dim']}"
-        shown.append((row["model"], shape, row["dtype"], f"{row['tokens']:,}", *map(megabytes, row["nbytes"].values())))
+        shown.append(
+            (
+                row["model"],
+                shape,
+                row["dtype"],
+                f"{row['tokens']:,}",
+                *map(megabytes, row["nbytes"].values()),
+            )
+        )
     print_table(("model", "layers × heads × dim", "dtype", "tokens", *CODECS), shown, numbers=True)
     out.print("Each variant takes this on disk; memory keeps it raw. entropy: about.", style="dim")
 

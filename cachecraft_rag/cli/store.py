@@ -31,7 +31,9 @@ app = typer.Typer(help="Inspect, check and evict stored chunk-caches.", no_args_
 
 
 @contextmanager
-def opened(folder: Path, remote: RemoteConfig | None = None, **settings: Any) -> Iterator[ChunkCacheStore]:
+def opened(
+    folder: Path, remote: RemoteConfig | None = None, **settings: Any
+) -> Iterator[ChunkCacheStore]:
     """The store inside a folder, or the folder itself if it is an engine's own store. Creates nothing."""
     from cachecraft_rag.store import CATALOG_FILE, ChunkCacheStore
     from cachecraft_rag.store.config import CACHE_FOLDER
@@ -50,7 +52,9 @@ def opened(folder: Path, remote: RemoteConfig | None = None, **settings: Any) ->
 def begins(chunk: str | None) -> str | None:
     """The value of --chunk, if it is long enough to identify a chunk. Raises ConfigError."""
     if chunk is not None and len(chunk) < SHORTEST_PREFIX:
-        raise ConfigError(f"--chunk needs at least {SHORTEST_PREFIX} letters of a chunk id; `store ls` shows them")
+        raise ConfigError(
+            f"--chunk needs at least {SHORTEST_PREFIX} letters of a chunk id; `store ls` shows them"
+        )
     return chunk
 
 
@@ -59,7 +63,9 @@ def begins(chunk: str | None) -> str | None:
 def ls(
     limit: Annotated[int, typer.Option("--limit", min=1, help="Rows to show.")] = 50,
     offset: Annotated[int, typer.Option("--offset", min=0, help="Rows to skip.")] = 0,
-    chunk: Annotated[str | None, typer.Option("--chunk", help="Only chunks whose id begins with this.")] = None,
+    chunk: Annotated[
+        str | None, typer.Option("--chunk", help="Only chunks whose id begins with this.")
+    ] = None,
     as_json: options.Json = False,
     *,
     settings: Settings,
@@ -94,7 +100,9 @@ def ls(
                 key.namespace + (" (private)" if variant.session else ""),
             )
         )
-    print_table(("variant", "chunk", "prefix", "tokens", "CCI", "exact", "f_r", "size", "namespace"), shown)
+    print_table(
+        ("variant", "chunk", "prefix", "tokens", "CCI", "exact", "f_r", "size", "namespace"), shown
+    )
     out.print(f"{len(rows)} of {total} variants")
 
 
@@ -120,7 +128,10 @@ def stats(
         numbers = caches.stats()
     calibrated = all_calibrations(store)
     if as_json:
-        print_json(asdict(numbers) | {"calibrations": {name: asdict(value) for name, value in calibrated.items()}})
+        print_json(
+            asdict(numbers)
+            | {"calibrations": {name: asdict(value) for name, value in calibrated.items()}}
+        )
         return
     out.print(f"{numbers.variants} variants of {numbers.chunks} chunks")
     out.print(f"disk {megabytes(numbers.disk_bytes)} of {megabytes(numbers.disk_budget)}")
@@ -151,7 +162,9 @@ def check(
         for finding in report.findings:
             out.print(f"{finding.kind}: {finding.path}: {finding.what} → {finding.action}")
         verdict = "all sound" if not report.findings else f"{len(report.findings)} findings"
-        out.print(f"{report.rows} variants, {report.files} files, {megabytes(report.nbytes)}: {verdict}")
+        out.print(
+            f"{report.rows} variants, {report.files} files, {megabytes(report.nbytes)}: {verdict}"
+        )
     if report.findings and not repair:
         raise typer.Exit(1)
 
@@ -167,7 +180,11 @@ def limits(as_json: options.Json = False, *, settings: Settings) -> None:
         print_json(kept)
     else:
         for name, value in kept.items():
-            out.print(f"{name.replace('_', ' ')}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
+            out.print(
+                f"{name.replace('_', ' ')}: {value:,}"
+                if isinstance(value, int)
+                else f"{name}: {value}"
+            )
 
 
 @dataclass(frozen=True)
@@ -204,7 +221,9 @@ def evict(as_json: options.Json = False, *, settings: Settings, chosen: EvictOpt
     """Remove chunk-caches, lowest eviction score first. They are computed again when needed; documents stay."""
     from cachecraft_rag.store import RowFilter
 
-    before = None if chosen.older_than_days is None else time.time() - chosen.older_than_days * 86400
+    before = (
+        None if chosen.older_than_days is None else time.time() - chosen.older_than_days * 86400
+    )
     part: dict[str, Any] = {"namespace": chosen.namespace, "fingerprint": chosen.fingerprint}
     rows = RowFilter(**part, chunk_prefix=begins(chosen.chunk), created_before=before)
     down_to = 0 if chosen.all else None

@@ -29,7 +29,8 @@ class ServedTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._rendered = lru_cache(_KEPT_RENDERINGS)(_render)  # prompts are rendered with marks in place of texts
+        # prompts are rendered with marks in place of texts
+        self._rendered = lru_cache(_KEPT_RENDERINGS)(_render)
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__") or name == "_tokenizer":  # while it is copied, or not made yet
@@ -72,7 +73,9 @@ def _render(given: str) -> str:
 
     command = [sys.executable, "-P", template_process.__file__]
     try:
-        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, input=given, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
         reply = json.loads(done.stdout) if done.returncode == 0 else None
     except (subprocess.TimeoutExpired, ValueError):
         reply = None

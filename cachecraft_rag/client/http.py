@@ -70,7 +70,8 @@ class HTTPEngine(AnswerEngine):
         self._model = model
         self._facts = facts
         self._system = system
-        self._unreported: dict[str, Callable[[], None]] = {}  # take the report of an answer that has ended, by its id
+        # take the report of an answer that has ended, by its id
+        self._unreported: dict[str, Callable[[], None]] = {}
 
     @classmethod
     def connect(
@@ -101,7 +102,12 @@ class HTTPEngine(AnswerEngine):
             ConfigError: an argument is out of range.
         """
         check_text("url", url, empty=False)
-        for name, text in {"model": model, "system": system, "api_key": api_key, "admin_key": admin_key}.items():
+        for name, text in {
+            "model": model,
+            "system": system,
+            "api_key": api_key,
+            "admin_key": admin_key,
+        }.items():
             check_text(name, text, optional=True)
         check_number("timeout_s", timeout_s, above=True, most=1e6)
         check_number("total_timeout_s", total_timeout_s, above=True, most=1e6, optional=True)
@@ -119,7 +125,9 @@ class HTTPEngine(AnswerEngine):
                 facts = ServerFacts.of(reply)
             if model is not None and facts.model != model:
                 name = replies.printable(facts.model)
-                raise ServerError(f"{url} serves {name}, not {model}: name another server, or this model")
+                raise ServerError(
+                    f"{url} serves {name}, not {model}: name another server, or this model"
+                )
 
             files = link.tokenizer()
             with checked_reply(link.url, "a tokenizer"):
@@ -195,7 +203,9 @@ class HTTPEngine(AnswerEngine):
         try:
             with closing(self._link.events(request.body, headers=headers)) as events:
                 tokens = self._tokens(events, names)
-                yield from answer_text(request, progress, tokens, self._model.tokenizer, self._model.end_tokens)
+                yield from answer_text(
+                    request, progress, tokens, self._model.tokenizer, self._model.end_tokens
+                )
         finally:
             progress.end(request, "closed")
             if names:
@@ -218,8 +228,12 @@ class HTTPEngine(AnswerEngine):
         try:
             if report is not None and error is None:
                 report()
-        except (LookupError, TypeError, ValueError, AttributeError) as problem:  # the answer itself is complete
-            logger.warning("The server's statistics of a request cannot be read: %s", replies.printable(problem))
+        # the answer itself is complete
+        except (LookupError, TypeError, ValueError, AttributeError) as problem:
+            logger.warning(
+                "The server's statistics of a request cannot be read: %s",
+                replies.printable(problem),
+            )
         super()._ended(stats, error)
 
 
@@ -237,7 +251,9 @@ class ServerPrimer:
         self._link = link
         self._related = related
 
-    def prime(self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = lambda _count: None) -> int:
+    def prime(
+        self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = lambda _count: None
+    ) -> int:
         """See `Primer.prime`; `captured` is called once a request."""
         total = 0
         for part in request_sized(chunks):
@@ -277,7 +293,11 @@ class ServerCaches(Caches):
 
     def evict(self, chosen: RowFilter | None = None) -> Evicted:
         """See `Caches.evict`; by chunk ids only. Raises ServerError, and UnsupportedCallError for any other choice."""
-        if chosen is None or chosen != RowFilter(chunk_ids=chosen.chunk_ids) or chosen.chunk_ids is None:
+        if (
+            chosen is None
+            or chosen != RowFilter(chunk_ids=chosen.chunk_ids)
+            or chosen.chunk_ids is None
+        ):
             raise UnsupportedCallError("a server evicts by chunk ids: RowFilter(chunk_ids=…)")
         if not chosen.chunk_ids:
             return Evicted(0, 0)

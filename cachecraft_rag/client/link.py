@@ -13,7 +13,13 @@ from urllib.parse import quote
 
 import httpx
 
-from cachecraft_rag.client.replies import checked_reply, mapping_of, parsed_json, printable, report_of
+from cachecraft_rag.client.replies import (
+    checked_reply,
+    mapping_of,
+    parsed_json,
+    printable,
+    report_of,
+)
 from cachecraft_rag.errors import CacheCraftError, ConfigError, ContextLengthError, ServerError
 from cachecraft_rag.vllm.served_model import PROTOCOL
 from cachecraft_rag.vllm.server.documents import ADMIN_HEADER
@@ -110,10 +116,13 @@ class Link:
                 base_url=self.url,
                 headers=headers,
                 timeout=timeout_s,
-                limits=httpx.Limits(max_keepalive_connections=0),  # each request knows its connection, see `_Deadline`
+                # each request knows its connection, see `_Deadline`
+                limits=httpx.Limits(max_keepalive_connections=0),
             )
         except httpx.InvalidURL as error:
-            raise ConfigError(f"url is {url!r} ({error}); write for example http://127.0.0.1:8000") from error
+            raise ConfigError(
+                f"url is {url!r} ({error}); write for example http://127.0.0.1:8000"
+            ) from error
 
     def close(self) -> None:
         """Close the connections; requests under way fail."""
@@ -167,11 +176,16 @@ class Link:
             reply = self.call(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=headers)
             with checked_reply(self.url, "statistics"):
                 return report_of(reply)
-        except (CacheCraftError, RuntimeError) as error:  # or this client is closed; the answer itself is complete
-            logger.warning("The statistics of request %s did not arrive: %s", printable(name), error)
+        # or this client is closed; the answer itself is complete
+        except (CacheCraftError, RuntimeError) as error:
+            logger.warning(
+                "The statistics of request %s did not arrive: %s", printable(name), error
+            )
             return {}
 
-    def events(self, body: Mapping[str, object], *, headers: Mapping[str, str]) -> Generator[Mapping[str, object]]:
+    def events(
+        self, body: Mapping[str, object], *, headers: Mapping[str, str]
+    ) -> Generator[Mapping[str, object]]:
         """Yield the events of a streamed chat completion. Raises ServerError, ConfigError, ContextLengthError."""
         with self._replied("/v1/chat/completions", body, headers=headers) as reply:
             for line in _lines(reply):
@@ -210,7 +224,9 @@ class Link:
             ) as reply:
                 encoding = reply.headers.get("content-encoding", "identity")
                 if encoding.lower() != "identity":
-                    raise ServerError(f"{self.url} sent a compressed reply ({printable(encoding)}), which is refused")
+                    raise ServerError(
+                        f"{self.url} sent a compressed reply ({printable(encoding)}), which is refused"
+                    )
                 if reply.status_code != 200:
                     raise self._error(reply, b"".join(_truncated(reply, _MAX_ERROR)))
                 yield reply
@@ -250,10 +266,14 @@ class Link:
         )
 
     def _unreachable(self, error: Exception) -> ServerError:
-        return ServerError(f"{self.url} does not answer ({type(error).__name__}: {printable(error)}); {_START}")
+        return ServerError(
+            f"{self.url} does not answer ({type(error).__name__}: {printable(error)}); {_START}"
+        )
 
     def _not_ours(self) -> str:
-        return f"{self.url} answers, but is not a server of this package (an ordinary vLLM?); {_START}"
+        return (
+            f"{self.url} answers, but is not a server of this package (an ordinary vLLM?); {_START}"
+        )
 
 
 class _TooLarge(Exception):

@@ -42,7 +42,15 @@ def checked_reply(url: str, name: str) -> Iterator[None]:
     """Turn errors of reading a malformed reply into a ServerError that names the reply."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, ConfigError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+        ConfigError,
+    ) as error:
         reason = printable(f"{type(error).__name__}: {error}")
         raise ServerError(
             f"{url} sent {name} that this version cannot read ({reason}); install the same version on both sides, or "
@@ -143,7 +151,9 @@ class ServerFacts:
                 dtype=dtype_of(layout["dtype"]),
             ),
             context_length=whole_of(reply["context_length"], least=1),
-            end_tokens=frozenset(whole_of(token, most=_MAX_TOKEN) for token in list_of(reply["end_tokens"])),
+            end_tokens=frozenset(
+                whole_of(token, most=_MAX_TOKEN) for token in list_of(reply["end_tokens"])
+            ),
             namespace=text_of(reply["namespace"]),
             system=text_of(reply["system"]),
             session_header=header,
@@ -164,7 +174,9 @@ def served_model(facts: ServerFacts, reply: object) -> ServedModel:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # the tokenizers library raises bare ones for damaged files
             reason = printable(error)
-            raise ServerError(f"the tokenizer that the server sent cannot be read: {reason}") from error
+            raise ServerError(
+                f"the tokenizer that the server sent cannot be read: {reason}"
+            ) from error
     return ServedModel(
         name=facts.model,
         folder=None,
@@ -196,7 +208,9 @@ def missing_variants(reply: object) -> dict[str, int]:
 def evicted(reply: object) -> Evicted:
     """Return what was evicted; for use within `checked_reply`."""
     counts = mapping_of(reply)
-    return Evicted(variants=whole_of(counts["variants"]), nbytes=whole_of(counts["nbytes"], most=2**63))
+    return Evicted(
+        variants=whole_of(counts["variants"]), nbytes=whole_of(counts["nbytes"], most=2**63)
+    )
 
 
 def new_tokens(event: Mapping[str, object]) -> list[int]:

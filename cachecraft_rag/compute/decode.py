@@ -27,7 +27,9 @@ class DecodeStep:
 
     __slots__ = ("buffer", "position", "refresh", "token")
 
-    def __init__(self, buffer: KVBuffer, token: int, position: int, refresh: Refresh | None = None) -> None:
+    def __init__(
+        self, buffer: KVBuffer, token: int, position: int, refresh: Refresh | None = None
+    ) -> None:
         self.buffer = buffer
         self.token = token
         self.position = position
@@ -75,7 +77,9 @@ def _row_pass(
     positions: NDArray[np.int64],
     observer: Observer | None = None,
 ) -> RowPass:
-    return RowPass(stack, buffer, torch.tensor(tokens, device=stack.device), positions, observer=observer)
+    return RowPass(
+        stack, buffer, torch.tensor(tokens, device=stack.device), positions, observer=observer
+    )
 
 
 def _compute(stack: Stack, passes: Sequence[RowPass]) -> Tensor:

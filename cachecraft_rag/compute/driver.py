@@ -50,7 +50,9 @@ Work = Generator[Any, Any, T]  # of `AnyStep`
 
 
 def run(
-    stack: Stack, steps: Generator[Any, Any, T], turn: Callable[[], AbstractContextManager[object]] = nullcontext
+    stack: Stack,
+    steps: Generator[Any, Any, T],
+    turn: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> T:
     """Run the steps of a prefill or of a capture, and return the result of the generator.
 

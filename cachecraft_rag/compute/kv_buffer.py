@@ -82,11 +82,14 @@ class KVBuffer:
         wait_on_stream(arrived, layers)
         self._place_layers(layers, resident.start, first)
 
-    def _start_copy(self, first: int, resident: ResidentKV) -> tuple[Tensor, torch.cuda.Event | None]:
+    def _start_copy(
+        self, first: int, resident: ResidentKV
+    ) -> tuple[Tensor, torch.cuda.Event | None]:
         """Start to copy a group of layers; return it, `[layers, 2, tokens, own kv_heads, head_dim]`, with an event."""
         chunk = resident.kv[first : first + LAYERS_PER_COPY]
         layers = len(chunk)
-        own_heads = self._ranks.own_heads(chunk.flatten(0, 1))  # keys and values of each layer along dimension 0
+        # keys and values of each layer along dimension 0
+        own_heads = self._ranks.own_heads(chunk.flatten(0, 1))
         with torch.cuda.stream(copy_stream(self._device)):
             moved = own_heads.to(self._device, non_blocking=True)
             return moved.view(layers, 2, *moved.shape[1:]), launched(self._device)
@@ -95,7 +98,11 @@ class KVBuffer:
         """Write several layers of a chunk-cache on this device, the first of which is layer `first`."""
         merged = self.kv[first : first + len(chunk)]
         for kind, (cos, sin) in enumerate(self.rotary.tables):
-            layers = [layer - first for layer in self.rotary.layers(kind) if 0 <= layer - first < len(chunk)]
+            layers = [
+                layer - first
+                for layer in self.rotary.layers(kind)
+                if 0 <= layer - first < len(chunk)
+            ]
             if layers:
                 place_all(merged, chunk, start, cos=cos, sin=sin, layers=layers)
 

@@ -21,7 +21,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cachecraft_rag.compute.balance.load_split import LOADING_CONSTANTS, STRATEGIES, LoadSplit, WaitCondition
+from cachecraft_rag.compute.balance.load_split import (
+    LOADING_CONSTANTS,
+    STRATEGIES,
+    LoadSplit,
+    WaitCondition,
+)
 from cachecraft_rag.compute.balance.speed import ComputeSpeed, PassKind
 from cachecraft_rag.compute.captures.capture import CaptureRecorder
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult, ProbeRequest
@@ -130,7 +135,8 @@ class OverlappedPrefill:
             # Decide after the wait, because more has been loaded by now.
             decision = self._strategy.next_piece(self._split())
             tokens, is_last = self._stack.ranks.lead(decision)
-            self._loads.layer_first = is_last  # while a front is computed, readers take whole extents from the end
+            # while a front is computed, readers take whole extents from the end
+            self._loads.layer_first = is_last
             piece = self._loads.take(tokens)
             self._compute_instead(self._stack.ranks.agree(frozenset(self._loads.failed())))
             self._compute_instead(piece)
@@ -144,7 +150,8 @@ class OverlappedPrefill:
 
     def _let_readers_place(self) -> None:
         """Let readers place chunk-caches that memory does not keep."""
-        if self._stack.device.type == "cpu":  # on a GPU, copies belong to the stream of the computing thread
+        # on a GPU, copies belong to the stream of the computing thread
+        if self._stack.device.type == "cpu":
             self._loads.send_to(self._buffer)
 
     # -- decisions ----------------------------------------------------------------------------------------------------
@@ -248,7 +255,9 @@ class OverlappedPrefill:
 
         computing_s = self._start_clock()
         observer = focus or received
-        row_pass = self._pass(positions, recorder=self._recorder, observer=observer, drift=self._drift(None))
+        row_pass = self._pass(
+            positions, recorder=self._recorder, observer=observer, drift=self._drift(None)
+        )
         for layer in range(self._layers):
             late = yield from self._wait_for_layer(layer, row_pass, take_over=True)
             if layer >= placed_layers:
@@ -328,7 +337,9 @@ class OverlappedPrefill:
 
         not_done = np.flatnonzero((rows.reason == RowReason.RECOMPUTED) & ~rows.done)
         selected = [
-            rows.bounds[segment] + offset for segment in self._job.reused for offset in plan.segments[segment].recompute
+            rows.bounds[segment] + offset
+            for segment in self._job.reused
+            for offset in plan.segments[segment].recompute
         ]
         without_old_selection = rows.mark(not_done, RowReason.STORED)
         self._rows = without_old_selection.mark(selected, RowReason.RECOMPUTED)
@@ -343,7 +354,11 @@ class OverlappedPrefill:
             captured_before: segments captured by earlier passes; they are kept.
         """
         bounds = self._rows.bounds
-        shaped_starts = [bounds[segment] for segment in self._job.reused if bounds[segment] >= self._job.shared_until]
+        shaped_starts = [
+            bounds[segment]
+            for segment in self._job.reused
+            if bounds[segment] >= self._job.shared_until
+        ]
         first_shaped = min(shaped_starts, default=math.inf)
         for capture in self._recorder.captures:
             if capture.segment not in captured_before and capture.start > first_shaped:
@@ -382,7 +397,8 @@ class OverlappedPrefill:
 
         def computing_s() -> float:
             waited = self._loads.waited_s - waited_before
-            return time.perf_counter() - started - waited  # a server's driver may pause the pass meanwhile
+            # a server's driver may pause the pass meanwhile
+            return time.perf_counter() - started - waited
 
         return computing_s
 
@@ -415,7 +431,9 @@ class OverlappedPrefill:
         while loads.depth() <= layer:
             with self._timer("loading"):
                 patience_s = self._constants.patience_s
-                is_loaded = yield Wait(loads, lambda: loads.depth() > layer, patience_s, in_pass=True)
+                is_loaded = yield Wait(
+                    loads, lambda: loads.depth() > layer, patience_s, in_pass=True
+                )
             if is_loaded:
                 break
 
@@ -441,12 +459,16 @@ class OverlappedPrefill:
         """Compute late positions up to the layer that `row_pass` has reached, and add them to its rows."""
         if not len(late):
             return
-        late_pass = self._pass(late, recorder=row_pass.recorder, absent=row_pass.absent, timer=row_pass.timer)
+        late_pass = self._pass(
+            late, recorder=row_pass.recorder, absent=row_pass.absent, timer=row_pass.timer
+        )
         while late_pass.layer < row_pass.layer:
             yield from self._run_layer(late_pass)
         row_pass.join(late_pass)
 
-    def _place(self, layer: int, resident: Sequence[ResidentKV], *, below: int | None = None) -> None:
+    def _place(
+        self, layer: int, resident: Sequence[ResidentKV], *, below: int | None = None
+    ) -> None:
         """Write one layer of chunk-caches into the buffer: of these resident ones, and of all loaded ones."""
         with self._timer("placing"):
             for chunk in resident:
@@ -463,7 +485,11 @@ class OverlappedPrefill:
             edge: position after the rows of this pass; None = the prompt's end.
         """
         rows = self._rows
-        ended = [segment for segment in self._uncorrected if edge is None or rows.bounds[segment + 1] <= edge]
+        ended = [
+            segment
+            for segment in self._uncorrected
+            if edge is None or rows.bounds[segment + 1] <= edge
+        ]
         self._uncorrected = [segment for segment in self._uncorrected if segment not in ended]
         if not ended or not self._job.drift:
             return None
@@ -483,11 +509,16 @@ class OverlappedPrefill:
         chunks = len(bounds) - 3  # without the system's segment and the question
         monitor = FocusMonitor(chunks, window=settings.window)
         question = settings.question or range(bounds[-2], bounds[-1])
-        return FocusObserver(monitor, bounds, question, device=self._stack.device, ranks=self._stack.ranks)
+        return FocusObserver(
+            monitor, bounds, question, device=self._stack.device, ranks=self._stack.ranks
+        )
 
-    def _rows_to_keep(self, positions: NDArray[np.int64], monitor: FocusMonitor) -> NDArray[np.bool_]:
+    def _rows_to_keep(
+        self, positions: NDArray[np.int64], monitor: FocusMonitor
+    ) -> NDArray[np.bool_]:
         """Return bool `[rows]`, False for recomputed tokens of unfocused chunks that the question may shape."""
-        focused_segments = [chunk + 1 for chunk in monitor.focused or ()]  # segment 0 is the system's
+        # segment 0 is the system's
+        focused_segments = [chunk + 1 for chunk in monitor.focused or ()]
         is_unfocused = ~np.isin(self._rows.segment[positions], focused_segments)
         may_be_shaped = positions >= self._job.shared_until
         is_recomputed = self._rows.reason[positions] == RowReason.RECOMPUTED

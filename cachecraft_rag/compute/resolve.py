@@ -81,8 +81,14 @@ def resolve(
     with ExitStack() as close_on_error:
         while True:
             plan = make_plan(prompt, found.variants, config, lost=lost, refused=found.refused)
-            chosen = {planned.variant.variant_id: planned.variant for planned in plan.segments if planned.variant}
-            missing = [variant for variant_id, variant in chosen.items() if variant_id not in opened]
+            chosen = {
+                planned.variant.variant_id: planned.variant
+                for planned in plan.segments
+                if planned.variant
+            }
+            missing = [
+                variant for variant_id, variant in chosen.items() if variant_id not in opened
+            ]
             if not missing:
                 break
 
@@ -99,7 +105,11 @@ def resolve(
 
         if scores is None:
             scores = store.token_scores(
-                [planned.variant.variant_id for planned in plan.segments if planned.to_fix and planned.variant]
+                [
+                    planned.variant.variant_id
+                    for planned in plan.segments
+                    if planned.to_fix and planned.variant
+                ]
             )
         plan = with_selection(plan, scores, config)
         chosen_variants = {variant_id: opened[variant_id] for variant_id in chosen}
@@ -189,7 +199,9 @@ def _early_termination(prompt: Prompt, plan: Plan, config: ReuseConfig) -> Early
     return EarlyTermination(config.early_termination_window, _question_text(prompt))
 
 
-def _probe(prompt: Prompt, plan: Plan, config: ReuseConfig, scores: Mapping[str, TokenScores]) -> ProbeRequest | None:
+def _probe(
+    prompt: Prompt, plan: Plan, config: ReuseConfig, scores: Mapping[str, TokenScores]
+) -> ProbeRequest | None:
     """Return the request for a probe; None if the selector does not probe or a probe would not pay off."""
     recomputed = 0
     new = 0
@@ -204,8 +216,13 @@ def _probe(prompt: Prompt, plan: Plan, config: ReuseConfig, scores: Mapping[str,
 
     bounds = prompt.bounds
     shared_until = _shared_until(prompt, plan, config)
-    if all(bounds[index] < shared_until for index, planned in enumerate(plan.segments) if planned.to_fix):
-        return None  # the question must not shape what all users are served, so there is nothing to choose
+    if all(
+        bounds[index] < shared_until
+        for index, planned in enumerate(plan.segments)
+        if planned.to_fix
+    ):
+        # the question must not shape what all users are served, so there is nothing to choose
+        return None
     return ProbeRequest(_question_text(prompt), partial(_select_again, plan, config, scores))
 
 
@@ -234,11 +251,15 @@ def _select_again(
         if index in probed:
             is_done = rows.done[span][selected]
             recomputed[index] = frozenset(selected[is_done].tolist())
-            excluded[index] = frozenset(rows.offsets(index, RowReason.NEW, RowReason.NOT_LOADED).tolist())
+            excluded[index] = frozenset(
+                rows.offsets(index, RowReason.NEW, RowReason.NOT_LOADED).tolist()
+            )
         else:  # without new scores, the segment keeps its selection
             recomputed[index] = frozenset(selected.tolist())
             excluded[index] = frozenset(range(span.stop - span.start)) - recomputed[index]
-    return with_selection(plan, scores, config, probed=probed, recomputed=recomputed, excluded=excluded)
+    return with_selection(
+        plan, scores, config, probed=probed, recomputed=recomputed, excluded=excluded
+    )
 
 
 def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult) -> Plan:
@@ -259,7 +280,8 @@ def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult
             result.recorder.forget(index)
         if index in result.late and segments[index].outcome == "reused":
             reason = Reason.COMPUTED_LATE
-            result.recorder.forget(index)  # its tokens attended to stored tokens of the same segment
+            # its tokens attended to stored tokens of the same segment
+            result.recorder.forget(index)
         computed = result.rows.offsets(index, RowReason.NOT_LOADED).tolist()
         segments[index] = with_not_loaded(segments[index], computed, reason, detail)
     return Plan(tuple(segments))

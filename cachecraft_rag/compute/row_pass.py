@@ -37,7 +37,9 @@ class Observer(Protocol):
 
     watched: range
 
-    def observe(self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings) -> None:
+    def observe(
+        self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings
+    ) -> None:
         """Observe one layer.
 
         Args:
@@ -162,11 +164,14 @@ class RowPass:
         self._set_rows(self.positions[kept])
         self.hidden = self.hidden[:, self._on_device(kept)]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings
+    ) -> Tensor:
         """See `stack.LayerPass`."""
         merged = self._buffer.kv[layer]  # [2, positions, kv_heads, head_dim]
         visible, visible_to_watched = self._visibility(settings.window)
-        is_repeated = layer == self._finished_layer  # a joint forward failed after this, and runs again
+        # a joint forward failed after this, and runs again
+        is_repeated = layer == self._finished_layer
         self._check_repeatable(layer, is_repeated)
         self._started_layer = layer
 
@@ -205,7 +210,9 @@ class RowPass:
         """Raise RuntimeError if the layer failed half-way through changes that cannot be made twice."""
         has_failed = layer == self._started_layer and not is_repeated
         if has_failed and (self._drift is not None or self._observer is not None):
-            raise RuntimeError(f"layer {layer} failed while stored rows were corrected; it cannot be repeated")
+            raise RuntimeError(
+                f"layer {layer} failed while stored rows were corrected; it cannot be repeated"
+            )
 
     @property
     def plain(self) -> bool:
@@ -250,7 +257,9 @@ class _JointPass:
             self._slices.append(slice(start, stop))
             start = stop
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings
+    ) -> Tensor:
         """See `stack.LayerPass`."""
         outputs = []
         for row_pass, rows in zip(self.passes, self._slices, strict=True):

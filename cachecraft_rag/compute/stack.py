@@ -44,7 +44,9 @@ class AttentionSettings:
 class LayerPass(Protocol):
     """A pass of some rows through the layers; called back by each layer's attention."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings
+    ) -> Tensor:
         """Attend in one layer.
 
         Args:
@@ -135,7 +137,9 @@ class Stack(Protocol):
         The table of layers that do not rotate has a rotary_dim of 0.
         """
 
-    def layer(self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass) -> Tensor:
+    def layer(
+        self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass
+    ) -> Tensor:
         """Run one layer over `[streams, rows, hidden]`; its attention calls `layer_pass.attend`."""
 
 
@@ -162,7 +166,9 @@ class RotaryTables:
 
     def rows(self, positions: Tensor) -> RotaryTables:
         """Return the tables' rows at these positions."""
-        return RotaryTables(self.kinds, [(cos[positions], sin[positions]) for cos, sin in self.tables])
+        return RotaryTables(
+            self.kinds, [(cos[positions], sin[positions]) for cos, sin in self.tables]
+        )
 
     def layers(self, kind: int) -> list[int]:
         """Return the layers of one kind, ascending.
@@ -175,7 +181,8 @@ class RotaryTables:
 
 def keys_per_row_of(config: PretrainedConfig) -> float:
     """`Stack.keys_per_row` of a Hugging Face config; of a mixture of experts, those that one token passes through."""
-    last_layer = [config, *(getattr(config, "per_layer_config", None) or ())][-1]  # Gemma 4: its layers differ
+    # Gemma 4: its layers differ
+    last_layer = [config, *(getattr(config, "per_layer_config", None) or ())][-1]
     heads = config.num_attention_heads
     kv_heads = getattr(last_layer, "num_key_value_heads", None) or heads
     head_dim = getattr(last_layer, "head_dim", None) or config.hidden_size // heads

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, get_args
 
-Part = Literal["planning", "loading", "placing", "probe", "drift", "attention", "layers", "logits", "other"]
+Part = Literal[
+    "planning", "loading", "placing", "probe", "drift", "attention", "layers", "logits", "other"
+]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 

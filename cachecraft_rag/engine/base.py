@@ -39,7 +39,8 @@ from cachecraft_rag.store.row_checks import LookupResult, RowBounds
 from cachecraft_rag.types import Chunk, Prompt, Segment
 
 PathLike = str | os.PathLike[str]
-_KEPT_BUILDERS = 16  # prompt builders for sets of tools that are kept, besides the builder without tools
+# prompt builders for sets of tools that are kept, besides the builder without tools
+_KEPT_BUILDERS = 16
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -103,7 +104,9 @@ class AnswerEngine(ABC):
             best_last=config.best_last,
         )
         self.prompts = new_builder()
-        self._builder_with_tools = lru_cache(_KEPT_BUILDERS)(lambda tools: new_builder(tools=json.loads(tools)))
+        self._builder_with_tools = lru_cache(_KEPT_BUILDERS)(
+            lambda tools: new_builder(tools=json.loads(tools))
+        )
         self._building = threading.Lock()
         self.request_counts = RequestCounts()
         self._capturer: Capturer | None = None  # set by engines with `Capability.CAPTURE`
@@ -146,7 +149,13 @@ class AnswerEngine(ABC):
             ConfigError: the question is empty or the history does not alternate.
             UnsupportedCallError: this engine does not support tools, see `capabilities`.
         """
-        check_kind("sampling", sampling, SamplingParams, optional=True, advice="write SamplingParams(temperature=…)")
+        check_kind(
+            "sampling",
+            sampling,
+            SamplingParams,
+            optional=True,
+            advice="write SamplingParams(temperature=…)",
+        )
         try:
             request = self._request(
                 question,
@@ -243,7 +252,9 @@ class AnswerEngine(ABC):
             recognise=self._recogniser(session) if is_searched else None,
             private=session is not None,
         )
-        request = Request(prompt, self.calibrated(reuse), sampling, session_of(prompt, session), started)
+        request = Request(
+            prompt, self.calibrated(reuse), sampling, session_of(prompt, session), started
+        )
         asked = Question(question, chunks, history, session, sampling, config, tools)
         return self._prepared(request, asked)
 
@@ -299,11 +310,18 @@ class AnswerEngine(ABC):
         Raises UnsupportedCallError if the chunk-caches are a server's, see `capabilities`.
         """
         self.capabilities.require(Capability.LOOK_UP)
-        assert isinstance(self.store, ChunkCacheStore), "engines with this capability have a store on this machine"
+        assert isinstance(self.store, ChunkCacheStore), (
+            "engines with this capability have a store on this machine"
+        )
         model = self.decoder
-        tokens = {segment.segment_id: (len(segment.token_ids), segment.tokens_digest) for segment in segments}
+        tokens = {
+            segment.segment_id: (len(segment.token_ids), segment.tokens_digest)
+            for segment in segments
+        }
         bounds = RowBounds(model.layout, model.context_length, tokens)
-        return self.store.find(self.namespace, model.fingerprint, list(tokens), session=session, bounds=bounds)
+        return self.store.find(
+            self.namespace, model.fingerprint, list(tokens), session=session, bounds=bounds
+        )
 
     def disk_space(self) -> DiskSpace:
         """Return the space of the folder where captures are stored."""

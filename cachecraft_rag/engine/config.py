@@ -85,12 +85,25 @@ class EngineConfig:
             check_text(name, getattr(self, name))
         check_flag("private_system", self.private_system)
         check_flag("best_last", self.best_last)
-        check_kind("reuse", self.reuse, ReuseConfig, advice="write ReuseConfig(reuse=False) to switch it off")
-        check_kind("new_variants", self.new_variants, (NewVariants, str), advice='write "idle" or NewVariants(share=…)')
+        check_kind(
+            "reuse",
+            self.reuse,
+            ReuseConfig,
+            advice="write ReuseConfig(reuse=False) to switch it off",
+        )
+        check_kind(
+            "new_variants",
+            self.new_variants,
+            (NewVariants, str),
+            advice='write "idle" or NewVariants(share=…)',
+        )
         if isinstance(self.new_variants, str):
             object.__setattr__(self, "new_variants", NewVariants(self.new_variants))
         check_kind(
-            "audit", self.audit, (Audits, str, int, float), advice='write "idle", a share such as 0.1, or Audits()'
+            "audit",
+            self.audit,
+            (Audits, str, int, float),
+            advice='write "idle", a share such as 0.1, or Audits()',
         )
         if not isinstance(self.audit, Audits):
             object.__setattr__(self, "audit", Audits.of(self.audit))
@@ -114,9 +127,13 @@ class EngineConfig:
         if self.quality_target is None:
             return
         if not self.audit.share:  # type: ignore[union-attr]
-            raise ConfigError('quality_target needs audits of answers: add audit="idle", or a share such as 0.2')
+            raise ConfigError(
+                'quality_target needs audits of answers: add audit="idle", or a share such as 0.2'
+            )
         if self.reuse.recompute_ratio is not None or self.reuse.alpha is not None:
-            raise ConfigError("quality_target chooses how much is recomputed: leave recompute_ratio and alpha out")
+            raise ConfigError(
+                "quality_target chooses how much is recomputed: leave recompute_ratio and alpha out"
+            )
 
     def target(self) -> QualityTarget | None:
         """Return the quality target, or None without one. Raises ConfigError for limits that do not fit."""

@@ -93,7 +93,9 @@ def examine(engine: Engine, *, check: bool = True) -> Facts:
     token_bytes = cache_bytes(decoder.layout, MEASURED_TOKENS, store.config.codec) / MEASURED_TOKENS
     problems = None
     if check:
-        problems = tuple(f"{problem.kind}: {problem.path}: {problem.what}" for problem in store.check().findings)
+        problems = tuple(
+            f"{problem.kind}: {problem.path}: {problem.what}" for problem in store.check().findings
+        )
     return Facts(
         model=decoder.name,
         dtype=decoder.layout.dtype,
@@ -151,13 +153,21 @@ def findings(facts: Facts) -> Iterator[Advice]:
     yield Advice("model", "ok", f"{speed}, {facts.threads} threads")
     if facts.dtype == "float32" and facts.fast_bfloat16:
         change = "--dtype auto or bfloat16: faster, and chunk-caches of half the size; all are computed a second time"
-        yield Advice("dtype", "advice", "this CPU computes bfloat16, and the model runs in float32", change)
+        yield Advice(
+            "dtype", "advice", "this CPU computes bfloat16, and the model runs in float32", change
+        )
     if facts.dtype == "bfloat16" and facts.device == "cpu" and not facts.fast_bfloat16:
         change = "--dtype float32: faster, but the model and chunk-caches take twice the memory"
         yield Advice("dtype", "advice", "this CPU emulates bfloat16", change)
     if facts.device == "cpu":
-        because = f"torch's, slower: {facts.torch_because}" if facts.torch_because else facts.kernels
-        change = f"install a C compiler and reinstall this package; unset {SETTING}" if facts.torch_because else ""
+        because = (
+            f"torch's, slower: {facts.torch_because}" if facts.torch_because else facts.kernels
+        )
+        change = (
+            f"install a C compiler and reinstall this package; unset {SETTING}"
+            if facts.torch_because
+            else ""
+        )
         yield Advice("kernels", "advice" if facts.torch_because else "ok", because, change)
     if facts.device == "cpu" and facts.threads != facts.cores:
         threads = f"{facts.threads} threads on {facts.cores} cores"

@@ -19,7 +19,15 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from cachecraft_rag.checks import MOST_SECONDS, check_kind, check_number, check_path, check_text, check_whole, listed
+from cachecraft_rag.checks import (
+    MOST_SECONDS,
+    check_kind,
+    check_number,
+    check_path,
+    check_text,
+    check_whole,
+    listed,
+)
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.captures.write_back import Ended, WriteBackQueue
 from cachecraft_rag.compute.driver import Work
@@ -101,11 +109,19 @@ class Engine(AnswerEngine):
     ) -> None:
         check_kind("decoder", decoder, Decoder, advice="Decoder.load makes one")
         check_kind("store", store, ChunkCacheStore, advice="ChunkCacheStore.open makes one")
-        check_kind("config", config, ReuseConfig, optional=True, advice="ReuseConfig(reuse=False) switches it off")
+        check_kind(
+            "config",
+            config,
+            ReuseConfig,
+            optional=True,
+            advice="ReuseConfig(reuse=False) switches it off",
+        )
         if config is not None:
             options["reuse"] = config
         chosen = replace(settings or EngineConfig(), **options)
-        assert isinstance(chosen.new_variants, NewVariants), "EngineConfig turns a word into NewVariants"
+        assert isinstance(chosen.new_variants, NewVariants), (
+            "EngineConfig turns a word into NewVariants"
+        )
         chosen.require_usable_target()
         super().__init__(decoder, store, chosen)
 
@@ -116,7 +132,9 @@ class Engine(AnswerEngine):
         weakref.finalize(self, self.loop.end).atexit = False
 
         self._opened = ExitStack()  # closed by `close`, after the captures
-        self._constraints = Constraints(decoder.tokenizer, decoder.model.config.vocab_size, decoder.end_tokens)
+        self._constraints = Constraints(
+            decoder.tokenizer, decoder.model.config.vocab_size, decoder.end_tokens
+        )
         self._admission = AdmissionQueue(chosen.max_waiting, chosen.wait_timeout_s, registry)
         self.write_back = WriteBackQueue(
             store,
@@ -190,15 +208,20 @@ class Engine(AnswerEngine):
         """
         check_text("model", model, empty=False)
         check_path("store", store)
-        check_kind("config", config, EngineConfig, optional=True, advice="write EngineConfig(namespace=…)")
-        chosen = (config or EngineConfig()).with_options(**options)  # before a model is loaded, which takes long
+        check_kind(
+            "config", config, EngineConfig, optional=True, advice="write EngineConfig(namespace=…)"
+        )
+        # before a model is loaded, which takes long
+        chosen = (config or EngineConfig()).with_options(**options)
         chosen.require_usable_target()
 
         decoder = load_checked(model, dtype=chosen.dtype, device=chosen.device)
         device = None if decoder.device.type == "cpu" else str(decoder.device)
         with ExitStack() as opened:
             folder = Path(store) / CACHE_FOLDER
-            caches = opened.enter_context(ChunkCacheStore.open(folder, replace(chosen.store, device=device)))
+            caches = opened.enter_context(
+                ChunkCacheStore.open(folder, replace(chosen.store, device=device))
+            )
             engine = cls(decoder, caches, chosen)
             engine._opened = opened.pop_all()
 
@@ -229,11 +252,15 @@ class Engine(AnswerEngine):
         target = None if target is None else listed("target", target)
         sampling = SamplingParams(max_new_tokens=max_new_tokens)
         for token in target or ():
-            check_whole("each token of target", token, most=self.decoder.model.config.vocab_size - 1)
+            check_whole(
+                "each token of target", token, most=self.decoder.model.config.vocab_size - 1
+            )
         if target is not None and not 0 < len(target) <= max_new_tokens:
             raise ConfigError(f"target has {len(target)} tokens; it needs 1 to {max_new_tokens}")
 
-        request = self._request(question, chunks, history=(), session=None, sampling=sampling, config=config, tools=())
+        request = self._request(
+            question, chunks, history=(), session=None, sampling=sampling, config=config, tools=()
+        )
         progress = RequestProgress()
         self.write_back.follow(progress.removed)
         scoring = partial(self._answering.score, request=request, progress=progress, target=target)
@@ -303,22 +330,33 @@ class Engine(AnswerEngine):
         if self._home.here:
             self.loop.call(partial(self._forget, chunk_ids))
             self.loop.wait_until(
-                lambda: not self.new_variants.running(chunk_ids) and not self.auditor.running(chunk_ids)
+                lambda: (
+                    not self.new_variants.running(chunk_ids) and not self.auditor.running(chunk_ids)
+                )
             )
             self.write_back.remove(chunk_ids)
             self.loop.call(self._answering.stored_changed)
 
     def _recogniser(self, session: str | None) -> Recognise | None:
-        look_up = partial(self.store.marked_texts, self.namespace, self.decoder.fingerprint, session=session)
+        look_up = partial(
+            self.store.marked_texts, self.namespace, self.decoder.fingerprint, session=session
+        )
         return partial(recognise_captured, look_up=look_up)
 
     def _prepared(self, request: Request, asked: Question) -> Request:
         """Add the ratio that a quality target chooses, and the grammar of the answer."""
         controller = self.auditor.controller
         config = asked.config or self.config
-        if controller is not None and config.reuse and config.recompute_ratio is None and config.alpha is None:
+        if (
+            controller is not None
+            and config.reuse
+            and config.recompute_ratio is None
+            and config.alpha is None
+        ):
             ratio, reason = controller.choice()
-            request = replace(request, config=replace(request.config, recompute_ratio=ratio), quality=reason)
+            request = replace(
+                request, config=replace(request.config, recompute_ratio=ratio), quality=reason
+            )
         schema = asked.sampling.json_schema
         if schema is None:
             return request
@@ -329,7 +367,9 @@ class Engine(AnswerEngine):
         begin = partial(self._begin, request, progress)
         return Reader(progress, begin, self.loop.wake, self._home)
 
-    def _begin(self, request: Request, progress: RequestProgress, reader: Reader, queue: TokenQueue) -> None:
+    def _begin(
+        self, request: Request, progress: RequestProgress, reader: Reader, queue: TokenQueue
+    ) -> None:
         def ended(_result: None, error: BaseException | None) -> None:
             if error is not None:
                 queue.put(AnswerPiece("", error=error))

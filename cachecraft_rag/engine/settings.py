@@ -36,14 +36,36 @@ FILE_VARIABLE = "CACHECRAFT_SETTINGS"
 PREFIX = "CACHECRAFT_"
 DEFAULT = "default"
 # Variables of the package that are not settings of an engine.
-_ELSEWHERE = {PREFIX + name for name in ("CACHE", "CPU_KERNELS", "READ_ONLY", "REMOTE_KEY", "REMOTE_KEY_FILE")}
+_ELSEWHERE = {
+    PREFIX + name for name in ("CACHE", "CPU_KERNELS", "READ_ONLY", "REMOTE_KEY", "REMOTE_KEY_FILE")
+}
 # Added by Kubernetes to every pod beside a service whose name begins with "cachecraft".
-_SERVICE_LINK = re.compile(r"CACHECRAFT_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
+_SERVICE_LINK = re.compile(
+    r"CACHECRAFT_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
+)
 _SECRET = frozenset({"remote.key"})
 _ALIASES = {"max_tokens": "max_new_tokens"}
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+}
 _SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kmgt]i?|)b?\s*", re.IGNORECASE)
-_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_BOOLEANS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +181,9 @@ def size_of(text: str) -> int:
     """
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f'{shown(text)} is no size; write bytes, or a number with a unit such as "50 GB" or "8 GiB"')
+        raise ConfigError(
+            f'{shown(text)} is no size; write bytes, or a number with a unit such as "50 GB" or "8 GiB"'
+        )
     number = float(match[1].replace("_", ""))
     return int(number * _UNITS[match[2].lower()])
 
@@ -196,7 +220,14 @@ def known_settings() -> dict[str, KnownKey]:
     known = {}
     left_out = {EngineConfig: {"reuse", "store"}, StoreConfig: {"device", "remote"}}
     tables = {ReuseConfig: "reuse.", RemoteConfig: "remote."}
-    for config in (Application, EngineConfig, StoreConfig, SamplingParams, ReuseConfig, RemoteConfig):
+    for config in (
+        Application,
+        EngineConfig,
+        StoreConfig,
+        SamplingParams,
+        ReuseConfig,
+        RemoteConfig,
+    ):
         texts = descriptions(config)
         for setting in fields(config):
             if setting.name in left_out.get(config, ()):
@@ -229,18 +260,26 @@ class Settings:
 
     def given(self) -> dict[str, Any]:
         """Return the values that are not defaults."""
-        return {key: setting.value for key, setting in self.entries.items() if setting.origin != DEFAULT}
+        return {
+            key: setting.value for key, setting in self.entries.items() if setting.origin != DEFAULT
+        }
 
     def flags(self) -> dict[str, Any]:
         """Return the values that were given by flags."""
-        return {key: setting.value for key, setting in self.entries.items() if setting.origin.startswith("--")}
+        return {
+            key: setting.value
+            for key, setting in self.entries.items()
+            if setting.origin.startswith("--")
+        }
 
     def only(self, *keys: str) -> Settings:
         """Return a copy with the defaults of all other keys; "remote." means the whole table."""
         known = known_settings()
         kept = {}
         for key, setting in self.entries.items():
-            kept[key] = setting if key.startswith(keys) else Setting(key, known[key].default, DEFAULT)
+            kept[key] = (
+                setting if key.startswith(keys) else Setting(key, known[key].default, DEFAULT)
+            )
         return Settings(kept, self.file)
 
     def engine_config(self, **options: Any) -> EngineConfig:
@@ -267,11 +306,17 @@ class Settings:
 
     def sampling(self) -> SamplingParams:
         """Return the sampling parameters."""
-        return SamplingParams(**{setting.name: self[setting.name] for setting in fields(SamplingParams)})
+        return SamplingParams(
+            **{setting.name: self[setting.name] for setting in fields(SamplingParams)}
+        )
 
     def _table(self, name: str) -> dict[str, Any]:
         prefix = f"{name}."
-        return {key.removeprefix(prefix): value for key, value in self.given().items() if key.startswith(prefix)}
+        return {
+            key.removeprefix(prefix): value
+            for key, value in self.given().items()
+            if key.startswith(prefix)
+        }
 
 
 def load_settings(
@@ -326,7 +371,9 @@ class _Given(NamedTuple):
     place: str
 
 
-def _of_environment(environment: Mapping[str, str], known: Mapping[str, KnownKey]) -> Iterator[_Given]:
+def _of_environment(
+    environment: Mapping[str, str], known: Mapping[str, KnownKey]
+) -> Iterator[_Given]:
     """Yield the settings of the environment. Raises ConfigError for an unknown variable."""
     for name, text in sorted(environment.items()):
         is_setting = name.startswith(PREFIX) and name not in _ELSEWHERE and name != FILE_VARIABLE
@@ -348,13 +395,17 @@ def flag_of(key: str) -> str:
     return "--" + key.removeprefix("reuse.").replace("_", "-").replace(".", "-")
 
 
-def settings_file(path: str | os.PathLike[str] | None, environment: Mapping[str, str]) -> Path | None:
+def settings_file(
+    path: str | os.PathLike[str] | None, environment: Mapping[str, str]
+) -> Path | None:
     """Return the file that `load_settings` reads, or None. Raises ConfigError if a named file is missing."""
     named = path or environment.get(FILE_VARIABLE)
     if named is not None:
         check_path("settings", named)
         if not os.path.isfile(named):
-            raise ConfigError(f"there is no settings file at {os.fspath(named)}; correct the path, or make the file")
+            raise ConfigError(
+                f"there is no settings file at {os.fspath(named)}; correct the path, or make the file"
+            )
         return Path(named)
     default = Path(FILE_NAME)
     return default.absolute() if os.path.isfile(default) else None

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 # Ascending. CCI is at least 0.5, so from α = 2 on a chunk without any of its old neighbours is computed in full.
 ALPHAS = (0.1, 0.15, 0.25, 0.35, 0.5, 0.7, 1.0, 1.3, 1.6, 2.0)
-HARDLY_PAYS = 0.9  # above this share of recomputed chunk tokens, reuse saves too little: a judgement, not measured
+# above this share of recomputed chunk tokens, reuse saves too little: a judgement, not measured
+HARDLY_PAYS = 0.9
 LEVEL = 0.90  # two-sided, so the lower end is a one-sided 95 % bound
 
 
@@ -42,7 +43,9 @@ def _relative_f1(records: Sequence[Record]) -> Interval:
 
 METRICS: Mapping[str, Callable[[Sequence[Record]], Interval]] = MappingProxyType(
     {
-        "rouge_l": lambda records: mean_interval([record.rouge_l for record in records], level=LEVEL),
+        "rouge_l": lambda records: mean_interval(
+            [record.rouge_l for record in records], level=LEVEL
+        ),
         "top1": lambda records: mean_interval([record.top1 for record in records], level=LEVEL),
         "f1": _relative_f1,
     }
@@ -182,8 +185,12 @@ def calibrate(
             prefill's F1 is 0.
     """
     tries = math.ceil(math.log2(len(ALPHAS))) + 1
-    with Validation(engine, dataset, settings, passes=tries, folder=folder, progress=progress) as validation:
-        chosen = smallest_that_holds(ALPHAS, lambda alpha: validation.at(alpha).quality.low >= settings.quality)
+    with Validation(
+        engine, dataset, settings, passes=tries, folder=folder, progress=progress
+    ) as validation:
+        chosen = smallest_that_holds(
+            ALPHAS, lambda alpha: validation.at(alpha).quality.low >= settings.quality
+        )
         point = validation.at(chosen)
         validation.finish()
     config = engine.config
@@ -250,8 +257,14 @@ class Validation(Closeable):
             answer_tokens=settings.answer_tokens,
             seed=settings.seed,
         )
-        self._log = None if folder is None else RecordLog(folder, run.describe(engine, dataset), discard_others=True)
-        self._run = Run(engine, dataset, run, log=self._log, progress=progress, keep_references=True)
+        self._log = (
+            None
+            if folder is None
+            else RecordLog(folder, run.describe(engine, dataset), discard_others=True)
+        )
+        self._run = Run(
+            engine, dataset, run, log=self._log, progress=progress, keep_references=True
+        )
         self._run.total = len(dataset.questions) * passes
 
     def close(self) -> None:
@@ -269,7 +282,11 @@ class Validation(Closeable):
         if alpha not in self._points:
             self._run.total = max(self._run.total, len(self._questions) * (len(self._points) + 1))
             trial = self._trial(alpha)
-            records = [record for question in self._questions for record in self._run.ask(question, [trial])]
+            records = [
+                record
+                for question in self._questions
+                for record in self._run.ask(question, [trial])
+            ]
             if self._metric == "f1" and not any(record.reference_f1 for record in records):
                 raise ConfigError(
                     "full prefill answers none of these questions, so there is no F1 to keep; choose the metric "
@@ -287,6 +304,11 @@ class Validation(Closeable):
     def _trial(self, alpha: float) -> Trial:
         # Not "cake": it computes more where the disk is slow, and the quality would hold for this disk only.
         config = replace(
-            self._engine.config, reuse=True, capture=False, alpha=alpha, recompute_ratio=None, loading="layerwise"
+            self._engine.config,
+            reuse=True,
+            capture=False,
+            alpha=alpha,
+            recompute_ratio=None,
+            loading="layerwise",
         )
         return Trial(Method(f"alpha_{alpha:g}", "Cache-Craft eq. 13", lambda _: config))

@@ -10,7 +10,13 @@ from functools import cached_property
 from pathlib import Path
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.formats import Place, QuestionFile, SourceBuilder, SourceQuestion, read_source
+from cachecraft_rag.evaluation.formats import (
+    Place,
+    QuestionFile,
+    SourceBuilder,
+    SourceQuestion,
+    read_source,
+)
 from cachecraft_rag.model.demo_model import handbook_folder, handbook_questions
 from cachecraft_rag.retrievers.reading.chunking import split
 from cachecraft_rag.types import Chunk, Document
@@ -102,18 +108,30 @@ def handbook_dataset(*, passages: int, limit: int | None, seed: int) -> Dataset:
     for asked in handbook_questions():
         near = pages[asked.page]
         # Usually one piece holds everything a correct answer must say. No piece holds a "no": take the first.
-        needed = [place for place, text in near.items() if all(re.search(e, text, re.IGNORECASE) for e in asked.expect)]
-        builder.ask(SourceQuestion(asked.question, asked.question, (), tuple(needed or list(near))[:1], tuple(near)))
+        needed = [
+            place
+            for place, text in near.items()
+            if all(re.search(e, text, re.IGNORECASE) for e in asked.expect)
+        ]
+        builder.ask(
+            SourceQuestion(
+                asked.question, asked.question, (), tuple(needed or list(near))[:1], tuple(near)
+            )
+        )
     return _assemble(builder.source(), "sample handbook", passages=passages, limit=limit, seed=seed)
 
 
 def check_draw(*, passages: int, limit: int | None) -> None:
     """Raise ConfigError if a number of passages or of questions is below 1."""
     if passages < 1 or (limit is not None and limit < 1):
-        raise ConfigError(f"asked for {limit} questions with {passages} passages each; both must be at least 1")
+        raise ConfigError(
+            f"asked for {limit} questions with {passages} passages each; both must be at least 1"
+        )
 
 
-def _assemble(source: QuestionFile, name: str, *, passages: int, limit: int | None, seed: int) -> Dataset:
+def _assemble(
+    source: QuestionFile, name: str, *, passages: int, limit: int | None, seed: int
+) -> Dataset:
     check_draw(passages=passages, limit=limit)
     draw = random.Random(seed)
     asked = list(source.questions)
@@ -137,7 +155,9 @@ def _assemble(source: QuestionFile, name: str, *, passages: int, limit: int | No
     return Dataset(name, documents, tuple(questions))
 
 
-def _split(source: QuestionFile, kept: Sequence[int]) -> tuple[tuple[tuple[Chunk, ...], ...], dict[Place, list[Chunk]]]:
+def _split(
+    source: QuestionFile, kept: Sequence[int]
+) -> tuple[tuple[tuple[Chunk, ...], ...], dict[Place, list[Chunk]]]:
     """The kept documents in chunks, each chunk once, and the chunks of every passage."""
     first: dict[str, Chunk] = {}
     pieces: dict[Place, list[Chunk]] = {}
@@ -187,7 +207,9 @@ def _choose(
         chosen = {id(chunk) for chunk in _unique([*needed, *near])[:passages]}
         return tuple(chunk for chunk in near if id(chunk) in chosen)
     needed = _unique(
-        piece for place in question.needed for piece in (_holding(pieces[place], question.answers) or pieces[place])
+        piece
+        for place in question.needed
+        for piece in (_holding(pieces[place], question.answers) or pieces[place])
     )
     draw.shuffle(near)
     candidates = _unique([*needed, *near])
@@ -203,7 +225,9 @@ def _holding(chunks: Sequence[Chunk], answers: Sequence[str]) -> list[Chunk]:
     """The chunks that contain an answer as whole words."""
     if not answers:
         return []
-    wanted = re.compile("|".join(rf"(?<!\w){re.escape(answer)}(?!\w)" for answer in answers), re.IGNORECASE)
+    wanted = re.compile(
+        "|".join(rf"(?<!\w){re.escape(answer)}(?!\w)" for answer in answers), re.IGNORECASE
+    )
     return [chunk for chunk in chunks if wanted.search(chunk.text)]
 
 

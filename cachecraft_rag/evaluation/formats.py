@@ -59,7 +59,8 @@ class SourceBuilder:
     """Collects the documents of a file; a passage that several questions share is kept once."""
 
     def __init__(self) -> None:
-        self._documents: dict[str, tuple[int, dict[str, int]]] = {}  # name → its number, and each text's place
+        # name → its number, and each text's place
+        self._documents: dict[str, tuple[int, dict[str, int]]] = {}
         self._questions: list[SourceQuestion] = []
 
     def place(self, document: str, text: str) -> Place:
@@ -73,7 +74,9 @@ class SourceBuilder:
 
     def source(self, *, passage_tokens: int = PASSAGE_TOKENS) -> QuestionFile:
         """All documents and questions so far."""
-        documents = tuple(SourceDocument(name, tuple(texts)) for name, (_, texts) in self._documents.items())
+        documents = tuple(
+            SourceDocument(name, tuple(texts)) for name, (_, texts) in self._documents.items()
+        )
         return QuestionFile(documents, tuple(self._questions), passage_tokens)
 
 
@@ -103,7 +106,9 @@ class JsonRecord:
         if not isinstance(value, kind):
             shown = json.dumps(value, default=str)[:40]
             problem = f"is {shown}" if value is not None else "is missing"
-            raise DocumentError(f'{self.where}: "{name}" {problem}; it must be {wanted}. Fix or remove that entry.')
+            raise DocumentError(
+                f'{self.where}: "{name}" {problem}; it must be {wanted}. Fix or remove that entry.'
+            )
         return value
 
     def text(self, name: str) -> str:
@@ -123,13 +128,18 @@ class JsonRecord:
         if optional and self.fields.get(name) is None:
             return []
         values: list[object] = self._field(name, list, "a list of texts")
-        items = JsonRecord(self.where, {f"{name} {place}": value for place, value in enumerate(values, start=1)})
+        items = JsonRecord(
+            self.where, {f"{name} {place}": value for place, value in enumerate(values, start=1)}
+        )
         return [items._field(item, str, "a text") for item in items.fields]
 
     def records(self, name: str) -> list[JsonRecord]:
         """A list of objects."""
         values: list[object] = self._field(name, list, "a list of objects")
-        return [as_record(value, f"{self.where}, {name} {place}") for place, value in enumerate(values, start=1)]
+        return [
+            as_record(value, f"{self.where}, {name} {place}")
+            for place, value in enumerate(values, start=1)
+        ]
 
     def record(self, name: str) -> JsonRecord:
         """An object."""
@@ -155,7 +165,9 @@ def read_records(path: Path) -> list[JsonRecord]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise DocumentError(f"cannot read {path}: {error.strerror or error}. Name a file of questions.") from error
+        raise DocumentError(
+            f"cannot read {path}: {error.strerror or error}. Name a file of questions."
+        ) from error
     except UnicodeDecodeError as error:
         raise DocumentError(
             f"{path} is not UTF-8 text ({error.reason} at byte {error.start}). Save it as UTF-8."
@@ -175,10 +187,15 @@ def _json(path: Path, text: str) -> list[JsonRecord]:
         try:
             json.loads(first)
         except _NOT_JSON:
-            raise DocumentError(f"{path} is not JSON: {error}. Fix that place, or name another file.") from error
-        return list(_lines(path, text))  # the first line alone is valid: JSON lines with another suffix
+            raise DocumentError(
+                f"{path} is not JSON: {error}. Fix that place, or name another file."
+            ) from error
+        # the first line alone is valid: JSON lines with another suffix
+        return list(_lines(path, text))
     if isinstance(whole, list):
-        return [as_record(value, f"{path}, entry {place}") for place, value in enumerate(whole, start=1)]
+        return [
+            as_record(value, f"{path}, entry {place}") for place, value in enumerate(whole, start=1)
+        ]
     return [as_record(whole, str(path))]
 
 
@@ -190,7 +207,9 @@ def _lines(path: Path, text: str) -> Iterator[JsonRecord]:
         try:
             value = json.loads(line)
         except _NOT_JSON as error:
-            raise DocumentError(f"{path}, line {number} is not JSON: {error}. Fix or remove that line.") from error
+            raise DocumentError(
+                f"{path}, line {number} is not JSON: {error}. Fix or remove that line."
+            ) from error
         yield as_record(value, f"{path}, line {number}")
 
 
@@ -202,16 +221,22 @@ def is_squad(record: JsonRecord) -> bool:
     data = record.fields.get("data")
     if isinstance(data, list):
         return bool(data) and isinstance(data[0], dict) and "paragraphs" in data[0]
-    return isinstance(record.fields.get("context"), str) and {"question", "answers"} <= record.fields.keys()
+    return (
+        isinstance(record.fields.get("context"), str)
+        and {"question", "answers"} <= record.fields.keys()
+    )
 
 
 def read_squad(records: Sequence[JsonRecord]) -> QuestionFile:
     """The passages of a question are the paragraphs of its article; unanswerable questions have no answers."""
     builder = SourceBuilder()
-    questions: list[tuple[str, Place, JsonRecord, list[str]]] = []  # article, paragraph, question, answers
+    # article, paragraph, question, answers
+    questions: list[tuple[str, Place, JsonRecord, list[str]]] = []
     paragraphs: dict[str, dict[Place, None]] = {}
     for record in records:
-        for article, context, asked, answers in _asked(record) if "data" in record else _row(record):
+        for article, context, asked, answers in (
+            _asked(record) if "data" in record else _row(record)
+        ):
             place = builder.place(article, context)
             paragraphs.setdefault(article, {})[place] = None
             if asked is not None:
@@ -220,7 +245,11 @@ def read_squad(records: Sequence[JsonRecord]) -> QuestionFile:
         near = tuple(paragraphs[article])
         builder.ask(
             SourceQuestion(
-                asked.label("id", str(number)), asked.text("question"), texts_of(answers), needed=(place,), near=near
+                asked.label("id", str(number)),
+                asked.text("question"),
+                texts_of(answers),
+                needed=(place,),
+                near=near,
             )
         )
     return builder.source()
@@ -235,7 +264,11 @@ def _asked(record: JsonRecord) -> list[tuple[str, str, JsonRecord | None, list[s
             context = paragraph.text("context")
             rows.append((title, context, None, []))
             for asked in paragraph.records("qas"):
-                golds = [answer.text("text") for answer in asked.records("answers")] if "answers" in asked else []
+                golds = (
+                    [answer.text("text") for answer in asked.records("answers")]
+                    if "answers" in asked
+                    else []
+                )
                 rows.append((title, context, asked, golds))
     return rows
 
@@ -243,7 +276,9 @@ def _asked(record: JsonRecord) -> list[tuple[str, str, JsonRecord | None, list[s
 def _row(record: JsonRecord) -> list[tuple[str, str, JsonRecord | None, list[str]]]:
     """The same for one row of Hugging Face's form, whose answers are `{"text": [...], "answer_start": [...]}`."""
     context = record.text("context")
-    return [(record.label("title", context), context, record, record.record("answers").texts("text"))]
+    return [
+        (record.label("title", context), context, record, record.record("answers").texts("text"))
+    ]
 
 
 # --- your own questions with the passages that your retriever found, one JSON object per line ---
@@ -266,14 +301,22 @@ def read_own(records: Sequence[JsonRecord]) -> QuestionFile:
     for number, record in enumerate(records, start=1):
         passages = texts_of(record.texts("passages"))
         if not passages:
-            raise DocumentError(f'{record.where}: "passages" is empty. Give at least one, as in {EXAMPLE}')
+            raise DocumentError(
+                f'{record.where}: "passages" is empty. Give at least one, as in {EXAMPLE}'
+            )
         document = record.label("document", "")
         near = tuple(builder.place(document or text, text) for text in passages)
         answers = texts_of(record.texts("answers", optional=True))
         question_id = record.label("id", str(number))
         builder.ask(
             SourceQuestion(
-                question_id, record.text("question"), answers, needed=(), near=near, fill=False, ordered=True
+                question_id,
+                record.text("question"),
+                answers,
+                needed=(),
+                near=near,
+                fill=False,
+                ordered=True,
             )
         )
     return builder.source()
@@ -325,7 +368,9 @@ def read_source(
         if entry.name == format or (format is None and entry.recognises(records[0])):
             source = entry.read(records)
             if not source.questions:
-                raise DocumentError(f"{path} is in the format {entry.name} but holds no questions. Name another file.")
+                raise DocumentError(
+                    f"{path} is in the format {entry.name} but holds no questions. Name another file."
+                )
             return source
     raise DocumentError(
         f"{path} is in no known format: {known}. Rewrite it as JSON lines: a file "

@@ -27,7 +27,9 @@ class Interval:
     high: float
 
 
-def mean_interval(values: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95) -> Interval:
+def mean_interval(
+    values: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95
+) -> Interval:
     """The mean over questions, from one value per question.
 
     Raises:
@@ -63,8 +65,14 @@ def share_interval(hits: int, count: int) -> Interval:
     z = 1.959963984540054  # 97.5 % of a normal distribution lies below it
     share = hits / count
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
-    return Interval(share, max(middle - half, 0.0) if hits else 0.0, min(middle + half, 1.0) if hits < count else 1.0)
+    half = (
+        z / (1 + z * z / count) * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
+    )
+    return Interval(
+        share,
+        max(middle - half, 0.0) if hits else 0.0,
+        min(middle + half, 1.0) if hits < count else 1.0,
+    )
 
 
 def ratio_interval(
@@ -89,7 +97,9 @@ def _columns(*values: ArrayLike) -> NDArray[np.float64]:
     """`[methods, questions]`."""
     rows = [np.asarray(row, dtype=np.float64) for row in values]
     if any(row.ndim != 1 or row.shape != rows[0].shape for row in rows):
-        raise ValueError(f"each method needs one value per question, not shapes {[row.shape for row in rows]}")
+        raise ValueError(
+            f"each method needs one value per question, not shapes {[row.shape for row in rows]}"
+        )
     columns = np.stack(rows)
     if columns.size == 0 or not np.isfinite(columns).all():
         raise ValueError("an interval needs at least one question, and a finite number for each")
@@ -102,7 +112,9 @@ def _resampled(columns: NDArray[np.float64], resamples: int, seed: int) -> NDArr
     count = columns.shape[1]
     batch = max(1, _DRAWS_AT_ONCE // count)
     sizes = [min(batch, resamples - done) for done in range(0, resamples, batch)]
-    return np.concatenate([columns[:, draw.integers(count, size=(size, count))].mean(-1) for size in sizes], axis=1)
+    return np.concatenate(
+        [columns[:, draw.integers(count, size=(size, count))].mean(-1) for size in sizes], axis=1
+    )
 
 
 def _interval(mean: float, resampled: NDArray[np.float64], level: float) -> Interval:

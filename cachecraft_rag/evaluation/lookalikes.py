@@ -43,7 +43,9 @@ def lookalikes_folder() -> Path:
     """Return the folder with the pages, from a checkout and from an installed wheel alike."""
     spec = util.find_spec(f"cachecraft_rag.{NAME}")
     if spec is None or spec.origin is None:
-        raise CacheCraftError(f"the test set {NAME} is missing from this installation; install cachecraft-rag again")
+        raise CacheCraftError(
+            f"the test set {NAME} is missing from this installation; install cachecraft-rag again"
+        )
     return Path(spec.origin).parent
 
 
@@ -95,7 +97,9 @@ def lookalikes_dataset(
         ConfigError: no half has that name, or `passages` or `limit` is below 1.
     """
     if half is not None and half not in HALVES:
-        raise ConfigError(f"{NAME} has no half {half!r}; write {NAME}, {NAME}:tune or {NAME}:confirm")
+        raise ConfigError(
+            f"{NAME} has no half {half!r}; write {NAME}, {NAME}:tune or {NAME}:confirm"
+        )
     check_draw(passages=passages, limit=limit)
 
     pages = lookalikes_pages()
@@ -146,12 +150,16 @@ def similarities(query: str, texts: Mapping[str, str]) -> dict[str, float]:
     """
     counts = {name: Counter(normalised_words(text)) for name, text in texts.items()}
     containing = Counter(word for count in counts.values() for word in count)
-    rarity = {word: math.log((1 + len(texts)) / (1 + number)) + 1 for word, number in containing.items()}
+    rarity = {
+        word: math.log((1 + len(texts)) / (1 + number)) + 1 for word, number in containing.items()
+    }
     query_vector = _unit_vector(Counter(normalised_words(query)), rarity)
     similarity = {}
     for name, count in counts.items():
         vector = _unit_vector(count, rarity)
-        similarity[name] = math.fsum(weight * vector.get(word, 0.0) for word, weight in query_vector.items())
+        similarity[name] = math.fsum(
+            weight * vector.get(word, 0.0) for word, weight in query_vector.items()
+        )
     return similarity
 
 

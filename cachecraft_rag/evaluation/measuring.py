@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 
 from cachecraft_rag.checks import check_names
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.metrics import divergence, first_difference, is_right, margin_at, rouge_l, squad_f1
+from cachecraft_rag.evaluation.metrics import (
+    divergence,
+    first_difference,
+    is_right,
+    margin_at,
+    rouge_l,
+    squad_f1,
+)
 from cachecraft_rag.planning.config import ReuseConfig
 
 if TYPE_CHECKING:
@@ -22,7 +29,9 @@ if TYPE_CHECKING:
 # A difference of two probabilities. Below it, rounding can decide between full prefill's two likeliest tokens, so an
 # answer that departs from full prefill's there departs by chance.
 NEAR_TIE = 0.02
-Preparation = Callable[["Engine", "EvaluationQuestion", float], AbstractContextManager[Sequence["Chunk"]]]
+Preparation = Callable[
+    ["Engine", "EvaluationQuestion", float], AbstractContextManager[Sequence["Chunk"]]
+]
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,9 @@ class Method:
     prepare: Preparation | None = None
 
 
-_FULL_MEANS = "full_recompute (prefill of the whole prompt) or full_cache (all reused, nothing recomputed)"
+_FULL_MEANS = (
+    "full_recompute (prefill of the whole prompt) or full_cache (all reused, nothing recomputed)"
+)
 _OFTEN_TRIED = MappingProxyType(dict.fromkeys(("full", "none", "all", "baseline"), _FULL_MEANS))
 # Captures nothing, and loads every stored layer even where computing it would be faster.
 PLAIN = ReuseConfig(capture=False, loading="layerwise")
@@ -61,7 +72,12 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             FULL_PREFILL,
             Method("prefix_cache", "any engine", lambda _: _PREFIX),
             Method("full_cache", "this package, nothing recomputed", lambda _: _NOTHING),
-            Method("default", "this package", lambda r: replace(PLAIN, recompute_ratio=r), takes_ratio=True),
+            Method(
+                "default",
+                "this package",
+                lambda r: replace(PLAIN, recompute_ratio=r),
+                takes_ratio=True,
+            ),
         )
     }
 )
@@ -113,12 +129,20 @@ def trials_of(methods: Sequence[Method], ratios: Sequence[float]) -> tuple[Trial
         ConfigError: a method needs a ratio and none is given, or a ratio is out of range.
     """
     if any(not 0 < ratio <= 1 for ratio in ratios):
-        raise ConfigError("a ratio must lie above 0 and at most at 1 (for 0 use the method full_cache)")
+        raise ConfigError(
+            "a ratio must lie above 0 and at most at 1 (for 0 use the method full_cache)"
+        )
     needing = [method.name for method in methods if method.takes_ratio]
     if needing and not ratios:
-        raise ConfigError(f"{', '.join(needing)} need a recompute ratio; name one, for example 0.15")
+        raise ConfigError(
+            f"{', '.join(needing)} need a recompute ratio; name one, for example 0.15"
+        )
     distinct = sorted(set(ratios))
-    return tuple(Trial(method, ratio) for method in methods for ratio in (distinct if method.takes_ratio else [None]))
+    return tuple(
+        Trial(method, ratio)
+        for method in methods
+        for ratio in (distinct if method.takes_ratio else [None])
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +213,9 @@ def reference_of(engine: Engine, question: EvaluationQuestion, *, answer_tokens:
     Args:
         engine: opened with `best_last=False`, because a question's passages are in prompt order already.
     """
-    answer = engine.score_answer(question.text, question.passages, max_new_tokens=answer_tokens, config=_FULL)
+    answer = engine.score_answer(
+        question.text, question.passages, max_new_tokens=answer_tokens, config=_FULL
+    )
     return Reference(question, answer, answer_tokens)
 
 
@@ -210,13 +236,20 @@ def measure(engine: Engine, reference: Reference, trial: Trial) -> Record:
             passages = tuple(prepared.enter_context(preparation))
             prepare_s = time.perf_counter() - started
         answer = engine.score_answer(
-            question.text, passages, target=full.tokens, max_new_tokens=reference.answer_tokens, config=trial.config
+            question.text,
+            passages,
+            target=full.tokens,
+            max_new_tokens=reference.answer_tokens,
+            config=trial.config,
         )
     departure = first_difference(full.tokens, answer.tokens)
     kl, top1 = divergence(full.logits, answer.logits)
     golds = question.answers
     chunk_tokens = sum(chunk.tokens for chunk in full.stats.chunks)
-    spent = sum(chunk.recomputed + chunk.computed for chunk in answer.stats.chunks) + answer.stats.tokens_refreshed
+    spent = (
+        sum(chunk.recomputed + chunk.computed for chunk in answer.stats.chunks)
+        + answer.stats.tokens_refreshed
+    )
     return Record(
         question_id=question.question_id,
         method=trial.method.name,

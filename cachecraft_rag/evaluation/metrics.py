@@ -112,8 +112,12 @@ def rouge_l(reference: str, prediction: str) -> float:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
-        raise ConfigError("ROUGE-L needs the package rouge-score: pip install 'cachecraft-rag[eval]'.") from error
-    return float(RougeScorer(["rougeL"], use_stemmer=True).score(reference, prediction)["rougeL"].fmeasure)
+        raise ConfigError(
+            "ROUGE-L needs the package rouge-score: pip install 'cachecraft-rag[eval]'."
+        ) from error
+    return float(
+        RougeScorer(["rougeL"], use_stemmer=True).score(reference, prediction)["rougeL"].fmeasure
+    )
 
 
 def divergence(reference_logits: Tensor, logits: Tensor) -> tuple[float, float]:
@@ -131,7 +135,9 @@ def divergence(reference_logits: Tensor, logits: Tensor) -> tuple[float, float]:
     import torch
 
     if reference_logits.shape != logits.shape or logits.dim() != 2 or not len(logits):
-        raise ValueError(f"cannot compare logits of shapes {tuple(reference_logits.shape)} and {tuple(logits.shape)}")
+        raise ValueError(
+            f"cannot compare logits of shapes {tuple(reference_logits.shape)} and {tuple(logits.shape)}"
+        )
     reference = reference_logits.double().log_softmax(-1)  # [positions, vocabulary]
     method = logits.double().log_softmax(-1)
     share = reference.exp()

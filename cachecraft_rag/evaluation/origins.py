@@ -65,7 +65,12 @@ def _fixed_passage(dataset: Dataset, chunk: Chunk, seed: int) -> Sequence[Chunk]
 
 def _unrelated(dataset: Dataset, chunk: Chunk, seed: int) -> Sequence[Chunk]:
     own_document = dataset.document_of(chunk.chunk_id)
-    others = [other for document in dataset.documents if document is not own_document for other in document]
+    others = [
+        other
+        for document in dataset.documents
+        if document is not own_document
+        for other in document
+    ]
     if not others:
         raise ConfigError(
             "the file of questions has only one document, so no chunk in it is unrelated; choose another origin: "
@@ -83,12 +88,20 @@ _ALL = (
         primes_documents=True,
     ),
     OriginCondition("stream", "captured by the questions before, as without priming"),
-    OriginCondition("neighbours", "after the chunks before it in its document, one pass per chunk", _neighbours),
-    OriginCondition("alone", "after a fixed passage, as `prime(alone=True)` does it", _fixed_passage),
-    OriginCondition("unrelated", "after one or two chunks of other documents, the hardest case", _unrelated),
+    OriginCondition(
+        "neighbours", "after the chunks before it in its document, one pass per chunk", _neighbours
+    ),
+    OriginCondition(
+        "alone", "after a fixed passage, as `prime(alone=True)` does it", _fixed_passage
+    ),
+    OriginCondition(
+        "unrelated", "after one or two chunks of other documents, the hardest case", _unrelated
+    ),
 )
 
-CONDITIONS: Mapping[str, OriginCondition] = MappingProxyType({condition.name: condition for condition in _ALL})
+CONDITIONS: Mapping[str, OriginCondition] = MappingProxyType(
+    {condition.name: condition for condition in _ALL}
+)
 
 
 def condition_named(name: str) -> OriginCondition:
@@ -96,7 +109,9 @@ def condition_named(name: str) -> OriginCondition:
     try:
         return CONDITIONS[name]
     except KeyError:
-        raise ConfigError(f"unknown origin condition {name!r}; choose one of {', '.join(CONDITIONS)}") from None
+        raise ConfigError(
+            f"unknown origin condition {name!r}; choose one of {', '.join(CONDITIONS)}"
+        ) from None
 
 
 @dataclass
@@ -115,7 +130,9 @@ class Origins:
     def __post_init__(self) -> None:
         self._primer = Primer(self.engine, related=self._similar_chunks)
         self._primed: set[str] = set()  # the first chunk of each document
-        self._asked_for = {chunk.chunk_id for question in self.dataset.questions for chunk in question.passages}
+        self._asked_for = {
+            chunk.chunk_id for question in self.dataset.questions for chunk in question.passages
+        }
 
     def before(self, question: EvaluationQuestion) -> None:
         """Capture the chunks of a question about to be measured; skipped for one that an earlier run has measured."""
@@ -138,7 +155,9 @@ class Origins:
             return
         self._primed.add(first)
         self._primer.prime([chunk for chunk in document if self._primer.fits(chunk)])
-        unused = tuple(chunk.chunk_id for chunk in document if chunk.chunk_id not in self._asked_for)
+        unused = tuple(
+            chunk.chunk_id for chunk in document if chunk.chunk_id not in self._asked_for
+        )
         if unused:
             self.engine.store.evict(RowFilter(chunk_ids=unused))
 
@@ -162,9 +181,14 @@ class Origins:
             return
         engine = self.engine
         sampling = SamplingParams(max_new_tokens=self.answer_tokens)
-        answer = engine.stream(question.text, question.passages, sampling=sampling, config=ReuseConfig())
+        answer = engine.stream(
+            question.text, question.passages, sampling=sampling, config=ReuseConfig()
+        )
         next(answer, None)
         answer.close()  # prefill captures, so the first token is enough
-        captured = [engine.prompts.system.segment_id, *(chunk.chunk_id for chunk in question.passages)]
+        captured = [
+            engine.prompts.system.segment_id,
+            *(chunk.chunk_id for chunk in question.passages),
+        ]
         # Looked at by the loop after it has ended the answer and handed over its captures.
         engine.loop.wait_until(lambda: not engine.write_back.pending(captured))

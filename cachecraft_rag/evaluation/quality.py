@@ -6,7 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cachecraft_rag.evaluation.intervals import Interval, mean_interval, ratio_interval, share_interval
+from cachecraft_rag.evaluation.intervals import (
+    Interval,
+    mean_interval,
+    ratio_interval,
+    share_interval,
+)
 from cachecraft_rag.serving.audits.audit import Audit
 
 WORST = 10
@@ -94,7 +99,9 @@ def summarise_audits(audits: Sequence[Audit], *, worst: int = WORST) -> QualityR
         by_origin=_groups(audits, lambda audit: audit.origin),
         by_selector=_groups(audits, lambda audit: audit.selector),
         by_recomputed=_groups(audits, _share_name),
-        by_termination=_groups(audits, lambda audit: "terminated early" if audit.early else "all layers"),
+        by_termination=_groups(
+            audits, lambda audit: "terminated early" if audit.early else "all layers"
+        ),
         by_position=_positions(audits),
         computed_tokens=sum(audit.computed_tokens for audit in audits),
         worst=tuple(changed[:worst]),

@@ -35,7 +35,12 @@ class RecordLog(Closeable):
     """
 
     def __init__(
-        self, folder: Path, settings: Mapping[str, object], *, restart: bool = False, discard_others: bool = False
+        self,
+        folder: Path,
+        settings: Mapping[str, object],
+        *,
+        restart: bool = False,
+        discard_others: bool = False,
     ) -> None:
         self._path = folder / FILE
         plain: dict[str, object] = json.loads(json.dumps(settings))
@@ -101,7 +106,9 @@ class RecordLog(Closeable):
         return records
 
 
-def _differences(old: Mapping[str, object], new: Mapping[str, object], path: str = "") -> Iterator[str]:
+def _differences(
+    old: Mapping[str, object], new: Mapping[str, object], path: str = ""
+) -> Iterator[str]:
     """Each setting that differs, in words."""
     for name in [*old, *(name for name in new if name not in old)]:
         before = old.get(name)

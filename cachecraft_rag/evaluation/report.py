@@ -7,7 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cachecraft_rag.evaluation.intervals import Interval, mean_interval, paired_interval, share_interval
+from cachecraft_rag.evaluation.intervals import (
+    Interval,
+    mean_interval,
+    paired_interval,
+    share_interval,
+)
 from cachecraft_rag.evaluation.measuring import NEAR_TIE, Record
 
 
@@ -39,7 +44,8 @@ class Estimate:
         return self.interval.high
 
 
-Columns = Mapping[str, Sequence[Record]]  # label → its records, of the same questions in the same order
+# label → its records, of the same questions in the same order
+Columns = Mapping[str, Sequence[Record]]
 Value = Callable[[Sequence[Record], Columns], Estimate | None]
 
 
@@ -75,7 +81,9 @@ def _difference(name: str) -> Value:
     """A field minus full prefill's, question by question."""
 
     def value(records: Sequence[Record], _: Columns) -> Estimate | None:
-        pairs = [(getattr(record, name), getattr(record, f"reference_{name}")) for record in records]
+        pairs = [
+            (getattr(record, name), getattr(record, f"reference_{name}")) for record in records
+        ]
         pairs = [pair for pair in pairs if None not in pair]
         return Estimate(paired_interval(*zip(*pairs, strict=True)), len(pairs)) if pairs else None
 
@@ -110,8 +118,12 @@ def _won(records: Sequence[Record], _: Columns) -> Estimate | None:
 
 def _ttft_ratio(records: Sequence[Record], _: Columns) -> Estimate:
     """The geometric mean, so that one slow question does not dominate."""
-    logarithms = mean_interval([math.log(record.ttft_s / record.reference_ttft_s) for record in records])
-    interval = Interval(math.exp(logarithms.mean), math.exp(logarithms.low), math.exp(logarithms.high))
+    logarithms = mean_interval(
+        [math.log(record.ttft_s / record.reference_ttft_s) for record in records]
+    )
+    interval = Interval(
+        math.exp(logarithms.mean), math.exp(logarithms.low), math.exp(logarithms.high)
+    )
     return Estimate(interval, len(records))
 
 
@@ -133,7 +145,9 @@ _LOST_NET = (
     f"probabilities differ by at least {NEAR_TIE:g}."
 )
 _WON = "answers that are right with the method, of those that are wrong with full prefill. Near ties are included."
-_RIGHT_DIFFERENCE = "difference of the shares of right answers, question by question. Near ties are included."
+_RIGHT_DIFFERENCE = (
+    "difference of the shares of right answers, question by question. Near ties are included."
+)
 _TTFT = "time to the first token divided by full prefill's; geometric mean over questions."
 ANSWER_MEASURES: tuple[Measure, ...] = (
     Measure("right", "right", ".2f", _RIGHT, _right),
@@ -147,10 +161,20 @@ MEASURES: tuple[Measure, ...] = (
     Measure("top1", "top-1", ".3f", _TOP1, _field("top1")),
     Measure("rouge_l", "ROUGE-L", ".3f", _ROUGE, _field("rouge_l")),
     Measure("f1", "F1", ".3f", _F1, _field("f1")),
-    Measure("f1_difference", "F1 − full's", "+.3f", "the difference, question by question.", _difference("f1")),
+    Measure(
+        "f1_difference",
+        "F1 − full's",
+        "+.3f",
+        "the difference, question by question.",
+        _difference("f1"),
+    ),
     Measure("ttft_ratio", "TTFT / full's", ".2f", _TTFT, _ttft_ratio),
     Measure(
-        "recomputed", "computed", ".3f", "share of the chunks' tokens computed or recomputed.", _field("recomputed")
+        "recomputed",
+        "computed",
+        ".3f",
+        "share of the chunks' tokens computed or recomputed.",
+        _field("recomputed"),
     ),
 )
 
@@ -218,30 +242,47 @@ class Report:
     def _rows(self, measures: Sequence[Measure], *, intervals: bool) -> list[tuple[str, ...]]:
         rows = []
         for label, estimates in self.methods.items():
-            cells = [_shown(estimates[measure.name], measure, intervals=intervals) for measure in measures]
+            cells = [
+                _shown(estimates[measure.name], measure, intervals=intervals)
+                for measure in measures
+            ]
             rows.append((label, *cells))
         return rows
 
 
-def summarise(records: Sequence[Record], *, order: Sequence[str], measures: Sequence[Measure] = MEASURES) -> Report:
+def summarise(
+    records: Sequence[Record], *, order: Sequence[str], measures: Sequence[Measure] = MEASURES
+) -> Report:
     """Aggregate the records, methods in this order. Raises ValueError if no question was answered by every method."""
     by_label: dict[str, dict[str, Record]] = {}
     for record in records:
         by_label.setdefault(record.label, {})[record.question_id] = record
     asked = dict.fromkeys(record.question_id for record in records)
-    shared = [question for question in asked if all(question in answered for answered in by_label.values())]
+    shared = [
+        question
+        for question in asked
+        if all(question in answered for answered in by_label.values())
+    ]
     if not shared:
         raise ValueError("no question was answered by every method")
 
-    columns = {label: [answered[question] for question in shared] for label, answered in by_label.items()}
+    columns = {
+        label: [answered[question] for question in shared] for label, answered in by_label.items()
+    }
     ratios = {label: (column[0].method, column[0].ratio) for label, column in columns.items()}
     places = {name: place for place, name in enumerate(order)}
-    ordered = sorted(columns, key=lambda label: (places.get(ratios[label][0], len(places)), ratios[label][1] or 0.0))
+    ordered = sorted(
+        columns,
+        key=lambda label: (places.get(ratios[label][0], len(places)), ratios[label][1] or 0.0),
+    )
 
     methods: dict[str, dict[str, Estimate | None]] = {}
     for label in ordered:
         column = columns[label]
-        methods[label] = {measure.name: measure.value(column, columns) for measure in (*measures, *ANSWER_MEASURES)}
+        methods[label] = {
+            measure.name: measure.value(column, columns)
+            for measure in (*measures, *ANSWER_MEASURES)
+        }
     first = columns[ordered[0]]  # full prefill's own answers are the same in every column
     return Report(
         methods=methods,
@@ -268,7 +309,11 @@ def full_answers(report: Report) -> str:
 
 def markdown(report: Report, settings: Mapping[str, object], figures: Sequence[str] = ()) -> str:
     """Return the report as a Markdown page; `figures` are paths relative to it."""
-    about = {name: value for name, value in settings.items() if not isinstance(value, dict) and value is not None}
+    about = {
+        name: value
+        for name, value in settings.items()
+        if not isinstance(value, dict) and value is not None
+    }
     answer_rows = report.answer_rows(intervals=True)
     measures = (*(ANSWER_MEASURES if answer_rows else ()), *report.measures)
     reading = "\n".join(f"- **{measure.heading}** {measure.meaning}" for measure in measures)

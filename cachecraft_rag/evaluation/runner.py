@@ -52,7 +52,9 @@ class EvaluationSettings:
 
     def __post_init__(self) -> None:
         if not self.trials or self.answer_tokens < 1 or self.warmup < 0:
-            raise ConfigError("an evaluation needs a method, answers of 1 token or more, and a warm-up of 0 or more")
+            raise ConfigError(
+                "an evaluation needs a method, answers of 1 token or more, and a warm-up of 0 or more"
+            )
 
     def measured(self, dataset: Dataset) -> tuple[EvaluationQuestion, ...]:
         """The questions without those of the warm-up; ConfigError if none is left."""
@@ -84,7 +86,9 @@ class EvaluationSettings:
             "device": str(engine.decoder.device),
             "threads": torch.get_num_threads(),
             "dataset": dataset.name,
-            "data_digest": digest(*asked, *(chunk.chunk_id for document in dataset.documents for chunk in document)),
+            "data_digest": digest(
+                *asked, *(chunk.chunk_id for document in dataset.documents for chunk in document)
+            ),
             "questions": len(dataset.questions),
             "origin": self.origin.name,
             "warmup": self._warmup,
@@ -122,7 +126,9 @@ def open_engine(
     own_device = None if decoder.device.type == "cpu" else str(decoder.device)
     with (
         scratch_folder(folder) as caches,
-        (kind or Usual).open(caches, variants_per_chunk=VARIANTS_PER_CHUNK, device=own_device) as store,
+        (kind or Usual).open(
+            caches, variants_per_chunk=VARIANTS_PER_CHUNK, device=own_device
+        ) as store,
         Engine(decoder, store, best_last=False, new_variants=new_variants) as engine,
     ):
         yield engine
@@ -136,7 +142,9 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
         for left in folder.glob(f"{_CACHES}*"):
             if not _is_running(left.name.removeprefix(_CACHES).partition("-")[0]):
                 shutil.rmtree(left, ignore_errors=True)
-        made = tempfile.TemporaryDirectory(prefix=f"{_CACHES}{os.getpid()}-", dir=folder, ignore_cleanup_errors=True)
+        made = tempfile.TemporaryDirectory(
+            prefix=f"{_CACHES}{os.getpid()}-", dir=folder, ignore_cleanup_errors=True
+        )
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be written ({error.strerror or error}); choose another folder with --out, or --store of "
@@ -149,8 +157,13 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
 @contextmanager
 def _signals_as_exits() -> Iterator[None]:
     """SIGTERM and SIGHUP raise SystemExit in the main thread, so that folders are removed and progress is saved."""
-    kinds = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
-    replaced = [kind for kind in kinds if signal.getsignal(kind) is signal.SIG_DFL]  # nohup ignores SIGHUP
+    kinds = (
+        (signal.SIGTERM, signal.SIGHUP)
+        if threading.current_thread() is threading.main_thread()
+        else ()
+    )
+    # nohup ignores SIGHUP
+    replaced = [kind for kind in kinds if signal.getsignal(kind) is signal.SIG_DFL]
     for kind in replaced:
         signal.signal(kind, lambda number, _: sys.exit(128 + number))
     try:
@@ -229,7 +242,9 @@ class Run:
         progress: Callable[[Progress], None] | None = None,
         keep_references: bool = False,
     ) -> None:
-        self.origins = Origins(settings.origin, engine, dataset, settings.seed, settings.answer_tokens)
+        self.origins = Origins(
+            settings.origin, engine, dataset, settings.seed, settings.answer_tokens
+        )
         self.total = 0
         self._engine = engine
         self._log = log
@@ -247,7 +262,9 @@ class Run:
 
     def ask(self, question: EvaluationQuestion, trials: Sequence[Trial]) -> list[Record]:
         """The records of one question, one per trial, in that order; measures those that are missing."""
-        missing = [trial for trial in trials if (question.question_id, trial.label) not in self._records]
+        missing = [
+            trial for trial in trials if (question.question_id, trial.label) not in self._records
+        ]
         reference = self._reference(question) if missing else None
         for trial in missing:
             assert reference is not None
@@ -279,7 +296,10 @@ class Run:
         reference_of(self._engine, question, answer_tokens=self._tokens)
         started = time.perf_counter()
         self._engine.score_answer(
-            question.text, question.passages, max_new_tokens=self._tokens, config=ReuseConfig(capture=False)
+            question.text,
+            question.passages,
+            max_new_tokens=self._tokens,
+            config=ReuseConfig(capture=False),
         )
         seconds = (time.perf_counter() - started) * (self.total - len(self._records))
         self.show(f"expected to take {timedelta(seconds=round(seconds))}")
@@ -290,4 +310,7 @@ def _ids(question: EvaluationQuestion) -> list[str]:
 
 
 def _plain(config: ReuseConfig) -> dict[str, object]:
-    return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in asdict(config).items()}
+    return {
+        name: sorted(value) if isinstance(value, frozenset) else value
+        for name, value in asdict(config).items()
+    }

@@ -12,7 +12,11 @@ from typing import Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
-from langchain_core.language_models.chat_models import BaseChatModel, agenerate_from_stream, generate_from_stream
+from langchain_core.language_models.chat_models import (
+    BaseChatModel,
+    agenerate_from_stream,
+    generate_from_stream,
+)
 from langchain_core.messages import (
     AIMessage,
     AIMessageChunk,
@@ -46,8 +50,10 @@ from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import OUTCOME_KEY, Chunk, noted_chunk_id
 
 SEARCHED = "cachecraft_searched"  # metadata key of a follow-up's documents: what was searched for
-_FINISH = {"end": "stop", "stop": "stop", "length": "length", "closed": "closed"}  # in the words of other chat models
-_SERVER_SETTINGS = {"api_key", "max_retries", "stream_usage", "streaming", "timeout"}  # meaningless for a local model
+# in the words of other chat models
+_FINISH = {"end": "stop", "stop": "stop", "length": "length", "closed": "closed"}
+# meaningless for a local model
+_SERVER_SETTINGS = {"api_key", "max_retries", "stream_usage", "streaming", "timeout"}
 _SAMPLING = {"max_tokens", "temperature", "top_p", "seed"}
 
 
@@ -123,7 +129,9 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         names = EngineConfig.option_names() - cls.model_fields.keys()
         options: Any = {name: settings.pop(name) for name in names & settings.keys()}
         with ExitStack() as opened:
-            engine = opened.enter_context(Engine.from_pretrained(model, store=store, config=config, **options))
+            engine = opened.enter_context(
+                Engine.from_pretrained(model, store=store, config=config, **options)
+            )
             chat = cls(engine=engine, **settings)
             chat._opened = opened.pop_all()
         return chat
@@ -133,7 +141,11 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         self._opened.close()
 
     def bind_tools(
-        self, tools: Sequence[Any], *, tool_choice: str | bool | dict[str, Any] | None = None, **kwargs: object
+        self,
+        tools: Sequence[Any],
+        *,
+        tool_choice: str | bool | dict[str, Any] | None = None,
+        **kwargs: object,
     ) -> Runnable[Any, AIMessage]:
         """Return the model with tools, which it calls in the form of its chat template.
 
@@ -167,13 +179,17 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         kept_to = {"kwargs": {"method": method}, "schema": json_schema}
         model = self.bind(json_schema=json_schema, ls_structured_output_format=kept_to, **kwargs)
         is_model = isinstance(schema, type) and is_basemodel_subclass(schema)
-        parser: Any = PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
+        parser: Any = (
+            PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
+        )
         if not include_raw:
             answers: Runnable[object, object] = model | parser
             return answers
         parsed = RunnablePassthrough.assign(
             parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
-        ).with_fallbacks([RunnablePassthrough.assign(parsed=lambda _: None)], exception_key="parsing_error")
+        ).with_fallbacks(
+            [RunnablePassthrough.assign(parsed=lambda _: None)], exception_key="parsing_error"
+        )
         return RunnableMap(raw=model) | parsed
 
     @property
@@ -184,7 +200,9 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids for trimming messages; LangChain's default would download GPT-2's tokenizer."""
         tokenizer = self.engine.decoder.tokenizer
-        ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
+        ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=False)[
+            "input_ids"
+        ]
         return ids
 
     @property
@@ -209,7 +227,9 @@ class ChatCacheCraft(Closeable, BaseChatModel):
             "default_stop": list(self.stop),
         }
 
-    def _open(self, messages: list[BaseMessage], stop: list[str] | None, given: Mapping[str, Any]) -> _Call:
+    def _open(
+        self, messages: list[BaseMessage], stop: list[str] | None, given: Mapping[str, Any]
+    ) -> _Call:
         """Return a call whose model has not started yet; `given` are the settings that it brings."""
         settings = dict(given)
         documents = documents_of(settings.pop("documents", None) or (), "documents")
@@ -218,7 +238,9 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         choice = settings.pop("tool_choice", None)
         schema = settings.pop("json_schema", None)
         if unknown := settings.keys() - _SAMPLING:
-            known = sorted({"documents", "json_schema", "session", "stop", "tools", "tool_choice"} | _SAMPLING)
+            known = sorted(
+                {"documents", "json_schema", "session", "stop", "tools", "tool_choice"} | _SAMPLING
+            )
             raise ConfigError(
                 f"{', '.join(sorted(unknown))}: no setting of this model; a call may bring {', '.join(known)}"
             )
@@ -246,7 +268,10 @@ class ChatCacheCraft(Closeable, BaseChatModel):
             json_schema=schema,
             **values,
         )
-        chunks = [Chunk(document.page_content, known_id=noted_chunk_id(document.metadata)) for document in documents]
+        chunks = [
+            Chunk(document.page_content, known_id=noted_chunk_id(document.metadata))
+            for document in documents
+        ]
         generation = self.engine.stream(
             question,
             chunks,
@@ -335,7 +360,9 @@ class ChatCacheCraft(Closeable, BaseChatModel):
             "model_provider": "cachecraft",
             "cachecraft": call.statistics(),
         }
-        message = AIMessageChunk(content="", usage_metadata=usage, response_metadata=metadata, chunk_position="last")
+        message = AIMessageChunk(
+            content="", usage_metadata=usage, response_metadata=metadata, chunk_position="last"
+        )
         return ChatGenerationChunk(message=message)
 
     def _captured_tokens(self, call: _Call) -> int:
@@ -345,7 +372,9 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         is_unowned = self.engine.prompts.system.private and call.session is None
         if not call.documents or not captures or is_unowned:
             return 0
-        return sum(chunk.tokens for chunk in call.generation.stats.chunks if chunk.outcome == "computed")
+        return sum(
+            chunk.tokens for chunk in call.generation.stats.chunks if chunk.outcome == "computed"
+        )
 
 
 @dataclass
@@ -377,14 +406,19 @@ class _Call:
         """Return the statistics of the answer, with the chunk id of each document and what was searched for."""
         pairs = zip(self.documents, self.chunks, strict=True)
         noted = (document.metadata for document in self.documents if SEARCHED in document.metadata)
-        searched = next((tuple(metadata[SEARCHED]) for metadata in noted), ())  # as `ConversationRetriever` notes it
+        # as `ConversationRetriever` notes it
+        searched = next((tuple(metadata[SEARCHED]) for metadata in noted), ())
         return self.generation.stats.as_dict() | {
-            "documents": [{"id": document.id, "chunk_id": chunk.chunk_id} for document, chunk in pairs],
+            "documents": [
+                {"id": document.id, "chunk_id": chunk.chunk_id} for document, chunk in pairs
+            ],
             "searched": searched,
         }
 
 
-def _choice_of(choice: str | bool | dict[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> str:
+def _choice_of(
+    choice: str | bool | dict[str, Any] | None, tools: Sequence[Mapping[str, Any]]
+) -> str:
     """Return "auto", "none", "any" or the name of a tool. Raises ConfigError for anything else."""
     if isinstance(choice, dict):
         choice = choice.get("function", choice).get("name")
@@ -401,7 +435,9 @@ def _rest_of(calls: CallReader, generation: Generation) -> ChatGenerationChunk:
     text, finished_calls = calls.finish()
     request_id = generation.stats.request_id
     chunks = [
-        tool_call_chunk(name=call.name, args=call.arguments, id=f"call_{request_id}_{number}", index=number)
+        tool_call_chunk(
+            name=call.name, args=call.arguments, id=f"call_{request_id}_{number}", index=number
+        )
         for number, call in enumerate(finished_calls)
     ]
     return ChatGenerationChunk(message=AIMessageChunk(content=text, tool_call_chunks=chunks))
@@ -412,12 +448,16 @@ def check_settings(settings: Mapping[str, object], *classes: type[BaseModel]) ->
     fields = {name for owner in classes for name in owner.model_fields} - {"engine", "llm"}
     known = {"store", "config"} | EngineConfig.option_names() | fields
     if unknown := settings.keys() - known - _SERVER_SETTINGS:
-        raise ConfigError(f"{', '.join(sorted(unknown))}: no such setting; there are {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"{', '.join(sorted(unknown))}: no such setting; there are {', '.join(sorted(known))}"
+        )
 
 
 def documents_of(given: Any, name: str) -> list[Document]:
     """Return the documents passed as argument `name`. Raises ConfigError for anything else."""
-    documents = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    documents = (
+        list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    )
     if not all(isinstance(document, Document) for document in documents):
         raise ConfigError(
             f"{name!r} must be a list of LangChain's documents (Document(text) makes one): leave out the step that "
@@ -431,7 +471,9 @@ def history_of(input: Mapping[str, object], key: str) -> list[BaseMessage]:
     given = input.get(key) or []
     # LangChain would turn each letter, key or field of these into a message.
     if isinstance(given, str | Mapping | BaseMessage) or not isinstance(given, Iterable):
-        raise ConfigError(f"{key!r} must be a list of messages, not {given!r}; write [('human', '…'), ('ai', '…')]")
+        raise ConfigError(
+            f"{key!r} must be a list of messages, not {given!r}; write [('human', '…'), ('ai', '…')]"
+        )
     return convert_to_messages(given)
 
 
@@ -446,7 +488,9 @@ def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:
         return turns, ""
     *history, (role, question) = turns
     if role != "user":
-        raise ConfigError("the conversation ends with the assistant; the last message must be the user's or a tool's")
+        raise ConfigError(
+            "the conversation ends with the assistant; the last message must be the user's or a tool's"
+        )
     return history, question
 
 
@@ -469,7 +513,9 @@ def turns_of(messages: Iterable[BaseMessage]) -> list[Turn]:
             turns.append((role, [text]))
         if calls:
             if missing := [str(call["id"]) for call in calls if call["id"] not in results]:
-                raise ConfigError(f"the conversation has no ToolMessage with the result of call {', '.join(missing)}")
+                raise ConfigError(
+                    f"the conversation has no ToolMessage with the result of call {', '.join(missing)}"
+                )
             made = [{"name": call["name"], "arguments": call["args"]} for call in calls]
             turns.append(("calls", [json.dumps(made, ensure_ascii=False)]))
             turns += [("result", [results[call["id"]]]) for call in calls]  # type: ignore[index]
@@ -480,13 +526,18 @@ def _role(message: BaseMessage) -> str:
     name = message.role if isinstance(message, ChatMessage) else message.type
     role = {"human": "user", "ai": "assistant"}.get(name, name)
     if role not in ("user", "assistant", "system", "tool"):
-        raise ConfigError(f"the model knows no {name} messages; write their text into a message of the user's")
+        raise ConfigError(
+            f"the model knows no {name} messages; write their text into a message of the user's"
+        )
     return role
 
 
 def _text(message: BaseMessage) -> str:
-    if isinstance(message.content, list) and message.type != "ai":  # an answer's reasoning parts are left out
+    # an answer's reasoning parts are left out
+    if isinstance(message.content, list) and message.type != "ai":
         kinds = {part.get("type") for part in message.content if isinstance(part, dict)} - {"text"}
         if kinds:
-            raise ConfigError(f"the model reads text only, and a message holds {', '.join(sorted(map(str, kinds)))}")
+            raise ConfigError(
+                f"the model reads text only, and a message holds {', '.join(sorted(map(str, kinds)))}"
+            )
     return str(message.text)

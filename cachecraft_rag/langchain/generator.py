@@ -17,7 +17,12 @@ from cachecraft_rag.checks import config_errors
 from cachecraft_rag.engine.base import PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.langchain.chat_model import ChatCacheCraft, check_settings, documents_of, history_of
+from cachecraft_rag.langchain.chat_model import (
+    ChatCacheCraft,
+    check_settings,
+    documents_of,
+    history_of,
+)
 from cachecraft_rag.retrievers.langchain import note
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import NOTE_KEYS, OUTCOME_KEY
@@ -39,7 +44,8 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     llm: ChatCacheCraft
-    document_prompt: SkipValidation[BasePromptTemplate[str] | None] = None  # langchain-core 1.0 cannot validate it
+    # langchain-core 1.0 cannot validate it
+    document_prompt: SkipValidation[BasePromptTemplate[str] | None] = None
     input_key: str = "input"
     context_key: str = "context"
     history_key: str = "chat_history"
@@ -71,25 +77,33 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
         """Close the chat model."""
         self.llm.close()
 
-    def invoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> str:
+    def invoke(
+        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
+    ) -> str:
         """The whole answer; `kwargs` as in a call of `ChatCacheCraft`, here and below."""
 
         def answer(input: dict[str, Any], config: RunnableConfig) -> str:
             asked = self._read(input)
             try:
-                return self.llm.invoke(asked.messages, config, documents=asked.passages, **kwargs).text
+                return self.llm.invoke(
+                    asked.messages, config, documents=asked.passages, **kwargs
+                ).text
             finally:
                 asked.note_outcomes()
 
         return RunnableLambda(answer, name=self.get_name()).invoke(input, config)
 
-    async def ainvoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> str:
+    async def ainvoke(
+        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
+    ) -> str:
         """The whole answer, without blocking the event loop."""
 
         async def answer(input: dict[str, Any], config: RunnableConfig) -> str:
             asked = self._read(input)
             try:
-                message = await self.llm.ainvoke(asked.messages, config, documents=asked.passages, **kwargs)
+                message = await self.llm.ainvoke(
+                    asked.messages, config, documents=asked.passages, **kwargs
+                )
             finally:
                 asked.note_outcomes()
             return message.text
@@ -97,7 +111,9 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
         text: str = await RunnableLambda(answer, name=self.get_name()).ainvoke(input, config)
         return text
 
-    def stream(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> Iterator[str]:
+    def stream(
+        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
+    ) -> Iterator[str]:
         """The answer piece by piece."""
         return self._streamed(kwargs).stream(input, config)
 
@@ -108,13 +124,19 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
         return self._streamed(kwargs).astream(input, config)
 
     def transform(
-        self, input: Iterator[dict[str, Any]], config: RunnableConfig | None = None, **kwargs: object
+        self,
+        input: Iterator[dict[str, Any]],
+        config: RunnableConfig | None = None,
+        **kwargs: object,
     ) -> Iterator[str]:
         """`stream` for a chain whose earlier steps deliver the input in parts."""
         return self._streamed(kwargs).transform(input, config)
 
     def atransform(
-        self, input: AsyncIterator[dict[str, Any]], config: RunnableConfig | None = None, **kwargs: object
+        self,
+        input: AsyncIterator[dict[str, Any]],
+        config: RunnableConfig | None = None,
+        **kwargs: object,
     ) -> AsyncIterator[str]:
         """`astream` for a chain whose earlier steps deliver the input in parts."""
         return self._streamed(kwargs).atransform(input, config)
@@ -123,7 +145,9 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
         def pieces(input: dict[str, Any], config: RunnableConfig) -> Iterator[str]:
             asked = self._read(input)
             try:
-                for chunk in self.llm.stream(asked.messages, config, documents=asked.passages, **options):
+                for chunk in self.llm.stream(
+                    asked.messages, config, documents=asked.passages, **options
+                ):
                     if chunk.text:
                         yield chunk.text
             finally:
@@ -132,7 +156,9 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
         async def apieces(input: dict[str, Any], config: RunnableConfig) -> AsyncIterator[str]:
             asked = self._read(input)
             try:
-                async for chunk in self.llm.astream(asked.messages, config, documents=asked.passages, **options):
+                async for chunk in self.llm.astream(
+                    asked.messages, config, documents=asked.passages, **options
+                ):
                     if chunk.text:
                         yield chunk.text
             finally:
@@ -159,15 +185,25 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
             raise ConfigError(f"{self.input_key!r} must be the question, a text, not {question!r}")
         history = history_of(input, self.history_key)
         documents = documents_of(input[self.context_key], self.context_key)
-        passages = documents if self.document_prompt is None else self._formatted(documents, self.document_prompt)
+        passages = (
+            documents
+            if self.document_prompt is None
+            else self._formatted(documents, self.document_prompt)
+        )
         return _Asked([*history, *convert_to_messages([("human", question)])], documents, passages)
 
-    def _formatted(self, documents: list[Document], prompt: BasePromptTemplate[str]) -> list[Document]:
+    def _formatted(
+        self, documents: list[Document], prompt: BasePromptTemplate[str]
+    ) -> list[Document]:
         """Return the documents as the prompt formats them: other texts, so without the notes about the old ones."""
         passages = []
         for document in documents:
-            metadata = {key: value for key, value in document.metadata.items() if key not in NOTE_KEYS}
-            passages.append(Document(format_document(document, prompt), id=document.id, metadata=metadata))
+            metadata = {
+                key: value for key, value in document.metadata.items() if key not in NOTE_KEYS
+            }
+            passages.append(
+                Document(format_document(document, prompt), id=document.id, metadata=metadata)
+            )
         return passages
 
 

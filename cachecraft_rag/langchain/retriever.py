@@ -44,7 +44,9 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
         with config_errors():
             super().__init__(retriever=retriever, **settings)  # type: ignore[call-arg]
 
-    def invoke(self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any) -> list[Document]:
+    def invoke(
+        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
+    ) -> list[Document]:
         """Return the documents, best first; `kwargs` go to the retriever of a first question."""
         return self._call_with_config(self._retrieve, input, config, run_type="retriever", **kwargs)
 
@@ -52,10 +54,16 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
         self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
     ) -> list[Document]:
         """`invoke`, through the retriever's own asynchronous calls."""
-        return await self._acall_with_config(self._aretrieve, input, config, run_type="retriever", **kwargs)
+        return await self._acall_with_config(
+            self._aretrieve, input, config, run_type="retriever", **kwargs
+        )
 
     def _retrieve(
-        self, input: dict[str, Any], run_manager: CallbackManagerForChainRun, config: RunnableConfig, **kwargs: object
+        self,
+        input: dict[str, Any],
+        run_manager: CallbackManagerForChainRun,
+        config: RunnableConfig,
+        **kwargs: object,
     ) -> list[Document]:
         question, history = self._read(input)
         texts = search_texts(question, history)
@@ -77,7 +85,9 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
         if len(texts) > 1:
             documents = await run_in_executor(config, self._by_vector, question, history)
         if documents is None:
-            documents = _merged([await self.retriever.ainvoke(text, config, **kwargs) for text in texts])
+            documents = _merged(
+                [await self.retriever.ainvoke(text, config, **kwargs) for text in texts]
+            )
         return _marked(documents, texts)
 
     def _by_vector(self, question: str, history: Sequence[Turn]) -> list[Document] | None:
@@ -88,7 +98,9 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
         store = retriever.vectorstore
         options = retriever.search_kwargs
         if isinstance(store, CacheCraftVectorStore):
-            return [document for document, _ in store.conversation_search(question, history, **options)]
+            return [
+                document for document, _ in store.conversation_search(question, history, **options)
+            ]
         if store.embeddings is None:
             return None
         vectors = [store.embeddings.embed_query(text) for text in search_texts(question, history)]
@@ -100,7 +112,9 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
     def _read(self, input: Mapping[str, object]) -> tuple[str, list[Turn]]:
         """Return the question and the turns before it."""
         if not isinstance(input, Mapping) or self.input_key not in input:
-            raise ConfigError(f"the input must be a dict with {self.input_key!r}, not {input!r}; or set input_key")
+            raise ConfigError(
+                f"the input must be a dict with {self.input_key!r}, not {input!r}; or set input_key"
+            )
         question = input[self.input_key]
         if not isinstance(question, str):
             raise ConfigError(f"{self.input_key!r} must be the question, a text, not {question!r}")
@@ -129,5 +143,6 @@ def _marked(documents: list[Document], texts: Sequence[str]) -> list[Document]:
     if len(texts) == 1:
         return documents
     return [
-        document.model_copy(update={"metadata": {**document.metadata, SEARCHED: list(texts)}}) for document in documents
+        document.model_copy(update={"metadata": {**document.metadata, SEARCHED: list(texts)}})
+        for document in documents
     ]

@@ -11,9 +11,16 @@ from typing import Any, Self
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
 from llama_index.core.callbacks import trace_method
-from llama_index.core.chat_engine.types import AgentChatResponse, BaseChatEngine, StreamingAgentChatResponse
+from llama_index.core.chat_engine.types import (
+    AgentChatResponse,
+    BaseChatEngine,
+    StreamingAgentChatResponse,
+)
 from llama_index.core.indices.base import BaseIndex
-from llama_index.core.instrumentation.events.chat_engine import StreamChatEndEvent, StreamChatStartEvent
+from llama_index.core.instrumentation.events.chat_engine import (
+    StreamChatEndEvent,
+    StreamChatStartEvent,
+)
 from llama_index.core.memory import BaseMemory, ChatMemoryBuffer
 from llama_index.core.tools import ToolOutput
 
@@ -30,10 +37,25 @@ from cachecraft_rag.store.closeable import Closeable
 
 # Arguments of `index.as_chat_engine` about LlamaIndex's own prompts; the engine has its own.
 _LLAMA_INDEX_ONLY = frozenset(
-    {"chat_mode", "condense_prompt", "context_prompt", "context_refine_prompt", "context_refine_template"}
-    | {"context_template", "llm", "prefix_messages", "skip_condense", "streaming", "system_prompt", "verbose"}
+    {
+        "chat_mode",
+        "condense_prompt",
+        "context_prompt",
+        "context_refine_prompt",
+        "context_refine_template",
+    }
+    | {
+        "context_template",
+        "llm",
+        "prefix_messages",
+        "skip_condense",
+        "streaming",
+        "system_prompt",
+        "verbose",
+    }
 )
-_MEMORY_SHARE = 4  # one token in this many of the model's context is for earlier turns; documents need the rest
+# one token in this many of the model's context is for earlier turns; documents need the rest
+_MEMORY_SHARE = 4
 
 
 @dataclass
@@ -66,8 +88,16 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         memory: BaseMemory | None = None,
         chat_history: Sequence[ChatMessage] | None = None,
     ) -> None:
-        check_kind("query_engine", query_engine, CacheCraftQueryEngine, advice="from_index makes one")
-        check_kind("memory", memory, BaseMemory, optional=True, advice="ChatMemoryBuffer.from_defaults makes one")
+        check_kind(
+            "query_engine", query_engine, CacheCraftQueryEngine, advice="from_index makes one"
+        )
+        check_kind(
+            "memory",
+            memory,
+            BaseMemory,
+            optional=True,
+            advice="ChatMemoryBuffer.from_defaults makes one",
+        )
         if memory is not None and chat_history is not None:
             raise ConfigError("give memory or chat_history: a memory has its own history")
         self.callback_manager = query_engine.callback_manager
@@ -76,7 +106,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         self.memory = memory or ChatMemoryBuffer.from_defaults(
             chat_history=list(chat_history or ()),
             token_limit=max(1, self._llm.context_window // _MEMORY_SHARE),
-            tokenizer_fn=self.engine.decoder.tokenizer.encode,  # otherwise it would count with OpenAI's
+            # otherwise it would count with OpenAI's
+            tokenizer_fn=self.engine.decoder.tokenizer.encode,
         )
 
     @classmethod
@@ -130,7 +161,9 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         self._query_engine.close()
 
     @trace_method("chat")
-    def chat(self, message: str, chat_history: list[ChatMessage] | None = None) -> AgentChatResponse:
+    def chat(
+        self, message: str, chat_history: list[ChatMessage] | None = None
+    ) -> AgentChatResponse:
         """Retrieve and answer; `chat_history` replaces what the memory holds.
 
         Raises `ConfigError`, `ContextLengthError` as `AnswerEngine.stream`.
@@ -145,7 +178,9 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         return _whole(turn, sources, response)
 
     @trace_method("chat")
-    async def achat(self, message: str, chat_history: list[ChatMessage] | None = None) -> AgentChatResponse:
+    async def achat(
+        self, message: str, chat_history: list[ChatMessage] | None = None
+    ) -> AgentChatResponse:
         """`chat`, the model in a thread."""
         if chat_history is not None:
             await self.memory.aset(chat_history)
@@ -180,7 +215,9 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         turn = _Turn(self._checked(message), await self.memory.aget(input=message))
         sources = Sources(await self._query_engine.aretrieve(turn.query))
         documents = sources.documents()
-        generation = await asyncio.to_thread(self._llm.begin, turn.question, history=turn.history, **documents)
+        generation = await asyncio.to_thread(
+            self._llm.begin, turn.question, history=turn.history, **documents
+        )
         streamed = _Streamed(turn, sources, self._llm, generation)
         streamed.response.achat_stream = streamed.apieces(self.memory)
         return streamed.response
@@ -196,7 +233,10 @@ class _Turn:
     """A question with the conversation before it."""
 
     def __init__(self, message: str, earlier: Sequence[ChatMessage]) -> None:
-        first = next((at for at, said in enumerate(earlier) if said.role != MessageRole.ASSISTANT), len(earlier))
+        first = next(
+            (at for at, said in enumerate(earlier) if said.role != MessageRole.ASSISTANT),
+            len(earlier),
+        )
         self.message = message
         self.messages = [*earlier[first:], ChatMessage(role=MessageRole.USER, content=message)]
         self.question, self.history = question_of(self.messages)
@@ -244,23 +284,31 @@ def _reported(turn: _Turn, sources: Sources) -> dict[str, Any]:
 def _whole(turn: _Turn, sources: Sources, response: ChatResponse) -> AgentChatResponse:
     raw: Any = response.raw
     metadata = {"cachecraft": _statistics(turn, sources, raw["cachecraft"])}
-    return AgentChatResponse(response.message.content or "", metadata=metadata, **_reported(turn, sources))
+    return AgentChatResponse(
+        response.message.content or "", metadata=metadata, **_reported(turn, sources)
+    )
 
 
 class _Streamed:
     """A response whose stream is the answer's; at its end the turn is remembered and its statistics are filled in."""
 
-    def __init__(self, turn: _Turn, sources: Sources, llm: CacheCraftLLM, generation: Generation) -> None:
+    def __init__(
+        self, turn: _Turn, sources: Sources, llm: CacheCraftLLM, generation: Generation
+    ) -> None:
         self._turn = turn
         self._sources = sources
         self._llm = llm
         self._generation = generation
         # Not LlamaIndex's thread that writes to the memory: its reader polls without pause, on a core of the model's.
-        self.response = CacheCraftStreamingChatResponse(is_writing_to_memory=False, **_reported(turn, sources))
+        self.response = CacheCraftStreamingChatResponse(
+            is_writing_to_memory=False, **_reported(turn, sources)
+        )
 
     def pieces(self, memory: BaseMemory) -> Generator[ChatResponse, None, None]:
         dispatcher.event(StreamChatStartEvent())
-        responses = observed(self._llm, self._turn.messages, self._generation, self._sources.documents())
+        responses = observed(
+            self._llm, self._turn.messages, self._generation, self._sources.documents()
+        )
         try:
             with closing(responses):
                 yield from responses
@@ -270,7 +318,9 @@ class _Streamed:
 
     async def apieces(self, memory: BaseMemory) -> AsyncGenerator[ChatResponse, None]:
         dispatcher.event(StreamChatStartEvent())
-        responses = await aobserved(self._llm, self._turn.messages, self._generation, self._sources.documents())
+        responses = await aobserved(
+            self._llm, self._turn.messages, self._generation, self._sources.documents()
+        )
         try:
             async with aclosing(responses):
                 async for response in responses:
@@ -282,6 +332,8 @@ class _Streamed:
     def _ended(self) -> list[ChatMessage]:
         """Complete the response; returns what to remember."""
         self.response.is_done = True
-        self.response.metadata["cachecraft"] = _statistics(self._turn, self._sources, self._generation.stats.as_dict())
+        self.response.metadata["cachecraft"] = _statistics(
+            self._turn, self._sources, self._generation.stats.as_dict()
+        )
         dispatcher.event(StreamChatEndEvent())
         return self._turn.said(self._generation.text)

@@ -85,7 +85,13 @@ class CacheCraftLLM(CustomLLM):
         callback_manager: CallbackManager | None = None,
     ) -> None:
         check_kind("engine", engine, AnswerEngine, advice="Engine.from_pretrained makes one")
-        check_kind("sampling", sampling, SamplingParams, optional=True, advice="write SamplingParams(temperature=…)")
+        check_kind(
+            "sampling",
+            sampling,
+            SamplingParams,
+            optional=True,
+            advice="write SamplingParams(temperature=…)",
+        )
         check_text("session", session, optional=True)
         sampling = with_max_tokens(sampling or SamplingParams(), max_tokens)
         super().__init__(
@@ -105,13 +111,17 @@ class CacheCraftLLM(CustomLLM):
         return "CacheCraftLLM"
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], *, engine: AnswerEngine | None = None, **kwargs: Any) -> CacheCraftLLM:
+    def from_dict(
+        cls, data: dict[str, Any], *, engine: AnswerEngine | None = None, **kwargs: Any
+    ) -> CacheCraftLLM:
         """The LLM of a `to_dict` over an open engine, and `sampling` if it is not the default.
 
         Raises `ConfigError` without an engine: a dict cannot hold one.
         """
         if engine is None:
-            raise ConfigError("a dict holds no engine: write CacheCraftLLM.from_dict(data, engine=engine)")
+            raise ConfigError(
+                "a dict holds no engine: write CacheCraftLLM.from_dict(data, engine=engine)"
+            )
         return cls(engine, session=data.get("session"), **kwargs)
 
     def __reduce__(self) -> NoReturn:
@@ -159,11 +169,19 @@ class CacheCraftLLM(CustomLLM):
         is_list = isinstance(documents, Iterable) and not isinstance(documents, str)
         given = list(documents) if is_list else []
         if not is_list or not all(isinstance(text, str) for text in given):
-            raise ConfigError("documents must be a list of texts, each of them a chunk; put a single text into a list")
+            raise ConfigError(
+                "documents must be a list of texts, each of them a chunk; put a single text into a list"
+            )
         ids = list(document_ids) or [""] * len(given)
         if len(ids) != len(given):
-            raise ConfigError(f"{len(ids)} document_ids for {len(given)} documents; give one for each")
-        chunks = [Chunk(text, known_id=name) for text, name in zip(given, ids, strict=True) if text.strip()]
+            raise ConfigError(
+                f"{len(ids)} document_ids for {len(given)} documents; give one for each"
+            )
+        chunks = [
+            Chunk(text, known_id=name)
+            for text, name in zip(given, ids, strict=True)
+            if text.strip()
+        ]
         generation = self._engine.stream(
             question,
             chunks,
@@ -207,10 +225,14 @@ class CacheCraftLLM(CustomLLM):
         sampling = self.keeping_to(output_cls, (given or {}).get("sampling"))
         messages = prompt.format_messages(llm=self, **values)
         last = messages[-1]
-        messages[-1] = ChatMessage(role=last.role, content=(last.content or "") + asking_for(str(sampling.json_schema)))
+        messages[-1] = ChatMessage(
+            role=last.role, content=(last.content or "") + asking_for(str(sampling.json_schema))
+        )
         return messages, {**(given or {}), "sampling": sampling}
 
-    def keeping_to(self, output_cls: type[BaseModel], sampling: SamplingParams | None = None) -> SamplingParams:
+    def keeping_to(
+        self, output_cls: type[BaseModel], sampling: SamplingParams | None = None
+    ) -> SamplingParams:
         """Sampling that keeps an answer to a pydantic model."""
         return replace(sampling or self._sampling, json_schema=output_cls)
 
@@ -220,29 +242,39 @@ class CacheCraftLLM(CustomLLM):
         return last_of(responses_of(self.begin(prompt, **kwargs)))
 
     @llm_completion_callback()
-    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+    def stream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseGen:
         """Answer piece by piece."""
         return responses_of(self.begin(prompt, **kwargs))
 
     @llm_completion_callback()
-    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+    async def acomplete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponse:
         """`complete`, the model in a thread."""
         return await alast_of(aresponses_of(await asyncio.to_thread(self.begin, prompt, **kwargs)))
 
     @llm_completion_callback()
-    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseAsyncGen:
         """`stream_complete`, the model in a thread."""
         return aresponses_of(await asyncio.to_thread(self.begin, prompt, **kwargs))
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponse:
         """Answer the last message; keyword arguments as in `begin`, apart from `history`."""
-        return completion_response_to_chat_response(last_of(responses_of(self._begin_chat(messages, kwargs))))
+        return completion_response_to_chat_response(
+            last_of(responses_of(self._begin_chat(messages, kwargs)))
+        )
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponseGen:
         """Answer the last message piece by piece."""
-        return stream_completion_response_to_chat_response(responses_of(self._begin_chat(messages, kwargs)))
+        return stream_completion_response_to_chat_response(
+            responses_of(self._begin_chat(messages, kwargs))
+        )
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponse:
@@ -251,7 +283,9 @@ class CacheCraftLLM(CustomLLM):
         return completion_response_to_chat_response(await alast_of(aresponses_of(generation)))
 
     @llm_chat_callback()
-    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponseAsyncGen:
+    async def astream_chat(
+        self, messages: Sequence[ChatMessage], **kwargs: object
+    ) -> ChatResponseAsyncGen:
         """`stream_chat`, the model in a thread."""
         generation = await asyncio.to_thread(self._begin_chat, messages, kwargs)
         return astream_completion_response_to_chat_response(aresponses_of(generation))
@@ -290,7 +324,9 @@ def validated(output_cls: type[Model], text: str | None) -> Model:
     try:
         return output_cls.model_validate_json(text or "")
     except ValidationError as error:
-        raise ConfigError(f"the answer is no {output_cls.__name__}; allow it more max_tokens: {error}") from error
+        raise ConfigError(
+            f"the answer is no {output_cls.__name__}; allow it more max_tokens: {error}"
+        ) from error
 
 
 def _raw(stats: RequestStats) -> dict[str, object]:
@@ -336,12 +372,18 @@ def observed(
 
 @overload
 def observed(
-    llm: CacheCraftLLM, asked: Sequence[ChatMessage], generation: Generation, documents: Mapping[str, object]
+    llm: CacheCraftLLM,
+    asked: Sequence[ChatMessage],
+    generation: Generation,
+    documents: Mapping[str, object],
 ) -> ChatResponseGen: ...
 
 
 def observed(
-    llm: CacheCraftLLM, asked: str | Sequence[ChatMessage], generation: Generation, documents: Mapping[str, object]
+    llm: CacheCraftLLM,
+    asked: str | Sequence[ChatMessage],
+    generation: Generation,
+    documents: Mapping[str, object],
 ) -> CompletionResponseGen | ChatResponseGen:
     """The responses of an answer with LlamaIndex's events of an LLM call, to a prompt or to messages.
 
@@ -350,7 +392,9 @@ def observed(
     """
     completions = responses_of(generation)
     is_completion = isinstance(asked, str)
-    responses = completions if is_completion else stream_completion_response_to_chat_response(completions)
+    responses = (
+        completions if is_completion else stream_completion_response_to_chat_response(completions)
+    )
 
     @(llm_completion_callback() if is_completion else llm_chat_callback())
     def call(llm: CacheCraftLLM, asked: object, **_documents: object) -> object:
@@ -376,17 +420,25 @@ async def aobserved(
 
 @overload
 async def aobserved(
-    llm: CacheCraftLLM, asked: Sequence[ChatMessage], generation: Generation, documents: Mapping[str, object]
+    llm: CacheCraftLLM,
+    asked: Sequence[ChatMessage],
+    generation: Generation,
+    documents: Mapping[str, object],
 ) -> AsyncGenerator[ChatResponse, None]: ...
 
 
 async def aobserved(
-    llm: CacheCraftLLM, asked: str | Sequence[ChatMessage], generation: Generation, documents: Mapping[str, object]
+    llm: CacheCraftLLM,
+    asked: str | Sequence[ChatMessage],
+    generation: Generation,
+    documents: Mapping[str, object],
 ) -> AsyncGenerator[CompletionResponse, None] | AsyncGenerator[ChatResponse, None]:
     """`observed` for an event loop."""
     completions = aresponses_of(generation)
     is_completion = isinstance(asked, str)
-    responses = completions if is_completion else astream_completion_response_to_chat_response(completions)
+    responses = (
+        completions if is_completion else astream_completion_response_to_chat_response(completions)
+    )
 
     @(llm_completion_callback() if is_completion else llm_chat_callback())
     async def call(llm: CacheCraftLLM, asked: object, **_documents: object) -> object:

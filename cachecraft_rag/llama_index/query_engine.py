@@ -26,19 +26,32 @@ from cachecraft_rag.store.closeable import Closeable
 
 # Arguments of `index.as_query_engine` about LlamaIndex's own LLM and prompts; the engine has its own.
 _LLAMA_INDEX_ONLY = frozenset(
-    {"chat_content_qa_template", "chat_content_refine_template", "llm", "multimodal", "refine_template"}
+    {
+        "chat_content_qa_template",
+        "chat_content_refine_template",
+        "llm",
+        "multimodal",
+        "refine_template",
+    }
     | {"response_synthesizer", "simple_template", "summary_template", "use_async"}
 )
 _MODES = ("compact", "simple_summarize")  # as one prompt with all chunks is called
 
 
-def _retriever(index: BaseIndex[Any], options: dict[str, object], *, own: Collection[str]) -> BaseRetriever:
+def _retriever(
+    index: BaseIndex[Any], options: dict[str, object], *, own: Collection[str]
+) -> BaseRetriever:
     """The index's retriever. LlamaIndex ignores unknown options; here they are an error."""
     try:
         retriever = index.as_retriever(**options)
     except TypeError as error:
-        raise ConfigError(f"the index cannot make a retriever with {', '.join(options)}: {error}") from error
-    takers = [type(index).as_retriever, *(vars(kind).get("__init__") for kind in type(retriever).__mro__)]
+        raise ConfigError(
+            f"the index cannot make a retriever with {', '.join(options)}: {error}"
+        ) from error
+    takers = [
+        type(index).as_retriever,
+        *(vars(kind).get("__init__") for kind in type(retriever).__mro__),
+    ]
     known = {
         parameter.name
         for taker in takers
@@ -101,7 +114,9 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
             ConfigError: an option of `as_query_engine` that is about LlamaIndex's own LLM and prompts, or a retriever.
         """
         if isinstance(index, BaseRetriever):
-            raise ConfigError("this is a retriever and not an index: write from_defaults(retriever, …)")
+            raise ConfigError(
+                "this is a retriever and not an index: write from_defaults(retriever, …)"
+            )
         if refused := sorted(_LLAMA_INDEX_ONLY.intersection(options)):
             raise ConfigError(
                 f"{', '.join(refused)}: the model is named by `model`, the prompt by `system`, and every answer is one "
@@ -173,7 +188,9 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
                 f"response_mode is {shown(response_mode)}; every answer is one pass over all chunks: use "
                 f"{' or '.join(_MODES)}"
             )
-        check_kind("engine", engine, AnswerEngine, optional=True, advice="Engine.from_pretrained makes one")
+        check_kind(
+            "engine", engine, AnswerEngine, optional=True, advice="Engine.from_pretrained makes one"
+        )
         answering: dict[str, Any] = {
             "streaming": streaming,
             "sampling": sampling,
@@ -189,7 +206,9 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         if engine is None:
             synthesizer = CacheCraftSynthesizer.from_pretrained(**to_open, **answering)
         elif to_open:
-            raise ConfigError(f"{', '.join(sorted(to_open))}: the engine is open already; leave these options out")
+            raise ConfigError(
+                f"{', '.join(sorted(to_open))}: the engine is open already; leave these options out"
+            )
         else:
             synthesizer = CacheCraftSynthesizer(engine, **answering)
         return cls(retriever, synthesizer, node_postprocessors, callback_manager)
@@ -219,7 +238,9 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
 
     def with_retriever(self, retriever: BaseRetriever) -> CacheCraftQueryEngine:
         """A copy with another retriever; both share the engine."""
-        return type(self)(retriever, self.synthesizer, self._node_postprocessors, self.callback_manager)
+        return type(self)(
+            retriever, self.synthesizer, self._node_postprocessors, self.callback_manager
+        )
 
     def close(self) -> None:
         """Write pending captures and close what was opened here; an engine that was passed in stays open."""

@@ -42,7 +42,8 @@ class Sources:
         for scored in nodes:
             noted_id = noted_chunk_id(scored.node.metadata)
             notes = {CHUNK_ID_KEY: noted_id, OUTCOME_KEY: None}
-            node = with_notes(without_paths(scored.node), notes)  # first, because it also hides notes from the text
+            # first, because it also hides notes from the text
+            node = with_notes(without_paths(scored.node), notes)
             text = node.get_content(metadata_mode=MetadataMode.LLM)
             chunk_id = Chunk(text, known_id=noted_id).chunk_id
             node.metadata[CHUNK_ID_KEY] = chunk_id

@@ -11,15 +11,23 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextvars import ContextVar
 
-from llama_index.core.base.response.schema import RESPONSE_TYPE, AsyncStreamingResponse, StreamingResponse
+from llama_index.core.base.response.schema import (
+    RESPONSE_TYPE,
+    AsyncStreamingResponse,
+    StreamingResponse,
+)
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]  # re-exported silently
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.base import BaseEvent  # type: ignore[attr-defined]
-from llama_index.core.instrumentation.events.synthesis import SynthesizeEndEvent, SynthesizeStartEvent
+from llama_index.core.instrumentation.events.synthesis import (
+    SynthesizeEndEvent,
+    SynthesizeStartEvent,
+)
 
 from cachecraft_rag.serving.generation import Generation
 
-_SYNTHESIZERS = "llama_index.core.response_synthesizers.base"  # the dispatcher that sends both events
+# the dispatcher that sends both events
+_SYNTHESIZERS = "llama_index.core.response_synthesizers.base"
 _MOST_CALLS = 64  # bounds what is kept where `synthesize` fails, and so never ends
 
 # Answers given in this task since `synthesize` began; None outside of it. Concurrent queries stay apart.

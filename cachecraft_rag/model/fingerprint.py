@@ -29,15 +29,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Keys of a config that differ between saves and change no number; the dtype in use is digested separately.
-_VOLATILE = frozenset({"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"})
-_CALL_STATE = frozenset({"padding", "truncation"})  # of a tokenizer: changes with every call and shapes no token
+_VOLATILE = frozenset(
+    {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
+)
+# of a tokenizer: changes with every call and shapes no token
+_CALL_STATE = frozenset({"padding", "truncation"})
 _TOKENIZER_FILES = (  # of a tokenizer without tokenizer.json
-    "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "tekken.json",
-    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-)  # fmt: skip
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "added_tokens.json",
+    "tekken.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
 _PIECE = 8 << 20
 _LONGEST_HEADER = 100 << 20  # what the safetensors library accepts
-_SETTLED_NS = 2_000_000_000  # a file changed later than this ago may change again without its time showing it
+# a file changed later than this ago may change again without its time showing it
+_SETTLED_NS = 2_000_000_000
 
 
 def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
@@ -55,7 +65,9 @@ def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
     for file in files:
         tensors |= _digests(file)
     settings = _without(json.loads(config.read_text(encoding="utf-8")), _VOLATILE)
-    return _fingerprint("checkpoint", weights=tensors, config=settings, tokenizer=_tokenizer(folder), dtype=dtype)
+    return _fingerprint(
+        "checkpoint", weights=tensors, config=settings, tokenizer=_tokenizer(folder), dtype=dtype
+    )
 
 
 def model_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -66,7 +78,11 @@ def model_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
         _update_by_tensor(state, tensor)
         tensors[name] = state.hexdigest()
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    words = tokenizer.get_vocab() if backend is None else _without(json.loads(backend.to_str()), _CALL_STATE)
+    words = (
+        tokenizer.get_vocab()
+        if backend is None
+        else _without(json.loads(backend.to_str()), _CALL_STATE)
+    )
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     config = _without(model.config.to_dict(), _VOLATILE)
     return _fingerprint("model", weights=tensors, config=config, tokenizer=words, dtype=dtype)
@@ -97,7 +113,9 @@ def snapshot_folder(source: str, *, revision: str | None = None) -> Path | None:
     return Path(path).parent if isinstance(path, str) else None
 
 
-def _fingerprint(kind: str, *, weights: Mapping[str, str], config: object, tokenizer: object, dtype: str) -> str:
+def _fingerprint(
+    kind: str, *, weights: Mapping[str, str], config: object, tokenizer: object, dtype: str
+) -> str:
     parts = [json.dumps(part, sort_keys=True, default=str) for part in (weights, config, tokenizer)]
     return f"{IDENTITY_VERSION}-{digest(kind, str(IDENTITY_VERSION), str(LAYOUT_VERSION), *parts, dtype)}"
 
@@ -117,7 +135,10 @@ def _weight_files(folder: Path) -> list[Path]:
         index = folder / f"{stem}.{suffix}.index.json"
         if index.is_file():
             return sorted(
-                {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+                {
+                    folder / name
+                    for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+                }
             )
     for pattern in ("*.safetensors", "pytorch_model*.bin", "*.gguf"):
         files = sorted(folder.glob(pattern))
@@ -139,18 +160,24 @@ def _digests(file: Path) -> dict[str, str]:
     before = path.stat()
     stamp = {"path": str(path), "size": before.st_size, "mtime_ns": before.st_mtime_ns}
     kept = cache_folder() / "fingerprints" / f"{digest('weights', str(path))}.json"
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # none, or damaged: read again
+    # none, or damaged: read again
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         entry = json.loads(kept.read_text(encoding="utf-8"))
-        tensors: dict[str, str] = {str(name): str(value) for name, value in entry["tensors"].items()}
+        tensors: dict[str, str] = {
+            str(name): str(value) for name, value in entry["tensors"].items()
+        }
         if tensors and entry["stamp"] == stamp and entry["check"] == _check(stamp, tensors):
             return tensors
     # By the name in the checkpoint: in the hub's cache it is a link to a file with a meaningless name.
-    tensors = _read_safetensors(path) if file.suffix == ".safetensors" else {file.name: _whole(path)}
+    tensors = (
+        _read_safetensors(path) if file.suffix == ".safetensors" else {file.name: _whole(path)}
+    )
     after = path.stat()
     unchanged = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
     if unchanged and time.time_ns() - after.st_mtime_ns > _SETTLED_NS:
         entry = {"stamp": stamp, "tensors": tensors, "check": _check(stamp, tensors)}
-        with contextlib.suppress(OSError):  # a cache that cannot be written costs the next start a moment
+        # a cache that cannot be written costs the next start a moment
+        with contextlib.suppress(OSError):
             replace_file(kept, json.dumps(entry).encode())
     return tensors
 

@@ -19,7 +19,9 @@ from cachecraft_rag.compute.stack import AttentionSettings, LayerPass
 from cachecraft_rag.kernels.cpu import calls
 from cachecraft_rag.kernels.cpu.library import kernels_for
 
-KNOWN = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
+KNOWN = frozenset(
+    {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
+)
 
 _CHECKED_ROWS = 3
 
@@ -57,13 +59,16 @@ class FusedLayer:
         rotary_dim: dimensions of a head that the layer rotates.
     """
 
-    def __init__(self, layer: Any, index: int, settings: AttentionSettings, *, rotary_dim: int) -> None:
+    def __init__(
+        self, layer: Any, index: int, settings: AttentionSettings, *, rotary_dim: int
+    ) -> None:
         self.rotary_dim = rotary_dim
         self._layer = layer
         self._index = index
         self._settings = settings
         self._call: calls.LayerCall | None = None
-        self._held: list[tuple[dict[str, object], str, object]] = []  # modules and tensors that the call points to
+        # modules and tensors that the call points to
+        self._held: list[tuple[dict[str, object], str, object]] = []
         self._hooks: list[dict[int, object]] = []  # of these modules
 
     def _whole(self, hidden: Tensor) -> calls.LayerCall | None:
@@ -98,7 +103,9 @@ class FusedLayer:
         self._call = call
         return call
 
-    def _call_for(self, hidden: Tensor, linear: Sequence[Any], norms: Sequence[Any]) -> calls.LayerCall:
+    def _call_for(
+        self, hidden: Tensor, linear: Sequence[Any], norms: Sequence[Any]
+    ) -> calls.LayerCall:
         """Return the call with the layer's shapes, and with the addresses of its weights."""
         dim = self._layer.self_attn.head_dim
         call = calls.LayerCall(
@@ -149,22 +156,34 @@ class FusedLayer:
     def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor | None:
         """Run the layer over `[1, rows, hidden]`; returns None if the kernels cannot."""
         is_few = hidden.shape[1] <= _FEW_ROWS
-        if is_few and (call := self._known) is not None and call.bfloat == (hidden.dtype == torch.bfloat16):
+        if (
+            is_few
+            and (call := self._known) is not None
+            and call.bfloat == (hidden.dtype == torch.bfloat16)
+        ):
             run = kernels_for(hidden)
             rows = plain_rows(layer_pass, self._index)
             if run is not None and rows:
                 return calls.layer(run, call, hidden, rows)
 
         layer = self._layer
-        run = kernels_for(hidden, layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
+        run = kernels_for(
+            hidden, layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        )
         if run is None or self.hooked:
             return None
-        if is_few and (rows := plain_rows(layer_pass, self._index)) and (call := self._whole(hidden)) is not None:
+        if (
+            is_few
+            and (rows := plain_rows(layer_pass, self._index))
+            and (call := self._whole(hidden)) is not None
+        ):
             return calls.layer(run, call, hidden, rows)
 
         attention = layer.self_attn
         hidden = hidden.contiguous()
-        x = calls.norm(run, hidden, layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
+        x = calls.norm(
+            run, hidden, layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon
+        )
         heads = (x.shape[1], -1, attention.head_dim)
         q = product(attention.q_proj, x).view(heads)
         k = product(attention.k_proj, x).view(heads)
@@ -201,7 +220,9 @@ def fused_layers(
         run: runs a stock layer: its number, hidden states, positions and the pass that attends.
     """
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, _CHECKED_ROWS, hidden_size, generator=generator, dtype=torch.float32).to(dtype)
+    hidden = torch.randn(
+        1, _CHECKED_ROWS, hidden_size, generator=generator, dtype=torch.float32
+    ).to(dtype)
     if kernels_for(hidden) is None or dtype not in _TOLERANCE:
         return None
     fused_layers: list[FusedLayer] = []
@@ -217,7 +238,9 @@ def fused_layers(
             return None
         fused = FusedLayer(layer, index, recorder.settings, rotary_dim=rotary_dims[index])
         out = fused(hidden, _Recorder())
-        if out is None or not float((out - expected).norm()) <= _TOLERANCE[dtype] * float(expected.norm()):
+        if out is None or not float((out - expected).norm()) <= _TOLERANCE[dtype] * float(
+            expected.norm()
+        ):
             return None
         fused_layers.append(fused)
     return fused_layers
@@ -229,7 +252,9 @@ class _Recorder:
     def __init__(self) -> None:
         self.settings: AttentionSettings | None = None
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings
+    ) -> Tensor:
         """See `LayerPass`."""
         self.settings = settings
         return (q + (k + v).repeat_interleave(q.shape[1] // k.shape[1], 1)) / 3

@@ -132,7 +132,9 @@ class RotationForm:
         if self.table == "half":
             return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
         if self.table == "pairs":
-            return torch.cat((cos[:, 0::2], cos[:, 1::2]), -1), torch.cat((sin[:, 0::2], sin[:, 1::2]), -1)
+            return torch.cat((cos[:, 0::2], cos[:, 1::2]), -1), torch.cat(
+                (sin[:, 0::2], sin[:, 1::2]), -1
+            )
         return cos, sin
 
     @classmethod
@@ -140,7 +142,9 @@ class RotationForm:
         """Return all forms that cos and sin `[tokens, width]` allow, the usual ones first."""
         tables = (("halves", width), ("half", 2 * width), ("pairs", width))
         choices = (False, True)
-        for (table, rotary_dim), interleaved, last, backwards in product(tables, choices, choices, choices):
+        for (table, rotary_dim), interleaved, last, backwards in product(
+            tables, choices, choices, choices
+        ):
             if rotary_dim > head_dim or rotary_dim % 2 or (last and rotary_dim == head_dim):
                 continue
             yield cls(head_dim, rotary_dim, interleaved, last, table, backwards)
@@ -245,7 +249,11 @@ def cos_and_sin(given: object) -> tuple[Tensor, Tensor]:
     if isinstance(given, Tensor) and given.is_complex():
         cos = given.real
         sin = given.imag
-    elif isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, Tensor) for part in given):
+    elif (
+        isinstance(given, tuple)
+        and len(given) == 2
+        and all(isinstance(part, Tensor) for part in given)
+    ):
         cos, sin = given
     else:
         raise SurveyError("its rotary module returns no pair of cos and sin")
@@ -310,7 +318,9 @@ def survey_model(
         raw = _attention_of(still, noise, positions, watch)
         elsewhere = _attention_of(still, noise, positions + 3, watch)
         if not torch.equal(raw.key, elsewhere.key):
-            raise SurveyError("its keys depend on their positions besides the rotary embedding that layers are given")
+            raise SurveyError(
+                "its keys depend on their positions besides the rotary embedding that layers are given"
+            )
         rotary_call = _source(call.rotary, rotary_calls)
         form = _rotation_form(call.rotary, raw, rotated)
         kind = RotaryKind(rotary_call if form.rotary_dim else None, form)
@@ -338,7 +348,9 @@ def _watched_forward(
     inputs: list[LayerInputs] = []
     rotary_calls: list[RotaryCall] = []
 
-    def before_layer(layer: torch.nn.Module, args: tuple[object, ...], named: dict[str, object]) -> None:
+    def before_layer(
+        layer: torch.nn.Module, args: tuple[object, ...], named: dict[str, object]
+    ) -> None:
         signature = inspect.signature(layer.forward)
         given = dict(signature.bind_partial(*args, **named).arguments)
         for parameter in signature.parameters.values():
@@ -347,7 +359,9 @@ def _watched_forward(
         hidden = given.pop(_HIDDEN)
         inputs.append(LayerInputs(hidden.clone(), given))
 
-    def after_rotary(module: torch.nn.Module, args: tuple[object, ...], named: dict[str, object], out: object) -> None:
+    def after_rotary(
+        module: torch.nn.Module, args: tuple[object, ...], named: dict[str, object], out: object
+    ) -> None:
         rotary_calls.append(RotaryCall(module, args, named, out))
 
     with contextlib.ExitStack() as hooks:
@@ -396,7 +410,9 @@ def _attention_of(
     with contextlib.suppress(_Stop), watch(stop):
         call.run(hidden, positions)
     if not seen:
-        raise SurveyError("its layers do not call the attention function that transformers lets others provide")
+        raise SurveyError(
+            "its layers do not call the attention function that transformers lets others provide"
+        )
     return seen[0]
 
 
@@ -407,7 +423,11 @@ def _source(rotary: object, calls: Sequence[RotaryCall]) -> RotaryCall | None:
     cos, sin = cos_and_sin(rotary)
     for call in calls:
         made_cos, made_sin = cos_and_sin(call.given)
-        if made_cos.shape == cos.shape and torch.equal(made_cos, cos) and torch.equal(made_sin, sin):
+        if (
+            made_cos.shape == cos.shape
+            and torch.equal(made_cos, cos)
+            and torch.equal(made_sin, sin)
+        ):
             return call
     raise SurveyError("its rotary embedding is not made by a rotary module alone")
 
@@ -425,14 +445,20 @@ def _rotation_form(rotary: object, raw: SeenAttention, rotated: SeenAttention) -
     errors: list[float] = []
     forms = list(RotationForm.candidates(head_dim, cos.shape[-1]))
     for form in forms:
-        errors.append(max(_rotation_error(form, before, after, cos, sin) for before, after in pairs))
+        errors.append(
+            max(_rotation_error(form, before, after, cos, sin) for before, after in pairs)
+        )
     best = min(range(len(forms)), key=errors.__getitem__)
     if not errors[best] <= _TOLERANCE[raw.key.dtype]:
-        raise SurveyError(f"its rotary embedding has an unknown form (the nearest one differs by {errors[best]:.1%})")
+        raise SurveyError(
+            f"its rotary embedding has an unknown form (the nearest one differs by {errors[best]:.1%})"
+        )
     return forms[best]
 
 
-def _rotation_error(form: RotationForm, before: Tensor, after: Tensor, cos: Tensor, sin: Tensor) -> float:
+def _rotation_error(
+    form: RotationForm, before: Tensor, after: Tensor, cos: Tensor, sin: Tensor
+) -> float:
     """Return the relative error of one form of rotation; `before` and `after` are `[1, heads, tokens, head_dim]`."""
     cos, sin = form.tables(cos.float(), sin.float())
     raw = in_order(before[0].transpose(0, 1).float(), form.order)

@@ -69,7 +69,9 @@ def self_check(decoder: Decoder) -> float:
     bounds = (0, half, PROBE_TOKENS)
     full = prefill(decoder, PrefillJob(ids, Rows.of(bounds, new=range(PROBE_TOKENS)), captures=[0]))
     stored = [ResidentKV(capture.start, capture.kv) for capture in full.recorder.captures]
-    partial = prefill(decoder, PrefillJob(ids, Rows.of(bounds, new=range(half, PROBE_TOKENS)), resident=stored))
+    partial = prefill(
+        decoder, PrefillJob(ids, Rows.of(bounds, new=range(half, PROBE_TOKENS)), resident=stored)
+    )
     logits = [decoder.next_logits(out.hidden) for out in (full, partial)]
     # Not max() over floats: it misses a NaN that is not the first.
     error = float(torch.stack([(ours - own).norm() / own.norm() for ours in logits]).max())
@@ -88,7 +90,12 @@ def _worst_layer(decoder: Decoder, ids: list[int]) -> tuple[int, float]:
     with decoder.watched() as own:
         decoder.own_logits(ids)
     where = torch.arange(len(ids), device=decoder.device)
-    rows = RowPass(decoder, KVBuffer(decoder, len(ids)), torch.tensor(ids, device=decoder.device), np.arange(len(ids)))
+    rows = RowPass(
+        decoder,
+        KVBuffer(decoder, len(ids)),
+        torch.tensor(ids, device=decoder.device),
+        np.arange(len(ids)),
+    )
     errors = []
     for layer, (hidden, expected) in enumerate(own):
         with decoder.watched() as seen:
@@ -107,7 +114,10 @@ def _check_windows(decoder: Decoder, output: PrefillResult) -> None:
         is_global = kinds is not None and kinds[layer] != "sliding_attention"
         expected = None if is_global else window
         if settings.window != expected:
-            raise _refusal(decoder, f"layer {layer} attends within a window of {settings.window}, not {expected}")
+            raise _refusal(
+                decoder,
+                f"layer {layer} attends within a window of {settings.window}, not {expected}",
+            )
 
 
 def _refusal(decoder: Decoder, finding: str) -> UnsupportedModelError:

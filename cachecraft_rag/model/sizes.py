@@ -57,6 +57,10 @@ def layout_named(model: str, *, dtype: str = "auto") -> KVLayout:
 
     config = config_of(model)
     try:
-        return layout_of(config, auto_dtype(config, torch.device("cpu")) if dtype == "auto" else dtype)
+        return layout_of(
+            config, auto_dtype(config, torch.device("cpu")) if dtype == "auto" else dtype
+        )
     except AttributeError as error:
-        raise UnsupportedModelError(f"{model!r} has no key/value heads that its config describes ({error})") from error
+        raise UnsupportedModelError(
+            f"{model!r} has no key/value heads that its config describes ({error})"
+        ) from error

@@ -91,7 +91,12 @@ def _of_store(stats: StoreStats) -> Iterator[Metric]:
     yield _counter("loads", "Chunk-caches loaded, by tier", ["tier"], stats.loads)
 
     by_tier = ["tier", "reason"]
-    yield _counter("load_failures", "Chunk-caches that could not be loaded", by_tier, _pairs(stats.load_failures))
+    yield _counter(
+        "load_failures",
+        "Chunk-caches that could not be loaded",
+        by_tier,
+        _pairs(stats.load_failures),
+    )
 
     captures = {("stored", ""): stats.captures.get("stored", 0)}
     captures |= {("dropped", str(reason)): stats.captures.get(reason, 0) for reason in CaptureDrop}
@@ -109,7 +114,9 @@ def _of_remote(remote: RemoteStats) -> Iterator[Metric]:
     for state in get_args(State):
         breaker.add_metric([state], float(state == remote.breaker))
     yield breaker
-    yield CounterMetricFamily("cachecraft_remote_breaker_opened", "Times that it opened", value=remote.opened)
+    yield CounterMetricFamily(
+        "cachecraft_remote_breaker_opened", "Times that it opened", value=remote.opened
+    )
 
     yield _gauge("remote_queued_bytes", "Captures waiting to be sent", remote.queued_bytes)
     outcomes = (
@@ -123,7 +130,11 @@ def _of_remote(remote: RemoteStats) -> Iterator[Metric]:
 
 
 def _pairs(counts: Mapping[str, Mapping[str, int]]) -> dict[tuple[str, str], int]:
-    return {(tier, reason): count for tier, reasons in counts.items() for reason, count in reasons.items()}
+    return {
+        (tier, reason): count
+        for tier, reasons in counts.items()
+        for reason, count in reasons.items()
+    }
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
@@ -131,7 +142,10 @@ def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
 
 
 def _counter(
-    name: str, text: str, labels: Sequence[str], values: Mapping[str, int] | Mapping[tuple[str, str], int]
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    values: Mapping[str, int] | Mapping[tuple[str, str], int],
 ) -> CounterMetricFamily:
     family = CounterMetricFamily(f"cachecraft_{name}", text, labels=labels)
     for key, count in values.items():
@@ -175,5 +189,7 @@ def serve_metrics(engine: Measured, port: int, *, address: str = "127.0.0.1") ->
     try:
         server, thread = prometheus_client.start_http_server(port, addr=address, registry=registry)
     except OSError as error:
-        raise ConfigError(f"metrics cannot be served at {address}:{port} ({error}); choose another port") from error
+        raise ConfigError(
+            f"metrics cannot be served at {address}:{port} ({error}); choose another port"
+        ) from error
     return MetricsServer(server, thread)

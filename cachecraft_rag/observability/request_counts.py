@@ -81,5 +81,7 @@ class RequestCounts:
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics, without the times at which they were created."""
         for family in self.registry.collect():
-            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            family.samples = [
+                sample for sample in family.samples if not sample.name.endswith("_created")
+            ]
             yield family

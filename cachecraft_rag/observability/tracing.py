@@ -73,7 +73,8 @@ def is_tracing() -> bool:
 def _trace_api() -> Any:
     """Return the module `opentelemetry.trace`; None if it was not imported, or no provider is configured."""
     trace = sys.modules.get("opentelemetry.trace")
-    provider_of = getattr(trace, "get_tracer_provider", None)  # None too while another thread imports the module
+    # None too while another thread imports the module
+    provider_of = getattr(trace, "get_tracer_provider", None)
     if trace is None or provider_of is None or isinstance(provider_of(), trace.ProxyTracerProvider):
         return None
     return trace
@@ -152,8 +153,12 @@ def _record(
     )
     within = trace.set_span_in_context(root, parent)
 
-    def child(name: str, began: float, ended: float, attributes: Attributes, *, inside: Any = within) -> Any:
-        span = tracer.start_span(name, context=inside, start_time=clock.ns(began), attributes=attributes)
+    def child(
+        name: str, began: float, ended: float, attributes: Attributes, *, inside: Any = within
+    ) -> Any:
+        span = tracer.start_span(
+            name, context=inside, start_time=clock.ns(began), attributes=attributes
+        )
         span.end(clock.ns(ended))
         return span
 
@@ -167,8 +172,16 @@ def _record(
             first_token = started + stats.ttft_s
             prefill = child("cachecraft.prefill", planned, first_token, _token_attributes(stats))
             inside = trace.set_span_in_context(prefill, within)
-            child("cachecraft.load", planned, planned + stats.load_s, _load_attributes(stats), inside=inside)
-            child("cachecraft.decode", first_token, started + stats.total_s, _decode_attributes(stats))
+            child(
+                "cachecraft.load",
+                planned,
+                planned + stats.load_s,
+                _load_attributes(stats),
+                inside=inside,
+            )
+            child(
+                "cachecraft.decode", first_token, started + stats.total_s, _decode_attributes(stats)
+            )
     if error is not None:
         root.set_attribute("error.type", error)
         root.set_status(trace.Status(trace.StatusCode.ERROR))
@@ -276,8 +289,12 @@ def configure_tracing() -> None:
         ) from error
     if is_tracing():
         return
-    is_named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-    provider = TracerProvider(resource=Resource.create({} if is_named else {"service.name": _PROVIDER}))
+    is_named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get(
+        "OTEL_RESOURCE_ATTRIBUTES", ""
+    )
+    provider = TracerProvider(
+        resource=Resource.create({} if is_named else {"service.name": _PROVIDER})
+    )
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     trace.set_tracer_provider(provider)
 

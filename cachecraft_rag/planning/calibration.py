@@ -71,7 +71,9 @@ def save_calibration(store: Path, fingerprint: str, calibration: Calibration) ->
     try:
         replace_file(path, content.encode())
     except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror}. Name a folder you may write to.") from error
+        raise StoreError(
+            f"{path} cannot be written: {error.strerror}. Name a folder you may write to."
+        ) from error
 
 
 def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
@@ -86,15 +88,21 @@ def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
             raise TypeError("alpha, quality and questions must be numbers")
         ReuseConfig(alpha=calibration.alpha)
     except (TypeError, AttributeError, ValueError, ConfigError) as error:
-        logger.warning("%s is damaged (%s); run cachecraft calibrate again", store / CALIBRATION_FILE, error)
+        logger.warning(
+            "%s is damaged (%s); run cachecraft calibrate again", store / CALIBRATION_FILE, error
+        )
         return None
     return calibration
 
 
 def all_calibrations(store: Path) -> dict[str, Calibration]:
     """Return fingerprint → calibration of each model; damaged entries are logged as warnings and left out."""
-    calibrations = {name: load_calibration(store, name) for name in _known(store / CALIBRATION_FILE)}
-    return {name: calibration for name, calibration in calibrations.items() if calibration is not None}
+    calibrations = {
+        name: load_calibration(store, name) for name in _known(store / CALIBRATION_FILE)
+    }
+    return {
+        name: calibration for name, calibration in calibrations.items() if calibration is not None
+    }
 
 
 def _known(path: Path) -> dict[str, dict[str, object]]:

@@ -15,7 +15,8 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.types import Prompt, Segment
 
-_Path = tuple[str | None, tuple[str, ...]]  # session, and ids of the segments up to the one to be captured
+# session, and ids of the segments up to the one to be captured
+_Path = tuple[str | None, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,9 @@ class Candidate:
     first: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, prompt: Prompt, plan: Plan, config: ReuseConfig, *, session: str | None) -> Self | None:
+    def of(
+        cls, prompt: Prompt, plan: Plan, config: ReuseConfig, *, session: str | None
+    ) -> Self | None:
         """Return a candidate for the captures that a request would have made.
 
         Returns None if no chunk was fixed, or if no later request could reuse the captures: a chunk after private text
@@ -42,8 +45,14 @@ class Candidate:
         session, the candidate belongs to it if its segments include private text.
         """
         segments = prompt.segments
-        fixed = {index: n for index, planned in enumerate(plan.segments) if (n := _spent(planned, config))}
-        private = next((index for index, segment in enumerate(segments) if segment.private), len(segments))
+        fixed = {
+            index: n
+            for index, planned in enumerate(plan.segments)
+            if (n := _spent(planned, config))
+        }
+        private = next(
+            (index for index, segment in enumerate(segments) if segment.private), len(segments)
+        )
         if session is None:
             fixed = {index: n for index, n in fixed.items() if index < private}
         if not fixed:

@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
-from cachecraft_rag.checks import FINITE, check_choice, check_flag, check_number, check_text, check_whole
+from cachecraft_rag.checks import (
+    FINITE,
+    check_choice,
+    check_flag,
+    check_number,
+    check_text,
+    check_whole,
+)
 from cachecraft_rag.planning.selectors import BudgetScope, selector_named
 
-DEFAULT_ALPHA = 0.25  # α of eq. 12 without calibration: a chunk in a new context recomputes about 15 % of its tokens
+# α of eq. 12 without calibration: a chunk in a new context recomputes about 15 % of its tokens
+DEFAULT_ALPHA = 0.25
 
 PlainPromptsMode = Literal["off", "reuse"]
 Loading = Literal["cake", "layerwise", "whole"]
@@ -141,7 +149,11 @@ class ReuseConfig:
         check_choice("budget_scope", self.budget_scope, get_args(BudgetScope))
         check_number("drift", self.drift, most=1)
         check_whole("refresh_rows", self.refresh_rows)
-        check_flag("early_termination", self.early_termination, advice="True is Algorithm 1 as printed, the only rule")
+        check_flag(
+            "early_termination",
+            self.early_termination,
+            advice="True is Algorithm 1 as printed, the only rule",
+        )
         check_whole("early_termination_window", self.early_termination_window, least=1)
         check_choice("plain_prompts", self.plain_prompts, get_args(PlainPromptsMode))
         check_choice("loading", self.loading, get_args(Loading))

@@ -29,7 +29,9 @@ _LONGEST_TAG = 32  # tokens
 # Multipliers of the rolling hash.
 _SPREAD = 0x9E3779B97F4A7C15
 _STEP = 0xD6E8FEB86659FD93
-_SPACES = str.maketrans({"\u0120": " ", "\u2581": " ", "\u010a": "\n", "\u010d": "\r", "\u0109": "\t"})
+_SPACES = str.maketrans(
+    {"\u0120": " ", "\u2581": " ", "\u010a": "\n", "\u010d": "\r", "\u0109": "\t"}
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +57,9 @@ class TokenKinds:
     @classmethod
     def of(cls, tokens: Iterable[str | None]) -> Self:
         """Return the features of a vocabulary's tokens, listed by id, with SentencePiece or byte-level marks."""
-        texts = ["\n" if token == "<0x0A>" else (token or "").translate(_SPACES) for token in tokens]
+        texts = [
+            "\n" if token == "<0x0A>" else (token or "").translate(_SPACES) for token in tokens
+        ]
         return cls(
             np.array([text[len(text.rstrip()) :].count("\n") for text in texts], dtype=np.uint8),
             np.array([any(map(str.isalnum, text)) for text in texts], dtype=np.bool_),
@@ -122,7 +126,9 @@ def _line_ends(ids: NDArray[np.int64], kinds: TokenKinds) -> list[tuple[int, int
     return [(int(run[0]), int(run[-1]) + 1, int(newlines[run].sum(dtype=np.int64))) for run in runs]
 
 
-def _passages(ids: NDArray[np.int64], kinds: TokenKinds, line_ends: list[tuple[int, int, int]]) -> Iterator[range]:
+def _passages(
+    ids: NDArray[np.int64], kinds: TokenKinds, line_ends: list[tuple[int, int, int]]
+) -> Iterator[range]:
     """Yield the passages between fixed cuts, in order and without empty ones."""
     words = np.concatenate(([0], np.cumsum(kinds.words[ids])))
     cuts = list(_tags(ids, kinds))
@@ -137,7 +143,8 @@ def _passages(ids: NDArray[np.int64], kinds: TokenKinds, line_ends: list[tuple[i
             cuts.append((last, end))
         elif count > 1:
             cuts.append((begin, end))
-        if begin - start >= _LONG_LINE:  # a whole passage or paragraph: applications join these by single line ends
+        # a whole passage or paragraph: applications join these by single line ends
+        if begin - start >= _LONG_LINE:
             cuts += [(last, start), (begin, end)]
         last = begin
         start = end
@@ -191,18 +198,28 @@ def _joined(passages: Sequence[range], hashes: NDArray[np.uint64]) -> Iterator[r
     for passage in passages:
         if begin is None or passage.stop - begin > MOST:
             begin = passage.start
-        if passage.stop - begin >= LEAST and (hashes[passage.stop - 1] & np.uint64(1) or passage.stop - begin >= 128):
+        if passage.stop - begin >= LEAST and (
+            hashes[passage.stop - 1] & np.uint64(1) or passage.stop - begin >= 128
+        ):
             yield range(begin, passage.stop)
             begin = None
 
 
-def _cut(passage: range, hashes: NDArray[np.uint64], line_ends: list[tuple[int, int, int]]) -> Iterator[range]:
+def _cut(
+    passage: range, hashes: NDArray[np.uint64], line_ends: list[tuple[int, int, int]]
+) -> Iterator[range]:
     """Cut a passage of at least `LEAST` tokens into segments."""
     if len(passage) <= _WHOLE:
         yield passage
         return
-    inside = [(begin, end) for begin, end, _ in line_ends if passage.start < begin and end < passage.stop]
-    lines = {begin: end for begin, end in inside if not hashes[begin - 1] & np.uint64(_LINE_ENDS_ONE_IN - 1)}
+    inside = [
+        (begin, end) for begin, end, _ in line_ends if passage.start < begin and end < passage.stop
+    ]
+    lines = {
+        begin: end
+        for begin, end in inside
+        if not hashes[begin - 1] & np.uint64(_LINE_ENDS_ONE_IN - 1)
+    }
     is_cut = hashes[passage.start : passage.stop] & np.uint64(_ONE_IN - 1) == 0
     hash_cuts = np.flatnonzero(is_cut) + passage.start + 1
     cuts = sorted(lines.items() | {(int(cut), int(cut)) for cut in hash_cuts.tolist()})
@@ -223,7 +240,9 @@ def _cut(passage: range, hashes: NDArray[np.uint64], line_ends: list[tuple[int, 
         yield range(start, passage.stop)
 
 
-def marks(token_ids: Sequence[int], *, width: int = 16) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+def marks(
+    token_ids: Sequence[int], *, width: int = 16
+) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
     """Return positions and hashes of a text's marks: of `width` neighbouring windows, the one with the least hash.
 
     This is winnowing (Schleimer et al., SIGMOD 2003): two texts with `width + 15` equal tokens in a row share a mark.

@@ -15,7 +15,12 @@ import numpy as np
 
 from cachecraft_rag.planning.config import DEFAULT_ALPHA, ReuseConfig
 from cachecraft_rag.planning.reasons import Reason
-from cachecraft_rag.planning.scoring import adjusted_overlap, fix_overhead, order_penalty, prefix_overlap
+from cachecraft_rag.planning.scoring import (
+    adjusted_overlap,
+    fix_overhead,
+    order_penalty,
+    prefix_overlap,
+)
 from cachecraft_rag.planning.selectors import TokenFacts, select, selector_named
 from cachecraft_rag.types import Prompt, Segment, TokenScores, Variant
 
@@ -102,7 +107,8 @@ def make_plan(
     """
     segments = prompt.segments
     permuted_prefix = _set_prefix(prompt, stored, lost, config) if config.scope == "set" else {}
-    places: dict[str, int] = {}  # segment id → index, for the chunks and other text before the current segment
+    # segment id → index, for the chunks and other text before the current segment
+    places: dict[str, int] = {}
     plans: list[SegmentPlan] = []
 
     for index, segment in enumerate(segments):
@@ -123,7 +129,9 @@ def make_plan(
                 plan = _best(segment, available, prefix=prefix, places=places, config=config)
 
             if plan.variant is None and len(available) < len(variants):
-                detail = next(lost[variant.variant_id] for variant in variants if variant.variant_id in lost)
+                detail = next(
+                    lost[variant.variant_id] for variant in variants if variant.variant_id in lost
+                )
                 plan = replace(plan, reason=Reason.NOT_LOADED, detail=detail)
             elif plan.variant is None and not variants and segment.segment_id in refused:
                 plan = replace(plan, reason=Reason.REFUSED, detail=refused[segment.segment_id])
@@ -142,7 +150,11 @@ def _with_nearest_in_full(
     The chunk must be reused in a new context, and be at most `config.nearest_share` of the prompt's chunk tokens.
     """
     marked = list(plans)
-    lengths = {index: len(segment.token_ids) for index, segment in enumerate(segments) if segment.kind == "chunk"}
+    lengths = {
+        index: len(segment.token_ids)
+        for index, segment in enumerate(segments)
+        if segment.kind == "chunk"
+    }
     if not lengths:
         return marked
 
@@ -167,7 +179,11 @@ def _best(
     if segment.kind == "system" and variants:
         variants = [variant for variant in variants if variant.lossless]
         if not variants:  # every later token would inherit the codec's error
-            return SegmentPlan("computed", Reason.LOSSY_CODEC, "an instruction is reused from a lossless codec only")
+            return SegmentPlan(
+                "computed",
+                Reason.LOSSY_CODEC,
+                "an instruction is reused from a lossless codec only",
+            )
 
     best: SegmentPlan | None = None
     for variant in variants:
@@ -190,11 +206,16 @@ def _best(
 
 def _fits(variant: Variant, segment: Segment) -> bool:
     """Return True if a variant holds exactly these tokens; a shorter one would leave positions uninitialised."""
-    return variant.tokens_digest == segment.tokens_digest and variant.tokens == len(segment.token_ids)
+    return variant.tokens_digest == segment.tokens_digest and variant.tokens == len(
+        segment.token_ids
+    )
 
 
 def _set_prefix(
-    prompt: Prompt, stored: Mapping[str, Sequence[Variant]], lost: Mapping[str, str], config: ReuseConfig
+    prompt: Prompt,
+    stored: Mapping[str, Sequence[Variant]],
+    lost: Mapping[str, str],
+    config: ReuseConfig,
 ) -> dict[int, SegmentPlan]:
     """Return plans for the longest prefix whose chunks were captured as a prefix in any order (SET-CACHE).
 
@@ -204,7 +225,8 @@ def _set_prefix(
         Segment index → plan.
     """
     segments = prompt.segments
-    variants_by_path: dict[tuple[str, tuple[str, ...]], Variant] = {}  # (segment id, origin prefix) → variant
+    # (segment id, origin prefix) → variant
+    variants_by_path: dict[tuple[str, tuple[str, ...]], Variant] = {}
     for segment in segments[:-1]:
         for variant in stored.get(segment.segment_id, ()):
             is_usable = _fits(variant, segment) and _at_origin(variant, config) is not None
@@ -281,7 +303,9 @@ def _rank(plan: SegmentPlan) -> tuple[bool, bool, float, float]:
     return cfo >= 1.0, not plan.at_origin, cfo * weight, -variant.exact_share
 
 
-def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, int], config: ReuseConfig) -> SegmentPlan:
+def _score(
+    variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, int], config: ReuseConfig
+) -> SegmentPlan:
     """Return the plan for one variant after a prefix, with its CFO.
 
     Args:
@@ -298,7 +322,8 @@ def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, in
 
     beta = 0.0
     gamma = 0.0
-    if origin_prefix[:1] == prefix[:1]:  # after another instruction, nothing of the old context is left
+    # after another instruction, nothing of the old context is left
+    if origin_prefix[:1] == prefix[:1]:
         beta = prefix_overlap(variant.inter[1:], origin_prefix[1:], places)
         gamma = order_penalty(origin_prefix[1:], places)
 
@@ -308,7 +333,9 @@ def _score(variant: Variant, *, prefix: tuple[str, ...], places: Mapping[str, in
     is_ratio_fixed = config.recompute_ratio is not None
     alpha = DEFAULT_ALPHA if config.alpha is None or is_ratio_fixed else config.alpha
     cfo = fix_overhead(alpha=alpha, cci=variant.cci, adjusted=adjusted)
-    return SegmentPlan("reused", variant=variant, beta=beta, gamma=gamma, adjusted=adjusted, cfo=cfo)
+    return SegmentPlan(
+        "reused", variant=variant, beta=beta, gamma=gamma, adjusted=adjusted, cfo=cfo
+    )
 
 
 def with_selection(
@@ -353,7 +380,9 @@ def with_selection(
         already_computed = excluded.get(index, empty)
 
         if planned.in_full:
-            every_offset = (offset for offset in range(variant.tokens) if offset not in already_computed)
+            every_offset = (
+                offset for offset in range(variant.tokens) if offset not in already_computed
+            )
             segments[index] = replace(planned, recompute=tuple(every_offset))
             continue
 
@@ -364,7 +393,9 @@ def with_selection(
         fixed_indices.append(index)
 
     selector = selector_named(config.selector)
-    selection = select(facts, budgets, selector, budget_scope=config.budget_scope, done=done, spent=spent)
+    selection = select(
+        facts, budgets, selector, budget_scope=config.budget_scope, done=done, spent=spent
+    )
 
     for index, offsets in zip(fixed_indices, selection, strict=True):
         all_offsets = sorted({*offsets.tolist(), *recomputed.get(index, empty)})
@@ -372,7 +403,9 @@ def with_selection(
     return Plan(tuple(segments))
 
 
-def with_not_loaded(planned: SegmentPlan, computed: Sequence[int], reason: Reason, detail: str = "") -> SegmentPlan:
+def with_not_loaded(
+    planned: SegmentPlan, computed: Sequence[int], reason: Reason, detail: str = ""
+) -> SegmentPlan:
     """Return the plan for a segment after some of its tokens were computed instead of loaded.
 
     Args:

@@ -34,8 +34,14 @@ class Reason(StrEnum):
     LOSSY_CODEC = "lossy_codec", "after its origin prefix, but stored by a lossy codec"
     NOT_LOADED = "not_loaded", "it could not be loaded"
     COMPUTED_FASTER = "computed_faster", "computing it was faster than loading it"
-    COMPUTED_LATE = "computed_late", "computed in the end, but its first layers had been in use as they were stored"
-    PREFIX_CACHED = "prefix_cached", "the server still had it from a request with the same chunks in the same order"
+    COMPUTED_LATE = (
+        "computed_late",
+        "computed in the end, but its first layers had been in use as they were stored",
+    )
+    PREFIX_CACHED = (
+        "prefix_cached",
+        "the server still had it from a request with the same chunks in the same order",
+    )
     PROMPT_FULL = "prompt_full", "the prompt was full; the lowest-ranked chunks are left out"
     TOO_LONG = "too_long", "it does not fit the model's context"
     FAILED = "failed", "the request failed before its first token"

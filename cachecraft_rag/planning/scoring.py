@@ -30,7 +30,9 @@ def prefix_overlap(inter: Sequence[float], old: Sequence[str], new: Mapping[str,
     total = math.fsum(inter)
     if total <= 0.0:  # it looked at none of its old prefix: whether they return makes no difference
         return 1.0
-    return min(1.0, math.fsum(a for a, chunk in zip(inter, old, strict=True) if chunk in new) / total)
+    return min(
+        1.0, math.fsum(a for a, chunk in zip(inter, old, strict=True) if chunk in new) / total
+    )
 
 
 def order_penalty(old: Sequence[str], new: Mapping[str, int]) -> float:
@@ -46,7 +48,9 @@ def order_penalty(old: Sequence[str], new: Mapping[str, int]) -> float:
     pairs = len(places) * (len(places) - 1) // 2
     if pairs == 0:
         return 0.0
-    discordant = sum(places[i] > places[j] for i in range(len(places)) for j in range(i + 1, len(places)))
+    discordant = sum(
+        places[i] > places[j] for i in range(len(places)) for j in range(i + 1, len(places))
+    )
     return discordant / pairs
 
 
@@ -59,7 +63,9 @@ def adjusted_overlap(beta: float, gamma: float) -> float:
     return beta * (1.0 - gamma)
 
 
-def context_impact(*, inter: Sequence[float], prefix_tokens: Sequence[int], intra: float, tokens: int) -> float:
+def context_impact(
+    *, inter: Sequence[float], prefix_tokens: Sequence[int], intra: float, tokens: int
+) -> float:
     """CCI, eq. 9–11: how much of a chunk's attention went outside, per token pair, through a sigmoid; in [0.5, 1].
 
     Args:
@@ -75,7 +81,9 @@ def context_impact(*, inter: Sequence[float], prefix_tokens: Sequence[int], intr
     >>> context_impact(inter=[], prefix_tokens=[], intra=5.0, tokens=10)
     0.5
     """
-    a = math.fsum(value / (tokens * length) for value, length in zip(inter, prefix_tokens, strict=True))
+    a = math.fsum(
+        value / (tokens * length) for value, length in zip(inter, prefix_tokens, strict=True)
+    )
     b = intra / tokens**2
     if b <= 0.0:  # the token of a one-token chunk has no earlier token in the chunk to attend to
         return 1.0 if a > 0.0 else 0.5

@@ -142,7 +142,8 @@ def select(
     [[], [0, 2]]
     """
     chosen: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(facts)
-    pool: list[tuple[int, np.ndarray]] = []  # (chunk, weighted scores) of chunks that share one budget
+    # (chunk, weighted scores) of chunks that share one budget
+    pool: list[tuple[int, np.ndarray]] = []
     pooled_budget = 0
 
     for index, (chunk_facts, budget) in enumerate(zip(facts, budgets, strict=True)):
@@ -151,7 +152,9 @@ def select(
             continue
 
         selector_scores = selector.score(chunk_facts)
-        scores = leading(chunk_facts) if selector_scores is None else selector_scores.astype(np.float64)
+        scores = (
+            leading(chunk_facts) if selector_scores is None else selector_scores.astype(np.float64)
+        )
         if done:
             scores[sorted(done[index])] = -np.inf
 

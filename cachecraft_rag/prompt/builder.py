@@ -64,10 +64,18 @@ _FOLLOWS: dict[str | None, set[str]] = {
 
 def check_history(history: object) -> None:
     """Raise ConfigError unless the history is a list of pairs of text."""
-    check_kind("history", history, (list, tuple), advice='write [("user", "…"), ("assistant", "…")]')
+    check_kind(
+        "history", history, (list, tuple), advice='write [("user", "…"), ("assistant", "…")]'
+    )
     for turn in cast(Sequence[object], history):
-        if not isinstance(turn, tuple | list) or len(turn) != 2 or not all(isinstance(part, str) for part in turn):
-            raise ConfigError(f'each turn of history must be a pair such as ("user", "…"), not {shown(turn)}')
+        if (
+            not isinstance(turn, tuple | list)
+            or len(turn) != 2
+            or not all(isinstance(part, str) for part in turn)
+        ):
+            raise ConfigError(
+                f'each turn of history must be a pair such as ("user", "…"), not {shown(turn)}'
+            )
 
 
 class _MarkedText(NamedTuple):
@@ -123,7 +131,9 @@ class PromptBuilder:
         tools: Sequence[Tool] = (),
     ) -> None:
         if _CONTEXT_MARK in system or _QUESTION_MARK in system:
-            raise ConfigError("the system prompt contains a mark that this package uses itself; change its wording")
+            raise ConfigError(
+                "the system prompt contains a mark that this package uses itself; change its wording"
+            )
 
         self._tokenizer = tokenizer
         self._context_length = context_length
@@ -146,7 +156,9 @@ class PromptBuilder:
         self._head: str | None = None
         self._head, _ = self._cut([])
         ids = self._encode(self._head, special=True, after=_WORD)
-        self.system = Segment("system", digest("system", " ".join(map(str, ids))), ids, private=private_system)
+        self.system = Segment(
+            "system", digest("system", " ".join(map(str, ids))), ids, private=private_system
+        )
 
     @cached_property
     def calls(self) -> CallFormat:
@@ -271,7 +283,9 @@ class PromptBuilder:
         turns = [*history, *asked]
         roles: list[str | None] = [None, *(role for role, _ in turns)]
         if any(role not in _FOLLOWS[before] for before, role in pairwise(roles)):
-            raise ConfigError("history must alternate user and assistant turns, begin with user and end with assistant")
+            raise ConfigError(
+                "history must alternate user and assistant turns, begin with user and end with assistant"
+            )
 
         first_text = f"Question: {turns[0][1]}"
         _, parts = self._cut([("user", first_text), *turns[1:]])
@@ -305,7 +319,10 @@ class PromptBuilder:
         parts.append(_TemplatePart(rest, special=True))
 
         marks_left = any(
-            mark in part.text for part in parts if part.special for mark in (_CONTEXT_MARK, _QUESTION_MARK)
+            mark in part.text
+            for part in parts
+            if part.special
+            for mark in (_CONTEXT_MARK, _QUESTION_MARK)
         )
         if not is_complete or marks_left:
             raise ConfigError(
@@ -317,7 +334,8 @@ class PromptBuilder:
         """Return the messages with marks in place of texts, and the texts."""
         messages: list[dict[str, Any]] = []
         texts: list[_MarkedText] = []
-        unanswered: list[tuple[str, int]] = []  # calls without a result yet: the tool's name and the call's number
+        # calls without a result yet: the tool's name and the call's number
+        unanswered: list[tuple[str, int]] = []
 
         def mark(text: str, *, is_searched: bool = False) -> str:
             sign = f"{_QUESTION_MARK}{len(texts)}\u27e7"
@@ -354,7 +372,10 @@ class PromptBuilder:
         for role, text in turns:
             if role == "calls":
                 role = "assistant"
-                calls = [self.calls.text(call["name"], json.dumps(call["arguments"])) for call in calls_in(text)]
+                calls = [
+                    self.calls.text(call["name"], json.dumps(call["arguments"]))
+                    for call in calls_in(text)
+                ]
                 text = "\n".join(calls)
             elif role == "result":
                 role = "user"
@@ -394,7 +415,9 @@ class PromptBuilder:
         try:
             yield self._apply(messages)
         except TemplateError as error:
-            raise ConfigError(f"the model's chat template refuses a plain conversation: {error}") from error
+            raise ConfigError(
+                f"the model's chat template refuses a plain conversation: {error}"
+            ) from error
 
     def _template_text(self) -> str:
         """Return the chat template, followed by its renderings of a conversation of marks only."""
@@ -417,7 +440,9 @@ class PromptBuilder:
         uses_tools = self.tools and self.calls.native
         return _rendered(self._tokenizer, messages, tools=self.tools if uses_tools else None)
 
-    def _encode(self, text: str, *, special: bool, before: str = "", after: str = "") -> tuple[int, ...]:
+    def _encode(
+        self, text: str, *, special: bool, before: str = "", after: str = ""
+    ) -> tuple[int, ...]:
         """Return the ids of `text` as they are between `before` and `after`.
 
         If the tokenizer merges the text with them, the ids of the text alone are returned.
@@ -441,13 +466,19 @@ class PromptBuilder:
     def _ids(self, text: str, *, special: bool) -> list[int]:
         if not special:
             return self._plain.ids(text)
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
+        ids: list[int] = self._tokenizer(
+            text, add_special_tokens=False, split_special_tokens=False
+        )["input_ids"]
         return ids
 
 
-def _rendered(tokenizer: Any, messages: list[dict[str, Any]], *, tools: Sequence[Mapping[str, object]] | None) -> str:
+def _rendered(
+    tokenizer: Any, messages: list[dict[str, Any]], *, tools: Sequence[Mapping[str, object]] | None
+) -> str:
     options = {"tools": tools} if tools is not None else {}
-    rendered: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    rendered: str = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **options
+    )
     return rendered
 
 

@@ -58,7 +58,10 @@ class _Round:
         types = [allowed] if isinstance(allowed, str) else allowed
         if not isinstance(types, list):  # any type, a number for example
             return True
-        is_finite = {"object": self._is_finite_object(schema), "array": self._is_finite_array(schema)}
+        is_finite = {
+            "object": self._is_finite_object(schema),
+            "array": self._is_finite_array(schema),
+        }
         return any(name in _SCALARS or is_finite.get(name, True) for name in types)
 
     def _is_finite_object(self, schema: Mapping[str, object]) -> bool:
@@ -73,7 +76,12 @@ class _Round:
             if name not in properties and not others and "patternProperties" not in schema:
                 return False
         least = schema.get("minProperties", 0)
-        return others or "patternProperties" in schema or not isinstance(least, int) or len(finite) >= least
+        return (
+            others
+            or "patternProperties" in schema
+            or not isinstance(least, int)
+            or len(finite) >= least
+        )
 
     def _is_finite_array(self, schema: Mapping[str, object]) -> bool:
         least = schema.get("minItems", 0)

@@ -24,7 +24,9 @@ _KEPT_GRAMMARS = 64  # schemas whose compiled grammar is kept
 _MAX_DIGITS = 16
 _MAX_EXPONENT_DIGITS = 2
 _DIGITS = frozenset(b"0123456789")
-_OPEN_BY_OTHERS = frozenset(("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"))
+_OPEN_BY_OTHERS = frozenset(
+    ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
+)
 
 
 class NumberLimit:
@@ -76,7 +78,9 @@ class Constraint:
         digit_tokens: bool `[vocabulary]`: tokens that begin with a digit.
     """
 
-    def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer, digit_tokens: NDArray[np.bool_]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, vocabulary: LLTokenizer, digit_tokens: NDArray[np.bool_]
+    ) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._digit_tokens = digit_tokens
@@ -159,12 +163,18 @@ class Constraints:
                     "json_schema: no answer of finite length fits this schema, because a part of it requires itself; "
                     "make that part optional"
                 )
-            grammar: str = llguidance.LLMatcher.grammar_from_json_schema(_closed(parsed), overrides=options)
+            grammar: str = llguidance.LLMatcher.grammar_from_json_schema(
+                _closed(parsed), overrides=options
+            )
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"json_schema: an answer cannot be kept to this schema: {error}") from error
+            raise ConfigError(
+                f"json_schema: an answer cannot be kept to this schema: {error}"
+            ) from error
         problem = llguidance.LLMatcher.validate_grammar(grammar, self._vocabulary)
         if problem:
-            raise ConfigError(f"json_schema: an answer cannot be kept to this schema: {problem.strip()}")
+            raise ConfigError(
+                f"json_schema: an answer cannot be kept to this schema: {problem.strip()}"
+            )
         return grammar
 
     @cached_property

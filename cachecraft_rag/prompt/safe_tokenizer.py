@@ -63,7 +63,11 @@ class PlainTokenizer:
         if self._control.isdisjoint(ids):
             return ids
 
-        spans = [span for token, span in zip(ids, encoding.offsets, strict=True) if token in self._control]
+        spans = [
+            span
+            for token, span in zip(ids, encoding.offsets, strict=True)
+            if token in self._control
+        ]
         pieces = _cut(text, spans)
         is_uncut = max(len(piece) for piece in pieces) == len(text)
         if is_uncut:

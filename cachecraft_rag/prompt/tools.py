@@ -102,7 +102,11 @@ def format_of(render: Callable[..., str], tokenizer: Any) -> CallFormat:
     tools = [{"type": "function", "function": tool}]
     messages = [
         {"role": "user", "content": "x"},
-        {"role": "assistant", "content": "", "tool_calls": [call_message(_PROBE_NAME, _PROBE_ARGUMENTS, 0)]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [call_message(_PROBE_NAME, _PROBE_ARGUMENTS, 0)],
+        },
         result_message(_PROBE_NAME, _PROBE_RESULT, 0),
     ]
     try:
@@ -141,7 +145,9 @@ def calls_in(text: str) -> list[dict[str, Any]]:
     """
     calls = _json_at(text, 0)
     if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
-        raise ConfigError(f'calls must be JSON such as [{{"name": "add", "arguments": {{}}}}], not {shown(text)}')
+        raise ConfigError(
+            f'calls must be JSON such as [{{"name": "add", "arguments": {{}}}}], not {shown(text)}'
+        )
     for call in calls:
         if not _NAME.fullmatch(call["name"]):
             raise ConfigError(
@@ -151,7 +157,11 @@ def calls_in(text: str) -> list[dict[str, Any]]:
 
 
 def _is_call(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("arguments"), dict)
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("name"), str)
+        and isinstance(value.get("arguments"), dict)
+    )
 
 
 def call_message(name: str, arguments: Mapping[str, object], number: int) -> dict[str, object]:
@@ -194,7 +204,8 @@ class CallReader:
         if call_start >= 0:
             self._is_reading_call = True
             text = self._release(call_start)
-        elif not self._has_text and (not stripped or stripped[0] in "[{"):  # some models write the JSON alone
+        # some models write the JSON alone
+        elif not self._has_text and (not stripped or stripped[0] in "[{"):
             self._is_reading_call = bool(stripped)
             text = ""
         else:

@@ -28,7 +28,8 @@ from cachecraft_rag.types import Prompt, Segment, digest, digest_of_tokens
 Recognise = Callable[[Sequence[int]], list[tuple[range, str]]]
 
 _MIN_TEXT_TOKENS = 256  # shorter texts are not searched
-_ASKED_TOKENS = 32  # last tokens of the last message, which hold what is asked: they are always computed
+# last tokens of the last message, which hold what is asked: they are always computed
+_ASKED_TOKENS = 32
 _MAX_REPEATS = 32  # places with one mark; text that repeats itself more often is not looked up
 
 
@@ -103,11 +104,14 @@ def _text_between(ids: Sequence[int], start: int, stop: int) -> Segment:
     return Segment("question", name, tokens, private=True)
 
 
-def _find(ids: Sequence[int], kinds: TokenKinds, recognise: Recognise) -> Iterator[tuple[range, str]]:
+def _find(
+    ids: Sequence[int], kinds: TokenKinds, recognise: Recognise
+) -> Iterator[tuple[range, str]]:
     """Yield segments that do not overlap: captured texts, longest first, then passages cut by content."""
     captured = sorted(recognise(ids), key=lambda item: (-len(item[0]), item[0].start))
     passages = [
-        (part, _passage_name(digest_of_tokens(ids[part.start : part.stop]))) for part in find_segments(ids, kinds)
+        (part, _passage_name(digest_of_tokens(ids[part.start : part.stop])))
+        for part in find_segments(ids, kinds)
     ]
 
     is_taken = bytearray(len(ids))
@@ -145,7 +149,10 @@ def recognise_captured(
             start = place - text.place
             part = range(start, start + text.tokens)
             is_inside = 0 <= part.start < part.stop <= len(token_ids)
-            if is_inside and digest_of_tokens(token_ids[part.start : part.stop]) == text.tokens_digest:
+            if (
+                is_inside
+                and digest_of_tokens(token_ids[part.start : part.stop]) == text.tokens_digest
+            ):
                 recognised.append((part, text.chunk_id))
     return recognised
 
@@ -186,10 +193,16 @@ def candidates_of(
     """
     system, *_ = prompt.segments
     segments = tuple(replace(segment, found=False) for segment in prompt.segments)
-    found_plans = {index: planned for index, planned in enumerate(plan.segments) if prompt.segments[index].found}
+    found_plans = {
+        index: planned
+        for index, planned in enumerate(plan.segments)
+        if prompt.segments[index].found
+    }
     new = [index for index, planned in found_plans.items() if planned.variant is None]
     new_passages = frozenset(
-        index for index in new if segments[index].segment_id == _passage_name(segments[index].tokens_digest)
+        index
+        for index in new
+        if segments[index].segment_id == _passage_name(segments[index].tokens_digest)
     )
 
     candidates: dict[str, Candidate] = {}
@@ -227,7 +240,9 @@ def largest(candidates: Iterable[Candidate]) -> list[Candidate]:
     kept: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda item: -len(item.segments)):
         session, ids = candidate.identity
-        if not any(other.session == session and other.identity[1][: len(ids)] == ids for other in kept):
+        if not any(
+            other.session == session and other.identity[1][: len(ids)] == ids for other in kept
+        ):
             kept.append(candidate)
     return kept
 

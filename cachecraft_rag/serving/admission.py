@@ -57,9 +57,13 @@ class FutureCaptures:
         """Note the segments that a plan computes and that will be stored."""
         ids = tuple(segment.segment_id for segment in prompt.segments)
         is_private = False
-        for index, (segment, planned) in enumerate(zip(prompt.segments[:-1], plan.segments, strict=False)):
+        for index, (segment, planned) in enumerate(
+            zip(prompt.segments[:-1], plan.segments, strict=False)
+        ):
             is_private = is_private or segment.private
-            is_captured = planned.variant is None and segment.kind != "question" and not segment.found
+            is_captured = (
+                planned.variant is None and segment.kind != "question" and not segment.found
+            )
             is_stored = session is not None or not is_private
             if is_captured and is_stored:
                 owner = session if is_private else None
@@ -69,7 +73,9 @@ class FutureCaptures:
         """Return whether a prompt can use at least one of them."""
         ids = tuple(segment.segment_id for segment in prompt.segments[:-1])
         wanted = [FutureVariant(name, ids[:index], session) for index, name in enumerate(ids)]
-        return any(variant.serves(want, config.scope) for variant in self.variants for want in wanted)
+        return any(
+            variant.serves(want, config.scope) for variant in self.variants for want in wanted
+        )
 
     def hand_over(self) -> None:
         """Submit them to write-back, once."""
@@ -88,13 +94,17 @@ class AdmissionQueue:
         registry: takes the metrics of the queue.
     """
 
-    def __init__(self, max_waiting: int, timeout_s: float | None, registry: CollectorRegistry | None = None) -> None:
+    def __init__(
+        self, max_waiting: int, timeout_s: float | None, registry: CollectorRegistry | None = None
+    ) -> None:
         self._max_waiting = max_waiting
         self._timeout_s = timeout_s
         self._waiting: list[LoopTask] = []
         self._prefilling: list[LoopTask] = []
 
-        waiting = Gauge("cachecraft_waiting_requests", "Requests that wait for a turn", registry=registry)
+        waiting = Gauge(
+            "cachecraft_waiting_requests", "Requests that wait for a turn", registry=registry
+        )
         waiting.set_function(self.__len__)
         turned_away = Counter(
             "cachecraft_turned_away",

@@ -26,7 +26,9 @@ class AnswerText:
         finish: how the answer ended; None while it goes on.
     """
 
-    def __init__(self, sampling: SamplingParams, tokenizer: Any, end_tokens: Container[int]) -> None:
+    def __init__(
+        self, sampling: SamplingParams, tokenizer: Any, end_tokens: Container[int]
+    ) -> None:
         self._stop = sampling.stop
         self._max_tokens = sampling.max_new_tokens
         self._tokenizer = tokenizer
@@ -83,7 +85,9 @@ class AnswerText:
         self._pending += text
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return text
 
     def _release(self, *, is_final: bool) -> str:

@@ -115,7 +115,8 @@ class Answering:
     stand_in: Segment
     auditor: Auditor
     noting: int = 0
-    _captures: list[FutureCaptures] = field(default_factory=list)  # of the requests under way, in the order of planning
+    # of the requests under way, in the order of planning
+    _captures: list[FutureCaptures] = field(default_factory=list)
     _changes: int = 0  # number of changes to the store that this engine knows of
 
     def stored_changed(self) -> None:
@@ -144,7 +145,9 @@ class Answering:
             if not admission.is_free():
                 plan = yield self.loop.aside(self._plan, request, progress, None)
                 rows = plan.resolved.job.rows.open()
-                yield from admission.wait(lambda: admission.is_free() or self._joins(rows, request), began)
+                yield from admission.wait(
+                    lambda: admission.is_free() or self._joins(rows, request), began
+                )
 
             admission.begin(task)
             progress.got_turn(after_s=time.perf_counter() - began)
@@ -199,14 +202,17 @@ class Answering:
         ids = [segment.segment_id for segment in request.prompt.segments[:-1]]
         yield Until(lambda: not self.write_back.pending(ids))
 
-    def _plan(self, request: Request, progress: RequestProgress, early: LoadingPlan | None) -> LoadingPlan:
+    def _plan(
+        self, request: Request, progress: RequestProgress, early: LoadingPlan | None
+    ) -> LoadingPlan:
         """Plan, and begin to load; an `early` plan is kept if it chose the same variants, because it loads already."""
         resolved = self._resolve(request, progress)
         if early is not None:
             if _chosen(early.resolved) == _chosen(resolved):
                 resolved.close()
                 return early
-            early.close()  # what it has loaded completely is in memory now, and the new plan finds it there
+            # what it has loaded completely is in memory now, and the new plan finds it there
+            early.close()
             resolved.close()
             resolved = self._resolve(request, progress)
         return LoadingPlan(resolved, self.loader.begin(resolved.to_load), self.loader)
@@ -267,19 +273,25 @@ class Answering:
         prompt = request.prompt
         lengths = [len(segment.token_ids) for segment in prompt.segments]
         shares = exact_shares(progress.plan, lengths)
-        context = CaptureContext(prompt.segments, prompt.bounds, shares, request.session, removed=progress.removed)
+        context = CaptureContext(
+            prompt.segments, prompt.bounds, shares, request.session, removed=progress.removed
+        )
         self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
         self.stored_changed()
 
     # -- the answer ---------------------------------------------------------------------------------------------------
 
-    def answer(self, task: LoopTask, request: Request, progress: RequestProgress, queue: TokenQueue) -> Work[None]:
+    def answer(
+        self, task: LoopTask, request: Request, progress: RequestProgress, queue: TokenQueue
+    ) -> Work[None]:
         """Answer a request into a queue."""
         captures = FutureCaptures()
         predictions = self.auditor.recorder(request)
         output = yield from self.prefill(task, request, progress, captures)
         try:
-            last = yield from self._decode(request, progress, output, queue, predictions=predictions)
+            last = yield from self._decode(
+                request, progress, output, queue, predictions=predictions
+            )
         except GeneratorExit:  # closed by its reader, who has read a part of it
             self.auditor.answered(request, progress, predictions, tokens=progress.generated)
             raise
@@ -289,7 +301,11 @@ class Answering:
         self.auditor.answered(request, progress, predictions, tokens=len(progress.tokens))
 
     def score(
-        self, task: LoopTask, request: Request, progress: RequestProgress, target: Sequence[int] | None
+        self,
+        task: LoopTask,
+        request: Request,
+        progress: RequestProgress,
+        target: Sequence[int] | None,
     ) -> Work[tuple[str, Tensor]]:
         """Answer greedily, and predict along the target tokens; returns the text and logits `[target, vocabulary]`."""
         captures = FutureCaptures()
@@ -349,7 +365,9 @@ class Answering:
                 continue
             if not queue.has_room():
                 yield Until(queue.has_room, for_reader=True)
-            logits = yield DecodeStep(output.buffer, token, prompt_tokens + count - 1, output.refresh)
+            logits = yield DecodeStep(
+                output.buffer, token, prompt_tokens + count - 1, output.refresh
+            )
             if predictions is not None:
                 predictions.note(logits)
             token = sampler.draw(logits)
@@ -360,22 +378,30 @@ class Answering:
         """Return `[answer, vocabulary]`: the predictions for each token of a given answer."""
         prompt_tokens = request.prompt.bounds[-1]
         if len(answer) > 1 and output.refresh is None:
-            hidden = yield Call(partial(extend, self.decoder, output.buffer, answer[:-1], prompt_tokens))
+            hidden = yield Call(
+                partial(extend, self.decoder, output.buffer, answer[:-1], prompt_tokens)
+            )
             return torch.cat((output.logits[None], self.decoder.logits(hidden)))
 
         logits = [output.logits]
         for place, token in enumerate(answer[:-1]):
-            logits.append((yield DecodeStep(output.buffer, token, prompt_tokens + place, output.refresh)))
+            logits.append(
+                (yield DecodeStep(output.buffer, token, prompt_tokens + place, output.refresh))
+            )
         return torch.stack(logits)
 
-    def _finish(self, request: Request, progress: RequestProgress, captures: FutureCaptures) -> None:
+    def _finish(
+        self, request: Request, progress: RequestProgress, captures: FutureCaptures
+    ) -> None:
         """Count the uses of variants and hand over the captures."""
         config = request.config
         try:
             for planned in progress.plan.segments:
                 variant = planned.variant
                 if variant is not None:
-                    self.store.used(variant.variant_id, cfo=planned.cfo or 0.0, tokens=variant.tokens)
+                    self.store.used(
+                        variant.variant_id, cfo=planned.cfo or 0.0, tokens=variant.tokens
+                    )
             captures.hand_over()
             self._forget(captures)
 
@@ -385,7 +411,9 @@ class Answering:
                 if config.capture and self.new_variants.config.when != "off":
                     self._note(request, progress.plan)
             elif config.capture:
-                candidate = Candidate.of(request.prompt, progress.plan, config, session=request.session)
+                candidate = Candidate.of(
+                    request.prompt, progress.plan, config, session=request.session
+                )
             self.new_variants.answered(request.prompt.bounds[-1], candidate)
         except Exception:  # of the store: the answer itself is complete
             logger.exception("What followed from an answer has failed")
@@ -424,7 +452,10 @@ class Answering:
 
 def _chosen(resolved: Resolved) -> list[str | None]:
     """Return the chosen variant of each segment."""
-    return [None if planned.variant is None else planned.variant.variant_id for planned in resolved.plan.segments]
+    return [
+        None if planned.variant is None else planned.variant.variant_id
+        for planned in resolved.plan.segments
+    ]
 
 
 def _known_tokens(logits: Tensor, target: Sequence[int]) -> list[int]:

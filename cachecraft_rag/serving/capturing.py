@@ -24,7 +24,8 @@ class LocalCapturer:
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
         """Compute a prompt, capture segments, and return when they are stored; see `AnswerEngine.capture`."""
-        bounds = prompt.bounds[: captures[-1] + 2]  # tokens after the last capture need not be computed
+        # tokens after the last capture need not be computed
+        bounds = prompt.bounds[: captures[-1] + 2]
         rows = Rows.of(bounds, new=range(bounds[-1]))
         job = PrefillJob(prompt.token_ids[: bounds[-1]], rows, captures=captures)
         context = CaptureContext(
@@ -36,7 +37,8 @@ class LocalCapturer:
             removed=self.write_back.follow(RemovedChunks()),
         )
 
-        def steps(_: LoopTask) -> Work[None]:  # an interruption of the caller falls before `submit` or after it
+        # an interruption of the caller falls before `submit` or after it
+        def steps(_: LoopTask) -> Work[None]:
             result = yield from prefill_steps(self.decoder, job)
             self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
 

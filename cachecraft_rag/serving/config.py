@@ -69,5 +69,7 @@ class Audits:
             try:
                 value = words[value] if value in words else float(value)
             except ValueError:
-                raise ConfigError(f'audit must be "off", "idle" or a share from 0 to 1, not {value!r}') from None
+                raise ConfigError(
+                    f'audit must be "off", "idle" or a share from 0 to 1, not {value!r}'
+                ) from None
         return cls(value)

@@ -81,7 +81,8 @@ class Generation(Iterator[str], AsyncIterator[str]):
             if arrived is not None:
                 await arrived()
                 return next(self)
-            pieces = await _in_a_thread(lambda: list(islice(self, 1)))  # a future holds no StopIteration
+            # a future holds no StopIteration
+            pieces = await _in_a_thread(lambda: list(islice(self, 1)))
         except StopIteration:
             raise StopAsyncIteration from None
         except asyncio.CancelledError:

@@ -25,7 +25,8 @@ logger = logging.getLogger("cachecraft_rag")
 
 ROW_BOUNDS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
 _MAX_FAILURES = 3  # in a row; then each request is computed separately
-_CHECKED_ROWS = (1, 5, 12)  # lengths of the prompts that are compared before the first joint forward
+# lengths of the prompts that are compared before the first joint forward
+_CHECKED_ROWS = (1, 5, 12)
 
 
 class JointRows:
@@ -75,7 +76,10 @@ class JointRows:
 
     def advance(self, passes: Sequence[RowPass]) -> list[Exception | None]:
         """Run the next layer of passes that are before the same one; returns the error of each."""
-        if len(passes) > 1 and self._jointly(lambda: advance(self._decoder, passes) or ()) is not None:
+        if (
+            len(passes) > 1
+            and self._jointly(lambda: advance(self._decoder, passes) or ()) is not None
+        ):
             return [None] * len(passes)
         return [
             _tried(lambda row_pass=row_pass: advance(self._decoder, [row_pass]))  # type: ignore[misc]
@@ -90,7 +94,8 @@ class JointRows:
             return None
         try:
             result = forward()
-        except (RuntimeError, IndexError) as error:  # torch's: if one request causes it, its own forward raises it
+        # torch's: if one request causes it, its own forward raises it
+        except (RuntimeError, IndexError) as error:
             self._failures += 1
             logger.warning("A joint forward failed: %s", error)
             if self._failures == _MAX_FAILURES:
@@ -118,7 +123,9 @@ class JointRows:
         self._checked = True
         generator = torch.Generator().manual_seed(0)
         vocabulary = int(self._decoder.model.config.vocab_size)
-        prompts = [torch.randint(0, vocabulary, (rows,), generator=generator) for rows in _CHECKED_ROWS]
+        prompts = [
+            torch.randint(0, vocabulary, (rows,), generator=generator) for rows in _CHECKED_ROWS
+        ]
         separate = torch.stack([self._last_logits([ids])[0] for ids in prompts])
         difference = self._last_logits(prompts) - separate
         error = float((difference.norm(dim=-1) / separate.norm(dim=-1)).max())
@@ -133,7 +140,8 @@ class JointRows:
             passes.append(RowPass(decoder, buffer, ids.to(decoder.device), np.arange(len(ids))))
         for _ in range(decoder.layout.layers):
             advance(decoder, passes)
-        hidden = torch.cat([row_pass.hidden[:, -1:] for row_pass in passes], dim=1)  # [streams, prompts, hidden]
+        # [streams, prompts, hidden]
+        hidden = torch.cat([row_pass.hidden[:, -1:] for row_pass in passes], dim=1)
         return decoder.logits(hidden)
 
     def _compute_separately(self, reason: str) -> None:

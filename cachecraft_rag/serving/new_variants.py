@@ -77,7 +77,8 @@ class WantedVariants:
     def __init__(self, config: NewVariants) -> None:
         self.candidates = Candidates(config.waiting)
         self._share = config.share
-        self._allowance = 0.0  # tokens that may be computed; negative while captures under way exceed the budget
+        # tokens that may be computed; negative while captures under way exceed the budget
+        self._allowance = 0.0
         self._refusals = 0  # in a row
         self._captured = 0
         self._tokens = 0
@@ -85,7 +86,9 @@ class WantedVariants:
 
     def stats(self) -> NewVariantStats:
         """Return the statistics so far."""
-        return NewVariantStats(self._captured, self._tokens, len(self.candidates), dict(self._dropped))
+        return NewVariantStats(
+            self._captured, self._tokens, len(self.candidates), dict(self._dropped)
+        )
 
     def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
         """Add the tokens of an answered prompt to the budget, and note the chunks that were fixed in it."""
@@ -240,7 +243,8 @@ class VariantMaker:
         if error is not None:
             logger.error("A new variant could not be computed", exc_info=error)
             dropped = Dropped.FAILED
-            if not isinstance(error, _EXPECTED_ERRORS):  # a mistake of ours: no more variants are made
+            # a mistake of ours: no more variants are made
+            if not isinstance(error, _EXPECTED_ERRORS):
                 self.close()
         elif task.closed:
             dropped = self._dropped_as
@@ -256,8 +260,11 @@ class VariantMaker:
 
         prompt, resolved, loads = planned
         try:
-            speed = ComputeSpeed(self.stack.keys_per_row)  # waits for turns would distort the engine's speed
-            result: PrefillResult = yield from OverlappedPrefill(self.stack, resolved.job, loads, speed).steps()
+            # waits for turns would distort the engine's speed
+            speed = ComputeSpeed(self.stack.keys_per_row)
+            result: PrefillResult = yield from OverlappedPrefill(
+                self.stack, resolved.job, loads, speed
+            ).steps()
         finally:
             self.loader.end(loads)
             resolved.close()
@@ -274,7 +281,9 @@ class VariantMaker:
         refused = None
         for capture in result.recorder.captures:
             keys = result.buffer.kv[:, 0]  # [layers, tokens, kv_heads, head_dim]
-            stored = yield from self.write_back.steps(capture, result.recorder, keys, context=context)
+            stored = yield from self.write_back.steps(
+                capture, result.recorder, keys, context=context
+            )
             if isinstance(stored, Unavailable) and stored.code is CaptureDrop.REMOVED:
                 refused = refused or Dropped.REMOVED
             elif isinstance(stored, Unavailable):  # a full disk, for example
@@ -292,5 +301,7 @@ class VariantMaker:
             return None
         prompt = Prompt(candidate.segments[: max(missing) + 1])
         offered = exact_only(found)
-        resolved = resolve(prompt, offered, EXACT, store=self.store, ranks=self.stack.ranks, answer_tokens=0)
+        resolved = resolve(
+            prompt, offered, EXACT, store=self.store, ranks=self.stack.ranks, answer_tokens=0
+        )
         return prompt, resolved, self.loader.begin(resolved.to_load)

@@ -126,7 +126,9 @@ class Primer:
         self._related = related
         self._window = min(window, engine.decoder.context_length)
 
-    def prime(self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = lambda _count: None) -> int:
+    def prime(
+        self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = lambda _count: None
+    ) -> int:
         """Capture one document's chunks in order; returns the number of captures, which are stored by then.
 
         Chunks that are stored after the same neighbours are skipped, so an interrupted run resumes where it stopped.
@@ -175,7 +177,9 @@ class Primer:
 
     def _require_shared(self) -> None:
         if self.engine.prompts.system.private:
-            raise ConfigError("chunks cannot be primed after a private instruction; prime with the shared one")
+            raise ConfigError(
+                "chunks cannot be primed after a private instruction; prime with the shared one"
+            )
 
     def _room(self, segments: Sequence[Segment]) -> int:
         """Return the tokens that a pass has for chunks. Raises ContextLengthError if a segment does not fit."""
@@ -258,7 +262,9 @@ class Primer:
         if len(window) > 1:
             yield window, len(window) - 1
 
-    def _single_chunk_window(self, chunk: Chunk, segment: Segment) -> Iterator[tuple[list[Segment], int]]:
+    def _single_chunk_window(
+        self, chunk: Chunk, segment: Segment
+    ) -> Iterator[tuple[list[Segment], int]]:
         """Yield the window of a document of one chunk, in the form of `_windows`.
 
         Yields nothing if the chunk has been captured after other chunks already: documents that are added to the index

@@ -144,7 +144,9 @@ class RequestProgress:
         self.tiers = tiers
         self.planned_s = at
 
-    def prefilled(self, plan: Plan, *, waited_s: float, row_layers: int, focus_layer: int | None) -> None:
+    def prefilled(
+        self, plan: Plan, *, waited_s: float, row_layers: int, focus_layer: int | None
+    ) -> None:
         """Note the plan as it was carried out, and what it computed."""
         self.plan = plan
         self.waited_s = waited_s
@@ -226,25 +228,37 @@ def stats_of(request: Request, progress: RequestProgress, layers: int) -> Reques
         recompute_share=progress.row_layers / (total * layers),
         focus_layer=progress.focus_layer,
         finish=progress.finish,
-        chunks=tuple(replace(chunk, stale_id=stale_ids.get(chunk.chunk_id, "")) for chunk in chunks),
+        chunks=tuple(
+            replace(chunk, stale_id=stale_ids.get(chunk.chunk_id, "")) for chunk in chunks
+        ),
         remote=progress.remote,
         request_id=request.request_id,
         quality=request.quality,
     )
 
 
-def _chunk_stats(request: Request, progress: RequestProgress, reports: Sequence[SegmentReport]) -> Iterator[ChunkStats]:
+def _chunk_stats(
+    request: Request, progress: RequestProgress, reports: Sequence[SegmentReport]
+) -> Iterator[ChunkStats]:
     # A request that was closed while it waited computed nothing either, unless another process has filled its prompt.
-    has_no_result = progress.finish in ("failed", "closed") and not progress.first_token_s and not progress.reports
+    has_no_result = (
+        progress.finish in ("failed", "closed")
+        and not progress.first_token_s
+        and not progress.reports
+    )
     for segment, report in zip_longest(request.prompt.segments, reports):
         if segment.kind != "chunk" or (report is None and progress.finish is None):
             continue
         tokens = len(segment.token_ids)
         if has_no_result:
-            yield ChunkStats(segment.segment_id, "failed", explain(Reason.FAILED), Reason.FAILED, tokens)
+            yield ChunkStats(
+                segment.segment_id, "failed", explain(Reason.FAILED), Reason.FAILED, tokens
+            )
         elif report is None:
             reason = Reason.NOT_REPORTED
-            yield ChunkStats(segment.segment_id, "computed", explain(reason), reason, tokens, computed=tokens)
+            yield ChunkStats(
+                segment.segment_id, "computed", explain(reason), reason, tokens, computed=tokens
+            )
         else:
             yield ChunkStats(
                 chunk_id=segment.segment_id,

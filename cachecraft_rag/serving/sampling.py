@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from cachecraft_rag.checks import FINITE, MOST, check_kind, check_number, check_text, check_whole, listed, shown
+from cachecraft_rag.checks import (
+    FINITE,
+    MOST,
+    check_kind,
+    check_number,
+    check_text,
+    check_whole,
+    listed,
+    shown,
+)
 from cachecraft_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,7 +92,9 @@ def _check_numbers(schema: object) -> None:
     if isinstance(schema, Mapping):
         for name, value in schema.items():
             if isinstance(value, int) and abs(value) > MOST:
-                raise ConfigError(f"json_schema: {name} is {shown(value)}; whole numbers must be below 2**63")
+                raise ConfigError(
+                    f"json_schema: {name} is {shown(value)}; whole numbers must be below 2**63"
+                )
             _check_numbers(value)
     elif isinstance(schema, list | tuple):
         for value in schema:
@@ -125,7 +136,13 @@ def sampling_from(options: dict[str, Any]) -> dict[str, Any]:
         given["stop"] = (given["stop"],)
 
     base = rest.get("sampling")
-    check_kind("sampling", base, SamplingParams, optional=True, advice="write SamplingParams(temperature=…)")
+    check_kind(
+        "sampling",
+        base,
+        SamplingParams,
+        optional=True,
+        advice="write SamplingParams(temperature=…)",
+    )
     rest["sampling"] = replace(base or SamplingParams(), **given)
     return rest
 
@@ -167,6 +184,7 @@ class Sampler:
         if self._params.top_p < 1.0:
             ordered, ids = shares.sort(descending=True)
             share_before = ordered.cumsum(0) - ordered
-            is_in_nucleus = share_before < self._params.top_p  # the likelier tokens have not reached top_p
+            # the likelier tokens have not reached top_p
+            is_in_nucleus = share_before < self._params.top_p
             shares = torch.zeros_like(shares).scatter(0, ids, ordered * is_in_nucleus)
         return int(torch.multinomial(shares, 1, generator=self._generator))

@@ -26,7 +26,9 @@ class WaitingPass:
     joined: bool = False
 
 
-def pays_to_join(layer: int, rows: float, *, at: int, others: int, layers: int, fixed_rows: float) -> bool:
+def pays_to_join(
+    layer: int, rows: float, *, at: int, others: int, layers: int, fixed_rows: float
+) -> bool:
     """Return whether a pass saves more than it costs the `others`, which are `at` a later layer or the same.
 
     It runs alone up to their layer, while they wait, and from there on as one forward with them.
@@ -47,7 +49,9 @@ def pays_to_join(layer: int, rows: float, *, at: int, others: int, layers: int, 
     return saved > others * delay
 
 
-def next_group(passes: Sequence[WaitingPass], *, layers: int, fixed_rows: float) -> tuple[list[int], set[int]]:
+def next_group(
+    passes: Sequence[WaitingPass], *, layers: int, fixed_rows: float
+) -> tuple[list[int], set[int]]:
     """Choose the passes that run their next layer now, as one forward, and all that run with the first one.
 
     Args:

@@ -126,7 +126,8 @@ class StepLoop:
         self.timer: Timer = untimed
         self._decoder = decoder
         self._layers = decoder.layout.layers
-        self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()  # its `put` is reentrant
+        # its `put` is reentrant
+        self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._tasks: list[LoopTask] = []  # in the order of asking
         self._watchers: dict[threading.Event, Callable[[], bool]] = {}
 
@@ -148,7 +149,9 @@ class StepLoop:
         results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         handle = Handle()
         try:
-            task = LoopTask(make, lambda *result: results.put(result), priority, self.watched(handle))
+            task = LoopTask(
+                make, lambda *result: results.put(result), priority, self.watched(handle)
+            )
             self.start(task)
             result, error = results.get()
         finally:
@@ -212,7 +215,11 @@ class StepLoop:
 
     def would_join(self, rows: Sequence[int] | NDArray[np.int64]) -> bool:
         """Return whether a new prefill of rows at these positions pays beside those that run; for the loop's thread."""
-        passes = [(task.step.row_pass, task.joined) for task in self._prefilling() if isinstance(task.step, Forward)]
+        passes = [
+            (task.step.row_pass, task.joined)
+            for task in self._prefilling()
+            if isinstance(task.step, Forward)
+        ]
         joined_layers = [row_pass.layer for row_pass, joined in passes if row_pass is joined]
         first_layer = [row_pass.layer for row_pass, _ in passes[:1]]
         layers = joined_layers or first_layer
@@ -271,7 +278,8 @@ class StepLoop:
 
     def _work(self) -> None:
         with self._guard:
-            if self._thread is not None:  # the start of this thread was interrupted, and a second one has begun
+            # the start of this thread was interrupted, and a second one has begun
+            if self._thread is not None:
                 return
             self._thread = threading.current_thread()
             self._closing = False
@@ -324,7 +332,8 @@ class StepLoop:
                 if message is not None:
                     try:
                         message()
-                    except Exception:  # a mistake of ours in one message must not end the others' work
+                    # a mistake of ours in one message must not end the others' work
+                    except Exception:
                         logger.exception("A message to the step loop has failed")
                     del message  # or an idle thread would keep its tensors alive
         except Empty:
@@ -448,7 +457,11 @@ class StepLoop:
     def _is_idle(self) -> bool:
         """Return whether no answer is computed, and no reader is about to ask for the next piece."""
         now = time.perf_counter()
-        return all(now > task.paused_at + _PAUSE_S for task in self._tasks if task.priority is Priority.ANSWER)
+        return all(
+            now > task.paused_at + _PAUSE_S
+            for task in self._tasks
+            if task.priority is Priority.ANSWER
+        )
 
     def _prefill(self, until: float) -> bool:
         """Run layers of prefills up to a time, and resume others meanwhile; returns whether there were any."""
@@ -458,7 +471,9 @@ class StepLoop:
             if isinstance(ready[0].step, Call):
                 self._call(ready[0])
             else:
-                self._advance(self._group([task for task in ready if isinstance(task.step, Forward)]))
+                self._advance(
+                    self._group([task for task in ready if isinstance(task.step, Forward)])
+                )
             if time.perf_counter() >= until:
                 break
 
@@ -466,7 +481,8 @@ class StepLoop:
             self._resume_all()
             is_unlimited = math.isinf(until)
             if is_unlimited and any(
-                task.priority is not Priority.IDLE and isinstance(task.step, DecodeStep) for task in self._tasks
+                task.priority is not Priority.IDLE and isinstance(task.step, DecodeStep)
+                for task in self._tasks
             ):
                 break  # an answer has begun: it takes its turns
         return worked
@@ -474,7 +490,9 @@ class StepLoop:
     def _prefilling(self) -> list[LoopTask]:
         """Return the answers whose prompt can be computed further now."""
         return [
-            task for task in self._tasks if task.priority is Priority.ANSWER and isinstance(task.step, Forward | Call)
+            task
+            for task in self._tasks
+            if task.priority is Priority.ANSWER and isinstance(task.step, Forward | Call)
         ]
 
     def _group(self, tasks: list[LoopTask]) -> list[LoopTask]:

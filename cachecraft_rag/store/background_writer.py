@@ -86,7 +86,8 @@ class BackgroundWriter:
                 if future is not None:
                     return future
                 self._done(variant, ticket)
-        except BaseException:  # after Ctrl-C the job may never run, and would count towards the queue forever
+        # after Ctrl-C the job may never run, and would count towards the queue forever
+        except BaseException:
             self._done(variant, ticket)
             raise
         refused: Future[Variant | Unavailable] = Future()
@@ -114,7 +115,9 @@ class BackgroundWriter:
         is_due = False
         try:
             with self._lock:
-                self._uses[variant_id] = self._uses[variant_id] + use if variant_id in self._uses else use
+                self._uses[variant_id] = (
+                    self._uses[variant_id] + use if variant_id in self._uses else use
+                )
                 is_due = not self._uses_scheduled
                 self._uses_scheduled = True
             if is_due:
@@ -128,7 +131,9 @@ class BackgroundWriter:
         """Remove the row and the file of a variant that can never be served."""
         self.submit(partial(self._discard, file, chunk_id, reason))
 
-    def submit(self, job: Callable[[], T], *, ended: Callable[[Future[T]], object] | None = None) -> Future[T] | None:
+    def submit(
+        self, job: Callable[[], T], *, ended: Callable[[Future[T]], object] | None = None
+    ) -> Future[T] | None:
         """Submit a job to the thread; return None if the store is closed.
 
         When the interpreter exits, the thread accepts no more jobs, but an engine that was never closed still submits
@@ -173,7 +178,9 @@ class BackgroundWriter:
             self._warn_once("used", f"Uses are written down later: {error}")
             with self._lock:  # the next use tries again
                 for variant_id, use in uses.items():
-                    self._uses[variant_id] = use + self._uses[variant_id] if variant_id in self._uses else use
+                    self._uses[variant_id] = (
+                        use + self._uses[variant_id] if variant_id in self._uses else use
+                    )
 
     def counts(self) -> tuple[int, dict[str, int]]:
         """Return the waiting bytes, and outcome → number of captures: "stored" or a `CaptureDrop`."""
@@ -196,7 +203,9 @@ class BackgroundWriter:
             encoded = encode(variant, capture.layout, capture.kv)
         except ValueError as error:  # a lossy codec cannot encode these values
             why = f"it cannot be encoded: {error}"
-            return self._drop(variant, Unavailable(variant.variant_id, CaptureDrop.NOT_ENCODABLE, why))
+            return self._drop(
+                variant, Unavailable(variant.variant_id, CaptureDrop.NOT_ENCODABLE, why)
+            )
         # A chunk that was removed here may still be on a remote, which counts as stored.
         extra_variant = capture.extra_variant and self._remote is None
         refused = self._written(variant, encoded, capture.token_scores, extra_variant=extra_variant)
@@ -215,19 +224,29 @@ class BackgroundWriter:
     def _mark(self, key: VariantKey, mark: tuple[int, int]) -> None:
         try:
             self._durable.catalog.texts.mark(key.namespace, key.fingerprint, key.chunk_id, mark)
-        except StoreError as error:  # its text cannot be recognised in prompts, but documents still use it
+        # its text cannot be recognised in prompts, but documents still use it
+        except StoreError as error:
             self._warn_once("mark", f"A text cannot be marked: {error}")
 
     def _written(
-        self, variant: Variant, encoded: Encoded, scores: TokenScores, *, extra_variant: bool = False
+        self,
+        variant: Variant,
+        encoded: Encoded,
+        scores: TokenScores,
+        *,
+        extra_variant: bool = False,
     ) -> Unavailable | None:
         """Write a variant; return None, or the reason why it cannot be written."""
         try:
             return self._durable.write(variant, encoded, scores, extra_variant=extra_variant)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                return Unavailable(variant.variant_id, CaptureDrop.DISK_FULL, f"the disk is full: {error}")
-            return Unavailable(variant.variant_id, CaptureDrop.FILE_ERROR, f"its file cannot be written: {error}")
+                return Unavailable(
+                    variant.variant_id, CaptureDrop.DISK_FULL, f"the disk is full: {error}"
+                )
+            return Unavailable(
+                variant.variant_id, CaptureDrop.FILE_ERROR, f"its file cannot be written: {error}"
+            )
         except StoreError as error:
             why = f"the catalog cannot be written: {error}"
             return Unavailable(variant.variant_id, CaptureDrop.CATALOG_ERROR, why)
@@ -235,19 +254,28 @@ class BackgroundWriter:
     def _write_copy(self, variant: Variant, encoded: Encoded) -> None:
         scores = self._remote.token_scores([variant.variant_id]) if self._remote is not None else {}
         try:
-            if self._durable.catalog.holds(FileRef(variant.variant_id, variant.created), or_at_risk=True):
+            if self._durable.catalog.holds(
+                FileRef(variant.variant_id, variant.created), or_at_risk=True
+            ):
                 return  # another request or process has fetched it too
         except StoreError:  # writing it reports the reason
             pass
         refused = self._written(variant, encoded, scores.get(variant.variant_id, TokenScores()))
         if refused is not None:
-            self._warn_once(refused.code, f"A chunk-cache from the remote is not kept on disk: {refused.reason}")
+            self._warn_once(
+                refused.code, f"A chunk-cache from the remote is not kept on disk: {refused.reason}"
+            )
 
-    def _done(self, variant: Variant, ticket: int, future: Future[Variant | Unavailable] | None = None) -> None:
+    def _done(
+        self, variant: Variant, ticket: int, future: Future[Variant | Unavailable] | None = None
+    ) -> None:
         with self._lock:
             self._queued.pop(ticket, None)
         if future is not None and future.cancelled():
-            self._drop(variant, Unavailable(variant.variant_id, CaptureDrop.CANCELLED, "cancelled by the caller"))
+            self._drop(
+                variant,
+                Unavailable(variant.variant_id, CaptureDrop.CANCELLED, "cancelled by the caller"),
+            )
 
     def _discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
         try:
@@ -256,7 +284,8 @@ class BackgroundWriter:
             self._warn_once("discard", f"A damaged chunk-cache stays in the catalog: {error}")
 
     def _variant_of(self, capture: Capture) -> Variant:
-        with self._lock:  # `created` names the file, so no two captures of this process may share it
+        # `created` names the file, so no two captures of this process may share it
+        with self._lock:
             created = self._last_created = max(time.time(), self._last_created + 1e-6)
         # All chunks are computed after the instruction, and would inherit the errors of a lossy codec.
         codec = self._codec if capture.key.origin_prefix else "raw"
@@ -267,7 +296,8 @@ class BackgroundWriter:
         if self._closed:
             return _closed(variant)
         limits = self._durable.limits
-        if variant.codec == "raw" and variant.nbytes > limits.disk_bytes:  # other codecs: once the size is known
+        # other codecs: once the size is known
+        if variant.codec == "raw" and variant.nbytes > limits.disk_bytes:
             return too_large(variant, variant.nbytes, limits)
         queued_bytes = self._queued_bytes()
         if queued_bytes + variant.nbytes > self._queue_bytes:

@@ -91,8 +91,11 @@ class RowFilter:
             ("s.namespace = ?", self.namespace),
             ("s.fingerprint = ?", self.fingerprint),
             ("v.chunk_id IN (SELECT value FROM json_each(?))", chunks),
-            ("instr(v.chunk_id, ?) = 1", self.chunk_prefix),  # not GLOB or LIKE: a prefix has no wildcards
+            # not GLOB or LIKE: a prefix has no wildcards
+            ("instr(v.chunk_id, ?) = 1", self.chunk_prefix),
             ("v.created < ?", self.created_before),
         )
         given = [(condition, value) for condition, value in parts if value is not None]
-        return " AND ".join(["TRUE", *(condition for condition, _ in given)]), [value for _, value in given]
+        return " AND ".join(["TRUE", *(condition for condition, _ in given)]), [
+            value for _, value in given
+        ]

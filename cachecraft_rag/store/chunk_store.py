@@ -27,7 +27,14 @@ from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.store.background_writer import BackgroundWriter, log_mistake
 from cachecraft_rag.store.catalog import Catalog
 from cachecraft_rag.store.catalog.found_texts import MarkedText
-from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, RowFilter, Totals
+from cachecraft_rag.store.catalog_records import (
+    DamagedRow,
+    FileRef,
+    Limits,
+    Listed,
+    RowFilter,
+    Totals,
+)
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig, StoreStats
 from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted
@@ -64,7 +71,9 @@ class ChunkCacheStore(Closeable):
         """Use `open`."""
         self.root = root
         self._home = HomeProcess("chunk-cache store")
-        self._memory = Memory(config.host_bytes, device=config.device, device_bytes=config.device_bytes)
+        self._memory = Memory(
+            config.host_bytes, device=config.device, device_bytes=config.device_bytes
+        )
         self._durable = DurableVariants(
             root,
             limits=config.given_limits,
@@ -88,9 +97,13 @@ class ChunkCacheStore(Closeable):
         self._lookups: Counter[str] = Counter()
         self._loads: Counter[str] = Counter()
         self._load_failures: Counter[tuple[str, str]] = Counter()
-        self._readers = ThreadPoolExecutor(config.readers, thread_name_prefix="cachecraft-store-reader")
+        self._readers = ThreadPoolExecutor(
+            config.readers, thread_name_prefix="cachecraft-store-reader"
+        )
         try:
-            self._remote = RemoteTier(config.remote) if isinstance(config.remote, RemoteConfig) else None
+            self._remote = (
+                RemoteTier(config.remote) if isinstance(config.remote, RemoteConfig) else None
+            )
         except ConfigError:
             self._durable.close()
             raise
@@ -104,7 +117,8 @@ class ChunkCacheStore(Closeable):
         )
         if self._durable.read_only:
             self._warn_once(
-                CaptureDrop.READ_ONLY, f"{root} cannot be written: what it holds is reused, and nothing is added to it"
+                CaptureDrop.READ_ONLY,
+                f"{root} cannot be written: what it holds is reused, and nothing is added to it",
             )
 
     @classmethod
@@ -126,7 +140,12 @@ class ChunkCacheStore(Closeable):
     # -- the request's path -------------------------------------------------------------------------------------------
 
     def lookup(
-        self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], *, session: str | None = None
+        self,
+        namespace: str,
+        fingerprint: str,
+        chunk_ids: Sequence[str],
+        *,
+        session: str | None = None,
     ) -> dict[str, list[Variant]]:
         """Return chunk id → variants: shared ones, and private ones of this session. One query, no tensors.
 
@@ -158,11 +177,20 @@ class ChunkCacheStore(Closeable):
         if self._remote is not None:
             # After the catalog, not at the same time: the catalog takes a millisecond, and the remote need not be asked
             # for chunks that it has.
-            few = [name for name, here in lookup.variants.items() if len(here) < self._remote.config.ask_below]
-            there = self._remote.find(namespace, fingerprint, few, bounds) if few else LookupResult({})
-            for chunk_id, offers in there.variants.items():  # for variants in both places, the catalog's row is kept
+            few = [
+                name
+                for name, here in lookup.variants.items()
+                if len(here) < self._remote.config.ask_below
+            ]
+            there = (
+                self._remote.find(namespace, fingerprint, few, bounds) if few else LookupResult({})
+            )
+            # for variants in both places, the catalog's row is kept
+            for chunk_id, offers in there.variants.items():
                 here = {variant.variant_id for variant in lookup.variants[chunk_id]}
-                lookup.variants[chunk_id] += [variant for variant in offers if variant.variant_id not in here]
+                lookup.variants[chunk_id] += [
+                    variant for variant in offers if variant.variant_id not in here
+                ]
             lookup.refused.update(there.refused)
             lookup = replace(lookup, remote=there.remote)
         with self._lock:
@@ -170,20 +198,30 @@ class ChunkCacheStore(Closeable):
         return lookup
 
     def _find_here(
-        self, lookup: LookupResult, namespace: str, fingerprint: str, *, session: str | None, bounds: RowBounds | None
+        self,
+        lookup: LookupResult,
+        namespace: str,
+        fingerprint: str,
+        *,
+        session: str | None,
+        bounds: RowBounds | None,
     ) -> None:
         """Fill in the variants of the catalog."""
         payload = Payload(bounds.layout if bounds is not None else None)
 
         def find(catalog: Catalog) -> tuple[dict[str, list[Variant]], list[DamagedRow]]:
-            return catalog.find(namespace, fingerprint, list(lookup.variants), session=session, payload=payload)
+            return catalog.find(
+                namespace, fingerprint, list(lookup.variants), session=session, payload=payload
+            )
 
         nothing: tuple[dict[str, list[Variant]], list[DamagedRow]] = ({}, [])
         variants, damaged = self._asked("Nothing can be reused", find, instead=nothing)
         flawed = [(row.file, row.chunk_id, row.reason) for row in damaged]
         for variant in itertools.chain.from_iterable(variants.values()):
             if bounds is not None and (flaw := bounds.flaw(variant)):
-                flawed.append((FileRef(variant.variant_id, variant.created), variant.key.chunk_id, flaw))
+                flawed.append(
+                    (FileRef(variant.variant_id, variant.created), variant.key.chunk_id, flaw)
+                )
             else:
                 lookup.variants[variant.key.chunk_id].append(variant)
         for file, chunk_id, reason in flawed:
@@ -197,7 +235,11 @@ class ChunkCacheStore(Closeable):
         )
         scores = {variant_id: known.get(variant_id, TokenScores()) for variant_id in variant_ids}
         if self._remote is not None:
-            unknown = [variant_id for variant_id, variant_scores in scores.items() if variant_scores.inter is None]
+            unknown = [
+                variant_id
+                for variant_id, variant_scores in scores.items()
+                if variant_scores.inter is None
+            ]
             scores |= self._remote.token_scores(unknown)
         return scores
 
@@ -206,10 +248,17 @@ class ChunkCacheStore(Closeable):
         self._check_open()
         if self._durable.read_only:
             return set()
-        return self._asked("Texts cannot be counted", lambda catalog: catalog.texts.seen(names), instead=set())
+        return self._asked(
+            "Texts cannot be counted", lambda catalog: catalog.texts.seen(names), instead=set()
+        )
 
     def marked_texts(
-        self, namespace: str, fingerprint: str, marks: Mapping[int, object], *, session: str | None = None
+        self,
+        namespace: str,
+        fingerprint: str,
+        marks: Mapping[int, object],
+        *,
+        session: str | None = None,
     ) -> list[MarkedText]:
         """Return the captured texts that have one of these marks."""
         return self._asked(
@@ -227,7 +276,9 @@ class ChunkCacheStore(Closeable):
             self._warn_once(problem, f"{problem}: {error}")
             return instead
 
-    def open_variants(self, variants: Sequence[Variant]) -> list[LoadedVariant | StoredVariant | Unavailable]:
+    def open_variants(
+        self, variants: Sequence[Variant]
+    ) -> list[LoadedVariant | StoredVariant | Unavailable]:
         """Call `open_variant` for each variant, in the same order. Those on the remote are fetched concurrently."""
         self._check_open()
         streams: dict[str, RemoteStream | Unavailable] = {}
@@ -284,7 +335,10 @@ class ChunkCacheStore(Closeable):
         if whole:
             if stored.kv is not None:
                 self._memory.host.add(stored.variant, stored.kv)
-            if isinstance(stored.source, RemoteStream) and (encoded := stored.source.encoded()) is not None:
+            if (
+                isinstance(stored.source, RemoteStream)
+                and (encoded := stored.source.encoded()) is not None
+            ):
                 self._writer.keep_copy(replace(stored.variant, home="disk"), encoded)
 
     def keeps(self, stored: StoredVariant) -> bool:
@@ -303,7 +357,12 @@ class ChunkCacheStore(Closeable):
             "tier": variant.home,
             "reason": why.code,
         }
-        logger.info("Chunk-cache %s was not loaded: %s", variant.variant_id, why.reason, extra={"cachecraft": fields})
+        logger.info(
+            "Chunk-cache %s was not loaded: %s",
+            variant.variant_id,
+            why.reason,
+            extra={"cachecraft": fields},
+        )
         if isinstance(why, Damaged):
             if remote is not None:
                 remote.remove(variant)
@@ -398,7 +457,9 @@ class ChunkCacheStore(Closeable):
                 "evictions": self._evictions(),
             }
 
-    def rows(self, chosen: RowFilter | None = None, *, offset: int = 0, limit: int = 100) -> list[Listed]:
+    def rows(
+        self, chosen: RowFilter | None = None, *, offset: int = 0, limit: int = 100
+    ) -> list[Listed]:
         """Return a page of all variants, private ones too, highest eviction score first. Raises StoreError."""
         check_kind("chosen", chosen, RowFilter, optional=True)
         check_whole("offset", offset)
@@ -406,7 +467,9 @@ class ChunkCacheStore(Closeable):
         self._require_folder()
         return self._durable.catalog.rows(chosen or RowFilter(), offset=offset, limit=limit)
 
-    def evict(self, chosen: RowFilter | None = None, *, down_to_bytes: int | None = None) -> Evicted:
+    def evict(
+        self, chosen: RowFilter | None = None, *, down_to_bytes: int | None = None
+    ) -> Evicted:
         """Remove the chosen variants: all, or those with the lowest scores until the files have `down_to_bytes` bytes.
 
         Raises ConfigError without either argument, StoreError if the catalog cannot be written.
@@ -419,13 +482,17 @@ class ChunkCacheStore(Closeable):
             for callback in self.before_removal:
                 callback(chosen.chunk_ids)
         if chosen == RowFilter() and down_to_bytes is None:
-            raise ConfigError("evict needs a filter or down_to_bytes; down_to_bytes=0 removes everything.")
+            raise ConfigError(
+                "evict needs a filter or down_to_bytes; down_to_bytes=0 removes everything."
+            )
         try:
             return self._durable.evict(chosen, down_to_bytes=down_to_bytes)
         finally:
             self._finish_interrupted()
 
-    def check(self, *, repair: bool = False, progress: Callable[[Progress], None] | None = None) -> CheckReport:
+    def check(
+        self, *, repair: bool = False, progress: Callable[[Progress], None] | None = None
+    ) -> CheckReport:
         """Compare rows and files, read every byte, and report flaws; with `repair` fix them.
 
         Safe while other processes read and write: files that a running writer uses are skipped. `progress` is called
@@ -456,7 +523,8 @@ class ChunkCacheStore(Closeable):
 
     def close(self) -> None:
         """Write waiting captures and uses, then close. A remote gets `close_timeout_s`. May be called twice."""
-        if not self._home.here:  # a fork has no waiting captures, and the files belong to its parent
+        # a fork has no waiting captures, and the files belong to its parent
+        if not self._home.here:
             return
         with self._lock:
             if self._closed:
@@ -472,7 +540,9 @@ class ChunkCacheStore(Closeable):
     # -- small parts --------------------------------------------------------------------------------------------------
 
     def _evictions(self) -> dict[str, dict[str, int]]:
-        counts = Counter({("disk", str(why)): count for why, count in self._durable.evictions().items()})
+        counts = Counter(
+            {("disk", str(why)): count for why, count in self._durable.evictions().items()}
+        )
         tiers = self._memory.device, self._memory.host
         counts += Counter({(tier.name, str(EvictionReason.BUDGET)): tier.evicted for tier in tiers})
         return _by_tier(counts)
@@ -509,7 +579,9 @@ class ChunkCacheStore(Closeable):
         """Raise StoreError if the folder has vanished."""
         self._home.require()
         if self._durable.gone():
-            raise StoreError(f"The folder {self.root} was deleted, or is out of reach. Open the store again.")
+            raise StoreError(
+                f"The folder {self.root} was deleted, or is out of reach. Open the store again."
+            )
 
     def _check_open(self) -> None:
         self._home.require()

@@ -11,7 +11,9 @@ from cachecraft_rag.store.codecs import codec_named
 from cachecraft_rag.store.eviction import policy_named
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStats
 
-DEFAULT_LIMITS = MappingProxyType({"disk_bytes": 20 << 30, "variants_per_chunk": 64, "max_variants": 100_000})
+DEFAULT_LIMITS = MappingProxyType(
+    {"disk_bytes": 20 << 30, "variants_per_chunk": 64, "max_variants": 100_000}
+)
 CACHE_FOLDER = "caches"  # in the folder that a user names as the store, next to the index
 _MOST_READERS = 1024
 
@@ -71,7 +73,9 @@ class StoreConfig:
         if self.eviction is not None:
             policy_named(self.eviction)
         check_number("busy_timeout_s", self.busy_timeout_s, most=MOST_SECONDS)
-        check_kind("remote", self.remote, (RemoteConfig, str), optional=True, advice="write its URL")
+        check_kind(
+            "remote", self.remote, (RemoteConfig, str), optional=True, advice="write its URL"
+        )
         if isinstance(self.remote, str):  # a RemoteConfig hides its password when it is printed
             object.__setattr__(self, "remote", RemoteConfig(self.remote))
         codec_named(self.codec)

@@ -69,7 +69,8 @@ class Database:
             path.parent.mkdir(parents=True, exist_ok=True)
         self._kind = kind
         self._busy_timeout_s = busy_timeout_s
-        self._read_lock = threading.RLock()  # a second transaction in the same thread is an error, and no standstill
+        # a second transaction in the same thread is an error, and no standstill
+        self._read_lock = threading.RLock()
         self._write_lock = threading.RLock()
         self._open_lock = threading.RLock()
         self._reader: sqlite3.Connection | None = None  # both are None on a full disk
@@ -112,7 +113,9 @@ class Database:
         No other writer, in any process, gets in between. Raises the kind's error at once for a read-only file.
         """
         if self.read_only:
-            raise self._error("cannot be written. Make its folder writable for this user to change it")
+            raise self._error(
+                "cannot be written. Make its folder writable for this user to change it"
+            )
         return Block(self._writing())
 
     def _reading(self, begin: str) -> Generator[sqlite3.Connection, None, None]:
@@ -135,27 +138,39 @@ class Database:
                     yield from _transaction(connection, "BEGIN IMMEDIATE")
             else:
                 with self._write_lock:
-                    yield from _transaction(self._writer, "BEGIN IMMEDIATE", after_interrupt=self._renew_writer)
+                    yield from _transaction(
+                        self._writer, "BEGIN IMMEDIATE", after_interrupt=self._renew_writer
+                    )
 
     def problems(self) -> list[str]:
         """Findings of SQLite's own integrity check; empty when all is well. Reads the whole file."""
         with self._errors():
             self._reopen()
             # Its own connection: readers must not wait for it.
-            with Block(self._exclusive()) if self._reader is None else closing(self._connect()) as connection:
-                return [text for (text,) in connection.execute("PRAGMA quick_check") if text != "ok"]
+            with (
+                Block(self._exclusive())
+                if self._reader is None
+                else closing(self._connect()) as connection
+            ):
+                return [
+                    text for (text,) in connection.execute("PRAGMA quick_check") if text != "ok"
+                ]
 
     def _connect(self) -> sqlite3.Connection:
         wait = self._busy_timeout_s
         if self.read_only:
             return connect_read_only(self.path, timeout_s=wait)
-        return sqlite3.connect(self.path, timeout=wait, isolation_level=None, check_same_thread=False)
+        return sqlite3.connect(
+            self.path, timeout=wait, isolation_level=None, check_same_thread=False
+        )
 
     def _connect_writer(self) -> sqlite3.Connection:
         """Open the connection that writes; the first one creates the file or updates its schema."""
         writer = self._connect()
         try:
-            self._when_free(lambda: self._compare(writer) if self.read_only else self._prepare(writer))
+            self._when_free(
+                lambda: self._compare(writer) if self.read_only else self._prepare(writer)
+            )
         except BaseException:  # Ctrl-C too: no connection stays open
             writer.close()
             raise
@@ -227,7 +242,10 @@ class Database:
                 action()
                 return
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                if (
+                    error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY
+                    or time.monotonic() > give_up
+                ):
                     raise
             time.sleep(0.01)
 
@@ -245,7 +263,9 @@ class Database:
             if version and not first < version <= newest:
                 raise self._other_version(version)
             done = max(version - first, 0)
-            for statement in (line for migration in self._kind.migrations[done:] for line in migration):
+            for statement in (
+                line for migration in self._kind.migrations[done:] for line in migration
+            ):
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {newest}")
 
@@ -257,7 +277,11 @@ class Database:
     def _other_version(self, version: int) -> CacheCraftError:
         kind = self._kind
         error = self._kind.other_version or self._kind.error
-        advice = "Upgrade the package or choose another folder" if version > kind.newest else "Choose another folder"
+        advice = (
+            "Upgrade the package or choose another folder"
+            if version > kind.newest
+            else "Choose another folder"
+        )
         if self.read_only:
             advice = "It cannot be written: open it once where it can be, or use that version"
             error = kind.error
@@ -298,7 +322,10 @@ class Block:
             raise
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if error is None:
@@ -332,7 +359,8 @@ def _transaction(
         if begin:
             connection.execute("COMMIT")
     except BaseException as error:
-        if begin and connection.in_transaction:  # SQLite itself rolls back on some errors, a full disk among them
+        # SQLite itself rolls back on some errors, a full disk among them
+        if begin and connection.in_transaction:
             connection.execute("ROLLBACK")
         if after_interrupt is not None and not isinstance(error, Exception):
             after_interrupt()
@@ -346,7 +374,10 @@ def _version(connection: sqlite3.Connection) -> int:
 
 def _is_full(error: sqlite3.Error) -> bool:
     """Return True for SQLite's errors on a full disk; a broken one may give the same."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+    )
 
 
 def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
@@ -356,7 +387,9 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
     they are not, and cannot be made, no process has it open, and it is read as it lies there. Raises sqlite3.Error.
     """
     place = path.absolute().as_uri()
-    connect = partial(sqlite3.connect, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False)
+    connect = partial(
+        sqlite3.connect, uri=True, timeout=timeout_s, isolation_level=None, check_same_thread=False
+    )
     connection = connect(f"{place}?mode=ro")
     try:
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
@@ -364,7 +397,10 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
     except sqlite3.OperationalError as error:
         connection.close()
         journal = path.with_name(f"{path.name}-wal")
-        locked_out = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+        locked_out = error.sqlite_errorcode & 0xFF in (
+            sqlite3.SQLITE_CANTOPEN,
+            sqlite3.SQLITE_READONLY,
+        )
         if not locked_out or (journal.exists() and journal.stat().st_size):
             raise
     return connect(f"{place}?mode=ro&immutable=1")
@@ -375,7 +411,9 @@ def can_be_written(path: Path) -> bool:
     return os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
 
 
-def fetched(connection: sqlite3.Connection, query: str, parameters: tuple[object, ...]) -> list[Any]:
+def fetched(
+    connection: sqlite3.Connection, query: str, parameters: tuple[object, ...]
+) -> list[Any]:
     """All rows; invalid text becomes half surrogate pairs, so that one row does not hide all others."""
     try:
         return connection.execute(query, parameters).fetchall()

@@ -42,7 +42,13 @@ from cachecraft_rag.types import (
 )
 
 FindingKind = Literal[
-    "missing file", "damaged file", "damaged row", "file without row", "leftover of a writer", "foreign file", "catalog"
+    "missing file",
+    "damaged file",
+    "damaged row",
+    "file without row",
+    "leftover of a writer",
+    "foreign file",
+    "catalog",
 ]
 _KILLED = "its process ended in the middle"
 _ATTEMPTS = 5  # attempts to make room before other writers take it
@@ -116,7 +122,9 @@ class DurableVariants:
         self._evictions: Counter[EvictionReason] = Counter()
         path = root / CATALOG_FILE
         try:
-            self.catalog = _opened(partial(Catalog, path, busy_timeout_s=busy_timeout_s, policy=policy), path)
+            self.catalog = _opened(
+                partial(Catalog, path, busy_timeout_s=busy_timeout_s, policy=policy), path
+            )
             self._writers = Writers(root / "writers")
             self._file = _identity(path)
         except OSError as error:
@@ -132,7 +140,9 @@ class DurableVariants:
                 return
             with suppress(DiskFullError):  # done when the store is opened next
                 if leftovers := self._sweep(repair=True):
-                    logger.info("Removed %d unfinished files of writers that were killed", len(leftovers))
+                    logger.info(
+                        "Removed %d unfinished files of writers that were killed", len(leftovers)
+                    )
                 self.catalog.set_limits(limits)
             over, why = self.catalog.over(self.limits)
             if over:
@@ -165,7 +175,12 @@ class DurableVariants:
             return dict(self._evictions)
 
     def write(
-        self, variant: Variant, encoded: Encoded, token_scores: TokenScores, *, extra_variant: bool = False
+        self,
+        variant: Variant,
+        encoded: Encoded,
+        token_scores: TokenScores,
+        *,
+        extra_variant: bool = False,
     ) -> Unavailable | None:
         """Store a variant, and evict others if needed; return None, or the reason why it cannot be stored.
 
@@ -176,7 +191,9 @@ class DurableVariants:
         if self.read_only:
             return Unavailable(variant.variant_id, CaptureDrop.READ_ONLY, "the store is read-only")
         if self.gone():
-            return Unavailable(variant.variant_id, CaptureDrop.FOLDER_GONE, "the store's folder is gone")
+            return Unavailable(
+                variant.variant_id, CaptureDrop.FOLDER_GONE, "the store's folder is gone"
+            )
         writer = self._writers.token
         limits = self.limits
         nbytes = encoded.nbytes
@@ -195,14 +212,21 @@ class DurableVariants:
         try:
             self.disk.write(variant, encoded, writer=writer)
             gone = self.catalog.commit(
-                variant, token_scores, file_bytes=nbytes, writer=writer, limits=limits, extra_variant=extra_variant
+                variant,
+                token_scores,
+                file_bytes=nbytes,
+                writer=writer,
+                limits=limits,
+                extra_variant=extra_variant,
             )
         except (OSError, StoreError):
             self.delete([FileRef(variant.variant_id, variant.created)])
             raise
         if gone is None:
             self.delete([FileRef(variant.variant_id, variant.created)])
-            return Unavailable(variant.variant_id, CaptureDrop.REMOVED, "its chunk was removed meanwhile")
+            return Unavailable(
+                variant.variant_id, CaptureDrop.REMOVED, "its chunk was removed meanwhile"
+            )
         self.delete(gone)
         return None
 
@@ -224,7 +248,9 @@ class DurableVariants:
         gone = self._evict(files, EvictionReason.ADMINISTRATOR, forget=chosen.chunk_ids or ())
         return Evicted(len(gone), sum(file.file_bytes for file in gone))
 
-    def _evict(self, files: list[FileRef], why: EvictionReason, *, forget: Sequence[str] = ()) -> list[FileRef]:
+    def _evict(
+        self, files: list[FileRef], why: EvictionReason, *, forget: Sequence[str] = ()
+    ) -> list[FileRef]:
         """Remove rows, then their files; on a full disk the files first. Raises StoreError."""
         try:
             return self._remove(files, why, forget=forget)
@@ -237,12 +263,16 @@ class DurableVariants:
         try:
             return self._remove(files, why, forget=forget)
         except DiskFullError as error:
-            logger.warning("Files were deleted; their rows stay, as misses, until the disk has room: %s", error)
+            logger.warning(
+                "Files were deleted; their rows stay, as misses, until the disk has room: %s", error
+            )
             gone = [replace(file, evicted=why) for file in files]
             self.delete(gone)
             return gone
 
-    def _remove(self, files: list[FileRef], why: EvictionReason, *, forget: Sequence[str] = ()) -> list[FileRef]:
+    def _remove(
+        self, files: list[FileRef], why: EvictionReason, *, forget: Sequence[str] = ()
+    ) -> list[FileRef]:
         """Remove rows, then their files. Raises StoreError.
 
         After Ctrl-C in between, the next `finish_interrupted` deletes the files.
@@ -282,8 +312,17 @@ class DurableVariants:
             self._evictions.update(file.evicted for file in files if file.evicted is not None)
         for file in files:
             if file.evicted is not None:
-                fields = {"event": "eviction", "variant_id": file.variant_id, "reason": file.evicted}
-                logger.info("Chunk-cache %s left: %s", file.variant_id, file.evicted, extra={"cachecraft": fields})
+                fields = {
+                    "event": "eviction",
+                    "variant_id": file.variant_id,
+                    "reason": file.evicted,
+                }
+                logger.info(
+                    "Chunk-cache %s left: %s",
+                    file.variant_id,
+                    file.evicted,
+                    extra={"cachecraft": fields},
+                )
             self._on_removed(file.variant_id, file.created)
             try:
                 self.disk.remove(file.variant_id, file.created)
@@ -309,11 +348,17 @@ class DurableVariants:
                 f"{self.catalog.path.parent} cannot be written. Make it writable for this user to repair it."
             )
         findings = [
-            Finding("catalog", self.catalog.path, text, f"delete the folder {self.catalog.path.parent} to start again")
+            Finding(
+                "catalog",
+                self.catalog.path,
+                text,
+                f"delete the folder {self.catalog.path.parent} to start again",
+            )
             for text in self.catalog.problems()
         ]
         findings += self._sweep(repair=repair)
-        files = list(self.disk.scan())  # before the rows: files written after this are not leftovers
+        # before the rows: files written after this are not leftovers
+        files = list(self.disk.scan())
         total = self.catalog.totals().variants
         rows = 0
         for rows, row in enumerate(self.catalog.scan(), start=1):
@@ -327,7 +372,9 @@ class DurableVariants:
         if flaw := self.catalog.check_sums(repair=repair):
             action = "counted again" if repair else "would be counted again"
             findings.append(Finding("catalog", self.catalog.path, flaw, action))
-        return CheckReport(rows, len(files), sum(file.file_bytes for _, file in files), repair, tuple(findings))
+        return CheckReport(
+            rows, len(files), sum(file.file_bytes for _, file in files), repair, tuple(findings)
+        )
 
     def _sweep(self, *, repair: bool) -> list[Finding]:
         """Find files, reservations and locks of dead writers; with `repair` remove them."""
@@ -338,7 +385,9 @@ class DurableVariants:
             finished = []
             for file in files:
                 paths = self.disk.leftovers(file.variant_id, file.created, writer)
-                findings += [_finding("leftover of a writer", path, _KILLED, repair=repair) for path in paths]
+                findings += [
+                    _finding("leftover of a writer", path, _KILLED, repair=repair) for path in paths
+                ]
                 if repair and all(_unlink(path) for path in paths):
                     finished.append(file)
             if finished:
@@ -357,7 +406,8 @@ class DurableVariants:
             file = FileRef(row.variant.variant_id, row.variant.created)
             path = self.disk.path(file.variant_id, file.created)
             result = self.disk.read(row.variant)
-            if not isinstance(result, Unavailable) or not self.catalog.holds(file):  # evicted while it was read
+            # evicted while it was read
+            if not isinstance(result, Unavailable) or not self.catalog.holds(file):
                 return []
             if not isinstance(result, Damaged):
                 return [Finding("damaged file", path, result.reason, "left alone: this may pass")]
@@ -384,13 +434,21 @@ class DurableVariants:
                 return []
             if repair:
                 _unlink(path)
-        return [_finding("file without row", path, f"{file.file_bytes} bytes that no row names", repair=repair)]
+        return [
+            _finding(
+                "file without row",
+                path,
+                f"{file.file_bytes} bytes that no row names",
+                repair=repair,
+            )
+        ]
 
 
 def _opened(open_it: Callable[[], Catalog], path: Path) -> Catalog:
     """Open the catalog at `path`. A catalog of another version is moved away with its files, and a new one made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(OtherVersionError), _locked(path.parent, fcntl.LOCK_SH):  # no other process may move the files away
+    # no other process may move the files away
+    with suppress(OtherVersionError), _locked(path.parent, fcntl.LOCK_SH):
         return open_it()
     with _locked(path.parent, fcntl.LOCK_EX):
         try:
@@ -448,5 +506,8 @@ def _unlink(path: Path) -> bool:
 def _finding(kind: FindingKind, path: Path, what: str, *, repair: bool) -> Finding:
     row = kind in ("missing file", "damaged file", "damaged row")
     return Finding(
-        kind, path, what, ("row and file removed" if row else "file removed") if repair else "would be removed"
+        kind,
+        path,
+        what,
+        ("row and file removed" if row else "file removed") if repair else "would be removed",
     )

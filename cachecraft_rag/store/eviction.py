@@ -167,7 +167,8 @@ class LowestScored:
         """Note the score of an item that was added or whose score changed."""
         item = self._items[name]
         heapq.heappush(self._heap, (item.score, item.order, name))
-        if len(self._heap) > 2 * len(self._items) + 64:  # mostly outdated entries: rebuild it, amortised O(1)
+        # mostly outdated entries: rebuild it, amortised O(1)
+        if len(self._heap) > 2 * len(self._items) + 64:
             self._rebuild()
 
     def name(self) -> str | None:
@@ -189,7 +190,9 @@ class LowestScored:
         self._heap = heap
 
 
-POLICIES: Mapping[str, Policy] = MappingProxyType({policy.name: policy for policy in (Saving(), ReuseFrequency())})
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {policy.name: policy for policy in (Saving(), ReuseFrequency())}
+)
 
 
 def policy_named(name: str) -> Policy:
@@ -197,4 +200,6 @@ def policy_named(name: str) -> Policy:
     try:
         return POLICIES[name]
     except KeyError:
-        raise ConfigError(f"unknown eviction policy {name!r}; choose one of {', '.join(POLICIES)}") from None
+        raise ConfigError(
+            f"unknown eviction policy {name!r}; choose one of {', '.join(POLICIES)}"
+        ) from None

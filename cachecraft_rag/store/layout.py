@@ -53,11 +53,14 @@ if TYPE_CHECKING:
 
 # Exceptions of `StoredVariant.read`; torch raises RuntimeError if memory is exhausted.
 READ_ERRORS = (OSError, ValueError, RuntimeError, MemoryError)
-EXTENT_TOKENS = 64  # a tenth of a second of the demo model's prefill on two cores; 16 more header bytes per layer
+# a tenth of a second of the demo model's prefill on two cores; 16 more header bytes per layer
+EXTENT_TOKENS = 64
 _ALIGNMENT = 4096
-_LONGEST_HEADER = 16 << 20  # longer headers are damaged; 200 layers of 16,000 tokens stay below 1 MiB
+# longer headers are damaged; 200 layers of 16,000 tokens stay below 1 MiB
+_LONGEST_HEADER = 16 << 20
 _MOST_GROWTH = 256  # most bytes in memory per byte of a file, if the model's layout is unknown
-_LARGEST = 1e9  # largest key or value; no model has larger ones, which would make scores infinite and logits NaN
+# largest key or value; no model has larger ones, which would make scores infinite and logits NaN
+_LARGEST = 1e9
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -86,7 +89,11 @@ class Header:
         self._require_checksums()  # first: the number of checksums limits all other numbers
         size = codec_named(self.codec).block_bytes(self.layout, self.tokens) if layers else None
         sizes = self.block_sizes if size is None else (size,) * layers
-        if len(sizes) != layers or (size is not None and self.block_sizes) or min(sizes, default=0) < 1:
+        if (
+            len(sizes) != layers
+            or (size is not None and self.block_sizes)
+            or min(sizes, default=0) < 1
+        ):
             raise ValueError("block sizes")
         if max(sizes) > codec_named(self.codec).most_bytes(self.layout, self.tokens):
             raise ValueError("block sizes: larger than any block of that many tokens")
@@ -98,13 +105,17 @@ class Header:
         counts = (layout.layers, layout.kv_heads, layout.head_dim, self.tokens, *self.block_sizes)
         if layout.dtype not in _DTYPES:
             raise ValueError("dtype")
-        if not all(type(count) is int for count in counts) or not all(count > 0 for count in counts[1:4]):
+        if not all(type(count) is int for count in counts) or not all(
+            count > 0 for count in counts[1:4]
+        ):
             raise ValueError("counts")
         if layout.layers < 1:
             raise ValueError("block sizes of no layer")
         whole = not codec_named(self.codec).run(layout, self.tokens, 0, self.tokens)
         wanted = 1 if whole else -(-self.tokens // EXTENT_TOKENS)
-        if len(self.extent_sums) != layout.layers or any(len(sums) != wanted for sums in self.extent_sums):
+        if len(self.extent_sums) != layout.layers or any(
+            len(sums) != wanted for sums in self.extent_sums
+        ):
             raise ValueError("checksums")
 
     def encode(self) -> bytes:
@@ -119,7 +130,9 @@ class Header:
             "tokens": self.tokens,
             "tokens_digest": self.tokens_digest,
             "codec": self.codec,
-            "extent_xxh3": ["".join(f"{value:016x}" for value in sums) for sums in self.extent_sums],
+            "extent_xxh3": [
+                "".join(f"{value:016x}" for value in sums) for sums in self.extent_sums
+            ],
         }
         if self.block_sizes:
             fields["block_sizes"] = self.block_sizes
@@ -162,7 +175,14 @@ class Header:
                 raise ValueError("layout version")
             header = cls._of(given)
             rebuilt = header._around(text)
-        except (ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError, RecursionError) as error:
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            ZeroDivisionError,
+            RecursionError,
+        ) as error:
             raise ValueError(f"header damaged: {type(error).__name__}") from error
         if rebuilt != raw:
             raise ValueError("header damaged: not as it was written")
@@ -201,12 +221,19 @@ def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
     Raises ConfigError if the codec is unknown or not installed, ValueError if it cannot encode the values.
     """
     codec = codec_named(variant.codec)
-    blocks = tuple(memory_of(codec.encode(each, layer=n, layers=layout.layers)) for n, each in enumerate(kv))
+    blocks = tuple(
+        memory_of(codec.encode(each, layer=n, layers=layout.layers)) for n, each in enumerate(kv)
+    )
     pieces = extents(codec, layout, variant.tokens)
-    sums = tuple(tuple(_sum_of(codec, layout, variant.tokens, run, [block]) for run in pieces) for block in blocks)
+    sums = tuple(
+        tuple(_sum_of(codec, layout, variant.tokens, run, [block]) for run in pieces)
+        for block in blocks
+    )
     known = codec.block_bytes(layout, variant.tokens) is not None
     sizes = () if known else tuple(len(block) for block in blocks)
-    header = Header(variant.key, layout, variant.tokens, variant.tokens_digest, variant.codec, sums, sizes)
+    header = Header(
+        variant.key, layout, variant.tokens, variant.tokens_digest, variant.codec, sums, sizes
+    )
     return Encoded(header.encode(), blocks)
 
 
@@ -222,7 +249,9 @@ def extents(codec: Codec, layout: KVLayout, tokens: int) -> list[tuple[int, int]
     """Return (first token, end) of each piece of a layer that can be read and verified alone."""
     if not codec.run(layout, tokens, 0, tokens):  # can only be decoded as a whole
         return [(0, tokens)]
-    return [(start, min(start + EXTENT_TOKENS, tokens)) for start in range(0, tokens, EXTENT_TOKENS)]
+    return [
+        (start, min(start + EXTENT_TOKENS, tokens)) for start in range(0, tokens, EXTENT_TOKENS)
+    ]
 
 
 class ByteSource(Protocol):
@@ -267,7 +296,11 @@ class StoredVariant:
         longest = _LONGEST_HEADER if layout is None else longest_header(variant, layout)
         header, self._begin = _read_header(source, longest)
         wanted = replace(
-            header, key=variant.key, tokens=variant.tokens, tokens_digest=variant.tokens_digest, codec=variant.codec
+            header,
+            key=variant.key,
+            tokens=variant.tokens,
+            tokens_digest=variant.tokens_digest,
+            codec=variant.codec,
         )
         if header != wanted:
             raise ValueError("file is of another variant: its header contradicts the catalog")
@@ -318,7 +351,11 @@ class StoredVariant:
         layout = self._header.layout
         shape = layout.shape(tokens)[1:]
         dtype = getattr(torch, layout.dtype)
-        if old is None or old.dtype != dtype or old.untyped_storage().nbytes() < math.prod(shape) * dtype.itemsize:
+        if (
+            old is None
+            or old.dtype != dtype
+            or old.untyped_storage().nbytes() < math.prod(shape) * dtype.itemsize
+        ):
             return empty(shape, dtype)
         return old.as_strided(shape, torch.empty(shape, device="meta").stride())
 
@@ -339,23 +376,32 @@ class StoredVariant:
         whole = stop - start == tokens
         slices = (slice(0, nbytes),) if whole else codec.run(layout, tokens, start, stop)
         out = self.own(layer, start, stop) if out is None else out
-        block = torch.empty(0 if codec.in_place else sum(s.stop - s.start for s in slices), dtype=torch.uint8)
-        if codec.in_place:  # directly into the tensor: a piece consists of two ranges, keys and values
+        block = torch.empty(
+            0 if codec.in_place else sum(s.stop - s.start for s in slices), dtype=torch.uint8
+        )
+        # directly into the tensor: a piece consists of two ranges, keys and values
+        if codec.in_place:
             parts = [memory_of(out)] if whole else [memory_of(out[0]), memory_of(out[1])]
         else:
             parts = _cut(memory_of(block), slices)
         for part, where in zip(parts, slices, strict=True):
             self.source.read(part, self._begin + offset + where.start)
-        for (first, last), wanted in zip(self._pieces, self._header.extent_sums[layer], strict=True):
+        for (first, last), wanted in zip(
+            self._pieces, self._header.extent_sums[layer], strict=True
+        ):
             if start <= first < stop:
-                checksum = _sum_of(codec, layout, stop - start, (first - start, last - start), parts)
+                checksum = _sum_of(
+                    codec, layout, stop - start, (first - start, last - start), parts
+                )
                 if checksum != wanted:
                     raise ValueError(f"data damaged: checksum of layer {layer}")
         if not codec.in_place:
             try:
                 codec.decode(block, out=out)
             except ValueError as error:
-                raise ValueError(f"data damaged: layer {layer} cannot be decoded: {error}") from error
+                raise ValueError(
+                    f"data damaged: layer {layer} cannot be decoded: {error}"
+                ) from error
         if self.variant.payload.layout is not None and not in_range(out):
             raise ValueError(f"data damaged: layer {layer} holds numbers that no model produces")
 
@@ -403,7 +449,11 @@ def longest_header(variant: Variant, layout: KVLayout) -> int:
     sums = ((0,) * len(extents(codec, layout, variant.tokens)),) * layout.layers
     known = codec.block_bytes(layout, variant.tokens) is not None
     sizes = () if known else (codec.most_bytes(layout, variant.tokens),) * layout.layers
-    return len(Header(variant.key, layout, variant.tokens, variant.tokens_digest, variant.codec, sums, sizes).encode())
+    return len(
+        Header(
+            variant.key, layout, variant.tokens, variant.tokens_digest, variant.codec, sums, sizes
+        ).encode()
+    )
 
 
 def longest_payload(variant: Variant, layout: KVLayout) -> int:
@@ -459,7 +509,9 @@ def _cut(memory: memoryview, slices: Sequence[slice]) -> list[memoryview]:
     return [memory[end - (s.stop - s.start) : end] for s, end in zip(slices, ends, strict=True)]
 
 
-def _sum_of(codec: Codec, layout: KVLayout, tokens: int, run: tuple[int, int], parts: Sequence[memoryview]) -> int:
+def _sum_of(
+    codec: Codec, layout: KVLayout, tokens: int, run: tuple[int, int], parts: Sequence[memoryview]
+) -> int:
     """Return the checksum of a run in a block of `tokens`, whose bytes are those of `parts` in order."""
     state = xxhash.xxh3_64()
     for where in codec.run(layout, tokens, *run) or (slice(0, sum(map(len, parts))),):

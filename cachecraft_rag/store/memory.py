@@ -9,7 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cachecraft_rag.store.eviction import LowestScored, Policy, Saving, Use, VariantFacts, ticked, ticked_by_return
+from cachecraft_rag.store.eviction import (
+    LowestScored,
+    Policy,
+    Saving,
+    Use,
+    VariantFacts,
+    ticked,
+    ticked_by_return,
+)
 from cachecraft_rag.types import LoadedVariant, TierName, Variant
 
 if TYPE_CHECKING:
@@ -59,7 +67,8 @@ class MemoryTier:
         self._on_leave = on_leave
         self.policy = policy or Saving()
         self._clock = 0.0
-        self._departed: OrderedDict[str, Use] = OrderedDict()  # variant id → uses of a tensor that had to leave
+        # variant id → uses of a tensor that had to leave
+        self._departed: OrderedDict[str, Use] = OrderedDict()
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
         self._lowest = LowestScored(self._held)
@@ -99,7 +108,8 @@ class MemoryTier:
         held = _Held(variant, kv, kv.nbytes, _uses(variant))
         if not self.admits(held.nbytes):
             return False
-        leaving: list[_Held] = []  # freed after the lock is released: returning 50 MB to the system takes a while
+        # freed after the lock is released: returning 50 MB to the system takes a while
+        leaving: list[_Held] = []
         with self._lock:
             nbytes = self._sum() + held.nbytes
             self._bytes = None
@@ -179,13 +189,17 @@ class Memory:
         pinned: True if tensors read for this device should be in page-locked memory.
     """
 
-    def __init__(self, host_bytes: int, *, device: str | None = None, device_bytes: int = 0) -> None:
+    def __init__(
+        self, host_bytes: int, *, device: str | None = None, device_bytes: int = 0
+    ) -> None:
         """`device`: torch's name of the model's device; None if it runs on the CPU."""
         self._place = device
         self.pinned = device is not None and device.startswith("cuda")
         self.host = MemoryTier(host_bytes)
         budget = device_bytes if device is not None else 0
-        self.device = MemoryTier(budget, name="device", on_leave=lambda variant, kv: self.host.add(variant, kv.cpu()))
+        self.device = MemoryTier(
+            budget, name="device", on_leave=lambda variant, kv: self.host.add(variant, kv.cpu())
+        )
 
     def follow(self, policy: Policy) -> None:
         """Use this policy for eviction scores from now on."""

@@ -85,7 +85,14 @@ def row_error(variant: Variant) -> str:
     inter = variant.inter
     most = _MOST_COUNT
     try:
-        names = (key.namespace, key.fingerprint, key.chunk_id, variant.variant_id, variant.tokens_digest, variant.codec)
+        names = (
+            key.namespace,
+            key.fingerprint,
+            key.chunk_id,
+            variant.variant_id,
+            variant.tokens_digest,
+            variant.codec,
+        )
         "".join((*names, variant.session or "", *key.origin_prefix)).encode()
         if not (type(tokens) is type(nbytes) is int and 0 < tokens < most and 0 < nbytes < most):
             return "its sizes are not valid"
@@ -103,7 +110,8 @@ def row_error(variant: Variant) -> str:
             and 0.0 <= variant.created <= _LATEST
         ):
             return "a number of it is out of range"
-    except (TypeError, ValueError):  # of another type; half a surrogate pair, which cannot be written down
+    # of another type; half a surrogate pair, which cannot be written down
+    except (TypeError, ValueError):
         return "it has fields of the wrong kind"
     return ""
 
@@ -113,4 +121,6 @@ def scores_are_wrong(scores: TokenScores, tokens: int) -> bool:
     inter = scores.inter
     if inter is None:
         return False
-    return inter.shape != (tokens,) or not (float(inter.min()) >= 0.0 and float(inter.max()) <= tokens * _ROUNDING)
+    return inter.shape != (tokens,) or not (
+        float(inter.min()) >= 0.0 and float(inter.max()) <= tokens * _ROUNDING
+    )

@@ -34,7 +34,8 @@ class SerialWorker:
     def __init__(self, name: str) -> None:
         """`name` is the thread's."""
         self._name = name
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: end when the queue is empty
+        # None: end when the queue is empty
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._guard = threading.Lock()  # guards the two attributes that follow
         self._thread: threading.Thread | None = None
         self._ended = False
@@ -80,7 +81,8 @@ class SerialWorker:
         # The thread sets `_thread` itself, because an interruption here may fall before or after its start.
         try:
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
-        except RuntimeError:  # the system has no room for a thread, or the interpreter is shutting down
+        # the system has no room for a thread, or the interpreter is shutting down
+        except RuntimeError:
             self._drain()
 
     def _drain(self) -> None:

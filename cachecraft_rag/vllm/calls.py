@@ -85,7 +85,8 @@ class Calls(Closeable):
     def __init__(self, engine: EngineClient | None, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._loop = loop
-        self.reports: dict[str, FillReport | None] = {}  # running request → its report, once it is filled
+        # running request → its report, once it is filled
+        self.reports: dict[str, FillReport | None] = {}
         self._numbers = itertools.count()
         self._jobs: set[Future[None]] = set()  # running requests
 
@@ -95,7 +96,8 @@ class Calls(Closeable):
         name = f"cachecraft-{next(self._numbers)}"
         job = self._run(self._generate(prompt, params, name, steps))
         self._jobs.add(job)
-        job.add_done_callback(lambda _: steps.put(Step((), error=CancelledError())))  # read only where it was cancelled
+        # read only where it was cancelled
+        job.add_done_callback(lambda _: steps.put(Step((), error=CancelledError())))
         try:
             while True:
                 step = steps.get()
@@ -119,14 +121,23 @@ class Calls(Closeable):
         for job in list(self._jobs):
             job.cancel()
 
-    async def _generate(self, prompt: dict[str, object], params: object, name: str, steps: SimpleQueue[Step]) -> None:
+    async def _generate(
+        self, prompt: dict[str, object], params: object, name: str, steps: SimpleQueue[Step]
+    ) -> None:
         try:
             assert self._engine is not None, "it is closed"
             async for output in self._engine.generate(prompt, params, name):
                 best = output.outputs[0]
                 last_logprobs = best.logprobs[-1].items() if best.logprobs else ()
                 logprobs = {token: entry.logprob for token, entry in last_logprobs}
-                steps.put(Step(tuple(best.token_ids), output.finished, output.kv_transfer_params or {}, logprobs))
+                steps.put(
+                    Step(
+                        tuple(best.token_ids),
+                        output.finished,
+                        output.kv_transfer_params or {},
+                        logprobs,
+                    )
+                )
         except BaseException as error:  # otherwise the reader of the steps would wait forever
             steps.put(Step((), error=error))
             raise
@@ -146,7 +157,9 @@ class Serving(Calls):
 
     def __init__(self, arguments: dict[str, object]) -> None:
         super().__init__(None, asyncio.new_event_loop())
-        self._thread = threading.Thread(target=self._loop.run_forever, name="cachecraft-vllm", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="cachecraft-vllm", daemon=True
+        )
         self._thread.start()
         self._closed = False
         try:
@@ -177,7 +190,9 @@ class Serving(Calls):
             self._loop.close()
 
 
-async def _start(arguments: dict[str, object], reports: dict[str, FillReport | None]) -> EngineClient:
+async def _start(
+    arguments: dict[str, object], reports: dict[str, FillReport | None]
+) -> EngineClient:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
@@ -191,10 +206,14 @@ async def _start(arguments: dict[str, object], reports: dict[str, FillReport | N
         def record(self, scheduler_stats: Any, *_unused: object, **_named: object) -> None:
             stats = None if scheduler_stats is None else scheduler_stats.kv_connector_stats
             new_reports = (stats or {}).get(REPORTS, {})
-            reports.update({name: report for name, report in new_reports.items() if name in reports})
+            reports.update(
+                {name: report for name, report in new_reports.items() if name in reports}
+            )
 
         def log_engine_initialized(self) -> None:
             """Do nothing."""
 
-    engine: EngineClient = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[Reports])
+    engine: EngineClient = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(**arguments), stat_loggers=[Reports]
+    )
     return engine

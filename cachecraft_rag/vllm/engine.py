@@ -39,7 +39,8 @@ from cachecraft_rag.vllm.versions import require_vllm
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-_LIKELIEST = 16  # tokens whose log probabilities the self-check compares; half as many of the plain request
+# tokens whose log probabilities the self-check compares; half as many of the plain request
+_LIKELIEST = 16
 
 
 class VLLMBackend:
@@ -67,7 +68,9 @@ class VLLMBackend:
         key: str,
         look_up: LookUp,
     ) -> None:
-        assert isinstance(config.new_variants, NewVariants), "EngineConfig turns a word into NewVariants"
+        assert isinstance(config.new_variants, NewVariants), (
+            "EngineConfig turns a word into NewVariants"
+        )
         self._model = model
         self._store = store
         self._namespace = config.namespace
@@ -88,9 +91,14 @@ class VLLMBackend:
         """Run the `self_check` and remove its captures. A context that is too short for it is logged."""
         context = self._model.context_length
         block_size = int(self._calls.vllm_config.cache_config.block_size)
-        prompt = check_prompt(len(self._model.tokenizer), block_size=block_size, context_length=context)
+        prompt = check_prompt(
+            len(self._model.tokenizer), block_size=block_size, context_length=context
+        )
         if prompt is None:
-            logger.warning("Reuse is unchecked: a context of %d tokens is too short for the self-check", context)
+            logger.warning(
+                "Reuse is unchecked: a context of %d tokens is too short for the self-check",
+                context,
+            )
             return
 
         chunk_ids = tuple(segment.segment_id for segment in prompt.segments[:-1])
@@ -100,7 +108,13 @@ class VLLMBackend:
             return len(self._store.rows(captured)) == len(chunk_ids)
 
         try:
-            self_check(self._model.name, prompt, self._predicted, kept=all_kept, dtype=self._model.layout.dtype)
+            self_check(
+                self._model.name,
+                prompt,
+                self._predicted,
+                kept=all_kept,
+                dtype=self._model.layout.dtype,
+            )
         finally:
             if self._store.rows(captured):  # empty for a read-only store, which cannot evict
                 self._store.evict(captured)
@@ -108,7 +122,9 @@ class VLLMBackend:
     def _predicted(self, asked: Ask | list[int]) -> Predicted:
         """Serve a request of `self_check`: with chunk-caches, or token ids without them."""
         if isinstance(asked, list):
-            step = self._last_step({"prompt_token_ids": asked}, self._one_token(None, logprobs=_LIKELIEST))
+            step = self._last_step(
+                {"prompt_token_ids": asked}, self._one_token(None, logprobs=_LIKELIEST)
+            )
             likeliest = sorted(step.logprobs.items(), key=lambda item: -item[1])
             return Predicted(dict(likeliest[: _LIKELIEST // 2]))
 
@@ -160,7 +176,8 @@ class VLLMBackend:
         if not all(stored.variants.get(segments[index].segment_id) for index in stored_before):
             return Captured(dropped=Dropped.REMOVED)  # the chunk was removed or evicted
         prompt = _with_question(segments)
-        if prompt.bounds[-1] >= self._model.context_length:  # a long passage after the fixed one; vLLM would refuse it
+        # a long passage after the fixed one; vLLM would refuse it
+        if prompt.bounds[-1] >= self._model.context_length:
             return Captured(dropped=Dropped.TOO_LONG)
 
         ask = Ask(
@@ -215,7 +232,9 @@ class VLLMBackend:
             self._calls.reports[ask.name] = None
             with closing(self._calls.generate(self._prompt(ask), params)) as steps:
                 tokens = _tokens(request, progress, steps, reports)
-                yield from answer_text(request, progress, tokens, self._model.tokenizer, self._model.end_tokens)
+                yield from answer_text(
+                    request, progress, tokens, self._model.tokenizer, self._model.end_tokens
+                )
         finally:
             # If the answer was ended here, by a stop string or its reader, vLLM has not sent a report with it.
             report = self._calls.reports.pop(ask.name, None)
@@ -231,7 +250,10 @@ class VLLMBackend:
         return {"prompt_token_ids": ask.prompt.token_ids, FIELD: ask.message(self._key)}
 
     def _prompt(self, ask: Ask) -> dict[str, object]:
-        return {"prompt_token_ids": ask.prompt.token_ids, "cache_salt": ask.cache_salt(self._namespace)}
+        return {
+            "prompt_token_ids": ask.prompt.token_ids,
+            "cache_salt": ask.cache_salt(self._namespace),
+        }
 
     def _last_step(self, prompt: dict[str, object], params: object) -> Step:
         (*_, last) = self._calls.generate(prompt, params)
@@ -296,13 +318,21 @@ class VLLMEngine(AnswerEngine):
     store: ChunkCacheStore
 
     def __init__(
-        self, model: ServedModel, store: ChunkCacheStore, config: EngineConfig, *, serving: Calls, key: str
+        self,
+        model: ServedModel,
+        store: ChunkCacheStore,
+        config: EngineConfig,
+        *,
+        serving: Calls,
+        key: str,
     ) -> None:
         """Take over a running `serving`, whose connector has this key; `close` closes it."""
         super().__init__(model, store, config)
         self._serving = serving
         self._opened = ExitStack()  # closed by `close`, after vLLM
-        self._backend = VLLMBackend(model, store, config, calls=serving, key=key, look_up=self.look_up)
+        self._backend = VLLMBackend(
+            model, store, config, calls=serving, key=key, look_up=self.look_up
+        )
         self._capturer = self._backend
         self.new_variants = self._backend.new_variants
 
@@ -328,11 +358,15 @@ class VLLMEngine(AnswerEngine):
         """
         check_text("model", model, empty=False)
         check_path("store", store)
-        check_kind("config", config, EngineConfig, optional=True, advice="write EngineConfig(namespace=…)")
+        check_kind(
+            "config", config, EngineConfig, optional=True, advice="write EngineConfig(namespace=…)"
+        )
         check_mapping("server", server or {})
         chosen = check_config((config or EngineConfig()).with_options(**options))
         require_vllm()
-        served = ServedModel.load(model, dtype=chosen.dtype, options=VLLMOptions.from_values(server or {}))
+        served = ServedModel.load(
+            model, dtype=chosen.dtype, options=VLLMOptions.from_values(server or {})
+        )
         served.require_ranks((server or {}).get("tensor_parallel_size", 1))
         folder = Path(store) / CACHE_FOLDER
         settings = ConnectorSettings(str(folder), served.identity, chosen)
@@ -340,7 +374,9 @@ class VLLMEngine(AnswerEngine):
             caches = opened.enter_context(ChunkCacheStore.open(folder, chosen.store))
             serving = opened.enter_context(Serving(_arguments(served, settings, server or {})))
             # vLLM's context may be shorter than that of the model's config.
-            context = min(served.context_length, int(serving.vllm_config.model_config.max_model_len))
+            context = min(
+                served.context_length, int(serving.vllm_config.model_config.max_model_len)
+            )
             served = replace(served, context_length=context)
             engine = cls(served, caches, chosen, serving=serving, key=settings.key)
             engine._backend.check_reuse()
@@ -369,7 +405,9 @@ class VLLMEngine(AnswerEngine):
         yield from self._backend.pieces(request, progress)
 
 
-def _arguments(model: ServedModel, settings: ConnectorSettings, server: Mapping[str, object]) -> dict[str, object]:
+def _arguments(
+    model: ServedModel, settings: ConnectorSettings, server: Mapping[str, object]
+) -> dict[str, object]:
     required: dict[str, object] = {
         "model": str(model.folder),
         "dtype": model.layout.dtype,
@@ -377,7 +415,9 @@ def _arguments(model: ServedModel, settings: ConnectorSettings, server: Mapping[
         "kv_transfer_config": settings.transfer_config(),
         "disable_log_stats": True,
     }
-    refused = sorted(required.keys() & server.keys() - {"enable_prefix_caching", "disable_log_stats"})
+    refused = sorted(
+        required.keys() & server.keys() - {"enable_prefix_caching", "disable_log_stats"}
+    )
     if refused:
         raise ConfigError(f"server: {', '.join(refused)} cannot be set here")
     return required | {"max_model_len": model.context_length} | dict(server)

@@ -134,14 +134,26 @@ class Ask:
             ours = _seal(given, token_ids, key).encode()
         except (TypeError, ValueError):  # no JSON
             ours = b""
-        if not (ours and isinstance(seal, str) and hmac.compare_digest(seal.encode("utf-8", "replace"), ours)):
-            raise ConfigError("it is not sealed with this server's key, or its prompt was changed on the way")
+        if not (
+            ours
+            and isinstance(seal, str)
+            and hmac.compare_digest(seal.encode("utf-8", "replace"), ours)
+        ):
+            raise ConfigError(
+                "it is not sealed with this server's key, or its prompt was changed on the way"
+            )
         try:
             config = ReuseConfig(**given.pop("config"))
             prompt = _prompt(given.pop("segments"), token_ids)
             captures = given.pop("captures")
             first = tuple(given.pop("first"))
-            return cls(prompt, config, captures=None if captures is None else tuple(captures), first=first, **given)
+            return cls(
+                prompt,
+                config,
+                captures=None if captures is None else tuple(captures),
+                first=first,
+                **given,
+            )
         except (KeyError, TypeError, ValueError) as error:  # signed by another version
             raise ConfigError(f"it cannot be read: {error!r}") from error
 
@@ -155,7 +167,9 @@ class Ask:
 
 def _seal(message: Mapping[str, object], token_ids: Sequence[int], key: str) -> str:
     text = json.dumps([message, list(token_ids)], sort_keys=True)
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), key=key.encode()[:64], digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        text.encode("utf-8", "surrogatepass"), key=key.encode()[:64], digest_size=16
+    ).hexdigest()
 
 
 def _prompt(segments: Sequence[_SegmentEntry], token_ids: Sequence[int]) -> Prompt:
@@ -167,7 +181,14 @@ def _prompt(segments: Sequence[_SegmentEntry], token_ids: Sequence[int]) -> Prom
         raise ValueError("its segments are not a system segment, chunks and a question")
     return Prompt(
         tuple(
-            Segment(kind, name, tuple(token_ids[start:stop]), private=private, closing=closing, found=is_found)
+            Segment(
+                kind,
+                name,
+                tuple(token_ids[start:stop]),
+                private=private,
+                closing=closing,
+                found=is_found,
+            )
             for (kind, name, _, private, closing, is_found), start, stop in zip(
                 segments, edges, edges[1:], strict=False
             )
@@ -208,5 +229,9 @@ class News:
 
     def joined(self, other: News) -> News:
         """Join the news with those of another rank. Reports of the first rank take precedence; only it captures."""
-        capturing = self.capturing if other.capturing is None else other.capturing | (self.capturing or frozenset())
+        capturing = (
+            self.capturing
+            if other.capturing is None
+            else other.capturing | (self.capturing or frozenset())
+        )
         return News({**other.reports, **self.reports}, capturing)

@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.observability.metrics import EngineCollector
@@ -19,7 +22,8 @@ from cachecraft_rag.store import ChunkCacheStore, StoreStats
 from cachecraft_rag.store.remote.breaker import State
 from cachecraft_rag.vllm.messages import REPORTS, FillReport
 
-Reported = Mapping[tuple[int, str], Mapping[str, object]]  # engine and sender → counts, see `counts_of`
+# engine and sender → counts, see `counts_of`
+Reported = Mapping[tuple[int, str], Mapping[str, object]]
 _BREAKERS: tuple[State, ...] = ("open", "probing", "closed")  # the worst one first
 _OF_REMOTE = ("opened", "queued_bytes", "lookups", "reads", "captures")
 
@@ -29,7 +33,9 @@ def counts_of(store: ChunkCacheStore) -> dict[str, object]:
     counts = store.counts()
     remote = store.remote_stats(ask=False)
     if remote is not None:
-        counts["remote"] = {name: getattr(remote, name) for name in _OF_REMOTE} | {"breakers": {remote.breaker: 1}}
+        counts["remote"] = {name: getattr(remote, name) for name in _OF_REMOTE} | {
+            "breakers": {remote.breaker: 1}
+        }
     return counts
 
 

@@ -123,8 +123,10 @@ class IdleVariants:
             try:
                 captured = self._capture(candidate)
                 has_failed = False
-            except (Exception, CancelledError):  # vLLM may raise anything; the next candidate may succeed
-                if not self._closed:  # of several failures in a row, such as after the end of vLLM, log the first only
+            # vLLM may raise anything; the next candidate may succeed
+            except (Exception, CancelledError):
+                # of several failures in a row, such as after the end of vLLM, log the first only
+                if not self._closed:
                     level = logging.DEBUG if has_failed else logging.ERROR
                     logger.log(level, "A new variant could not be computed", exc_info=True)
                 captured = Captured(dropped=Dropped.FAILED)
@@ -133,6 +135,7 @@ class IdleVariants:
                 removed = self._running.pop(candidate.identity)
                 self._wanted.spend(captured.tokens)
                 self._wanted.stored(captured.stored, captured.refused)
-                if not (captured.again or removed or self._closed):  # `forget` and `close` have dropped it already
+                # `forget` and `close` have dropped it already
+                if not (captured.again or removed or self._closed):
                     self._wanted.drop(candidate, captured.dropped)
                 self._changed.notify_all()

@@ -24,8 +24,17 @@ _SHORT = {
     "sc": "speculative_config",
 }
 # Options that change what the model computes, besides the files of its checkpoint.
-_SHAPING = ("quantization", "quantization_config", "hf_overrides", "hf_config_path", "load_format", "model_weights",
-            "model_class_overrides", "model_loader_extra_config", "config_format")  # fmt: skip
+_SHAPING = (
+    "quantization",
+    "quantization_config",
+    "hf_overrides",
+    "hf_config_path",
+    "load_format",
+    "model_weights",
+    "model_class_overrides",
+    "model_loader_extra_config",
+    "config_format",
+)
 # Values of `load_format` that read the checkpoint's own weights.
 _SAME_WEIGHTS = ("auto", "hf", "safetensors", "pt", "fastsafetensors", "runai_streamer")
 _NOTHING: tuple[object, ...] = (None, "", "{}", "auto", "None", False, {})
@@ -151,7 +160,9 @@ class VLLMOptions:
             if not has_value and following and not following[0].startswith("-"):
                 value = following[0]
             # `--hf-overrides.rope_theta 1e6` sets one part of a JSON object.
-            values[name] = f"{values.get(name, '')} {part}={value}".strip() if part else value or True
+            values[name] = (
+                f"{values.get(name, '')} {part}={value}".strip() if part else value or True
+            )
         return cls.from_values(values)
 
     @classmethod
@@ -160,17 +171,30 @@ class VLLMOptions:
 
         Raises ConfigError for a function in place of plain values, because functions cannot be compared.
         """
-        known = {field.name: type(field.default) for field in fields(cls) if field.name != "shaping"}
-        chosen = {name: _as(known[name], name, values[name]) for name in known if values.get(name) is not None}
+        known = {
+            field.name: type(field.default) for field in fields(cls) if field.name != "shaping"
+        }
+        chosen = {
+            name: _as(known[name], name, values[name])
+            for name in known
+            if values.get(name) is not None
+        }
         chosen["speculates"] = any(
-            values.get(name) not in _NOTHING for name in ("speculative_config", "spec_method", "spec_model")
+            values.get(name) not in _NOTHING
+            for name in ("speculative_config", "spec_method", "spec_model")
         )
         chosen["prefetches_weights"] = _prefetches(
             str(values.get("offload_backend") or "auto"),
             _as(int, "offload_group_size", values.get("offload_group_size")),
         )
-        shaping = [(name, _text(name, values[name])) for name in _SHAPING if values.get(name) not in _NOTHING]
-        chosen["shaping"] = tuple(pair for pair in shaping if pair[0] != "load_format" or pair[1] not in _SAME_WEIGHTS)
+        shaping = [
+            (name, _text(name, values[name]))
+            for name in _SHAPING
+            if values.get(name) not in _NOTHING
+        ]
+        chosen["shaping"] = tuple(
+            pair for pair in shaping if pair[0] != "load_format" or pair[1] not in _SAME_WEIGHTS
+        )
         return cls(**chosen)
 
     @classmethod
@@ -189,7 +213,9 @@ class VLLMOptions:
             disable_sliding_window=bool(config.model_config.disable_sliding_window),
             model_impl=str(config.model_config.model_impl),
             speculates=config.speculative_config is not None,
-            prefetches_weights=_prefetches(offload.offload_backend, offload.prefetch.offload_group_size),
+            prefetches_weights=_prefetches(
+                offload.offload_backend, offload.prefetch.offload_group_size
+            ),
         )
 
     def fingerprint(self, checkpoint: str, *, own_quantization: str | None = None) -> str:
@@ -216,7 +242,9 @@ def _as(kind: type, name: str, value: Any) -> Any:
         try:
             return int(value or 0)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"--{name.replace('_', '-')} must be a whole number, and is {value!r}") from error
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be a whole number, and is {value!r}"
+            ) from error
     if kind is bool:
         return value is True or str(value).lower() in ("true", "1")
     return str(getattr(value, "value", value))
@@ -225,7 +253,9 @@ def _as(kind: type, name: str, value: Any) -> Any:
 def _text(name: str, value: object) -> str:
     """Return a value as text; equal JSON gives equal text."""
     if callable(value):
-        raise ConfigError(f"{name}: a function cannot be compared with another server's; write plain values")
+        raise ConfigError(
+            f"{name}: a function cannot be compared with another server's; write plain values"
+        )
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -28,12 +28,16 @@ def register() -> None:
     import vllm
 
     if not is_known_version(vllm.__version__):
-        logger.info("vLLM %s is unknown to this package, so nothing is registered", vllm.__version__)
+        logger.info(
+            "vLLM %s is unknown to this package, so nothing is registered", vllm.__version__
+        )
         return
     try:
         _register()
     except Exception:  # see above
-        logger.exception("Registering with vLLM %s failed: chunk-caches cannot be used", vllm.__version__)
+        logger.exception(
+            "Registering with vLLM %s failed: chunk-caches cannot be used", vllm.__version__
+        )
 
 
 def _register() -> None:
@@ -43,4 +47,6 @@ def _register() -> None:
     for name in ARCHITECTURES:
         ModelRegistry.register_model(name, f"cachecraft_rag.vllm.worker.models:{name}")
     if CONNECTOR not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(CONNECTOR, "cachecraft_rag.vllm.worker.connector", CONNECTOR)
+        KVConnectorFactory.register_connector(
+            CONNECTOR, "cachecraft_rag.vllm.worker.connector", CONNECTOR
+        )

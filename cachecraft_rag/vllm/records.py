@@ -20,7 +20,9 @@ _REMEMBERED = 1000  # requests: a few kilobytes each
 _FINISH: Mapping[str, Finish] = {"stop": "end", "length": "length"}
 
 
-def cached_report(prompt: Prompt, cached: int, layers: int, *, outcome: SegmentOutcome) -> FillReport:
+def cached_report(
+    prompt: Prompt, cached: int, layers: int, *, outcome: SegmentOutcome
+) -> FillReport:
     """Return a report like `filling.Filling.report` for a prompt served from vLLM's own prefix cache.
 
     Args:
@@ -30,9 +32,13 @@ def cached_report(prompt: Prompt, cached: int, layers: int, *, outcome: SegmentO
     """
     segments = []
     for segment, start, end in zip(prompt.segments, prompt.bounds, prompt.bounds[1:], strict=False):
-        report = SegmentReport("computed", Reason.QUESTION if segment.kind == "question" else Reason.NOT_STORED)
+        report = SegmentReport(
+            "computed", Reason.QUESTION if segment.kind == "question" else Reason.NOT_STORED
+        )
         if segment.kind != "question" and (cached > start or outcome == "reused"):
-            report = SegmentReport(outcome, Reason.PREFIX_CACHED, not_loaded=min(max(0, end - cached), end - start))
+            report = SegmentReport(
+                outcome, Reason.PREFIX_CACHED, not_loaded=min(max(0, end - cached), end - start)
+            )
         segments.append(report.as_dict())
     return {
         "segments": segments,
@@ -70,7 +76,11 @@ class RequestRecord:
         """Note an output of vLLM: new tokens, or all tokens at once if the answer is not streamed."""
         progress = self.progress
         if not progress.first_token_s:
-            latency = getattr(output.metrics, "first_token_latency", 0.0) if output.metrics is not None else 0.0
+            latency = (
+                getattr(output.metrics, "first_token_latency", 0.0)
+                if output.metrics is not None
+                else 0.0
+            )
             progress.drew_first(at=latency or self.request.clock())
         generated = progress.generated
         for completion in output.outputs:
@@ -79,16 +89,22 @@ class RequestRecord:
                 continue
             # vLLM says "stop" for an end token, which it counts, and for a stop string, which it names.
             stopped = isinstance(completion.stop_reason, str)
-            progress.finished("stop" if stopped else _FINISH.get(completion.finish_reason, "closed"))
+            progress.finished(
+                "stop" if stopped else _FINISH.get(completion.finish_reason, "closed")
+            )
             generated -= progress.finish == "end"
         progress.read(generated)
         if self.alone:
             cached = output.num_cached_tokens or 0
-            self.take(self.report or cached_report(self.request.prompt, cached, self.layers, outcome="exact"))
+            self.take(
+                self.report
+                or cached_report(self.request.prompt, cached, self.layers, outcome="exact")
+            )
             return
         if output.kv_transfer_params:
             self.take(output.kv_transfer_params.get(FIELD, {}))
-        if "refused" not in self.report:  # vLLM's own number counts all filled tokens, computed or not
+        # vLLM's own number counts all filled tokens, computed or not
+        if "refused" not in self.report:
             is_reported = progress.reports is not None
             output.num_cached_tokens = self.stats().tokens_reused if is_reported else None
 
@@ -182,7 +198,9 @@ class RecordingClient:
     ) -> AsyncGenerator[RequestOutput]:
         self._records.begin(request_id, self._record)
         try:
-            async with aclosing(self._client.generate(prompt, params, request_id, **options)) as outputs:
+            async with aclosing(
+                self._client.generate(prompt, params, request_id, **options)
+            ) as outputs:
                 async for output in outputs:
                     self._record.note(output)
                     if output.finished:

@@ -33,7 +33,9 @@ class Refusal:
 
     def error(self, model: str) -> UnsupportedModelError:
         """Return an error with reason and advice."""
-        return UnsupportedModelError(f"{model} cannot be served from chunk-caches: {self.reason}. {self.advice}.")
+        return UnsupportedModelError(
+            f"{model} cannot be served from chunk-caches: {self.reason}. {self.advice}."
+        )
 
 
 def refusal(config: PretrainedConfig, options: VLLMOptions) -> Refusal | None:
@@ -62,14 +64,18 @@ def _of_model(config: PretrainedConfig) -> Iterator[Refusal]:
     names = list(getattr(config, "architectures", None) or [])
     if not any(name in ARCHITECTURES for name in names):
         known = ", ".join(sorted(ARCHITECTURES))
-        yield Refusal(f"its architecture is {', '.join(names) or 'unknown'}; known are {known}", _OTHER_MODEL)
+        yield Refusal(
+            f"its architecture is {', '.join(names) or 'unknown'}; known are {known}", _OTHER_MODEL
+        )
 
 
 def _of_positions(text: PretrainedConfig) -> Iterator[Refusal]:
     rope = getattr(text, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
     if kind == "longrope":
-        yield Refusal("LongRoPE changes all keys when a prompt passes the original length", _OTHER_MODEL)
+        yield Refusal(
+            "LongRoPE changes all keys when a prompt passes the original length", _OTHER_MODEL
+        )
     has_parts = kind == "mrope" or "mrope_section" in rope
     if has_parts or getattr(text, "dual_chunk_attention_config", None):
         yield Refusal("its rotary embedding has positions of several parts", _OTHER_MODEL)
@@ -93,7 +99,9 @@ def _of_kv_caches(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Re
     if isinstance(scheme, dict) and dtype == "auto":
         quantised = scheme.get("kv_cache_scheme") or scheme.get("kv_cache_quant_algo")
         if quantised:
-            yield Refusal("its checkpoint asks for a quantised KV cache", "Add `-- --kv-cache-dtype bfloat16`")
+            yield Refusal(
+                "its checkpoint asks for a quantised KV cache", "Add `-- --kv-cache-dtype bfloat16`"
+            )
 
 
 def _of_options(options: VLLMOptions) -> Iterator[Refusal]:
@@ -104,7 +112,8 @@ def _of_options(options: VLLMOptions) -> Iterator[Refusal]:
         )
     if options.speculates:
         yield Refusal(
-            "with speculative decoding, a draft model's own KV cache would stay empty", "Leave out --speculative-config"
+            "with speculative decoding, a draft model's own KV cache would stay empty",
+            "Leave out --speculative-config",
         )
     if options.prefetches_weights:
         yield Refusal(
@@ -113,12 +122,18 @@ def _of_options(options: VLLMOptions) -> Iterator[Refusal]:
             "Leave out --offload-group-size; --cpu-offload-gb works",
         )
     if options.model_impl not in ("auto", "vllm"):
-        yield Refusal(f"the implementation {options.model_impl!r} has other layers", "Leave out --model-impl")
+        yield Refusal(
+            f"the implementation {options.model_impl!r} has other layers", "Leave out --model-impl"
+        )
     if options.pipeline_parallel_size > 1:
-        yield Refusal("pipeline parallelism: a rank has only some of the layers", "Use --tensor-parallel-size instead")
+        yield Refusal(
+            "pipeline parallelism: a rank has only some of the layers",
+            "Use --tensor-parallel-size instead",
+        )
     if options.decode_context_parallel_size > 1 or options.prefill_context_parallel_size > 1:
         yield Refusal(
-            "context parallelism: a rank has only some of the positions", "Use --tensor-parallel-size instead"
+            "context parallelism: a rank has only some of the positions",
+            "Use --tensor-parallel-size instead",
         )
     if options.data_parallel_size > 1 and options.enable_expert_parallel:
         yield Refusal(

@@ -68,7 +68,9 @@ def check_prompt(vocabulary: int, *, block_size: int, context_length: int) -> Pr
     )
 
 
-def self_check(name: str, prompt: Prompt, predict: Predict, *, kept: Callable[[], bool], dtype: str) -> bool:
+def self_check(
+    name: str, prompt: Prompt, predict: Predict, *, kept: Callable[[], bool], dtype: str
+) -> bool:
     """Compare vLLM's own prefill, our passes, and reuse after the same prefix.
 
     Args:
@@ -89,12 +91,18 @@ def self_check(name: str, prompt: Prompt, predict: Predict, *, kept: Callable[[]
 
     def compare(what: str, prediction: Predicted, wanted: int) -> float:
         if prediction.refused or prediction.taken != wanted:
-            why = prediction.refused or f"{prediction.taken} of {wanted} tokens came from chunk-caches"
+            why = (
+                prediction.refused
+                or f"{prediction.taken} of {wanted} tokens came from chunk-caches"
+            )
             raise UnsupportedModelError(
                 f"{name} cannot be served from chunk-caches in this vLLM: in a self-check on {tokens} tokens, nothing "
                 f"was {what}: {why}; please report it."
             )
-        differences = [abs(prediction.logprobs.get(token, math.inf) - logprob) for token, logprob in plain.items()]
+        differences = [
+            abs(prediction.logprobs.get(token, math.inf) - logprob)
+            for token, logprob in plain.items()
+        ]
         # Not max(differences): it ignores a NaN that is not the first value.
         if not all(difference <= TOLERANCE[dtype] for difference in differences):
             raise UnsupportedModelError(
@@ -108,12 +116,15 @@ def self_check(name: str, prompt: Prompt, predict: Predict, *, kept: Callable[[]
     if not kept():
         logger.warning(
             "The self-check could not compare reuse: the store keeps no captures (is its folder read-only, or its "
-            "budget too small?). Reuse is unchecked on %s.", name,
-        )  # fmt: skip
+            "budget too small?). Reuse is unchecked on %s.",
+            name,
+        )
         return False
     # "whole": otherwise chunks that load late from a slow disk would be computed, and reuse would not be compared.
     reused = predict(Ask(prompt, ReuseConfig(capture=False, loading="whole")))
     largest = max(largest, compare("reused from chunk-caches", reused, prompt.bounds[-2]))
     seconds = time.perf_counter() - began
-    logger.info("Self-check on %d tokens: differences up to %.2g, in %.1f s", tokens, largest, seconds)
+    logger.info(
+        "Self-check on %d tokens: differences up to %.2g, in %.1f s", tokens, largest, seconds
+    )
     return True

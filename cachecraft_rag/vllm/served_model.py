@@ -53,7 +53,9 @@ class ServedModel:
     end_tokens: frozenset[int]
 
     @classmethod
-    def load(cls, name: str, *, dtype: str = "auto", options: VLLMOptions | None = None) -> ServedModel:
+    def load(
+        cls, name: str, *, dtype: str = "auto", options: VLLMOptions | None = None
+    ) -> ServedModel:
         """Read config and tokenizer, and the digests of the weights.
 
         Args:
@@ -86,7 +88,9 @@ class ServedModel:
         except OSError:  # the model has no generation config
             generation = None
         quantization = getattr(config, "quantization_config", None) or {}
-        own_quantization = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        own_quantization = (
+            quantization.get("quant_method") if isinstance(quantization, dict) else None
+        )
         if options is not None:
             fingerprint = options.fingerprint(fingerprint, own_quantization=own_quantization)
         return cls(
@@ -103,7 +107,9 @@ class ServedModel:
         """Raise UnsupportedModelError if the heads cannot be divided among so many tensor-parallel ranks."""
         heads = self.layout.kv_heads
         if heads % ranks:
-            fine = ", ".join(str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0)
+            fine = ", ".join(
+                str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0
+            )
             raise UnsupportedModelError(
                 f"{self.name} has {heads} key/value heads, which {ranks} ranks cannot divide; possible are {fine}"
             )

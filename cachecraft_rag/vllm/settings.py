@@ -35,14 +35,20 @@ _MEMORY = "vLLM has the device's memory; its own prefix cache takes the device t
 def check_config(config: EngineConfig) -> EngineConfig:
     """Return the config with `OFF` applied. Raises ConfigError for an option that has no effect over vLLM."""
     usual = EngineConfig()
-    wrong = {name: why for name, why in _VLLM_DECIDES.items() if getattr(config, name) != getattr(usual, name)}
+    wrong = {
+        name: why
+        for name, why in _VLLM_DECIDES.items()
+        if getattr(config, name) != getattr(usual, name)
+    }
     if getattr(config.new_variants, "when", "") == "always":
         wrong["new_variants"] = "they are made while no request is under way"
     if getattr(config.audit, "share", 0.0):
         wrong["audit"] = "answers are audited by the transformers backend only"
     for name in ("audit_text", "quality_target", "min_ratio", "max_ratio"):
         if getattr(config, name) != getattr(usual, name):
-            wrong[name] = "it needs audits, and answers are audited by the transformers backend only"
+            wrong[name] = (
+                "it needs audits, and answers are audited by the transformers backend only"
+            )
     if config.reuse.refresh_rows:
         wrong["reuse.refresh_rows"] = "a decode step carries rows of the answer only"
     wrong |= {
@@ -89,7 +95,9 @@ class EndpointSettings:
         check_choice("plain_prompts", self.plain_prompts, get_args(PlainPromptsMode))
         check_choice("client_settings", self.client_settings, get_args(ClientSettings))
         if self.search_system and self.plain_prompts == "off":
-            raise ConfigError("search_system has no effect without plain_prompts: add --reuse-plain-prompts")
+            raise ConfigError(
+                "search_system has no effect without plain_prompts: add --reuse-plain-prompts"
+            )
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,9 @@ class ConnectorSettings:
         extra: Mapping[str, object] = {} if transfer is None else transfer.kv_connector_extra_config
         settings = extra.get(_KEY)
         if not isinstance(settings, cls):
-            raise ConfigError("vLLM runs without this package's settings: start the server with `cachecraft serve`")
+            raise ConfigError(
+                "vLLM runs without this package's settings: start the server with `cachecraft serve`"
+            )
         return settings
 
     def transfer_config(self) -> object:
@@ -136,5 +146,6 @@ class ConnectorSettings:
             kv_connector=CONNECTOR,
             kv_role="kv_both",
             kv_connector_extra_config={_KEY: self},
-            kv_load_failure_policy="recompute",  # blocks that cannot be filled are computed, instead of refused
+            # blocks that cannot be filled are computed, instead of refused
+            kv_load_failure_policy="recompute",
         )

@@ -21,9 +21,15 @@ def page() -> str:
     parts = [_INTRODUCTION]
     for name, command in _commands(typer.main.get_command(app), "cachecraft"):
         parts.append(f"## {name}\n\n{_prose(command.help)}\n")
-        rows = [_row(parameter) for parameter in command.params if not getattr(parameter, "hidden", False)]
+        rows = [
+            _row(parameter)
+            for parameter in command.params
+            if not getattr(parameter, "hidden", False)
+        ]
         if rows:
-            parts.append("\n".join(["| option | meaning | default |", "| --- | --- | --- |", *rows]) + "\n")
+            parts.append(
+                "\n".join(["| option | meaning | default |", "| --- | --- | --- |", *rows]) + "\n"
+            )
     return "\n".join(parts)
 
 
@@ -40,10 +46,16 @@ def _commands(command: Any, name: str) -> list[tuple[str, Any]]:
 
 def _row(parameter: Any) -> str:
     is_argument = parameter.param_type_name == "argument"
-    names = parameter.name.upper() if is_argument else ", ".join([*parameter.opts, *parameter.secondary_opts])
+    names = (
+        parameter.name.upper()
+        if is_argument
+        else ", ".join([*parameter.opts, *parameter.secondary_opts])
+    )
     shown = getattr(parameter, "show_default", None)
     default = shown if isinstance(shown, str) else parameter.default
-    is_shown = default is not None and default is not False and not callable(default) and default != ()
+    is_shown = (
+        default is not None and default is not False and not callable(default) and default != ()
+    )
     return f"| `{names}` | {_cell(getattr(parameter, 'help', None))} | {_cell(str(default)) if is_shown else ''} |"
 
 

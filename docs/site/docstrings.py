@@ -34,7 +34,8 @@ def as_markdown(docstring: str) -> str:
     - `seed`: of the draw
     """
     docstring = _PARAMETERS.sub(
-        lambda shared: "\n".join(f"{shared[1]}{name}{shared[3]}" for name in shared[2].split(", ")), docstring
+        lambda shared: "\n".join(f"{shared[1]}{name}{shared[3]}" for name in shared[2].split(", ")),
+        docstring,
     )
     return "\n\n".join(_block(block) for block in re.split(r"\n{2,}", docstring))
 
@@ -42,7 +43,9 @@ def as_markdown(docstring: str) -> str:
 def _block(block: str) -> str:
     lines = block.split("\n")
     if lines[0].startswith(">>> "):
-        return "\n".join(["```pycon", *(line.replace("  # doctest: +SKIP", "") for line in lines), "```"])
+        return "\n".join(
+            ["```pycon", *(line.replace("  # doctest: +SKIP", "") for line in lines), "```"]
+        )
     if not _FIELD.fullmatch(lines[0]):
         return block
     items: list[str] = []

@@ -28,12 +28,19 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Copy the package as it installs, because two of its folders lie beside it: docstrings are read, not imported."""
     tree = ROOT / "build" / "api"
     shutil.rmtree(tree, ignore_errors=True)
-    for source, target in (("cachecraft_rag", ""), ("kernels", "kernels"), ("retrievers", "retrievers")):
+    for source, target in (
+        ("cachecraft_rag", ""),
+        ("kernels", "kernels"),
+        ("retrievers", "retrievers"),
+    ):
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / source, tree / "cachecraft_rag" / target, ignore=ignored, dirs_exist_ok=True)
+        shutil.copytree(
+            ROOT / source, tree / "cachecraft_rag" / target, ignore=ignored, dirs_exist_ok=True
+        )
     decisions = next(section["Decisions"] for section in config.nav or [] if "Decisions" in section)
     decisions += [f"decisions/{name}" for name in _records()]
-    os.chdir(tree)  # griffe looks for a package in the current folder first, and in the root it would find half of it
+    # griffe looks for a package in the current folder first, and in the root it would find half of it
+    os.chdir(tree)
     return config
 
 
@@ -43,7 +50,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page, content=_moved((ROOT / name).read_text("utf-8"))))
     files.append(File.generated(config, "reference/cli.md", content=_command_reference()))
     for example in EXAMPLES:
-        files.append(File.generated(config, f"examples/{example.name}.txt", abs_src_path=str(example)))
+        files.append(
+            File.generated(config, f"examples/{example.name}.txt", abs_src_path=str(example))
+        )
     return files
 
 
@@ -54,12 +63,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     def moved(link: re.Match[str]) -> str:
         target, anchor = link[1], link[2] or ""
         path = Path(os.path.normpath(folder / target))
-        if target.startswith("https:") or path.is_relative_to(ROOT / "docs") or not path.is_relative_to(ROOT):
+        if (
+            target.startswith("https:")
+            or path.is_relative_to(ROOT / "docs")
+            or not path.is_relative_to(ROOT)
+        ):
             return link[0]
         name = path.relative_to(ROOT).as_posix()
         if name not in PAGES and path not in EXAMPLES:
             return link[0]
-        inside = ROOT / "docs" / PAGES.get(name, f"{name}.txt")  # .txt: browsers show it instead of saving it
+        # .txt: browsers show it instead of saving it
+        inside = ROOT / "docs" / PAGES.get(name, f"{name}.txt")
         return f"]({os.path.relpath(inside, folder)}{anchor})"
 
     return re.sub(r"\]\(([^)#\s]+)(#[^)\s]*)?\)", moved, markdown)
@@ -76,7 +90,9 @@ def _records() -> list[str]:
 
 def _command_reference() -> str:
     """The page that `commands.py` generates; that module is beside this file, which is no package."""
-    spec = importlib.util.spec_from_file_location("commands", ROOT / "docs" / "site" / "commands.py")
+    spec = importlib.util.spec_from_file_location(
+        "commands", ROOT / "docs" / "site" / "commands.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

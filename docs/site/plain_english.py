@@ -48,8 +48,16 @@ _RIDDLES = ("What", "Whether", "Which", "Who", "Whose", "Where", "How")
 
 def main() -> int:
     """Print each finding with its place; return the exit code."""
-    findings = [finding for path in _files(PAGES, ".md") for finding in page_findings(path.read_text("utf-8"), path)]
-    findings += [finding for path in _files(CODE, ".py") for finding in code_findings(path.read_text("utf-8"), path)]
+    findings = [
+        finding
+        for path in _files(PAGES, ".md")
+        for finding in page_findings(path.read_text("utf-8"), path)
+    ]
+    findings += [
+        finding
+        for path in _files(CODE, ".py")
+        for finding in code_findings(path.read_text("utf-8"), path)
+    ]
     for finding in findings:
         print(finding)
     return 1 if findings else 0
@@ -99,7 +107,10 @@ def _files(names: tuple[str, ...], suffix: str) -> Iterator[Path]:
     for name in names:
         path = ROOT / name
         for file in [path] if path.is_file() else sorted(path.rglob(f"*{suffix}")):
-            is_left_out = file.relative_to(ROOT).as_posix() in (*LEFT_OUT, "docs/site/plain_english.py")
+            is_left_out = file.relative_to(ROOT).as_posix() in (
+                *LEFT_OUT,
+                "docs/site/plain_english.py",
+            )
             if not is_left_out:
                 yield file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
 

@@ -25,12 +25,22 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 ROOT = Path(__file__).resolve().parents[2]
-QUESTIONS = ("How often is the filter of the Willow A3 replaced?", "How long does the filter of the Willow A3 last?")
+QUESTIONS = (
+    "How often is the filter of the Willow A3 replaced?",
+    "How long does the filter of the Willow A3 last?",
+)
 PATIENCE_S = 900.0  # for one step: a busy machine needs minutes to load the models and to answer
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--no-first-run", "--window-size=1280,1050",
-)  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-dev-shm-usage",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--window-size=1280,1050",
+)
 
 
 def wait_for(what: str, holds: Callable[[], Any], server: subprocess.Popen[bytes]) -> Any:
@@ -39,7 +49,9 @@ def wait_for(what: str, holds: Callable[[], Any], server: subprocess.Popen[bytes
     print(f"waiting for {what} …", end=" ", flush=True)
     while time.monotonic() < started + PATIENCE_S:
         if server.poll() is not None:
-            raise SystemExit(f"\nthe app ended with exit code {server.returncode}; its output is above")
+            raise SystemExit(
+                f"\nthe app ended with exit code {server.returncode}; its output is above"
+            )
         try:
             if found := holds():
                 print(f"{time.monotonic() - started:.0f} s")
@@ -56,7 +68,13 @@ def running_app(folder: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "streamlit", "run", str(ROOT / "examples" / "streamlit_app.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "streamlit",
+        "run",
+        str(ROOT / "examples" / "streamlit_app.py"),
+    ]
     command += ["--server.headless=true", f"--server.port={port}"]
     server = subprocess.Popen(command, cwd=folder, env={**os.environ, "CACHECRAFT_STORE": folder})
     try:
@@ -73,10 +91,14 @@ def running_app(folder: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
 def running_browser() -> Iterator[webdriver.Chrome]:
     """A headless Chromium."""
     options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium") or sys.exit("type: apt-get install chromium chromium-driver")
+    options.binary_location = shutil.which("chromium") or sys.exit(
+        "type: apt-get install chromium chromium-driver"
+    )
     for flag in FLAGS:
         options.add_argument(flag)
-    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    browser = webdriver.Chrome(
+        options=options, service=webdriver.ChromeService(shutil.which("chromedriver"))
+    )
     try:
         yield browser
     finally:
@@ -96,15 +118,24 @@ def main() -> None:
 
         def at_rest(bars: int) -> bool:
             """True once the app's script has ended: before, Streamlit may show an answer in two places."""
-            return bool(all_of('[data-test-script-state="notRunning"]')) and len(all_of(".cc-bar")) == bars
+            return (
+                bool(all_of('[data-test-script-state="notRunning"]'))
+                and len(all_of(".cc-bar")) == bars
+            )
 
         wait_for("the server", lambda: browser.get(address) or True, server)
         wait_for("the model", lambda: all_of(".st-key-sample button")[0].click() or True, server)
         wait_for("the handbook's index", lambda: all_of('[class*="st-key-try"] button'), server)
         for number, question in enumerate(QUESTIONS, start=1):
             box = '[data-testid="stChatInputTextArea"]'
-            wait_for("the question's box", lambda box=box: all_of(box), server)[0].send_keys(question, Keys.ENTER)
-            wait_for(f"answer {number}, timed with and without reuse", lambda number=number: at_rest(number), server)
+            wait_for("the question's box", lambda box=box: all_of(box), server)[0].send_keys(
+                question, Keys.ENTER
+            )
+            wait_for(
+                f"answer {number}, timed with and without reuse",
+                lambda number=number: at_rest(number),
+                server,
+            )
         address = browser.current_url
         for scheme in ("light", "dark"):
             media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
@@ -113,7 +144,8 @@ def main() -> None:
             wait_for(f"the {scheme} page", lambda: at_rest(len(QUESTIONS)), server)
             time.sleep(3)
             picture = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
-            few = picture.quantize(128, dither=Image.Dither.NONE)  # half the size, and no difference to be seen
+            # half the size, and no difference to be seen
+            few = picture.quantize(128, dither=Image.Dither.NONE)
             few.save(ROOT / "docs" / "images" / f"streamlit-{scheme}.png", optimize=True)
 
 

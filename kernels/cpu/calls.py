@@ -57,7 +57,11 @@ class _Turn(ctypes.Structure):
 
 
 class _Rotate(ctypes.Structure):
-    _fields_ = [("parts", _Turn * 2), *_fields("cos sin", _P), *_fields("rows dim width turn_row bfloat", _N)]
+    _fields_ = [
+        ("parts", _Turn * 2),
+        *_fields("cos sin", _P),
+        *_fields("rows dim width turn_row bfloat", _N),
+    ]
 
 
 class _Move(ctypes.Structure):
@@ -71,7 +75,11 @@ class _Move(ctypes.Structure):
 
 
 class _Rows(ctypes.Structure):
-    _fields_ = [*_fields("x out add weight", _P), *_fields("rows width bfloat", _N), ("eps", ctypes.c_float)]
+    _fields_ = [
+        *_fields("x out add weight", _P),
+        *_fields("rows width bfloat", _N),
+        ("eps", ctypes.c_float),
+    ]
 
 
 class _Linear(ctypes.Structure):
@@ -85,7 +93,9 @@ class LayerCall(ctypes.Structure):
         ("weights", _P * 7),
         ("biases", _P * 7),
         *_fields("norm after_norm q_norm k_norm hidden scratch k v cos sin positions", _P),
-        *_fields("rows hidden_size inner_size heads kv_heads dim width key_row window threads bfloat", _N),
+        *_fields(
+            "rows hidden_size inner_size heads kv_heads dim width key_row window threads bfloat", _N
+        ),
         ("eps", ctypes.c_float * 4),
         *_fields("scale softcap", ctypes.c_float),
     ]
@@ -130,7 +140,9 @@ def layer(run: Kernels, call: LayerCall, hidden: Tensor, rows: Sequence[LayerRow
     call.sin = ctypes.addressof(sin)
     call.positions = ctypes.addressof(positions)
 
-    row_width = 2 * call.hidden_size + 2 * (call.heads + call.kv_heads) * call.dim + 2 * call.inner_size
+    row_width = (
+        2 * call.hidden_size + 2 * (call.heads + call.kv_heads) * call.dim + 2 * call.inner_size
+    )
     parts = -(-(max(positions) + 1) // _PART)
     parts_bytes = 4 * call.heads * parts * (call.dim + 2)
     call.scratch = _scratch(4 * count * row_width + 8 * 64 + parts_bytes, "layer")
@@ -141,8 +153,18 @@ def layer(run: Kernels, call: LayerCall, hidden: Tensor, rows: Sequence[LayerRow
 def rotate(run: Kernels, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
     """See `rope.rotate`."""
     rows, heads, dim = x.shape
-    turn = _Turn(x.data_ptr(), out.data_ptr(), x.stride(0), x.stride(1), out.stride(0), out.stride(1), heads)
-    call = _Rotate((_Turn * 2)(turn, _Turn()), cos.data_ptr(), sin.data_ptr(), rows, dim, cos.shape[1], cos.stride(0))
+    turn = _Turn(
+        x.data_ptr(), out.data_ptr(), x.stride(0), x.stride(1), out.stride(0), out.stride(1), heads
+    )
+    call = _Rotate(
+        (_Turn * 2)(turn, _Turn()),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        rows,
+        dim,
+        cos.shape[1],
+        cos.stride(0),
+    )
     call.bfloat = x.dtype == torch.bfloat16
     run("rotate", ctypes.byref(call), _N(_threads(x.numel() * x.element_size())))
 
@@ -185,7 +207,11 @@ class Drift:
         self._pointers = [array.ctypes.data for array in self._arrays]
 
     def correct(
-        self, merged: Tensor, rows: tuple[Tensor, Tensor], turns: tuple[Tensor, Tensor], strength: float
+        self,
+        merged: Tensor,
+        rows: tuple[Tensor, Tensor],
+        turns: tuple[Tensor, Tensor],
+        strength: float,
     ) -> None:
         """See `DriftCorrection.correct`; `rows` are rotated keys and values, `turns` cos and sin of all positions."""
         keys, values = (row_tensor.contiguous() for row_tensor in rows)
@@ -204,7 +230,13 @@ def norm(run: Kernels, x: Tensor, weight: Tensor, eps: float, add: Tensor | None
     """Return `x / rms(x) · weight` along the last dimension, contiguous; `add` is added to x first, in place."""
     out = torch.empty_like(x)
     width = x.shape[-1]
-    call = _Rows(x=x.data_ptr(), out=out.data_ptr(), weight=weight.data_ptr(), rows=x.numel() // width, width=width)
+    call = _Rows(
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        weight=weight.data_ptr(),
+        rows=x.numel() // width,
+        width=width,
+    )
     call.add = None if add is None else add.data_ptr()
     call.eps = eps
     call.bfloat = x.dtype == torch.bfloat16
@@ -224,7 +256,9 @@ def gated(run: Kernels, gate: Tensor, up: Tensor) -> Tensor:
 def linear(run: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x @ weightᵀ + bias` for a few rows `[…, width]`, contiguous. Reads the weights once, at memory speed."""
     out = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype)
-    call = _Linear(x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr())
+    call = _Linear(
+        x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()
+    )
     call.width = x.shape[-1]
     call.outs = len(weight)
     call.bfloat = x.dtype == torch.bfloat16
@@ -286,7 +320,8 @@ def mass(
     run("mass", ctypes.byref(call))
 
     received = torch.zeros(len(k), dtype=torch.float32)
-    received[: call.keys] = received_parts[0, : call.keys]  # the kernel has added up the parts in the first one
+    # the kernel has added up the parts in the first one
+    received[: call.keys] = received_parts[0, : call.keys]
     return by_segment, received
 
 
@@ -316,7 +351,9 @@ def differs(run: Kernels) -> str:
     visible = Visibility(positions)
     last_rows = Visibility(positions[-3:])
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 4e-2)):
-        q, k, v, cos, sin = (x.to(dtype) for x in (exact_q, exact_k, exact_v, angle.cos(), angle.sin()))
+        q, k, v, cos, sin = (
+            x.to(dtype) for x in (exact_q, exact_k, exact_v, angle.cos(), angle.sin())
+        )
         out = torch.empty_like(k)
         rotate(run, k, cos, sin, out)
         merged = torch.empty(2, 200, 2, 48, dtype=dtype)
@@ -324,7 +361,10 @@ def differs(run: Kernels) -> str:
         mass_by_segment, received = mass(run, q, k, visible, bounds, scale=0.3, softcap=None)
         pairs = {
             "attend": (attend(run, q, k, v, visible, scale=0.3, softcap=None), attended),
-            "attend to few": (attend(run, q[-3:], k, v, last_rows, scale=0.3, softcap=None), attended[-3:]),
+            "attend to few": (
+                attend(run, q[-3:], k, v, last_rows, scale=0.3, softcap=None),
+                attended[-3:],
+            ),
             "mass": (mass_by_segment, by_segment),
             "received": (received, weights.sum(0)),
             "rotate": (out, rotated),

@@ -20,7 +20,8 @@ from torch import Tensor
 logger = logging.getLogger("cachecraft_rag")
 
 SETTING = "CACHECRAFT_CPU_KERNELS"
-INSTRUCTIONS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")  # in the order of the bits of `cachecraft_runs`
+# in the order of the bits of `cachecraft_runs`
+INSTRUCTIONS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 _DTYPES = frozenset({torch.float32, torch.bfloat16})
 _FUNCTIONS = ("rotate", "place", "drift", "attend", "mass", "norm", "gated", "linear", "layer")
 
@@ -70,14 +71,19 @@ def reason() -> str:
 @cache
 def available(folder: Path = Path(__file__).parent) -> dict[str, Kernels]:
     """Return the compiled kernels that this CPU can run, by instructions, the fastest last; empty if none are built."""
-    for path in sorted([*folder.glob("native*.so"), *folder.glob("native*.pyd"), *folder.glob("native*.dylib")]):
+    for path in sorted(
+        [*folder.glob("native*.so"), *folder.glob("native*.pyd"), *folder.glob("native*.dylib")]
+    ):
         try:
             library = ctypes.CDLL(str(path))
             library.cachecraft_start(_parallel())
             library.cachecraft_runs.restype = ctypes.c_long
             runs = library.cachecraft_runs()
             names = [name for bit, name in enumerate(INSTRUCTIONS) if runs >> bit & 1]
-            return {name: Kernels(name, {part: library[f"{part}_{name}"] for part in _FUNCTIONS}) for name in names}
+            return {
+                name: Kernels(name, {part: library[f"{part}_{name}"] for part in _FUNCTIONS})
+                for name in names
+            }
         except (OSError, AttributeError) as error:  # built for a different machine or version
             logger.debug("%s cannot be used: %s", path, error)
     return {}
@@ -106,6 +112,8 @@ def _chosen(setting: str) -> tuple[Kernels | None, str]:
 
     difference = differs(chosen)
     if difference:
-        logger.warning("The compiled kernels (%s) are not used: %s", chosen.instructions, difference)
+        logger.warning(
+            "The compiled kernels (%s) are not used: %s", chosen.instructions, difference
+        )
         return None, difference
     return chosen, ""

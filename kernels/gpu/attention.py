@@ -19,7 +19,14 @@ from torch import Tensor
 
 from cachecraft_rag.kernels.gpu.combine import combine
 from cachecraft_rag.kernels.gpu.launch import device_of
-from cachecraft_rag.kernels.gpu.tiles import Tiling, absent_mask, check_attention, load_keys, load_pairs, scores
+from cachecraft_rag.kernels.gpu.tiles import (
+    Tiling,
+    absent_mask,
+    check_attention,
+    load_keys,
+    load_pairs,
+    scores,
+)
 from cachecraft_rag.kernels.visibility import Visibility
 
 _LOG2_E = math.log2(math.e)
@@ -44,12 +51,40 @@ class Attended:
 
 @triton.jit
 def _sweep(
-    acc, top, total, mass, q, pos, begin, end, head, k, v, absent, k_key, k_head, v_key, v_head,
-    low, high, scale, softcap, window,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, ABSENT: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, VALUES: tl.constexpr, MASS: tl.constexpr, MASKED: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASS_PRECISION: tl.constexpr,
-):  # fmt: skip
+    acc,
+    top,
+    total,
+    mass,
+    q,
+    pos,
+    begin,
+    end,
+    head,
+    k,
+    v,
+    absent,
+    k_key,
+    k_head,
+    v_key,
+    v_head,
+    low,
+    high,
+    scale,
+    softcap,
+    window,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ABSENT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    VALUES: tl.constexpr,
+    MASS: tl.constexpr,
+    MASKED: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASS_PRECISION: tl.constexpr,
+):
     """Walk over the keys `begin:end`. Without MASKED, all rows see all of them, and they fill whole tiles."""
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
@@ -78,16 +113,29 @@ def _sweep(
         if MASS:
             others = tl.where(keys[None, :] == pos[:, None], 0.0, p)
             member = (keys[:, None] >= low[None, :]) & (keys[:, None] < high[None, :])
-            mass = tl.dot(others, member.to(tl.float32), mass * shrink[:, None], input_precision=MASS_PRECISION)
+            mass = tl.dot(
+                others,
+                member.to(tl.float32),
+                mass * shrink[:, None],
+                input_precision=MASS_PRECISION,
+            )
         top = new_top
     return acc, top, total, mass
 
 
 @triton.jit
 def _keys_of(
-    positions, rows, tile, split, window,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
+    positions,
+    rows,
+    tile,
+    split,
+    window,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
     """Return the lowest position of a tile's rows, and the keys `begin:end` of one of its splits."""
     lowest = tl.load(positions + tile * BLOCK_M // GROUP).to(tl.int32)
     last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, rows - 1)
@@ -102,17 +150,38 @@ def _keys_of(
 
 @triton.jit
 def _write(
-    out, lse, mass, acc, top, total, summed, target, live, segments,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, VALUES: tl.constexpr, MASS: tl.constexpr,
-):  # fmt: skip
+    out,
+    lse,
+    mass,
+    acc,
+    top,
+    total,
+    summed,
+    target,
+    live,
+    segments,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    VALUES: tl.constexpr,
+    MASS: tl.constexpr,
+):
     """Divide by the sum of the exponentials, and store a tile's results at the indices `target` `[BLOCK_M]`."""
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
-    tl.store(lse + target, tl.where(nothing, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453), live)
+    tl.store(
+        lse + target,
+        tl.where(nothing, float("-inf"), (top + tl.log2(total)) * 0.6931471805599453),
+        live,
+    )
     if VALUES:
         dims = tl.arange(0, BLOCK_D)
         averaged = (acc / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + target[:, None] * HEAD_DIM + dims[None, :], averaged, live[:, None] & (dims < HEAD_DIM)[None, :])
+        tl.store(
+            out + target[:, None] * HEAD_DIM + dims[None, :],
+            averaged,
+            live[:, None] & (dims < HEAD_DIM)[None, :],
+        )
     if MASS:
         column = tl.arange(0, BLOCK_S)
         kept = live[:, None] & (column < segments)[None, :]
@@ -121,20 +190,57 @@ def _write(
 
 @triton.jit(do_not_specialize=["rows", "segments", "window"])
 def _attend(
-    q, k, v, out, lse, mass, positions, absent, bounds, sinks, q_row, q_head, k_key, k_head, v_key, v_head,
-    rows, heads, segments, scale, softcap, window,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, ABSENT: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    VALUES: tl.constexpr, MASS: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    MASS_PRECISION: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles see most keys, so they begin first
+    q,
+    k,
+    v,
+    out,
+    lse,
+    mass,
+    positions,
+    absent,
+    bounds,
+    sinks,
+    q_row,
+    q_head,
+    k_key,
+    k_head,
+    v_key,
+    v_head,
+    rows,
+    heads,
+    segments,
+    scale,
+    softcap,
+    window,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ABSENT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    VALUES: tl.constexpr,
+    MASS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASS_PRECISION: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    # the last tiles see most keys, so they begin first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
     pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     live = pair < rows * GROUP
-    row, query_head, pos, qq = load_pairs(q, positions, pair, live, head, q_row, q_head, GROUP, HEAD_DIM, BLOCK_D)
-    lowest, begin, end = _keys_of(positions, rows, tile, split, window, GROUP, BLOCK_M, BLOCK_N, SPLITS, WINDOW)
+    row, query_head, pos, qq = load_pairs(
+        q, positions, pair, live, head, q_row, q_head, GROUP, HEAD_DIM, BLOCK_D
+    )
+    lowest, begin, end = _keys_of(
+        positions, rows, tile, split, window, GROUP, BLOCK_M, BLOCK_N, SPLITS, WINDOW
+    )
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -154,20 +260,93 @@ def _attend(
     if not WINDOW:  # keys that all rows of the tile see
         clear = tl.maximum(begin, tl.minimum(end, (lowest + 1) // BLOCK_N * BLOCK_N))
         acc, top, total, summed = _sweep(
-            acc, top, total, summed, qq, pos, begin, clear, head, k, v, absent, k_key, k_head, v_key, v_head,
-            low, high, scale, softcap, window, HEAD_DIM, BLOCK_D, BLOCK_N, ABSENT, WINDOW, SOFTCAP, VALUES,
-            MASS, False, UPCAST, PRECISION, MASS_PRECISION,
-        )  # fmt: skip
+            acc,
+            top,
+            total,
+            summed,
+            qq,
+            pos,
+            begin,
+            clear,
+            head,
+            k,
+            v,
+            absent,
+            k_key,
+            k_head,
+            v_key,
+            v_head,
+            low,
+            high,
+            scale,
+            softcap,
+            window,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_N,
+            ABSENT,
+            WINDOW,
+            SOFTCAP,
+            VALUES,
+            MASS,
+            False,
+            UPCAST,
+            PRECISION,
+            MASS_PRECISION,
+        )
     acc, top, total, summed = _sweep(
-        acc, top, total, summed, qq, pos, clear, end, head, k, v, absent, k_key, k_head, v_key, v_head,
-        low, high, scale, softcap, window, HEAD_DIM, BLOCK_D, BLOCK_N, ABSENT, WINDOW, SOFTCAP, VALUES,
-        MASS, True, UPCAST, PRECISION, MASS_PRECISION,
-    )  # fmt: skip
+        acc,
+        top,
+        total,
+        summed,
+        qq,
+        pos,
+        clear,
+        end,
+        head,
+        k,
+        v,
+        absent,
+        k_key,
+        k_head,
+        v_key,
+        v_head,
+        low,
+        high,
+        scale,
+        softcap,
+        window,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+        ABSENT,
+        WINDOW,
+        SOFTCAP,
+        VALUES,
+        MASS,
+        True,
+        UPCAST,
+        PRECISION,
+        MASS_PRECISION,
+    )
     target = (split.to(tl.int64) * rows + row) * heads + query_head
     _write(
-        out, lse, mass, acc, top, total, summed, target, live, segments,
-        HEAD_DIM, BLOCK_D, BLOCK_S, VALUES, MASS,
-    )  # fmt: skip
+        out,
+        lse,
+        mass,
+        acc,
+        top,
+        total,
+        summed,
+        target,
+        live,
+        segments,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_S,
+        VALUES,
+        MASS,
+    )
 
 
 def attend(
@@ -208,34 +387,72 @@ def attend(
         mass = None if bounds is None else q.new_empty(0, segments, dtype=torch.float32)
         return Attended(None if v is None else torch.empty_like(q), none, mass)
     if bounds is not None and segments > MOST_SEGMENTS:
-        return _in_parts(q, k, v, visible, scale=scale, softcap=softcap, sinks=sinks, bounds=bounds, tiling=tiling)
+        return _in_parts(
+            q,
+            k,
+            v,
+            visible,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            bounds=bounds,
+            tiling=tiling,
+        )
     group = heads // kv_heads
     tiling = tiling or Tiling.of(q, pairs=rows * group)
     tiles = triton.cdiv(rows * group, tiling.rows)
     splits = splits or tiling.splits(q.device, programs=tiles * kv_heads, keys=k.shape[0])
     lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=q.device)
     kind = q.dtype if splits == 1 else torch.float32
-    out = None if v is None else torch.empty(splits, rows, heads, head_dim, dtype=kind, device=q.device)
-    mass = None if bounds is None else torch.empty(splits, rows, heads, segments, dtype=torch.float32, device=q.device)
+    out = (
+        None
+        if v is None
+        else torch.empty(splits, rows, heads, head_dim, dtype=kind, device=q.device)
+    )
+    mass = (
+        None
+        if bounds is None
+        else torch.empty(splits, rows, heads, segments, dtype=torch.float32, device=q.device)
+    )
     absent = absent_mask(visible, k.shape[0])
     values = k if v is None else v
     with device_of(q):
         _attend[(tiles, kv_heads, splits)](
-            q, k, values, lse if out is None else out, lse, lse if mass is None else mass,
-            visible.positions, q if absent is None else absent, q if bounds is None else bounds.contiguous(),
+            q,
+            k,
+            values,
+            lse if out is None else out,
+            lse,
+            lse if mass is None else mass,
+            visible.positions,
+            q if absent is None else absent,
+            q if bounds is None else bounds.contiguous(),
             q if sinks is None else sinks.contiguous(),
-            *q.stride()[:2], *k.stride()[:2], *values.stride()[:2],
-            rows, heads, segments, scale if softcap else scale * _LOG2_E, softcap or 0.0, visible.window or 0,
-            GROUP=group, BLOCK_S=max(16, triton.next_power_of_2(segments)), SPLITS=splits,
-            VALUES=v is not None, MASS=bounds is not None, SINKS=sinks is not None,
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *values.stride()[:2],
+            rows,
+            heads,
+            segments,
+            scale if softcap else scale * _LOG2_E,
+            softcap or 0.0,
+            visible.window or 0,
+            GROUP=group,
+            BLOCK_S=max(16, triton.next_power_of_2(segments)),
+            SPLITS=splits,
+            VALUES=v is not None,
+            MASS=bounds is not None,
+            SINKS=sinks is not None,
             MASS_PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             **tiling.constants(q, visible, absent=absent, softcap=softcap),
-        )  # fmt: skip
+        )
     out, lse, mass = combine(out, lse, mass, dtype=q.dtype)
     return Attended(out, lse, None if mass is None else mass.mean(1))
 
 
-def _in_parts(q: Tensor, k: Tensor, v: Tensor | None, visible: Visibility, *, bounds: Tensor, **how: Any) -> Attended:
+def _in_parts(
+    q: Tensor, k: Tensor, v: Tensor | None, visible: Visibility, *, bounds: Tensor, **how: Any
+) -> Attended:
     """Run `attend` with more segments than one launch can sum up. Only the first launch reads the values."""
     first: Attended | None = None
     masses = []

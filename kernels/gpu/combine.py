@@ -12,10 +12,21 @@ from cachecraft_rag.kernels.gpu.launch import device_of
 
 @triton.jit(do_not_specialize=["pairs", "segments"])
 def _combine(
-    parts, lses, masses, out, lse, mass, pairs, segments,
-    SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    VALUES: tl.constexpr, MASS: tl.constexpr,
-):  # fmt: skip
+    parts,
+    lses,
+    masses,
+    out,
+    lse,
+    mass,
+    pairs,
+    segments,
+    SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    VALUES: tl.constexpr,
+    MASS: tl.constexpr,
+):
     pair = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     each = tl.load(lses + split * pairs + pair)
@@ -32,12 +43,20 @@ def _combine(
         inside = dims < HEAD_DIM
         at = parts + (split[:, None] * pairs + pair) * HEAD_DIM + dims[None, :]
         outputs = tl.load(at, mask=inside[None, :], other=0.0)
-        tl.store(out + pair * HEAD_DIM + dims, tl.sum(outputs * weight[:, None], 0).to(out.dtype.element_ty), inside)
+        tl.store(
+            out + pair * HEAD_DIM + dims,
+            tl.sum(outputs * weight[:, None], 0).to(out.dtype.element_ty),
+            inside,
+        )
     if MASS:
         column = tl.arange(0, BLOCK_S)
         at = masses + (split[:, None] * pairs + pair) * segments + column[None, :]
         part_masses = tl.load(at, mask=(column < segments)[None, :], other=0.0)
-        tl.store(mass + pair * segments + column, tl.sum(part_masses * weight[:, None], 0), column < segments)
+        tl.store(
+            mass + pair * segments + column,
+            tl.sum(part_masses * weight[:, None], 0),
+            column < segments,
+        )
 
 
 def combine(
@@ -56,7 +75,11 @@ def combine(
     """
     splits, rows, heads = lses.shape
     if splits == 1:
-        return parts if parts is None else parts[0], lses[0], masses if masses is None else masses[0]
+        return (
+            parts if parts is None else parts[0],
+            lses[0],
+            masses if masses is None else masses[0],
+        )
     if splits & (splits - 1):
         raise ValueError(f"splits must be a power of 2, not {splits}")
     head_dim = 1 if parts is None else parts.shape[-1]
@@ -66,9 +89,19 @@ def combine(
     lse = torch.empty_like(lses[0])
     with device_of(lses):
         _combine[(rows * heads,)](
-            lses if parts is None else parts, lses, lses if masses is None else masses,
-            lse if out is None else out, lse, lse if mass is None else mass, rows * heads, segments,
-            SPLITS=splits, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
-            BLOCK_S=triton.next_power_of_2(max(segments, 1)), VALUES=parts is not None, MASS=masses is not None,
-        )  # fmt: skip
+            lses if parts is None else parts,
+            lses,
+            lses if masses is None else masses,
+            lse if out is None else out,
+            lse,
+            lse if mass is None else mass,
+            rows * heads,
+            segments,
+            SPLITS=splits,
+            HEAD_DIM=head_dim,
+            BLOCK_D=triton.next_power_of_2(head_dim),
+            BLOCK_S=triton.next_power_of_2(max(segments, 1)),
+            VALUES=parts is not None,
+            MASS=masses is not None,
+        )
     return out, lse, mass

@@ -14,10 +14,22 @@ _ROWS = 32  # token-head pairs of one program
 
 @triton.jit(do_not_specialize=["keys"])
 def _shift_stale(
-    merged, shifts, owner, cos, sin, keys, kv_heads, rotary, merged_part,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr,
-    BLOCK_REST: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    merged,
+    shifts,
+    owner,
+    cos,
+    sin,
+    keys,
+    kv_heads,
+    rotary,
+    merged_part,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     part = tl.program_id(1)
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     key = pair // kv_heads
@@ -68,6 +80,16 @@ def shift_stale(merged: Tensor, shifts: Tensor, owner: Tensor, *, cos: Tensor, s
     if shifts.numel():
         with device_of(merged):
             _shift_stale[(triton.cdiv(keys * kv_heads, _ROWS), 2)](
-                merged, shifts.contiguous(), owner, cos.contiguous(), sin.contiguous(), keys, kv_heads, cos.shape[-1],
-                merged.stride(0), HEAD_DIM=head_dim, ROWS=_ROWS, **halves(head_dim, cos.shape[-1]),
-            )  # fmt: skip
+                merged,
+                shifts.contiguous(),
+                owner,
+                cos.contiguous(),
+                sin.contiguous(),
+                keys,
+                kv_heads,
+                cos.shape[-1],
+                merged.stride(0),
+                HEAD_DIM=head_dim,
+                ROWS=_ROWS,
+                **halves(head_dim, cos.shape[-1]),
+            )

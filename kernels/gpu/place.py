@@ -18,20 +18,45 @@ _ROWS = 32  # token-head pairs of one program
 
 @triton.jit(do_not_specialize=["start", "tokens"])
 def _place(
-    merged, chunk, cos, sin, layers, start, tokens, kv_heads, rotary,
-    merged_layer, merged_part, merged_key, chunk_layer, chunk_part, chunk_token,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr,
-    BLOCK_REST: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    merged,
+    chunk,
+    cos,
+    sin,
+    layers,
+    start,
+    tokens,
+    kv_heads,
+    rotary,
+    merged_layer,
+    merged_part,
+    merged_key,
+    chunk_layer,
+    chunk_part,
+    chunk_token,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     layer = tl.load(layers + tl.program_id(1) // 2).to(tl.int64)
     part = tl.program_id(1) % 2
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = pair < tokens * kv_heads
     token = (pair // kv_heads).to(tl.int64)
     head = pair % kv_heads
-    source = chunk + layer * chunk_layer + part * chunk_part + (token * chunk_token + head * HEAD_DIM)[:, None]
+    source = (
+        chunk
+        + layer * chunk_layer
+        + part * chunk_part
+        + (token * chunk_token + head * HEAD_DIM)[:, None]
+    )
     target = (
-        merged + layer * merged_layer + part * merged_part + ((start + token) * merged_key + head * HEAD_DIM)[:, None]
+        merged
+        + layer * merged_layer
+        + part * merged_part
+        + ((start + token) * merged_key + head * HEAD_DIM)[:, None]
     )
     kind = merged.dtype.element_ty
     half = tl.arange(0, BLOCK_HALF)[None, :]
@@ -39,7 +64,9 @@ def _place(
     first = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + half + HALF, mask=inside, other=0.0).to(tl.float32)
     if part == 0:
-        first, second = turned(first, second, cos, sin, start + token, inside, rotary, HALF, BLOCK_HALF)
+        first, second = turned(
+            first, second, cos, sin, start + token, inside, rotary, HALF, BLOCK_HALF
+        )
     tl.store(target + half, first.to(kind), inside)
     tl.store(target + half + HALF, second.to(kind), inside)
     if REST > 0:
@@ -92,7 +119,18 @@ def place(
     if chunk.numel() and len(numbers):
         with device_of(merged):
             _place[(triton.cdiv(tokens * kv_heads, _ROWS), 2 * len(numbers))](
-                merged, chunk, cos.contiguous(), sin.contiguous(), numbers, start, tokens, kv_heads, cos.shape[-1],
-                *merged.stride()[:3], *chunk.stride()[:3], HEAD_DIM=head_dim, ROWS=_ROWS,
+                merged,
+                chunk,
+                cos.contiguous(),
+                sin.contiguous(),
+                numbers,
+                start,
+                tokens,
+                kv_heads,
+                cos.shape[-1],
+                *merged.stride()[:3],
+                *chunk.stride()[:3],
+                HEAD_DIM=head_dim,
+                ROWS=_ROWS,
                 **halves(head_dim, cos.shape[-1]),
-            )  # fmt: skip
+            )

@@ -15,7 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from cachecraft_rag.kernels.gpu.launch import device_of
-from cachecraft_rag.kernels.gpu.tiles import Tiling, absent_mask, check_attention, load_keys, load_pairs, scores
+from cachecraft_rag.kernels.gpu.tiles import (
+    Tiling,
+    absent_mask,
+    check_attention,
+    load_keys,
+    load_pairs,
+    scores,
+)
 from cachecraft_rag.kernels.visibility import Visibility
 
 _LOG2_E = math.log2(math.e)
@@ -23,12 +30,34 @@ _LOG2_E = math.log2(math.e)
 
 @triton.jit(do_not_specialize=["rows", "total_keys", "window"])
 def _received(
-    q, k, lse, out, positions, absent, q_row, q_head, k_key, k_head,
-    rows, heads, total_keys, scale, softcap, window,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    COUNTED: tl.constexpr, ABSENT: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    lse,
+    out,
+    positions,
+    absent,
+    q_row,
+    q_head,
+    k_key,
+    k_head,
+    rows,
+    heads,
+    total_keys,
+    scale,
+    softcap,
+    window,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COUNTED: tl.constexpr,
+    ABSENT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     head = tl.program_id(1)
     lowest = tl.program_id(0) * BLOCK_N
     keys = lowest + tl.arange(0, BLOCK_N)
@@ -56,9 +85,14 @@ def _received(
     for start in range(begin * GROUP, end * GROUP, BLOCK_M):
         pair = start + tl.arange(0, BLOCK_M)
         live = pair < end * GROUP
-        row, query_head, pos, qq = load_pairs(q, positions, pair, live, head, q_row, q_head, GROUP, HEAD_DIM, BLOCK_D)
+        row, query_head, pos, qq = load_pairs(
+            q, positions, pair, live, head, q_row, q_head, GROUP, HEAD_DIM, BLOCK_D
+        )
         whole = tl.load(lse + row.to(tl.int64) * heads + query_head, mask=live, other=0.0)
-        s = scores(qq, kk, scale, softcap, SOFTCAP, UPCAST, PRECISION) - whole[:, None] * 1.4426950408889634
+        s = (
+            scores(qq, kk, scale, softcap, SOFTCAP, UPCAST, PRECISION)
+            - whole[:, None] * 1.4426950408889634
+        )
         seen = there[None, :] & (keys[None, :] < pos[:, None])  # a row's own position is left out
         if WINDOW:
             seen = seen & (keys[None, :] > pos[:, None] - window)
@@ -96,7 +130,9 @@ def received(
     rows, heads, _ = q.shape
     kv_heads = check_attention(q, k, None, visible)
     if lse.shape != (rows, heads) or lse.dtype != torch.float32:
-        raise ValueError(f"lse must be float32 [{rows}, {heads}], not {lse.dtype} {list(lse.shape)}")
+        raise ValueError(
+            f"lse must be float32 [{rows}, {heads}], not {lse.dtype} {list(lse.shape)}"
+        )
     keys = k.shape[0]
     group = heads // kv_heads
     tiling = tiling or Tiling.of(q, pairs=rows * group)
@@ -104,9 +140,22 @@ def received(
     absent = absent_mask(visible, keys)
     with device_of(q):
         _received[(triton.cdiv(keys, tiling.keys), kv_heads)](
-            q, k, lse.contiguous(), out, visible.positions, q if absent is None else absent,
-            *q.stride()[:2], *k.stride()[:2], rows, heads, keys,
-            scale if softcap else scale * _LOG2_E, softcap or 0.0, visible.window or 0,
-            GROUP=group, COUNTED=256, **tiling.constants(q, visible, absent=absent, softcap=softcap),
-        )  # fmt: skip
+            q,
+            k,
+            lse.contiguous(),
+            out,
+            visible.positions,
+            q if absent is None else absent,
+            *q.stride()[:2],
+            *k.stride()[:2],
+            rows,
+            heads,
+            keys,
+            scale if softcap else scale * _LOG2_E,
+            softcap or 0.0,
+            visible.window or 0,
+            GROUP=group,
+            COUNTED=256,
+            **tiling.constants(q, visible, absent=absent, softcap=softcap),
+        )
     return out.sum(0) / heads

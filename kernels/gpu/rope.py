@@ -13,7 +13,9 @@ _ROWS = 16  # token-head pairs of one program
 
 
 @triton.jit
-def turned(first, second, cos, sin, at, inside, rotary, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+def turned(
+    first, second, cos, sin, at, inside, rotary, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
+):
     """Both halves, float32 `[rows, BLOCK_HALF]`, rotated to the places `at` `[rows]` of `cos` and `sin`.
 
     Each half has an own row of cos and sin, as in `kernels.rope`.
@@ -29,9 +31,23 @@ def turned(first, second, cos, sin, at, inside, rotary, HALF: tl.constexpr, BLOC
 
 @triton.jit(do_not_specialize=["pairs"])
 def _rotate(
-    x, cos, sin, out, pairs, heads, x_token, x_head, out_token, out_head, rotary,
-    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    x,
+    cos,
+    sin,
+    out,
+    pairs,
+    heads,
+    x_token,
+    x_head,
+    out_token,
+    out_head,
+    rotary,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = pair < pairs
     token, head = pair // heads, pair % heads
@@ -47,7 +63,11 @@ def _rotate(
     if REST > 0:
         rest = tl.arange(0, BLOCK_REST)[None, :]
         inside = live[:, None] & (rest < REST)
-        tl.store(target + 2 * HALF + rest, tl.load(source + 2 * HALF + rest, mask=inside, other=0.0), inside)
+        tl.store(
+            target + 2 * HALF + rest,
+            tl.load(source + 2 * HALF + rest, mask=inside, other=0.0),
+            inside,
+        )
 
 
 def halves(head_dim: int, rotary_dim: int) -> dict[str, int]:
@@ -59,7 +79,10 @@ def halves(head_dim: int, rotary_dim: int) -> dict[str, int]:
         raise ValueError(f"{rotary_dim} dimensions of {head_dim} cannot be rotated in pairs")
     half = rotary_dim // 2
     rest = head_dim - rotary_dim
-    blocks = {"BLOCK_HALF": triton.next_power_of_2(max(half, 1)), "BLOCK_REST": triton.next_power_of_2(max(rest, 1))}
+    blocks = {
+        "BLOCK_HALF": triton.next_power_of_2(max(half, 1)),
+        "BLOCK_REST": triton.next_power_of_2(max(rest, 1)),
+    }
     return {"HALF": half, "REST": rest, **blocks}
 
 
@@ -81,14 +104,26 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if cos.shape != sin.shape or cos.shape[0] != tokens or out.shape != x.shape:
-        raise ValueError(f"{tuple(x.shape)} to {tuple(out.shape)} by {tuple(cos.shape)} and {tuple(sin.shape)}")
+        raise ValueError(
+            f"{tuple(x.shape)} to {tuple(out.shape)} by {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
     if x.stride(-1) != 1 or out.stride(-1) != 1:
         raise ValueError("a head's dimensions must lie side by side")
     if x.numel():
         with device_of(x):
             _rotate[(triton.cdiv(tokens * heads, _ROWS),)](
-                x, cos.contiguous(), sin.contiguous(), out, tokens * heads, heads,
-                x.stride(0), x.stride(1), out.stride(0), out.stride(1), cos.shape[-1],
-                ROWS=_ROWS, **halves(head_dim, cos.shape[-1]),
-            )  # fmt: skip
+                x,
+                cos.contiguous(),
+                sin.contiguous(),
+                out,
+                tokens * heads,
+                heads,
+                x.stride(0),
+                x.stride(1),
+                out.stride(0),
+                out.stride(1),
+                cos.shape[-1],
+                ROWS=_ROWS,
+                **halves(head_dim, cos.shape[-1]),
+            )
     return out

@@ -73,7 +73,8 @@ class Tiling:
         wanted = -(-_PROGRAMS_PER_PROCESSOR * _processors(device) // programs)
         fewest = max(1, keys // max(_LEAST_KEYS, self.keys))
         splits: int = max(1, min(wanted, fewest, _MOST_SPLITS))
-        return 1 << (splits.bit_length() - 1)  # a power of 2, because each number is another compilation
+        # a power of 2, because each number is another compilation
+        return 1 << (splits.bit_length() - 1)
 
     def constants(
         self, q: Tensor, visible: Visibility, *, absent: Tensor | None, softcap: float | None
@@ -134,15 +135,21 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor | None, visible: Visibility)
     rows, heads, head_dim = q.shape
     kv_heads = k.shape[-2]
     if q.dtype not in DTYPES or k.dtype != q.dtype or (v is not None and v.dtype != q.dtype):
-        raise ValueError(f"q, k and v must share one of float32, bfloat16 and float16, not {q.dtype} and {k.dtype}")
+        raise ValueError(
+            f"q, k and v must share one of float32, bfloat16 and float16, not {q.dtype} and {k.dtype}"
+        )
     if head_dim > LARGEST_HEAD or k.shape[-1] != head_dim:
-        raise ValueError(f"heads of {head_dim} and {k.shape[-1]} dimensions; they must agree, and be 256 at most")
+        raise ValueError(
+            f"heads of {head_dim} and {k.shape[-1]} dimensions; they must agree, and be 256 at most"
+        )
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads are no multiple of {kv_heads} key/value heads")
     if v is not None and v.shape != k.shape:
         raise ValueError(f"keys are {tuple(k.shape)}, values {tuple(v.shape)}")
     if visible.positions.shape != (rows,):
-        raise ValueError(f"{rows} rows need as many positions, not {tuple(visible.positions.shape)}")
+        raise ValueError(
+            f"{rows} rows need as many positions, not {tuple(visible.positions.shape)}"
+        )
     if any(x.stride(-1) != 1 for x in (q, k, k if v is None else v)):
         raise ValueError("a head's dimensions must lie side by side")
     return kv_heads
@@ -150,9 +157,17 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor | None, visible: Visibility)
 
 @triton.jit
 def load_pairs(
-    q, positions, pair, live, head, q_row, q_head,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    q,
+    positions,
+    pair,
+    live,
+    head,
+    q_row,
+    q_head,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Load a tile of pairs: a row and one of the query heads that share a key/value head.
 
     Returns the row, the query head and the position of each pair, all `[BLOCK_M]`, and its query `[BLOCK_M, BLOCK_D]`.
@@ -168,9 +183,15 @@ def load_pairs(
 
 @triton.jit
 def load_keys(
-    x, keys, key_stride, head_offset, there,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    x,
+    keys,
+    key_stride,
+    head_offset,
+    there,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Load keys or values, `[BLOCK_N, BLOCK_D]`; without MASKED every key is in range."""
     dims = tl.arange(0, BLOCK_D)
     at = x + head_offset + keys.to(tl.int64)[:, None] * key_stride + dims[None, :]
@@ -182,7 +203,7 @@ def load_keys(
 @triton.jit
 def scores(
     q, k, scale, softcap, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
+):
     """Return scores times log2(e), float32 `[BLOCK_M, BLOCK_N]`, of `q` `[BLOCK_M, BLOCK_D]`, `k` `[BLOCK_N, BLOCK_D]`.
 
     Without a soft cap `scale` holds the factor log2(e) already. UPCAST is for Triton's interpreter, which multiplies
@@ -193,5 +214,7 @@ def scores(
         k = k.to(tl.float32)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     if SOFTCAP:  # tanh x = 1 - 2 / (1 + e^2x), which is 1 if e^2x overflows
-        s = (softcap - 2.0 * softcap / (1.0 + tl.exp2(s / softcap * 2.8853900817779268))) * 1.4426950408889634
+        s = (
+            softcap - 2.0 * softcap / (1.0 + tl.exp2(s / softcap * 2.8853900817779268))
+        ) * 1.4426950408889634
     return s

@@ -40,7 +40,8 @@ INDEX_FILE = "index.faiss"
 
 _WAIT_S = 30.0  # for another process's transaction
 _PLACES = "SELECT chunk_id, text, metadata FROM owners JOIN chunks USING (number) WHERE {} ORDER BY doc_id, ordinal"
-_LARGEST_NUMBER = 1e15  # the inner product of two such vectors of 10 million numbers is a finite float32
+# the inner product of two such vectors of 10 million numbers is a finite float32
+_LARGEST_NUMBER = 1e15
 _BATCH = 4096  # rows per query; bounds memory
 logger = logging.getLogger("cachecraft_rag.retrievers.index.faiss_store")
 
@@ -89,12 +90,17 @@ class FaissStore(Closeable):
         self._store = settings["store"]
         self.dim = int(settings["dim"])
         self.embedder = settings["embedder"]
-        self._index: VectorIndex | None = None  # changed only within a snapshot: one thread at a time
+        # changed only within a snapshot: one thread at a time
+        self._index: VectorIndex | None = None
         self._saved_stamp = ""
 
     @classmethod
     def open(
-        cls, folder: str | os.PathLike[str], *, dim: int | None = None, embedder_fingerprint: str | None = None
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        dim: int | None = None,
+        embedder_fingerprint: str | None = None,
     ) -> Self:
         """Open the store in a folder; it is made if it is not there, provided that `dim` and the fingerprint are given.
 
@@ -105,13 +111,23 @@ class FaissStore(Closeable):
         check_path("folder", folder)
         path = Path(folder).absolute()  # for as long as it is open, wherever the process goes
         if not os.path.isfile(path / DATABASE) and (dim is None or embedder_fingerprint is None):
-            raise IndexStoreError(f"{path}: there is no index here; make one with `cachecraft index`")
-        return cls(path, *open_database(path, dim=dim, fingerprint=embedder_fingerprint, wait_s=_WAIT_S))
+            raise IndexStoreError(
+                f"{path}: there is no index here; make one with `cachecraft index`"
+            )
+        return cls(
+            path, *open_database(path, dim=dim, fingerprint=embedder_fingerprint, wait_s=_WAIT_S)
+        )
 
     # --- changes ---
 
     def upsert(
-        self, doc_id: str, chunks: Sequence[Chunk], vectors: ArrayLike, *, content_digest: str = "", root: str = ""
+        self,
+        doc_id: str,
+        chunks: Sequence[Chunk],
+        vectors: ArrayLike,
+        *,
+        content_digest: str = "",
+        root: str = "",
     ) -> Change:
         """Make these the chunks of the document, in this order, in place of those it had; other documents keep theirs.
 
@@ -119,7 +135,10 @@ class FaissStore(Closeable):
         """
         matrix = self._checked(vectors, len(chunks))
         with self._opened().writing() as db:
-            before = [row[0] for row in db.execute("SELECT number FROM owners WHERE doc_id = ?", (doc_id,))]
+            before = [
+                row[0]
+                for row in db.execute("SELECT number FROM owners WHERE doc_id = ?", (doc_id,))
+            ]
             db.execute("DELETE FROM owners WHERE doc_id = ?", (doc_id,))
             db.execute(
                 "INSERT INTO documents VALUES (?, ?, ?) ON CONFLICT (doc_id) DO UPDATE "
@@ -130,7 +149,12 @@ class FaissStore(Closeable):
             return self._changed(db, added, self._drop_orphans(db, before))
 
     def add(
-        self, doc_id: str, chunks: Sequence[Chunk], vectors: ArrayLike, *, keys: Sequence[str] | None = None
+        self,
+        doc_id: str,
+        chunks: Sequence[Chunk],
+        vectors: ArrayLike,
+        *,
+        keys: Sequence[str] | None = None,
     ) -> Change:
         """Append chunks to the document, which is made if it is not there. `vectors` as in `upsert`.
 
@@ -150,17 +174,26 @@ class FaissStore(Closeable):
             added = self._append(db, doc_id, chunks, matrix, keys=keys)
             self._changed(db, added, removed)
         back = set(removed).intersection(added)
-        return Change(*(tuple(name for name in names if name not in back) for names in (added, removed)))
+        return Change(
+            *(tuple(name for name in names if name not in back) for names in (added, removed))
+        )
 
     def set_digest(self, doc_id: str, content_digest: str) -> None:
         """Change what a document's content digest says; its chunks stay."""
         with self._opened().writing() as db:
-            db.execute("UPDATE documents SET content_digest = ? WHERE doc_id = ?", (content_digest, doc_id))
+            db.execute(
+                "UPDATE documents SET content_digest = ? WHERE doc_id = ?", (content_digest, doc_id)
+            )
 
     def delete_document(self, doc_id: str) -> Change:
         """Remove a document and those of its chunks that no other document has. An unknown document is no error."""
         with self._opened().writing() as db:
-            before = [row[0] for row in db.execute("DELETE FROM owners WHERE doc_id = ? RETURNING number", (doc_id,))]
+            before = [
+                row[0]
+                for row in db.execute(
+                    "DELETE FROM owners WHERE doc_id = ? RETURNING number", (doc_id,)
+                )
+            ]
             db.execute("DELETE FROM documents WHERE doc_id = ?", (doc_id,))
             return self._changed(db, (), self._drop_orphans(db, before))
 
@@ -171,7 +204,9 @@ class FaissStore(Closeable):
         """
         with self._opened().writing() as db:
             chosen = "SELECT number FROM chunks WHERE chunk_id IN ({})"
-            gone = _by_list(db, f"DELETE FROM owners WHERE number IN ({chosen}) RETURNING number", chunk_ids)
+            gone = _by_list(
+                db, f"DELETE FROM owners WHERE number IN ({chosen}) RETURNING number", chunk_ids
+            )
             return self._changed(db, (), self._drop_orphans(db, (row[0] for row in gone)))
 
     def delete_keys(self, keys: Iterable[str]) -> Change:
@@ -181,7 +216,9 @@ class FaissStore(Closeable):
 
     # --- questions ---
 
-    def search(self, vector: ArrayLike, k: int, *, where: Where | None = None, exact: bool = False) -> list[SearchHit]:
+    def search(
+        self, vector: ArrayLike, k: int, *, where: Where | None = None, exact: bool = False
+    ) -> list[SearchHit]:
         """Return the `k` nearest chunks, or as many as there are; by falling score, equal scores by chunk id.
 
         vector  `[dim]`, of unit length for cosine scores
@@ -194,7 +231,8 @@ class FaissStore(Closeable):
         check_whole("k", k, least=1)
         check_where(where)
         query = self._checked(np.asarray(vector)[None], 1)[0]
-        with self._opened().snapshot() as db:  # one snapshot: what the index finds, the rows still hold
+        # one snapshot: what the index finds, the rows still hold
+        with self._opened().snapshot() as db:
             index = self._synchronised(db)
             allowed = None if where is None else _matching(db, where)
             numbers, scores = index.search(query, k, allowed, exact=exact)
@@ -214,7 +252,9 @@ class FaissStore(Closeable):
         with self._opened().snapshot() as db:
             numbers = _by_list(db, "SELECT number FROM chunks WHERE chunk_id IN ({})", chunk_ids)
             rows = _chunk_rows(db, [row[0] for row in numbers], None)
-        by_id = {chunk_id: Chunk(text, metadata, chunk_id) for chunk_id, text, metadata in rows.values()}
+        by_id = {
+            chunk_id: Chunk(text, metadata, chunk_id) for chunk_id, text, metadata in rows.values()
+        }
         missing = [chunk_id for chunk_id in chunk_ids if chunk_id not in by_id]
         if missing:
             raise IndexStoreError(
@@ -222,7 +262,9 @@ class FaissStore(Closeable):
             )
         return [by_id[chunk_id] for chunk_id in chunk_ids]
 
-    def places(self, keys: Iterable[str] | None = None, *, where: Where | None = None) -> list[Chunk]:
+    def places(
+        self, keys: Iterable[str] | None = None, *, where: Where | None = None
+    ) -> list[Chunk]:
         """Return the chunks of all places that have one of the keys (None: of all), each with its own metadata.
 
         Sorted by document; `where` as in `search`.
@@ -239,7 +281,9 @@ class FaissStore(Closeable):
     def known_vectors(self, chunk_ids: Iterable[str]) -> dict[str, NDArray[np.float32]]:
         """Return the vectors, `[dim]` each, of the chunks that are in the store; they need not be embedded again."""
         with self._opened().snapshot() as db:
-            rows = _by_list(db, "SELECT chunk_id, vector FROM chunks WHERE chunk_id IN ({})", chunk_ids)
+            rows = _by_list(
+                db, "SELECT chunk_id, vector FROM chunks WHERE chunk_id IN ({})", chunk_ids
+            )
             return {chunk_id: np.frombuffer(vector, dtype="<f4") for chunk_id, vector in rows}
 
     def similar(self, chunk_id: str, k: int) -> list[Chunk]:
@@ -250,7 +294,9 @@ class FaissStore(Closeable):
         """
         vector = self.known_vectors([chunk_id]).get(chunk_id)
         if vector is None:
-            raise IndexStoreError(f"chunk {chunk_id} is not in the index; search again for its document")
+            raise IndexStoreError(
+                f"chunk {chunk_id} is not in the index; search again for its document"
+            )
         hits = self.search(vector, k + 1)
         others = [hit for hit in hits if hit.chunk_id != chunk_id]
         return [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in others[:k]]
@@ -271,7 +317,9 @@ class FaissStore(Closeable):
 
     def stats(self) -> IndexStats:
         """Return sizes of the store."""
-        counts = ", ".join(f"(SELECT COUNT(*) FROM {table})" for table in ("documents", "chunks", "owners"))
+        counts = ", ".join(
+            f"(SELECT COUNT(*) FROM {table})" for table in ("documents", "chunks", "owners")
+        )
         with self._opened().snapshot() as db:
             documents, chunks, owners = db.execute(f"SELECT {counts}").fetchone()
             return IndexStats(documents, chunks, owners, int(_setting(db, "generation")))
@@ -283,7 +331,8 @@ class FaissStore(Closeable):
 
         Nothing is lost without it: every change is on the disk when the method that makes it returns.
         """
-        if self._db.read_only or not self.folder.is_dir():  # deleted meanwhile: nothing of it comes back
+        # deleted meanwhile: nothing of it comes back
+        if self._db.read_only or not self.folder.is_dir():
             return
         with self._opened().snapshot() as db:
             index = self._synchronised(db)
@@ -292,7 +341,9 @@ class FaissStore(Closeable):
             try:
                 index.save(self.folder / INDEX_FILE, store=self._store)
             except OSError as error:
-                logger.warning("%s cannot be written (%s); it will be rebuilt", self.folder / INDEX_FILE, error)
+                logger.warning(
+                    "%s cannot be written (%s); it will be rebuilt", self.folder / INDEX_FILE, error
+                )
             else:
                 self._saved_stamp = index.stamp
 
@@ -329,7 +380,9 @@ class FaissStore(Closeable):
                 f"embed with the model the index was made with, {model_name(self.embedder)}"
             )
         if not np.isfinite(matrix).all():
-            raise IndexStoreError(f"{self.folder}: a vector is not finite; run the embedding model in float32")
+            raise IndexStoreError(
+                f"{self.folder}: a vector is not finite; run the embedding model in float32"
+            )
         if matrix.size and np.abs(matrix).max() > _LARGEST_NUMBER:
             raise IndexStoreError(
                 f"{self.folder}: a vector holds a number above {_LARGEST_NUMBER:g}, too large to compare; scale "
@@ -351,7 +404,9 @@ class FaissStore(Closeable):
         first = db.execute(next_ordinal, (doc_id,)).fetchone()[0]
         added = []
         names: Sequence[str | None] = keys if keys is not None else [None] * len(chunks)
-        for ordinal, (chunk, vector, key) in enumerate(zip(chunks, matrix, names, strict=True), first):
+        for ordinal, (chunk, vector, key) in enumerate(
+            zip(chunks, matrix, names, strict=True), first
+        ):
             chunk_id = chunk.chunk_id
             row = db.execute("SELECT number FROM chunks WHERE chunk_id = ?", (chunk_id,)).fetchone()
             if row is None:
@@ -372,9 +427,16 @@ class FaissStore(Closeable):
     def _drop_orphans(self, db: sqlite3.Connection, numbers: Iterable[int]) -> list[str]:
         """Remove the chunks that have no owner; return their ids."""
         orphans = "number IN ({}) AND NOT EXISTS (SELECT 1 FROM owners AS o WHERE o.number = chunks.number)"
-        return [row[0] for row in _by_list(db, f"DELETE FROM chunks WHERE {orphans} RETURNING chunk_id", set(numbers))]
+        return [
+            row[0]
+            for row in _by_list(
+                db, f"DELETE FROM chunks WHERE {orphans} RETURNING chunk_id", set(numbers)
+            )
+        ]
 
-    def _changed(self, db: sqlite3.Connection, added: Sequence[str], removed: Sequence[str]) -> Change:
+    def _changed(
+        self, db: sqlite3.Connection, added: Sequence[str], removed: Sequence[str]
+    ) -> Change:
         """Begin a new generation if the index is affected; return the change."""
         if added or removed:
             db.execute("UPDATE settings SET value = value + 1 WHERE key = 'generation'")
@@ -384,7 +446,9 @@ class FaissStore(Closeable):
     def _synchronised(self, db: sqlite3.Connection) -> VectorIndex:
         """Return the index in the state of the transaction's snapshot."""
         if self._index is None:
-            self._index = VectorIndex.load(self.folder / INDEX_FILE, dim=self.dim, store=self._store)
+            self._index = VectorIndex.load(
+                self.folder / INDEX_FILE, dim=self.dim, store=self._store
+            )
             if self._index is None:
                 self._index = VectorIndex(self.dim)
             self._saved_stamp = self._index.stamp
@@ -399,7 +463,9 @@ class FaissStore(Closeable):
         for start in range(0, len(wanted), _BATCH):
             batch = wanted[start : start + _BATCH].tolist()
             rows = _by_list(db, "SELECT number, vector FROM chunks WHERE number IN ({})", batch)
-            vectors = np.frombuffer(b"".join(row[1] for row in rows), dtype="<f4").reshape(len(rows), self.dim)
+            vectors = np.frombuffer(b"".join(row[1] for row in rows), dtype="<f4").reshape(
+                len(rows), self.dim
+            )
             index.add(np.array([row[0] for row in rows], dtype=np.int64), vectors)
         index.stamp = stamp
         return index
@@ -429,9 +495,13 @@ def _chunk_rows(
     return rows
 
 
-def _by_list(db: sqlite3.Connection, query: str, values: Iterable[str] | Iterable[int]) -> list[tuple[Any, ...]]:
+def _by_list(
+    db: sqlite3.Connection, query: str, values: Iterable[str] | Iterable[int]
+) -> list[tuple[Any, ...]]:
     """The rows of a query whose `{}` stands for a list of values of any length, which the database takes as JSON."""
-    return db.execute(query.format("SELECT value FROM json_each(?)"), (json.dumps(list(values)),)).fetchall()
+    return db.execute(
+        query.format("SELECT value FROM json_each(?)"), (json.dumps(list(values)),)
+    ).fetchall()
 
 
 def _setting(db: sqlite3.Connection, key: str) -> str:

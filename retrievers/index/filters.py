@@ -23,7 +23,9 @@ def _ordered(compare: Callable[[Any, Any], bool]) -> Callable[[object, object], 
     """Return a comparison of two numbers or two texts, which is false for anything else."""
 
     def holds(stored: object, wanted: object) -> bool:
-        is_comparable = any(isinstance(stored, kind) and isinstance(wanted, kind) for kind in (int | float, str))
+        is_comparable = any(
+            isinstance(stored, kind) and isinstance(wanted, kind) for kind in (int | float, str)
+        )
         return is_comparable and compare(stored, wanted)
 
     return holds
@@ -72,7 +74,9 @@ def check_where(where: Where | None, *, depth: int = 0) -> None:
 def check_depth(depth: int) -> None:
     """Raise ConfigError for filters nested so deep that they were made by mistake or to do harm."""
     if depth > DEEPEST_FILTER:
-        raise ConfigError(f"filters are nested more than {DEEPEST_FILTER} deep; write them with fewer levels")
+        raise ConfigError(
+            f"filters are nested more than {DEEPEST_FILTER} deep; write them with fewer levels"
+        )
 
 
 def encoded(metadata: Metadata) -> str:

@@ -32,7 +32,9 @@ class RemovalReport:
     nbytes: int
 
 
-def remove_documents(index: FaissStore, names: Iterable[str], *, caches: Caches | None = None) -> RemovalReport:
+def remove_documents(
+    index: FaissStore, names: Iterable[str], *, caches: Caches | None = None
+) -> RemovalReport:
     """Remove documents by `doc_id`, or all below a folder by its label and a slash (`docs/`).
 
     A chunk that another document has too stays, with its chunk-caches.
@@ -45,7 +47,9 @@ def remove_documents(index: FaissStore, names: Iterable[str], *, caches: Caches 
     for name in listed("names", names):
         check_text("a document's name", name, empty=False)
         is_folder = name.endswith("/")
-        named = [doc_id for doc_id in known if doc_id == name or (is_folder and doc_id.startswith(name))]
+        named = [
+            doc_id for doc_id in known if doc_id == name or (is_folder and doc_id.startswith(name))
+        ]
         if not named:
             near = get_close_matches(name, known, n=1, cutoff=0.5)
             meant = f"did you mean {near[0]}?" if near else "`cachecraft documents ls` lists them"
@@ -106,4 +110,6 @@ class Evictions:
         try:
             self.settle(index)
         except CacheCraftError as error:
-            logger.warning("chunk-caches of deleted documents stay until their space is needed: %s", error)
+            logger.warning(
+                "chunk-caches of deleted documents stay until their space is needed: %s", error
+            )

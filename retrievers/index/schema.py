@@ -12,7 +12,8 @@ from cachecraft_rag.store.database import Database, Kind
 from cachecraft_rag.types import Chunk, chunk_id_of
 
 DATABASE = "index.sqlite"
-UNKNOWN_EMBEDDING = "llama-index"  # made by LlamaIndex, which does not name its embedding model to a vector store
+# made by LlamaIndex, which does not name its embedding model to a vector store
+UNKNOWN_EMBEDDING = "llama-index"
 
 # Append only: migration n brings a database from user_version n to n + 1.
 _MIGRATIONS: tuple[tuple[str, ...], ...] = (
@@ -84,7 +85,9 @@ def open_database(
     return db, settings
 
 
-def _settings(db: Database, folder: Path, *, dim: int | None, fingerprint: str | None) -> dict[str, str]:
+def _settings(
+    db: Database, folder: Path, *, dim: int | None, fingerprint: str | None
+) -> dict[str, str]:
     """Return the settings that the index was made with; a new index stores them first."""
     with db.reading() as connection:
         stored = dict(connection.execute("SELECT key, value FROM settings").fetchall())
@@ -100,7 +103,8 @@ def _settings(db: Database, folder: Path, *, dim: int | None, fingerprint: str |
         "generation": "0",  # changes with the vectors, as the stamp does
         "stamp": uuid.uuid4().hex,
     }
-    with db.writing() as connection:  # another process may have been quicker: all of its values stay
+    # another process may have been quicker: all of its values stay
+    with db.writing() as connection:
         if connection.execute("SELECT COUNT(*) FROM settings").fetchone()[0] == 0:
             connection.executemany("INSERT INTO settings VALUES (?, ?)", values.items())
         return dict(connection.execute("SELECT key, value FROM settings").fetchall())
@@ -109,7 +113,10 @@ def _settings(db: Database, folder: Path, *, dim: int | None, fingerprint: str |
 def _message(path: Path, error: sqlite3.Error) -> str:
     """Return an error of the database in words. Only a damaged database should be deleted."""
     advice = "see that the folder can be written and the disk has room"
-    if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF in (
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_NOTADB,
+    ):
         advice = "it is damaged: delete the folder and index again"
     return f"{path.parent}: the index failed ({error}); {advice}"
 

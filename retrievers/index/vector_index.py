@@ -74,7 +74,12 @@ class VectorIndex:
         return [self._index] if self._coarse is None else [self._index, self._coarse]
 
     def search(
-        self, query: NDArray[np.float32], k: int, allowed: NDArray[np.int64] | None, *, exact: bool = False
+        self,
+        query: NDArray[np.float32],
+        k: int,
+        allowed: NDArray[np.int64] | None,
+        *,
+        exact: bool = False,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Numbers and scores of the `k` best, best first, *and of all that tie with the last*: the caller breaks ties.
 
@@ -112,7 +117,9 @@ class VectorIndex:
             self._coarse = None
         elif self._coarse is None or total > 2 * self._trained_on:
             flat = self._faiss.downcast_index(self._index.index)
-            vectors = self._faiss.rev_swig_ptr(flat.get_xb(), total * self._dim).reshape(total, self._dim)
+            vectors = self._faiss.rev_swig_ptr(flat.get_xb(), total * self._dim).reshape(
+                total, self._dim
+            )
             self._coarse = self._copies(vectors)
             self._trained_on = total
         return self._coarse is not None
@@ -123,9 +130,12 @@ class VectorIndex:
         dim = self._dim
         quantiser = faiss.IndexPQFastScan(dim, dim // 2, 4, faiss.METRIC_INNER_PRODUCT)
         quantiser.pq.cp.niter = _ITERATIONS
-        sample = np.random.default_rng(0).choice(len(vectors), min(len(vectors), _TRAINING), replace=False)
+        sample = np.random.default_rng(0).choice(
+            len(vectors), min(len(vectors), _TRAINING), replace=False
+        )
         threads = faiss.omp_get_max_threads()
-        faiss.omp_set_num_threads(1)  # with several, k-means of pairs of numbers spends its time on waiting
+        # with several, k-means of pairs of numbers spends its time on waiting
+        faiss.omp_set_num_threads(1)
         try:
             quantiser.train(np.ascontiguousarray(vectors[np.sort(sample)]))
         finally:
@@ -134,7 +144,9 @@ class VectorIndex:
         copies.add_with_ids(vectors, faiss.vector_to_array(self._index.id_map))
         return copies
 
-    def _search_candidates(self, query: NDArray[np.float32], k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def _search_candidates(
+        self, query: NDArray[np.float32], k: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         count = min(max(_CANDIDATES, 20 * k), int(self._index.ntotal))
         numbers = self._coarse.search(query[None], count)[1][0]
         numbers = numbers[numbers != -1]
@@ -153,7 +165,12 @@ class VectorIndex:
                     leftover.unlink()
         parts = [self._faiss.serialize_index(index).tobytes() for index in self._both()]
         meta = {"store": store, "dim": self._dim, "stamp": self.stamp}
-        header = json.dumps(meta | {"exact_bytes": len(parts[0]), "trained_on": self._trained_on}).encode() + b"\n"
+        header = (
+            json.dumps(
+                meta | {"exact_bytes": len(parts[0]), "trained_on": self._trained_on}
+            ).encode()
+            + b"\n"
+        )
         replace_file(path, b"".join((_MAGIC, _checksum(header, *parts), header, *parts)))
 
     @classmethod

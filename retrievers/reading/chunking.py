@@ -22,7 +22,8 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.chunk_bound import SMALLEST_LIMIT, ModelTokens
 from cachecraft_rag.types import Chunk, Document, Scalar
 
-SPLITTER_VERSION = 2  # raise it when a document would be split differently: indexes then split again
+# raise it when a document would be split differently: indexes then split again
+SPLITTER_VERSION = 2
 
 # An English token of an embedding model has four or five characters. But text outside its vocabulary may be one token:
 # to BERT a paragraph of Thai or a megabyte of base64 is *one* unknown token, while the answering model would read
@@ -45,7 +46,11 @@ class _Section:
 
 
 def split(
-    document: Document, *, count_tokens: Callable[[str], int], limit: int, model: ModelTokens | None = None
+    document: Document,
+    *,
+    count_tokens: Callable[[str], int],
+    limit: int,
+    model: ModelTokens | None = None,
 ) -> list[Chunk]:
     """Split a document into chunks, in order; they cover all its text, and none has more than `limit` tokens.
 
@@ -56,8 +61,11 @@ def split(
     `SMALLEST_LIMIT`.
     """
     if limit < SMALLEST_LIMIT:
-        raise ConfigError(f"a chunk limit of {limit} tokens leaves no room for text; use at least {SMALLEST_LIMIT}")
-    text = re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", document.text)  # no tokenizer takes lone surrogates
+        raise ConfigError(
+            f"a chunk limit of {limit} tokens leaves no room for text; use at least {SMALLEST_LIMIT}"
+        )
+    # no tokenizer takes lone surrogates
+    text = re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", document.text)
     markdown = document.metadata.get("format", "markdown") == "markdown"
     sections = _sections(text) if markdown else [_Section(0, "", 0, 0, len(text))]
 
@@ -67,12 +75,18 @@ def split(
         if by_length > limit:
             return by_length
         counted = max(count_tokens(candidate), by_length)
-        return counted if counted > limit or model is None else max(counted, model.share(candidate, limit))
+        return (
+            counted
+            if counted > limit or model is None
+            else max(counted, model.share(candidate, limit))
+        )
 
     page_ends = [match.start() for match in re.finditer("\f", text)]
     chunks: list[Chunk] = []
     for path, start, end in _parts(text, sections, size=size, limit=limit):
-        for offset, piece in _pieces(text[start:end], path, markdown=markdown, size=size, limit=limit):
+        for offset, piece in _pieces(
+            text[start:end], path, markdown=markdown, size=size, limit=limit
+        ):
             first = start + offset
             metadata: dict[str, Scalar] = {
                 **document.metadata,
@@ -97,9 +111,13 @@ def _sections(text: str) -> list[_Section]:
     """Return the sections of a Markdown text, without gaps. Headings in code, lists and quotes do not count."""
     from markdown_it import MarkdownIt
 
-    lines = [0, *(match.end() for match in re.finditer(r"\r\n?|\n", text)), len(text)]  # where each line begins
-    front = re.match(r"---[ \t]*(\r\n?|\n)(.*?(\r\n?|\n))??(---|\.\.\.)[ \t]*(\r\n?|\n|$)", text, re.DOTALL)
-    matter = front.end() if front else 0  # YAML front matter, which Markdown would read as a rule and a heading
+    # where each line begins
+    lines = [0, *(match.end() for match in re.finditer(r"\r\n?|\n", text)), len(text)]
+    front = re.match(
+        r"---[ \t]*(\r\n?|\n)(.*?(\r\n?|\n))??(---|\.\.\.)[ \t]*(\r\n?|\n|$)", text, re.DOTALL
+    )
+    # YAML front matter, which Markdown would read as a rule and a heading
+    matter = front.end() if front else 0
     blanked = re.sub(r"[^\r\n]", " ", text[:matter]) + text[matter:]
     parser = MarkdownIt("commonmark")
     parser.core.ruler.enableOnly(["normalize", "block"])  # inline markup is not needed
@@ -127,7 +145,8 @@ def _parts(
     A heading without text needs no chunk if it is in the next part's path. If the path was shortened and lost it, that
     part's text begins at the heading instead.
     """
-    open_sections: list[_Section] = []  # the enclosing sections, outermost first, then the current one
+    # the enclosing sections, outermost first, then the current one
+    open_sections: list[_Section] = []
     unseen: list[_Section] = []  # headings that are in no chunk yet
     at = 0
     while at < len(sections):
@@ -153,7 +172,11 @@ def _parts(
 def _subtree(sections: list[_Section], at: int) -> int:
     """Return the index of the last section within the section at `at`; text before the first heading has none."""
     last = at
-    while sections[at].level and last + 1 < len(sections) and sections[last + 1].level > sections[at].level:
+    while (
+        sections[at].level
+        and last + 1 < len(sections)
+        and sections[last + 1].level > sections[at].level
+    ):
         last += 1
     return last
 
@@ -163,7 +186,9 @@ def _fits(candidate: str, size: Callable[[str], int], limit: int) -> bool:
     return len(candidate) <= limit * CHARACTERS_PER_TOKEN and size(candidate) <= limit
 
 
-def _heading_path(around: list[_Section], *, size: Callable[[str], int], limit: int) -> tuple[str, list[_Section]]:
+def _heading_path(
+    around: list[_Section], *, size: Callable[[str], int], limit: int
+) -> tuple[str, list[_Section]]:
     """Return the path as text, and its sections. Outer headings are dropped while it takes more than half the limit."""
     for skip in range(len(around)):
         path = " > ".join(section.title for section in around[skip:])
@@ -172,7 +197,9 @@ def _heading_path(around: list[_Section], *, size: Callable[[str], int], limit: 
     return "", []
 
 
-def _pieces(text: str, path: str, *, markdown: bool, size: Callable[[str], int], limit: int) -> list[tuple[int, str]]:
+def _pieces(
+    text: str, path: str, *, markdown: bool, size: Callable[[str], int], limit: int
+) -> list[tuple[int, str]]:
     """Return (offset, piece) of a part's text. Each piece fits the limit together with the path; never empty."""
     from semantic_text_splitter import MarkdownSplitter, TextSplitter
 

@@ -31,7 +31,20 @@ from cachecraft_rag.retrievers.reading.office import (
 )
 from cachecraft_rag.types import Document, Scalar
 
-SUFFIXES = (".txt", ".md", ".markdown", ".rst", ".html", ".htm", ".pdf", ".docx", ".csv", ".tsv", ".json", ".jsonl")
+SUFFIXES = (
+    ".txt",
+    ".md",
+    ".markdown",
+    ".rst",
+    ".html",
+    ".htm",
+    ".pdf",
+    ".docx",
+    ".csv",
+    ".tsv",
+    ".json",
+    ".jsonl",
+)
 LARGEST_FILE = 256 << 20  # bytes; a text of this size would be a million chunks
 _LONGEST_TITLE = 200  # characters; each chunk has a copy
 _LONGEST_REASON = 300  # characters of a parser's message, which may quote half the document
@@ -60,8 +73,12 @@ _READ_AS = {
     "tis-620": "cp874",
 }
 _DECLARED_WITHIN = 4096
-_XML_DECLARATION = re.compile(rb"""\s*<\?xml\b[^>]*?\bencoding\s*=\s*["']([\w.:-]{1,40})""", re.ASCII)
-_META_DECLARATION = re.compile(rb"""<meta\b[^>]*?\bcharset\s*=\s*["']?\s*([\w.:-]{1,40})""", re.ASCII | re.IGNORECASE)
+_XML_DECLARATION = re.compile(
+    rb"""\s*<\?xml\b[^>]*?\bencoding\s*=\s*["']([\w.:-]{1,40})""", re.ASCII
+)
+_META_DECLARATION = re.compile(
+    rb"""<meta\b[^>]*?\bcharset\s*=\s*["']?\s*([\w.:-]{1,40})""", re.ASCII | re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +126,13 @@ def list_files(path: str | os.PathLike[str], *, follow_links: bool = False) -> L
     walk = _Walk(root, follow_links=follow_links)
     files: dict[str, SourceFile] = {}
     for file in sorted(walk.files, key=lambda file: (file.doc_id, file.path)):
-        if files.setdefault(file.doc_id, file) is not file:  # `\xff.md` may be a name, or how a byte is written
+        # `\xff.md` may be a name, or how a byte is written
+        if files.setdefault(file.doc_id, file) is not file:
             reason = f"{shown(file.path)}: another file's name is written the same way; rename it"
             walk.problems.append(Problem(file.doc_id, "unsupported", reason))
-    return Listing(tuple(files.values()), tuple(sorted(walk.problems, key=lambda problem: problem.doc_id)))
+    return Listing(
+        tuple(files.values()), tuple(sorted(walk.problems, key=lambda problem: problem.doc_id))
+    )
 
 
 def require_readable(path: Path) -> None:
@@ -268,7 +288,8 @@ class _Walk:
         if self._follow_links or not entry.is_symlink():
             return False
         try:
-            entry.stat()  # a link to itself raises here; the error of resolve() differs between Python versions
+            # a link to itself raises here; the error of resolve() differs between Python versions
+            entry.stat()
         except FileNotFoundError:
             return False  # a dangling link
         return not Path(entry.path).resolve().is_relative_to(self._root)
@@ -287,7 +308,9 @@ def _decode(path: Path, data: bytes, declared: str | None = None) -> tuple[str, 
             text = data[len(mark) :].decode(encoding, "replace")
             return text, {} if encoding == "utf-8" else {"encoding": encoding}
     if b"\0" in data:
-        raise DocumentError(f"{shown(path)}: is not text (it holds NUL bytes); save it as UTF-8 text or leave it out")
+        raise DocumentError(
+            f"{shown(path)}: is not text (it holds NUL bytes); save it as UTF-8 text or leave it out"
+        )
     if declared is not None and (codec := _codec(declared)) is not None:
         try:
             return data.decode(codec), {"encoding": declared}
@@ -341,7 +364,9 @@ def _parse_pdf(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
     try:
         reader = PdfReader(io.BytesIO(data))
         if reader.is_encrypted and reader.decrypt("") == PasswordType.NOT_DECRYPTED:
-            raise DocumentError(f"{shown(path)}: is locked with a password; save a copy without one")
+            raise DocumentError(
+                f"{shown(path)}: is locked with a password; save a copy without one"
+            )
         pages = [page.extract_text() for page in reader.pages]
     except DocumentError:
         raise
@@ -349,7 +374,10 @@ def _parse_pdf(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
         advice = "open it in a viewer and save or print it as PDF again"
         what = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         raise DocumentError(f"{shown(path)}: is damaged or locked ({what}); {advice}") from error
-    return "\f".join(page.replace("\f", "\n") for page in pages), {"format": "text", "pages": len(pages)}
+    return "\f".join(page.replace("\f", "\n") for page in pages), {
+        "format": "text",
+        "pages": len(pages),
+    }
 
 
 def _parse_docx(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:

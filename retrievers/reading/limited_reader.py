@@ -92,7 +92,9 @@ class LimitedReader(Closeable):
             return document_of(file, text, metadata)
         answer = self._ask(file.path, data)
         if "exceeded" in answer:
-            raise DocumentError(f"{shown(file.path)}: skipped: {self._reason(answer['exceeded'], len(data))}")
+            raise DocumentError(
+                f"{shown(file.path)}: skipped: {self._reason(answer['exceeded'], len(data))}"
+            )
         if "error" in answer:
             raise DocumentError(answer["error"])
         return document_of(file, answer["text"], answer["metadata"])
@@ -136,7 +138,10 @@ class LimitedReader(Closeable):
             if not answered.endswith(b"\n"):
                 self.close()
         if not answered.endswith(b"\n"):
-            is_killed = sys.platform == "win32" or worker.returncode in (-signal.SIGKILL, -signal.SIGXCPU)
+            is_killed = sys.platform == "win32" or worker.returncode in (
+                -signal.SIGKILL,
+                -signal.SIGXCPU,
+            )
             return {"exceeded": "time" if is_killed else "parser"}
         answer: Answer = json.loads(answered)
         if answer.get("exceeded") == "memory":
@@ -177,7 +182,8 @@ def _start() -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env=environment,
-        start_new_session=True,  # a Ctrl-C is for the program that reads, which then closes this one
+        # a Ctrl-C is for the program that reads, which then closes this one
+        start_new_session=True,
     )
     timer = threading.Timer(_START_SECONDS, worker.kill)
     timer.daemon = True
@@ -187,7 +193,9 @@ def _start() -> subprocess.Popen[bytes]:
     if not ready:
         worker.kill()
         worker.wait()
-        raise DocumentError(f"the process that reads documents did not start; try `python -m {_WORKER}`")
+        raise DocumentError(
+            f"the process that reads documents did not start; try `python -m {_WORKER}`"
+        )
     return worker
 
 

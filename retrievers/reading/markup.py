@@ -25,11 +25,19 @@ def rst_to_markdown(text: str) -> str:
     while at < len(lines) - 1:
         line = lines[at]
         after = lines[at + 1]
-        over = bool(rule.match(line)) and at + 2 < len(lines) and lines[at + 2].rstrip() == line.rstrip()
+        over = (
+            bool(rule.match(line))
+            and at + 2 < len(lines)
+            and lines[at + 2].rstrip() == line.rstrip()
+        )
         title = after if over else line
         under = lines[at + 2] if over else after
         is_title = bool(rule.match(under)) and bool(title.strip()) and not rule.match(title)
-        is_title = is_title and len(under.rstrip()) >= len(title.strip()) and (over or not title[0].isspace())
+        is_title = (
+            is_title
+            and len(under.rstrip()) >= len(title.strip())
+            and (over or not title[0].isspace())
+        )
         if is_title and not lines[at - 1].strip():
             style = (under[0], over)
             if style not in styles:
@@ -76,16 +84,67 @@ def html_to_markdown(html: str) -> tuple[str, str]:
     return page.text(), page.title()
 
 
-_UNSEEN = frozenset((
-    "head", "title", "script", "style", "nav", "template", "noscript", "svg", "iframe", "object", "select",
-))  # fmt: skip
+_UNSEEN = frozenset(
+    (
+        "head",
+        "title",
+        "script",
+        "style",
+        "nav",
+        "template",
+        "noscript",
+        "svg",
+        "iframe",
+        "object",
+        "select",
+    )
+)
 _HEADINGS = {f"h{level}": "#" * level + " " for level in range(1, 7)}
 _DEEPEST_LIST = 20
-_INLINE = frozenset((
-    "a", "abbr", "acronym", "b", "bdi", "bdo", "big", "button", "cite", "code", "data", "del", "dfn", "em", "font",
-    "i", "img", "input", "ins", "kbd", "label", "mark", "meter", "q", "rp", "rt", "ruby", "s", "samp", "small",
-    "span", "strike", "strong", "sub", "sup", "time", "tt", "u", "var", "wbr",
-))  # fmt: skip
+_INLINE = frozenset(
+    (
+        "a",
+        "abbr",
+        "acronym",
+        "b",
+        "bdi",
+        "bdo",
+        "big",
+        "button",
+        "cite",
+        "code",
+        "data",
+        "del",
+        "dfn",
+        "em",
+        "font",
+        "i",
+        "img",
+        "input",
+        "ins",
+        "kbd",
+        "label",
+        "mark",
+        "meter",
+        "q",
+        "rp",
+        "rt",
+        "ruby",
+        "s",
+        "samp",
+        "small",
+        "span",
+        "strike",
+        "strong",
+        "sub",
+        "sup",
+        "time",
+        "tt",
+        "u",
+        "var",
+        "wbr",
+    )
+)
 
 
 # lxml handles a closing tag in time proportional to its depth. Real pages stay far below both limits.
@@ -105,7 +164,8 @@ class _HtmlRenderer:
         self.out: list[str] = []
         self.last = ""  # kind of the last block
         self.line: list[str] = []
-        self.line_has_text = False  # kept, because joining `line` at each cell is quadratic in a row's cells
+        # kept, because joining `line` at each cell is quadratic in a row's cells
+        self.line_has_text = False
         self.prefix = ""  # of the block that is being gathered
         self.pre = 0  # depth of <pre>
         self.lists = 0  # depth of lists
@@ -120,7 +180,9 @@ class _HtmlRenderer:
         """Take an opening tag."""
         self.depth += 1
         if self.depth > self.deepest:
-            raise MarkupError(f"its tags are nested more than {self.deepest} deep; simplify the page")
+            raise MarkupError(
+                f"its tags are nested more than {self.deepest} deep; simplify the page"
+            )
         if name == "title":
             self.titles += 1
             self.in_title = self.titles == 1
@@ -167,7 +229,8 @@ class _HtmlRenderer:
             if self.line_has_text:
                 self.line.append(" | ")
         elif name not in _INLINE:
-            if not (name in ("p", "div") and self.prefix.strip() == "-"):  # a list item's own paragraph keeps the dash
+            # a list item's own paragraph keeps the dash
+            if not (name in ("p", "div") and self.prefix.strip() == "-"):
                 self._flush()
             self.pre += name == "pre"
             self.lists += name in ("ul", "ol")

@@ -18,9 +18,11 @@ from cachecraft_rag.retrievers.reading.markup import html_to_markdown
 
 _SNIFFED = 64 << 10  # characters in which the separator of a .csv is looked for
 _SEPARATORS = ",;\t|"
-_LONGEST_FIELD = 1 << 24  # characters; Python's own limit of 131,072 is too small for a text in a cell
+# characters; Python's own limit of 131,072 is too small for a text in a cell
+_LONGEST_FIELD = 1 << 24
 _LONGEST_NAME = 200  # characters of a name that stands before each of its values
-_MOST_GROWTH = 10  # a text may be this many times as long as its file: names stand before each of their values
+# a text may be this many times as long as its file: names stand before each of their values
+_MOST_GROWTH = 10
 _ALWAYS_ALLOWED = 1 << 20  # characters
 
 
@@ -35,7 +37,9 @@ class MissingReaderError(ImportError):
 def require_docx_reader() -> None:
     """Raise `MissingReaderError` if mammoth, which reads Word files, is not installed."""
     if not find_spec("mammoth"):
-        raise MissingReaderError("Word files need the package mammoth; type: pip install 'cachecraft-rag[docx]'")
+        raise MissingReaderError(
+            "Word files need the package mammoth; type: pip install 'cachecraft-rag[docx]'"
+        )
 
 
 def docx_to_markdown(data: bytes, *, most_bytes: int) -> str:
@@ -52,11 +56,16 @@ def docx_to_markdown(data: bytes, *, most_bytes: int) -> str:
 
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            unpacked = sum(part.file_size for part in archive.infolist())  # zipfile reads no more than this of a part
+            # zipfile reads no more than this of a part
+            unpacked = sum(part.file_size for part in archive.infolist())
     except zipfile.BadZipFile as error:
-        raise FormatError("it is no Word file of the kind .docx; save it again in a word processor") from error
+        raise FormatError(
+            "it is no Word file of the kind .docx; save it again in a word processor"
+        ) from error
     if unpacked > most_bytes:
-        raise FormatError(f"it unpacks to more than {most_bytes >> 20} MiB; split it or leave it out")
+        raise FormatError(
+            f"it unpacks to more than {most_bytes >> 20} MiB; split it or leave it out"
+        )
     # Neither pictures nor the file's own style map: both are untrusted.
     converted = mammoth.convert_to_html(
         io.BytesIO(data),
@@ -84,7 +93,9 @@ def table_to_text(text: str, *, separator: str | None = None) -> str:
             separator = _separator_of(text[:_SNIFFED])
         rows = list(csv.reader(io.StringIO(text), delimiter=separator))
     except csv.Error as error:
-        raise FormatError(f"its table cannot be read ({error}); save it again as a table of UTF-8 text") from error
+        raise FormatError(
+            f"its table cannot be read ({error}); save it again as a table of UTF-8 text"
+        ) from error
     finally:
         csv.field_size_limit(before)
     rows = [row for row in rows if any(cell.strip() for cell in row)]
@@ -192,7 +203,9 @@ def _lines(path: str, value: object) -> Iterator[str]:
             if len(name) > _LONGEST_NAME:
                 yield name  # once, whole
             below = f"{path}.{name}" if path else name
-            yield from _lines(below if len(below) <= _LONGEST_NAME else f"…{below[1 - _LONGEST_NAME :]}", inner)
+            yield from _lines(
+                below if len(below) <= _LONGEST_NAME else f"…{below[1 - _LONGEST_NAME :]}", inner
+            )
     elif isinstance(value, list):
         for inner in value:
             yield from _lines(path, inner)

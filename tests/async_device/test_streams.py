@@ -30,7 +30,9 @@ from cachecraft_rag.types import LoadedVariant, Segment
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(torch.version.cuda is not None, reason="a build for CUDA has kernels that would run instead"),
+    pytest.mark.skipif(
+        torch.version.cuda is not None, reason="a build for CUDA has kernels that would run instead"
+    ),
 ]
 
 BOUNDS = [0, 8, 20, 36, 40]
@@ -53,7 +55,9 @@ def test_nothing_is_computed_before_something_waits_for_it(device: Device) -> No
     assert doubled.cpu().tolist() == [2.0, 2.0, 2.0]
 
 
-def test_a_prefill_on_a_late_device_gives_the_same_hidden_states(decoder: Decoder, decoder_on_device: Decoder) -> None:
+def test_a_prefill_on_a_late_device_gives_the_same_hidden_states(
+    decoder: Decoder, decoder_on_device: Decoder
+) -> None:
     expected = prefill(decoder, WHOLE)
     result = prefill(decoder_on_device, WHOLE)
     torch.testing.assert_close(result.hidden.cpu(), expected.hidden)
@@ -75,7 +79,9 @@ def test_chunk_caches_are_copied_in_groups_of_layers_and_placed_when_they_have_a
     result = prefill(decoder_on_device, PrefillJob(IDS, rows, resident=[ResidentKV(8, kv)]))
     torch.testing.assert_close(result.hidden.cpu(), expected.hidden)
     placed = slice(8, 20)
-    torch.testing.assert_close(result.buffer.kv.cpu()[:, :, placed], expected.buffer.kv[:, :, placed])
+    torch.testing.assert_close(
+        result.buffer.kv.cpu()[:, :, placed], expected.buffer.kv[:, :, placed]
+    )
     sizes = [size for size in device.sizes_to_device if size >= kv.nbytes // 4]
     assert len(sizes) == copies
     assert sum(sizes) == kv.nbytes
@@ -108,7 +114,9 @@ def test_captures_of_a_side_stream_hold_what_was_computed_there(
     store: ChunkCacheStore,
     describing: Callable[[Work[Any], Ended], None],
 ) -> None:
-    expected = {capture.segment: capture.kv for capture in prefill(decoder, WHOLE).recorder.captures}
+    expected = {
+        capture.segment: capture.kv for capture in prefill(decoder, WHOLE).recorder.captures
+    }
     queue = WriteBackQueue(
         store,
         namespace="default",
@@ -116,7 +124,8 @@ def test_captures_of_a_side_stream_hold_what_was_computed_there(
         layout=decoder.layout,
         start=describing,
     )
-    torch.cuda.set_stream(torch.cuda.Stream("cuda:1"))  # as vLLM's worker does, for its main thread only
+    # as vLLM's worker does, for its main thread only
+    torch.cuda.set_stream(torch.cuda.Stream("cuda:1"))
     result = prefill(decoder_on_device, WHOLE)
     # Tensor-parallel ranks gather all heads after the pass, so these copies are not computed yet.
     with torch.inference_mode():
@@ -135,7 +144,9 @@ def test_captures_of_a_side_stream_hold_what_was_computed_there(
         assert 0.5 <= variant.cci <= 1.0
     memory = keys.memory.untyped_storage().data_ptr()  # type: ignore[attr-defined]
     default_stream = device.default[1]
-    assert (memory, id(default_stream)) in device.kept_for, "the allocator could reuse the keys while they are read"
+    assert (memory, id(default_stream)) in device.kept_for, (
+        "the allocator could reuse the keys while they are read"
+    )
 
 
 def test_the_speed_of_computing_is_that_of_the_device_and_not_that_of_launching(
@@ -170,7 +181,9 @@ def test_few_layers_are_launched_before_the_device_has_computed_them(
     assert all(event.query() for event in launched)
 
 
-def test_every_kernel_is_launched_on_the_device_of_its_tensors(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_is_launched_on_the_device_of_its_tensors(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
     from triton.runtime.jit import JITFunction
 
@@ -179,7 +192,9 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(device: Device, m
     launches: list[tuple[str, int]] = []
 
     def launcher(kernel: Any, _grid: object) -> Callable[..., None]:
-        return lambda *_arguments, **_constants: launches.append((kernel.__name__, torch.cuda.current_device()))
+        return lambda *_arguments, **_constants: launches.append(
+            (kernel.__name__, torch.cuda.current_device())
+        )
 
     properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
     monkeypatch.setattr(JITFunction, "__getitem__", launcher)
@@ -202,7 +217,9 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(device: Device, m
     rope.rotate(q, cos[:4], cos[:4])
     place.place(merged, zeros(2, 2, 16, 2, 64), 3, cos=cos, sin=cos)
     place_all(merged, zeros(2, 2, 16, 2, 64), 3, cos=cos, sin=cos, layers=[0, 1])
-    drift.shift_stale(merged[0], zeros(1, 2, 2, 64), zeros(1024, dtype=torch.int32), cos=cos, sin=cos)
+    drift.shift_stale(
+        merged[0], zeros(1, 2, 2, 64), zeros(1024, dtype=torch.int32), cos=cos, sin=cos
+    )
 
     assert torch.cuda.current_device() == 0
     names = {name for name, _device in launches}

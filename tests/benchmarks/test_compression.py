@@ -46,7 +46,8 @@ RATIOS = [0.15, 0.3, 0.7]
 
 
 def test_the_budget_is_the_share_rounded_up_and_never_nothing() -> None:
-    assert [token_budget(20, ratio) for ratio in (0.15, 0.3, 1.0)] == [4, 6, 20]  # 0.15 · 20 is 3.0000000000000004
+    # 0.15 · 20 is 3.0000000000000004
+    assert [token_budget(20, ratio) for ratio in (0.15, 0.3, 1.0)] == [4, 6, 20]
     assert token_budget(100, 0.301) == 31
     assert token_budget(0, 0.5) == token_budget(1, 1.0) == MIN_TOKENS
 
@@ -66,7 +67,9 @@ def tokens(engine: Engine, chunk: Chunk) -> int:
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_a_summary_keeps_the_budget_and_its_place(engine: Engine, store: ChunkCacheStore, ratio: float) -> None:
+def test_a_summary_keeps_the_budget_and_its_place(
+    engine: Engine, store: ChunkCacheStore, ratio: float
+) -> None:
     summaries = MapReduce(engine).compress(QUESTION, CHUNKS, ratio)
     assert [chunk.metadata for chunk in summaries] == [chunk.metadata for chunk in CHUNKS]
     for before, after in zip(CHUNKS, summaries, strict=True):
@@ -106,7 +109,9 @@ def test_a_text_within_its_budget_is_unchanged(engine: Engine) -> None:
     assert method.compress(QUESTION, [tiny], 0.1) == (tiny,)
 
 
-def test_a_chunk_too_long_for_the_compressor_is_reported(tiny_decoder: MakeDecoder, store: ChunkCacheStore) -> None:
+def test_a_chunk_too_long_for_the_compressor_is_reported(
+    tiny_decoder: MakeDecoder, store: ChunkCacheStore
+) -> None:
     with Engine(tiny_decoder("Llama", max_position_embeddings=512), store) as engine:
         method = MapReduce(engine)
         with pytest.raises(ContextLengthError, match=r"chunk of 602 tokens .* smaller"):
@@ -114,7 +119,9 @@ def test_a_chunk_too_long_for_the_compressor_is_reported(tiny_decoder: MakeDecod
 
 
 @pytest.mark.slow
-def test_the_demo_model_summarises_and_answers(demo_model: Path, handbook: Path, store: ChunkCacheStore) -> None:
+def test_the_demo_model_summarises_and_answers(
+    demo_model: Path, handbook: Path, store: ChunkCacheStore
+) -> None:
     chunk = Chunk((handbook / "welcome.md").read_text(encoding="utf-8")[:1500])
     with Engine(Decoder.load("demo", dtype="float32"), store) as engine:
         (summary,) = MapReduce(engine).compress(QUESTION, [chunk], 0.3)
@@ -124,7 +131,10 @@ def test_the_demo_model_summarises_and_answers(demo_model: Path, handbook: Path,
         known = [word for word in words if word in chunk.text.lower()]
         assert len(known) >= len(words) / 2, summary.text  # about this chunk
         answer = engine.stream(
-            "What is this about?", [summary], sampling=SamplingParams(max_new_tokens=8), config=ReuseConfig(reuse=False)
+            "What is this about?",
+            [summary],
+            sampling=SamplingParams(max_new_tokens=8),
+            config=ReuseConfig(reuse=False),
         )
         assert "".join(answer)
         assert answer.stats.tokens_prompt < tokens(engine, chunk)
@@ -144,25 +154,45 @@ def tiny_tokenizer(family: str) -> PreTrainedTokenizerFast:
     letters = sorted(set("".join(SENTENCES)) - {" "})
     short = sorted({word for word in words_of(" ".join(SENTENCES)) if 1 < len(word) <= 5})
     if family == "bert":
-        names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]", "pad_token": "[PAD]"}
+        names = {
+            "cls_token": "[CLS]",
+            "sep_token": "[SEP]",
+            "unk_token": "[UNK]",
+            "pad_token": "[PAD]",
+        }
         pieces = [*names.values(), *letters, *(f"##{letter}" for letter in letters), *short]
-        backend = Tokenizer(models.WordPiece({piece: place for place, piece in enumerate(pieces)}, unk_token="[UNK]"))
+        backend = Tokenizer(
+            models.WordPiece(
+                {piece: place for place, piece in enumerate(pieces)}, unk_token="[UNK]"
+            )
+        )
         backend.normalizer = normalizers.BertNormalizer(lowercase=False)
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         backend.decoder = decoders.WordPiece()
     else:
-        names = {"cls_token": "<s>", "pad_token": "<pad>", "sep_token": "</s>", "unk_token": "<unk>"}
+        names = {
+            "cls_token": "<s>",
+            "pad_token": "<pad>",
+            "sep_token": "</s>",
+            "unk_token": "<unk>",
+        }
         scored = [(name, 0.0) for name in names.values()]
-        scored += [(letter, -10.0) for letter in ("▁", *letters)] + [(f"▁{word}", -5.0) for word in short]
+        scored += [(letter, -10.0) for letter in ("▁", *letters)] + [
+            (f"▁{word}", -5.0) for word in short
+        ]
         backend = Tokenizer(models.Unigram(scored, unk_id=3))
         backend.normalizer = normalizers.Replace("\n", " ")
         backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")]
+            [
+                pre_tokenizers.WhitespaceSplit(),
+                pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always"),
+            ]
         )
         backend.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
     first, last = names["cls_token"], names["sep_token"]
     backend.post_processor = processors.TemplateProcessing(
-        single=f"{first} $A {last}", special_tokens=[(name, backend.token_to_id(name)) for name in (first, last)]
+        single=f"{first} $A {last}",
+        special_tokens=[(name, backend.token_to_id(name)) for name in (first, last)],
     )
     return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
@@ -227,11 +257,15 @@ def test_words_are_left_out_and_none_changed_or_moved(
     assert lingua.compress("Another question?", CHUNKS, ratio) == kept
 
 
-def test_the_words_that_stay_are_the_likeliest(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_words_that_stay_are_the_likeliest(
+    tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
     import torch
     from transformers import BertForTokenClassification
 
-    model = BertForTokenClassification.from_pretrained(save_classifier(tmp_path / "classifier", "bert"))
+    model = BertForTokenClassification.from_pretrained(
+        save_classifier(tmp_path / "classifier", "bert")
+    )
     tokenizer, text = tiny_tokenizer("bert"), SENTENCES[0]
     with torch.inference_mode():
         shares = model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1)[1:-1, 1]
@@ -251,7 +285,10 @@ def test_the_words_that_stay_are_the_likeliest(tmp_path: Path, byte_tokenizer: P
 
 
 def test_the_package_set_up_by_itself_keeps_the_same_words(
-    classifier: Path, byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    classifier: Path,
+    byte_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import llmlingua
     import tiktoken
@@ -264,13 +301,20 @@ def test_the_package_set_up_by_itself_keeps_the_same_words(
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     config = json.loads((classifier / "config.json").read_text(encoding="utf-8"))
     named = (
-        tmp_path / {"bert": "bert-base-multilingual-cased", "xlm-roberta": "xlm-roberta-large"}[config["model_type"]]
+        tmp_path
+        / {"bert": "bert-base-multilingual-cased", "xlm-roberta": "xlm-roberta-large"}[
+            config["model_type"]
+        ]
     )
     named.symlink_to(classifier)
     own = llmlingua.PromptCompressor(str(named), use_llmlingua2=True, device_map="cpu")
-    found = own.compress_prompt([chunk.text for chunk in CHUNKS], rate=0.4, use_context_level_filter=False)
+    found = own.compress_prompt(
+        [chunk.text for chunk in CHUNKS], rate=0.4, use_context_level_filter=False
+    )
     kept = Lingua2(str(classifier), tokenizer=byte_tokenizer).compress(QUESTION, CHUNKS, 0.4)
-    assert [chunk.text for chunk in kept] == [text.strip() for text in found["compressed_prompt_list"]]
+    assert [chunk.text for chunk in kept] == [
+        text.strip() for text in found["compressed_prompt_list"]
+    ]
 
 
 def test_chunks_with_nothing_to_choose_from(lingua: Lingua2) -> None:
@@ -278,7 +322,8 @@ def test_chunks_with_nothing_to_choose_from(lingua: Lingua2) -> None:
     assert lingua.compress(QUESTION, [], 0.5) == ()
     kept = lingua.compress(QUESTION, [Chunk(""), Chunk("\n \n"), Chunk("♖♘♗"), CHUNKS[0]], 0.5)
     assert [chunk.text for chunk in kept[:3]] == ["", "", ""]
-    assert kept[3] == lingua.compress(QUESTION, [CHUNKS[0]], 0.5)[0]  # a chunk's neighbours change nothing
+    # a chunk's neighbours change nothing
+    assert kept[3] == lingua.compress(QUESTION, [CHUNKS[0]], 0.5)[0]
 
 
 def test_a_text_of_several_windows_is_shortened_in_each(
@@ -293,7 +338,9 @@ def test_a_text_of_several_windows_is_shortened_in_each(
     assert 0.25 * length <= len(byte_tokenizer.encode(kept.text)) <= 0.3 * length + 2
 
 
-def test_it_leaves_the_process_as_it_was(classifier: Path, byte_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_it_leaves_the_process_as_it_was(
+    classifier: Path, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
     import numpy as np
     import torch
 
@@ -327,7 +374,9 @@ def test_a_missing_package_says_what_to_install(
         Lingua2("any", tokenizer=byte_tokenizer)
 
 
-def test_a_missing_model_names_the_published_one(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_missing_model_names_the_published_one(
+    tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
     with pytest.raises(ModelNotFoundError, match="Name microsoft/llmlingua-2"):
         Lingua2(str(tmp_path / "nowhere"), tokenizer=byte_tokenizer)
     folder = save_classifier(tmp_path / "damaged", "bert")
@@ -342,5 +391,7 @@ def test_a_model_of_another_kind_is_refused(
     tiny_decoder("Llama").model.save_pretrained(tmp_path / "llama")
     save_classifier(tmp_path / "labels", "bert", num_labels=5)
     for name in ("llama", "labels"):
-        with pytest.raises(ConfigError, match=f"{name}.*is no LLMLingua-2 model.* Name microsoft/llmlingua-2"):
+        with pytest.raises(
+            ConfigError, match=f"{name}.*is no LLMLingua-2 model.* Name microsoft/llmlingua-2"
+        ):
             Lingua2(str(tmp_path / name), tokenizer=byte_tokenizer)

@@ -21,7 +21,8 @@ from cachecraft_rag.planning.early_termination import FocusMonitor
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Progress
 
-ASKED = [[1.0, 5.0, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0]]  # of four layers to three chunks
+# of four layers to three chunks
+ASKED = [[1.0, 5.0, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0]]
 
 
 def test_a_cell_decides_as_the_engine_would() -> None:
@@ -33,7 +34,9 @@ def test_a_cell_decides_as_the_engine_would() -> None:
     assert Cell(4, 0.0).decide(ASKED) is None
 
 
-def test_it_is_compared_with_what_it_leaves(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> None:
+def test_it_is_compared_with_what_it_leaves(
+    tiny_decoder: Callable[..., Decoder], tmp_path: Path
+) -> None:
     dataset = handbook_dataset(passages=3, limit=4, seed=1)
     seen: list[Progress] = []
     search = Search([Cell(w, 0.0) for w in (1, 2)], tune=2, ratio=0.3, answer_tokens=4)
@@ -44,15 +47,26 @@ def test_it_is_compared_with_what_it_leaves(tiny_decoder: Callable[..., Decoder]
     ):
         origins = Origins(condition_named("unrelated"), engine, dataset, 1, 4)
         kept = Kept(tmp_path / "trials.jsonl", {})
-        found = compare(engine, dataset, origins, search, kept=kept, methods=methods, progress=seen.append)
-        again = compare(engine, dataset, origins, search, kept=Kept(tmp_path / "trials.jsonl", {}), methods=methods)
+        found = compare(
+            engine, dataset, origins, search, kept=kept, methods=methods, progress=seen.append
+        )
+        again = compare(
+            engine,
+            dataset,
+            origins,
+            search,
+            kept=Kept(tmp_path / "trials.jsonl", {}),
+            methods=methods,
+        )
     assert again == found
     assert seen == [Progress(done, 4, "craft") for done in range(4)]
     assert found
     for one in found:
         assert one["questions"] == one["tuned"]["questions"] == 2
         assert 0.0 <= one["saved"] < 1.0
-        assert one["difference"]["mean"] == pytest.approx(one["kl"]["mean"] - one["flat_kl"]["mean"])
+        assert one["difference"]["mean"] == pytest.approx(
+            one["kl"]["mean"] - one["flat_kl"]["mean"]
+        )
         assert one["kl"]["mean"] > 0.0
         assert sum(one["layers"].values()) == 2
     assert overlapped.FocusMonitor is FocusMonitor
@@ -63,7 +77,9 @@ def _compared(mean: float, *, saved: float = 0.3, spread: float = 0.0) -> Compar
     return Compared(9, kl, kl, Interval(mean, mean - spread, mean + spread), saved, {3: 9})
 
 
-@pytest.mark.parametrize(("mean", "spread", "wins"), [(-0.2, 0.1, True), (-0.1, 0.2, False), (0.2, 0.1, False)])
+@pytest.mark.parametrize(
+    ("mean", "spread", "wins"), [(-0.2, 0.1, True), (-0.1, 0.2, False), (0.2, 0.1, False)]
+)
 def test_only_the_whole_interval_wins(mean: float, spread: float, wins: bool) -> None:
     assert _compared(mean, spread=spread).wins is wins
 
@@ -76,7 +92,10 @@ def test_the_best_cell_must_save_something() -> None:
 
 
 def test_a_question_on_which_nothing_is_decided_counts_as_no_difference() -> None:
-    trials = [{"kl": 0.2, "flat": 0.2, "saved": 0.0, "layer": -1}, {"kl": 0.4, "flat": 0.2, "saved": 0.5, "layer": 3}]
+    trials = [
+        {"kl": 0.2, "flat": 0.2, "saved": 0.0, "layer": -1},
+        {"kl": 0.4, "flat": 0.2, "saved": 0.5, "layer": 3},
+    ]
     found = compared(trials)
     assert found.difference.mean == pytest.approx(0.1)
     assert (found.saved, found.layers) == (0.25, {-1: 1, 3: 1})
@@ -91,8 +110,29 @@ def test_the_command_compares(
     decoder = tiny_decoder("Llama")
     decoder.model.save_pretrained(tmp_path)
     decoder.tokenizer.save_pretrained(tmp_path)
-    arguments = ("--model", tmp_path, "--limit", "1", "--tune", "0", "--passages", "3", "--answer-tokens", "4")
-    arguments = (*arguments, "--window", "2", "--first-layer", "0", "--methods", "craft", "--out", tmp_path / "out")
+    arguments = (
+        "--model",
+        tmp_path,
+        "--limit",
+        "1",
+        "--tune",
+        "0",
+        "--passages",
+        "3",
+        "--answer-tokens",
+        "4",
+    )
+    arguments = (
+        *arguments,
+        "--window",
+        "2",
+        "--first-layer",
+        "0",
+        "--methods",
+        "craft",
+        "--out",
+        tmp_path / "out",
+    )
     report = benchmark_json("early-termination", *arguments)
     assert (report["questions"], report["passages"]) == (1, 3)
     assert [one["method"] for one in report["found"]] == ["craft"]

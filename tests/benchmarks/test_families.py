@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from benchmarks import families
-from benchmarks.families import FamilyResult, as_outcomes, page_section, read_csv, rewrite_page, scan, tiny_decoder
+from benchmarks.families import (
+    FamilyResult,
+    as_outcomes,
+    page_section,
+    read_csv,
+    rewrite_page,
+    scan,
+    tiny_decoder,
+)
 from cachecraft_rag.model.decoder import layout_of
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -62,7 +70,9 @@ def test_a_family_is_refused_with_the_reason(family: str) -> None:
     assert REFUSED[family] in result.reason
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma4_text", "cohere2", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3_text", "gemma4_text", "cohere2", "deepseek_v3", "gpt_oss"]
+)
 def test_sizes_from_the_config_are_those_of_the_model(family: str) -> None:
     decoder = tiny_decoder(family)
     assert layout_of(decoder.model.config, "float32") == decoder.layout
@@ -82,11 +92,15 @@ def test_a_wrong_answer_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "its own generate gives [0]" in result.reason
 
 
-def test_the_command_writes_json_csv_and_the_page(benchmark_output: Callable[..., str], tmp_path: Path) -> None:
+def test_the_command_writes_json_csv_and_the_page(
+    benchmark_output: Callable[..., str], tmp_path: Path
+) -> None:
     table = tmp_path / "models.csv"
     page = tmp_path / "models.md"
     page.write_text(f"Before.\n{families._BEGIN}old\n{families._END}\nAfter.\n")
-    printed = benchmark_output("families", "llama", "gpt2", "--json", "--csv", table, "--page", page)
+    printed = benchmark_output(
+        "families", "llama", "gpt2", "--json", "--csv", table, "--page", page
+    )
     found: dict[str, Any] = json.loads(printed)
     assert list(found["accepted"]) == ["llama"]
     assert list(found["refused"]) == ["gpt2"]
@@ -110,5 +124,8 @@ def test_the_page_is_made_from_its_csv(tmp_path: Path) -> None:
 
 
 def test_reasons_are_grouped() -> None:
-    results = [FamilyResult("a", "refused", "it is late"), FamilyResult("b", "refused", "it is late")]
+    results = [
+        FamilyResult("a", "refused", "it is late"),
+        FamilyResult("b", "refused", "it is late"),
+    ]
     assert "- **a, b**: it is late." in page_section(results)

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.follow_ups import WAYS, FollowUp, HitRates, handbook_retriever, hit_rates, read_follow_ups
+from benchmarks.follow_ups import (
+    WAYS,
+    FollowUp,
+    HitRates,
+    handbook_retriever,
+    hit_rates,
+    read_follow_ups,
+)
 from cachecraft_rag.cli.app import app
 from cachecraft_rag.errors import ConfigError, DocumentError
 from cachecraft_rag.retrievers.embeddings import Embedder
@@ -35,7 +42,9 @@ def rates(handbook_index: Retriever) -> dict[str, HitRates]:
 # --- what is found ---
 
 
-def test_follow_ups_are_found_as_often_as_the_questions_written_out(rates: dict[str, HitRates]) -> None:
+def test_follow_ups_are_found_as_often_as_the_questions_written_out(
+    rates: dict[str, HitRates],
+) -> None:
     alone, together, in_full = (rates[way] for way in WAYS)
     assert alone.at(5) <= 0.75
     assert together.at(5) >= 0.9
@@ -45,7 +54,9 @@ def test_follow_ups_are_found_as_often_as_the_questions_written_out(rates: dict[
 
 def test_a_change_of_subject_loses_nothing(rates: dict[str, HitRates]) -> None:
     """Follow-ups that are whole questions about something else: the conversation must not drown them."""
-    changed = [place for place, one in enumerate(read_follow_ups()) if one.question == one.standalone]
+    changed = [
+        place for place, one in enumerate(read_follow_ups()) if one.question == one.standalone
+    ]
     assert len(changed) >= 4
     assert all(rates["with its conversation"].ranks[place] for place in changed)
 
@@ -61,7 +72,10 @@ def test_the_shipped_follow_ups_are_of_every_kind() -> None:
     ("record", "message"),
     [
         ('{"conversation": ["a"], "question": "b", "standalone": "c", "expect": "d"}', "1 texts"),
-        ('{"conversation": ["a", "b"], "question": "b", "standalone": "c", "expect": "("}', "no regular expression"),
+        (
+            '{"conversation": ["a", "b"], "question": "b", "standalone": "c", "expect": "("}',
+            "no regular expression",
+        ),
         ('{"conversation": ["a", "b"], "question": "b", "standalone": "c"}', '"expect" is missing'),
     ],
 )
@@ -74,7 +88,10 @@ def test_a_wrong_record_is_named(tmp_path: Path, record: str, message: str) -> N
 
 def test_a_follow_up_that_no_chunk_answers_is_an_error(handbook_index: Retriever) -> None:
     impossible = FollowUp(
-        (("user", "How often?"), ("assistant", "Weekly.")), "And?", "And?", re.compile("no page says this")
+        (("user", "How often?"), ("assistant", "Weekly.")),
+        "And?",
+        "And?",
+        re.compile("no page says this"),
     )
     with pytest.raises(DocumentError, match="no chunk of the index"):
         hit_rates(handbook_index, [impossible], top_k=5)
@@ -95,14 +112,23 @@ def test_the_command_needs_no_answering_model(
     assert "hit rate at 5" not in shown
 
 
-def test_follow_ups_about_your_own_documents(tmp_path: Path, benchmark_json: Callable[..., Any]) -> None:
+def test_follow_ups_about_your_own_documents(
+    tmp_path: Path, benchmark_json: Callable[..., Any]
+) -> None:
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "kettle.md").write_text("Descaling the kettle takes 20 minutes.", encoding="utf-8")
-    record = {"conversation": ["How often is it descaled?", "Weekly."], "question": "And how long does it take?"}
+    (tmp_path / "docs" / "kettle.md").write_text(
+        "Descaling the kettle takes 20 minutes.", encoding="utf-8"
+    )
+    record = {
+        "conversation": ["How often is it descaled?", "Weekly."],
+        "question": "And how long does it take?",
+    }
     record |= {"standalone": "How long does descaling take?", "expect": "20 minutes"}
     (tmp_path / "asked.jsonl").write_text(json.dumps(record), encoding="utf-8")
     store, data = str(tmp_path / "store"), str(tmp_path / "asked.jsonl")
-    CliRunner().invoke(app, ["index", str(tmp_path / "docs"), "--store", store], catch_exceptions=False)
+    CliRunner().invoke(
+        app, ["index", str(tmp_path / "docs"), "--store", store], catch_exceptions=False
+    )
     report = benchmark_json("follow-ups", "--data", data, "--store", store)
     assert report["ranks"] == {way: [1] for way in report["ranks"]}
     with pytest.raises(ConfigError, match="both --data and --store"):

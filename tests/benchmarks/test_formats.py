@@ -30,10 +30,18 @@ SQUAD = {
                         {
                             "id": "w1",
                             "question": " When was the mill of Arden built? ",
-                            "answers": [{"text": "1701", "answer_start": 32}, {"text": "1701", "answer_start": 32}],
+                            "answers": [
+                                {"text": "1701", "answer_start": 32},
+                                {"text": "1701", "answer_start": 32},
+                            ],
                             "is_impossible": False,
                         },
-                        {"id": "w2", "question": "Who built it?", "answers": [], "is_impossible": True},
+                        {
+                            "id": "w2",
+                            "question": "Who built it?",
+                            "answers": [],
+                            "is_impossible": True,
+                        },
                     ],
                 },
             ],
@@ -42,18 +50,43 @@ SQUAD = {
     ],
 }
 SQUAD_ROWS = [
-    {"id": "w1", "title": "Windmills", "context": "Built in 1701.", "question": "When?",
-     "answers": {"text": ["1701"], "answer_start": [9]}},
-    {"id": "w2", "title": "Windmills", "context": "Of oak.", "question": "Of what?",
-     "answers": {"text": ["oak"], "answer_start": [3]}},
-]  # fmt: skip
+    {
+        "id": "w1",
+        "title": "Windmills",
+        "context": "Built in 1701.",
+        "question": "When?",
+        "answers": {"text": ["1701"], "answer_start": [9]},
+    },
+    {
+        "id": "w2",
+        "title": "Windmills",
+        "context": "Of oak.",
+        "question": "Of what?",
+        "answers": {"text": ["oak"], "answer_start": [3]},
+    },
+]
 MUSIQUE = [
     {
         "id": "2hop__1_2",
         "paragraphs": [
-            {"idx": 0, "title": "Arden", "paragraph_text": "Arden lies on the Lune.", "is_supporting": True},
-            {"idx": 1, "title": "Brook", "paragraph_text": "It has no river.", "is_supporting": False},
-            {"idx": 2, "title": "Lune", "paragraph_text": "It ends in the Irish Sea.", "is_supporting": True},
+            {
+                "idx": 0,
+                "title": "Arden",
+                "paragraph_text": "Arden lies on the Lune.",
+                "is_supporting": True,
+            },
+            {
+                "idx": 1,
+                "title": "Brook",
+                "paragraph_text": "It has no river.",
+                "is_supporting": False,
+            },
+            {
+                "idx": 2,
+                "title": "Lune",
+                "paragraph_text": "It ends in the Irish Sea.",
+                "is_supporting": True,
+            },
         ],
         "question": "Into which sea flows Arden's river?",
         "question_decomposition": [],
@@ -64,8 +97,18 @@ MUSIQUE = [
     {
         "id": "2hop__1_3",
         "paragraphs": [
-            {"idx": 0, "title": "Arden", "paragraph_text": "Arden lies on the Lune.", "is_supporting": True},
-            {"idx": 1, "title": "Arden", "paragraph_text": "It has a mill.", "is_supporting": False},
+            {
+                "idx": 0,
+                "title": "Arden",
+                "paragraph_text": "Arden lies on the Lune.",
+                "is_supporting": True,
+            },
+            {
+                "idx": 1,
+                "title": "Arden",
+                "paragraph_text": "It has a mill.",
+                "is_supporting": False,
+            },
         ],
         "question": "Who is mayor?",
         "answer": "nobody knows",
@@ -95,18 +138,30 @@ DROP = {
         "qa_pairs": [
             {
                 "question": "How many points in all?",
-                "answer": {"number": "10", "date": {"day": "", "month": "", "year": ""}, "spans": []},
+                "answer": {
+                    "number": "10",
+                    "date": {"day": "", "month": "", "year": ""},
+                    "spans": [],
+                },
                 "query_id": "q1",
                 "validated_answers": [{"number": "", "date": {}, "spans": ["ten"]}],
             },
             {
                 "question": "Which scores?",
-                "answer": {"number": "", "date": {"day": "", "month": "", "year": ""}, "spans": ["3", "7"]},
+                "answer": {
+                    "number": "",
+                    "date": {"day": "", "month": "", "year": ""},
+                    "spans": ["3", "7"],
+                },
                 "query_id": "q2",
             },
             {
                 "question": "When?",
-                "answer": {"number": "", "date": {"day": "12", "month": "May", "year": "1990"}, "spans": []},
+                "answer": {
+                    "number": "",
+                    "date": {"day": "12", "month": "May", "year": "1990"},
+                    "spans": [],
+                },
                 "query_id": "q3",
             },
         ],
@@ -114,12 +169,27 @@ DROP = {
     "nfl_2": {"passage": "The Lions lost.", "qa_pairs": []},
 }
 CNN = [
-    {"article": "A mill burnt down.\n\nNobody was hurt.", "highlights": "Mill burns .\nNobody hurt .", "id": "c1"},
+    {
+        "article": "A mill burnt down.\n\nNobody was hurt.",
+        "highlights": "Mill burns .\nNobody hurt .",
+        "id": "c1",
+    },
     {"article": "", "highlights": "Nothing .", "id": "c2"},
 ]
-XSUM = [{"document": "The council met. It spoke of mills.", "summary": "Council speaks of mills.", "id": "77"}]
+XSUM = [
+    {
+        "document": "The council met. It spoke of mills.",
+        "summary": "Council speaks of mills.",
+        "id": "77",
+    }
+]
 OWN = [
-    {"question": "When?", "passages": ["It opened in 1701.", "It is red."], "answers": ["1701"], "document": "guide"},
+    {
+        "question": "When?",
+        "passages": ["It opened in 1701.", "It is red."],
+        "answers": ["1701"],
+        "document": "guide",
+    },
     {"question": "Which colour?", "passages": ["It is red.", "Paint is wet."], "id": 7},
 ]
 
@@ -152,7 +222,9 @@ def write(tmp_path: Path) -> Write:
 
 
 def passages(source: QuestionFile, question: SourceQuestion, kind: str = "near") -> list[str]:
-    return [source.documents[document].passages[place] for document, place in getattr(question, kind)]
+    return [
+        source.documents[document].passages[place] for document, place in getattr(question, kind)
+    ]
 
 
 def named(source: QuestionFile) -> dict[str, SourceQuestion]:
@@ -197,7 +269,10 @@ def test_squad_in_columns(write: Write, name: str) -> None:
 def test_musique(write: Write) -> None:
     source = read_source(write("musique_ans_v1.0_dev.jsonl", MUSIQUE))
     assert [document.name for document in source.documents] == ["Arden", "Brook", "Lune"]
-    assert source.documents[0].passages == ("Arden\n\nArden lies on the Lune.", "Arden\n\nIt has a mill.")
+    assert source.documents[0].passages == (
+        "Arden\n\nArden lies on the Lune.",
+        "Arden\n\nIt has a mill.",
+    )
     first, second = source.questions
     assert first.answers == ("Irish Sea", "the Irish Sea", "Muir Éireann")
     assert [text.split()[0] for text in passages(source, first, "needed")] == ["Arden", "Lune"]
@@ -211,7 +286,10 @@ def test_2wikimultihopqa_and_its_variants(write: Write, form: str) -> None:
     titles = [title for title, _ in WIKI[0]["context"]]
     sentences = [lines for _, lines in WIKI[0]["context"]]
     if form in ("columns", "content"):
-        entry["context"] = {"title": titles, "sentences" if form == "columns" else "content": sentences}
+        entry["context"] = {
+            "title": titles,
+            "sentences" if form == "columns" else "content": sentences,
+        }
         entry["supporting_facts"] = {"title": ["Gust (film)", "Gale (film)"], "sent_id": [0, 0]}
     elif form == "text":
         entry = {**entry, "context": json.dumps(entry["context"])}
@@ -221,15 +299,24 @@ def test_2wikimultihopqa_and_its_variants(write: Write, form: str) -> None:
     assert asked.question_id == "a1"
     assert asked.answers == ("Gust",)
     assert passages(source, asked)[0] == "Gust (film)\n\nGust is a film of 1931. It is silent."
-    assert passages(source, asked, "needed") == [passages(source, asked)[0], passages(source, asked)[2]]
+    assert passages(source, asked, "needed") == [
+        passages(source, asked)[0],
+        passages(source, asked)[2],
+    ]
     assert len(source.documents) == 3  # the empty page is none
 
 
 def test_drop(write: Write) -> None:
     source = read_source(write("drop_dataset_dev.json", DROP))
-    assert [question.answers for question in source.questions] == [("10", "ten"), ("3, 7",), ("12 May 1990",)]
+    assert [question.answers for question in source.questions] == [
+        ("10", "ten"),
+        ("3, 7",),
+        ("12 May 1990",),
+    ]
     assert [question.question_id for question in source.questions] == ["q1", "q2", "q3"]
-    assert all(passages(source, question) == [DROP["nfl_1"]["passage"]] for question in source.questions)
+    assert all(
+        passages(source, question) == [DROP["nfl_1"]["passage"]] for question in source.questions
+    )
     assert [document.name for document in source.documents] == ["nfl_1", "nfl_2"]
 
 
@@ -261,7 +348,11 @@ def test_summaries(write: Write, name: str) -> None:
 def test_questions_of_ones_own(write: Write) -> None:
     source = read_source(write("own.jsonl", OWN))
     first, second = source.questions
-    assert [document.name for document in source.documents] == ["guide", "It is red.", "Paint is wet."]
+    assert [document.name for document in source.documents] == [
+        "guide",
+        "It is red.",
+        "Paint is wet.",
+    ]
     assert passages(source, second) == ["It is red.", "Paint is wet."]
     assert (first.question_id, second.question_id) == ("1", "7")
     assert second.answers == ()
@@ -278,7 +369,8 @@ def test_json_lines_under_another_suffix(write: Write, name: str) -> None:
 def test_a_single_line_and_a_byte_order_mark_are_fine(tmp_path: Path) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text(
-        "\ufeff" + json.dumps({**OWN[0], "question": "Line\u2028end?"}, ensure_ascii=False), encoding="utf-8"
+        "\ufeff" + json.dumps({**OWN[0], "question": "Line\u2028end?"}, ensure_ascii=False),
+        encoding="utf-8",
     )
     assert [question.text for question in read_source(path).questions] == ["Line\u2028end?"]
 
@@ -304,7 +396,10 @@ def test_exactly_one_format_recognises_a_file(write: Write, content: Any, expect
 
 
 def damaged(lines: Sequence[Any], place: int, **changes: Any) -> list[Any]:
-    return [{**line, **changes} if number == place else line for number, line in enumerate(lines, start=1)]
+    return [
+        {**line, **changes} if number == place else line
+        for number, line in enumerate(lines, start=1)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -312,18 +407,42 @@ def damaged(lines: Sequence[Any], place: int, **changes: Any) -> list[Any]:
     [
         ("own.jsonl", damaged(OWN, 2, question=None), r'own\.jsonl, line 2: "question" is missing'),
         ("own.jsonl", damaged(OWN, 2, question="  "), r'line 2: "question" is blank'),
-        ("own.jsonl", damaged(OWN, 2, passages="one"), r'line 2: "passages" is "one"; it must be a list'),
+        (
+            "own.jsonl",
+            damaged(OWN, 2, passages="one"),
+            r'line 2: "passages" is "one"; it must be a list',
+        ),
         ("own.jsonl", damaged(OWN, 1, passages=[" "]), r'line 1: "passages" is empty'),
         ("own.jsonl", damaged(OWN, 1, answers=["1701", 3]), r'line 1: "answers 2" is 3'),
         ("own.jsonl", [*OWN, [1]], r"line 3: expected an object .* not \[1\]"),
-        ("m.jsonl", damaged(MUSIQUE, 2, paragraphs=[{"title": "x"}]), r'line 2, paragraphs 1: "paragraph_text" is mis'),
-        ("w.json", damaged(WIKI, 1, context=[["only a title"]]), r'w\.json, entry 1: "context" must be a list'),
-        ("w.json", damaged(WIKI, 1, context=[["Gust", "no list"]]), r"entry 1: the context of 'Gust' must be"),
+        (
+            "m.jsonl",
+            damaged(MUSIQUE, 2, paragraphs=[{"title": "x"}]),
+            r'line 2, paragraphs 1: "paragraph_text" is mis',
+        ),
+        (
+            "w.json",
+            damaged(WIKI, 1, context=[["only a title"]]),
+            r'w\.json, entry 1: "context" must be a list',
+        ),
+        (
+            "w.json",
+            damaged(WIKI, 1, context=[["Gust", "no list"]]),
+            r"entry 1: the context of 'Gust' must be",
+        ),
         ("w.json", damaged(WIKI, 1, context=[[3, []]]), r'entry 1: a title in "context"'),
         ("w.json", damaged(WIKI, 1, supporting_facts="{"), r'entry 1: "supporting_facts" must be'),
-        ("d.json", {"p1": DROP["nfl_1"], "p2": {"passage": "x"}}, r'd\.json, p2: "qa_pairs" is missing'),
+        (
+            "d.json",
+            {"p1": DROP["nfl_1"], "p2": {"passage": "x"}},
+            r'd\.json, p2: "qa_pairs" is missing',
+        ),
         ("d.json", {"p1": DROP["nfl_1"], "p2": 3}, r'd\.json: "p2" is 3; it must be an object'),
-        ("s.json", {"data": [{"paragraphs": [{"context": "x", "qas": [{}]}]}]}, r'data 1, paragraphs 1, qas 1: "que'),
+        (
+            "s.json",
+            {"data": [{"paragraphs": [{"context": "x", "qas": [{}]}]}]},
+            r'data 1, paragraphs 1, qas 1: "que',
+        ),
         ("c.csv", damaged(CNN, 1, highlights=""), r'c\.csv, line 4: "highlights" is blank'),
         ("s.json", {"data": [{"title": "x", "paragraphs": []}]}, "holds no questions"),
         ("e.json", [], "holds no records"),
@@ -337,7 +456,11 @@ def test_a_malformed_entry_is_named(write: Write, name: str, content: Any, messa
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"question": "x", "passages": ["y"]}\n{"question"', r"a\.jsonl, line 2 is not JSON"),
+        (
+            "a.jsonl",
+            b'{"question": "x", "passages": ["y"]}\n{"question"',
+            r"a\.jsonl, line 2 is not JSON",
+        ),
         ("a.json", b'{"data": [\n1,\n', r"a\.json is not JSON: .* line 3"),
         ("a.json", b"", "is empty"),
         ("a.json", b"\xff\xfe\x00", "not UTF-8"),
@@ -353,7 +476,9 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, mess
         read_source(path)
 
 
-def test_a_file_of_no_known_format_gets_the_list_and_a_way_out(write: Write, tmp_path: Path) -> None:
+def test_a_file_of_no_known_format_gets_the_list_and_a_way_out(
+    write: Write, tmp_path: Path
+) -> None:
     with pytest.raises(DocumentError) as raised:
         read_source(write("other.json", [{"prompt": "x"}]))
     message = str(raised.value)
@@ -369,7 +494,9 @@ def test_a_file_of_no_known_format_gets_the_list_and_a_way_out(write: Write, tmp
         read_source(write("own.jsonl", OWN), "cnn_dailymail")
 
 
-def test_parquet_without_pyarrow_says_what_to_type(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_says_what_to_type(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write("test.parquet", CNN)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(DocumentError, match="pip install pyarrow"):

@@ -13,7 +13,9 @@ from benchmarks.gpu_model import Counts, Machine, Model, Prompt, full_s, reuse_s
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(torch.version.cuda is not None, reason="it simulates a device in place of a real one"),
+    pytest.mark.skipif(
+        torch.version.cuda is not None, reason="it simulates a device in place of a real one"
+    ),
 ]
 
 
@@ -31,7 +33,12 @@ def test_it_prints_ratios_from_counted_copies() -> None:
 
 def test_more_copies_cost_time_where_python_is_the_bottleneck() -> None:
     few = Counts(launches=10, place_launches=9, copies=9, bytes_per_token=1.0, first_fraction=0.1)
-    many = Counts(launches=10, place_launches=9, copies=1000, bytes_per_token=1.0, first_fraction=0.1)
-    seconds = [reuse_s(Model(), Machine(), Prompt(), counts, 16384, source="pinned") for counts in (few, many)]
+    many = Counts(
+        launches=10, place_launches=9, copies=1000, bytes_per_token=1.0, first_fraction=0.1
+    )
+    seconds = [
+        reuse_s(Model(), Machine(), Prompt(), counts, 16384, source="pinned")
+        for counts in (few, many)
+    ]
     assert seconds[0] < seconds[1]
     assert seconds[0] < full_s(Model(), Machine(), 16384)

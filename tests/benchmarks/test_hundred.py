@@ -18,14 +18,21 @@ def test_each_question_is_answered_by_a_passage_of_its_prompt() -> None:
     assert len({question.text for question in dataset.questions}) == 100
     for question in dataset.questions:
         assert len(question.passages) == 5
-        assert any(is_right(passage.text, question.answers) for passage in question.passages), question.text
+        assert any(is_right(passage.text, question.answers) for passage in question.passages), (
+            question.text
+        )
 
 
 def test_what_is_quoted_of_the_handbook_stands_there() -> None:
-    pages = {path.read_text(encoding="utf-8").split("\n", 1)[0][2:]: path for path in handbook_folder().glob("*.md")}
+    pages = {
+        path.read_text(encoding="utf-8").split("\n", 1)[0][2:]: path
+        for path in handbook_folder().glob("*.md")
+    }
     articles = json.loads(FILE.read_text(encoding="utf-8"))["data"]
     quoted = [one for one in articles if one["title"] in pages]
     assert len(quoted) == 13
     for article in quoted:
         text = pages[article["title"]].read_text(encoding="utf-8").replace("\n\n", "\n")
-        assert all(paragraph["context"] in text for paragraph in article["paragraphs"]), article["title"]
+        assert all(paragraph["context"] in text for paragraph in article["paragraphs"]), article[
+            "title"
+        ]

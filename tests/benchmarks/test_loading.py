@@ -32,8 +32,21 @@ def model(tiny_decoder: Callable[..., Decoder], tmp_path_factory: pytest.TempPat
 def test_cake_reports_each_cell_and_draws_a_figure(
     model: Path, benchmark_json: Callable[..., Any], tmp_path: Path
 ) -> None:
-    grid = ("--tokens", "512", "--bandwidths", "0.5,2", "--shares", "1", "--codecs", "raw", "--dtype", "float32")
-    cells = benchmark_json("cake", "--model", model, *grid, "--plot", tmp_path / "cake.png")["cells"]
+    grid = (
+        "--tokens",
+        "512",
+        "--bandwidths",
+        "0.5,2",
+        "--shares",
+        "1",
+        "--codecs",
+        "raw",
+        "--dtype",
+        "float32",
+    )
+    cells = benchmark_json("cake", "--model", model, *grid, "--plot", tmp_path / "cake.png")[
+        "cells"
+    ]
     assert [(cell["tokens"], cell["bandwidth_ratio"]) for cell in cells] == [(512, 0.5), (512, 2.0)]
     for cell in cells:
         assert cell["exact"]
@@ -47,21 +60,44 @@ def test_cake_reports_each_cell_and_draws_a_figure(
     assert (tmp_path / "cake.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_load_reports_the_share_of_loading_that_is_hidden(model: Path, benchmark_json: Callable[..., Any]) -> None:
-    small = ("--chunks", "3", "--chunk-tokens", "200", "--pairs", "2", "--mb-per-s", "10", "--dtype", "float32")
+def test_load_reports_the_share_of_loading_that_is_hidden(
+    model: Path, benchmark_json: Callable[..., Any]
+) -> None:
+    small = (
+        "--chunks",
+        "3",
+        "--chunk-tokens",
+        "200",
+        "--pairs",
+        "2",
+        "--mb-per-s",
+        "10",
+        "--dtype",
+        "float32",
+    )
     report = benchmark_json("load", "--model", model, *small)
     assert report["whole_s"] > report["load_s"] > 0
     assert report["host_s"] > 0 < report["queue_s"]
     assert set(report["queued"]) == {"whole", "layerwise", "cake"}
     assert report["disk_fraction_of_raw"] == pytest.approx(report["disk_mb_s"] / report["raw_mb_s"])
     hideable = min(report["load_s"], (report["whole_s"] - report["load_s"]) * (LAYERS - 1) / LAYERS)
-    assert report["layerwise_hidden"] * hideable == pytest.approx(report["whole_s"] - report["layerwise_s"])
+    assert report["layerwise_hidden"] * hideable == pytest.approx(
+        report["whole_s"] - report["layerwise_s"]
+    )
 
 
-def test_batches_are_timed_in_full_and_with_reuse(model: Path, benchmark_json: Callable[..., Any]) -> None:
-    found = benchmark_json("batches", "--model", model, "--tokens", "200", "--sizes", "1,3", "--pairs", "2")
+def test_batches_are_timed_in_full_and_with_reuse(
+    model: Path, benchmark_json: Callable[..., Any]
+) -> None:
+    found = benchmark_json(
+        "batches", "--model", model, "--tokens", "200", "--sizes", "1,3", "--pairs", "2"
+    )
     assert [(one["tokens"], one["size"]) for one in found] == [(200, 1), (200, 3)]
-    assert all(len(one[side]) == 2 and min(one[side]) > 0 for one in found for side in ("full_s", "reuse_s"))
+    assert all(
+        len(one[side]) == 2 and min(one[side]) > 0
+        for one in found
+        for side in ("full_s", "reuse_s")
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +120,11 @@ def test_what_cannot_be_is_refused(
 def test_memory_is_measured_in_processes_of_their_own(model: Path) -> None:
     command = ["memory", "--model", str(model), "--tokens", "200", "--loading", "cake", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *command], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "benchmarks", *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
@@ -96,4 +136,8 @@ def test_memory_is_measured_in_processes_of_their_own(model: Path) -> None:
 def test_an_error_is_a_message_and_exit_code_2(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "cake", "--model", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, "error:" in done.stderr, "Traceback" in done.stderr) == (2, True, False)
+    assert (done.returncode, "error:" in done.stderr, "Traceback" in done.stderr) == (
+        2,
+        True,
+        False,
+    )

@@ -105,7 +105,9 @@ def test_set_cache_takes_it_in_any_order(by: Ask, chunks: list[Chunk]) -> None:
 
 @pytest.mark.parametrize("name", PER_CHUNK)
 @pytest.mark.parametrize("ratio", [0.1, 0.5])
-def test_each_chunk_keeps_to_its_budget(by: Ask, chunks: list[Chunk], name: str, ratio: float) -> None:
+def test_each_chunk_keeps_to_its_budget(
+    by: Ask, chunks: list[Chunk], name: str, ratio: float
+) -> None:
     for chunk in by(chunks, name, ratio).stats.chunks:
         assert chunk.recomputed == math.ceil(ratio * chunk.tokens)
 
@@ -143,8 +145,12 @@ def test_without_positions_keys_are_as_they_would_be_behind_the_instruction(
     with prepare(engine, EvaluationQuestion("q", "What?", tuple(chunks), ()), 0.0):
         (turned,) = engine.store.open_variants([variant])
     here = engine.decoder.rope(torch.arange(start, start + length))
-    behind_instruction = engine.decoder.rope(torch.arange(prompt.bounds[1], prompt.bounds[1] + length))
-    torch.testing.assert_close(rotate(turned.kv[2, 0], *here), rotate(raw, *behind_instruction), atol=1e-5, rtol=1e-4)
+    behind_instruction = engine.decoder.rope(
+        torch.arange(prompt.bounds[1], prompt.bounds[1] + length)
+    )
+    torch.testing.assert_close(
+        rotate(turned.kv[2, 0], *here), rotate(raw, *behind_instruction), atol=1e-5, rtol=1e-4
+    )
     without, with_positions = by(chunks, "no_position_no_causality"), by(chunks, "no_causality")
     assert not torch.allclose(without.logits, with_positions.logits, atol=1e-4)
 
@@ -155,7 +161,11 @@ def test_without_overlap_nothing_of_the_old_context_counts(by: Ask, chunks: list
 
 
 def test_with_the_question_alone_what_a_chunk_attended_to_at_capture_counts_for_nothing(
-    engine: Engine, methods: dict[str, Method], by: Ask, chunks: list[Chunk], monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    methods: dict[str, Method],
+    by: Ask,
+    chunks: list[Chunk],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone, beside = by(chunks, "question_alone", 0.2).logits, by(chunks, "no_nearest", 0.2).logits
     assert not torch.allclose(alone, beside, atol=1e-4)
@@ -163,7 +173,10 @@ def test_with_the_question_alone_what_a_chunk_attended_to_at_capture_counts_for_
 
     def shifted(self: ChunkCacheStore, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         found = stored(self, variant_ids)
-        return {name: TokenScores(None if one.inter is None else np.roll(one.inter, 7)) for name, one in found.items()}
+        return {
+            name: TokenScores(None if one.inter is None else np.roll(one.inter, 7))
+            for name, one in found.items()
+        }
 
     monkeypatch.setattr(ChunkCacheStore, "token_scores", shifted)
     assert torch.equal(by(chunks, "question_alone", 0.2).logits, alone)
@@ -177,12 +190,18 @@ def test_a_store_answers_as_ever_once_a_request_is_over(by: Ask, chunks: list[Ch
     assert torch.equal(by(chunks, "full_cache").logits, before)
 
 
-def test_values_of_the_second_layer_are_those_of_a_whole_prefill(engine: Engine, chunks: list[Chunk]) -> None:
+def test_values_of_the_second_layer_are_those_of_a_whole_prefill(
+    engine: Engine, chunks: list[Chunk]
+) -> None:
     prompt = engine.prompts.build("What?", [chunks[1]], reserve=1)
     values = first_values(engine, prompt.token_ids)
-    (variant,) = engine.store.lookup(engine.namespace, engine.decoder.fingerprint, [chunks[1].chunk_id]).popitem()[1]
+    (variant,) = engine.store.lookup(
+        engine.namespace, engine.decoder.fingerprint, [chunks[1].chunk_id]
+    ).popitem()[1]
     stored = engine.store.load(variant).kv[1, 1]  # captured first, right behind the instruction
-    torch.testing.assert_close(values[prompt.bounds[1] : prompt.bounds[2]], stored, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        values[prompt.bounds[1] : prompt.bounds[2]], stored, atol=1e-5, rtol=1e-4
+    )
 
 
 def test_names_are_known_and_groups_stand_for_theirs(methods: dict[str, Method]) -> None:
@@ -198,7 +217,9 @@ def test_names_are_known_and_groups_stand_for_theirs(methods: dict[str, Method])
 
 def letters(texts: Sequence[str]) -> NDArray[np.float32]:
     """Unit vectors of how often each letter stands in a text: a crude embedding that needs no model."""
-    counts = np.array([[text.lower().count(chr(97 + i)) for i in range(26)] for text in texts], dtype=np.float32)
+    counts = np.array(
+        [[text.lower().count(chr(97 + i)) for i in range(26)] for text in texts], dtype=np.float32
+    )
     return counts / np.linalg.norm(counts, axis=1, keepdims=True)
 
 
@@ -209,9 +230,16 @@ def test_similar_ones_are_the_nearest_and_the_nearest_is_last(town_dataset: Data
     few = Similar(letters)(town_dataset, mill[1], 0)
     assert len(few) == 2
     assert mill[1] not in few
-    likeness = {chunk.text: float(vector @ vectors[1]) for chunk, vector in zip(everything, vectors, strict=True)}
+    likeness = {
+        chunk.text: float(vector @ vectors[1])
+        for chunk, vector in zip(everything, vectors, strict=True)
+    }
     rest = [chunk for chunk in everything if chunk not in [*few, mill[1]]]
-    assert likeness[few[1].text] >= likeness[few[0].text] >= max(likeness[chunk.text] for chunk in rest)
+    assert (
+        likeness[few[1].text]
+        >= likeness[few[0].text]
+        >= max(likeness[chunk.text] for chunk in rest)
+    )
 
 
 def test_the_embedded_model_is_the_default(town_dataset: Dataset) -> None:
@@ -228,9 +256,22 @@ def test_the_command_compares_the_papers_methods(
     decoder = tiny_decoder("Llama")
     decoder.model.save_pretrained(tmp_path / "model")
     decoder.tokenizer.save_pretrained(tmp_path / "model")
-    articles = [squad_article(name, {"Arden": 1701, "Brook": 1802, "Corry": 1903}) for name in ("mill", "bridge")]
-    (tmp_path / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}), encoding="utf-8")
-    given = ("eval", "--data", tmp_path / "squad.json", "--model", tmp_path / "model", "--answer-tokens", "4")
+    articles = [
+        squad_article(name, {"Arden": 1701, "Brook": 1802, "Corry": 1903})
+        for name in ("mill", "bridge")
+    ]
+    (tmp_path / "squad.json").write_text(
+        json.dumps({"version": "1.1", "data": articles}), encoding="utf-8"
+    )
+    given = (
+        "eval",
+        "--data",
+        tmp_path / "squad.json",
+        "--model",
+        tmp_path / "model",
+        "--answer-tokens",
+        "4",
+    )
     given = (*given, "--limit", "2", "--ratios", "0.15", "--out", tmp_path / "out")
     report = benchmark_json(*given)
     found = report["methods"]
@@ -239,6 +280,8 @@ def test_the_command_compares_the_papers_methods(
     assert found["craft@0.15"]["kl_of_craft"] == pytest.approx(1.0)
     assert found["craft@0.15"]["kl_minus_craft"] == pytest.approx(0.0)
     assert found["full_cache"]["kl_of_craft"] is None
-    assert {"quality.png", "ttft.png", "report.md"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"quality.png", "ttft.png", "report.md"} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
     assert "(quality.png)" in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert benchmark_json(*given) == report  # all of it is in the records

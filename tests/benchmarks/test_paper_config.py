@@ -19,7 +19,9 @@ from cachecraft_rag.types import Chunk
 
 TEXTS = [
     f"The {name} of the Wren K2 {verb} {n} times a year, and nobody at the works has ever found out the reason for it."
-    for n, (name, verb) in enumerate([("lid", "leaks"), ("cord", "frays"), ("base", "warms"), ("spout", "drips")], 2)
+    for n, (name, verb) in enumerate(
+        [("lid", "leaks"), ("cord", "frays"), ("base", "warms"), ("spout", "drips")], 2
+    )
 ]
 FRONT, SECOND, THIRD, LAST = CHUNKS = [Chunk(text) for text in TEXTS]
 OTHER = Chunk("The toaster has a crumb tray; pull it out to the left.")
@@ -62,7 +64,9 @@ def ask_llama_index(engine: Engine) -> Stats:
 
 
 @pytest.fixture
-def open_engine(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> Iterator[Callable[[], Engine]]:
+def open_engine(
+    tiny_decoder: Callable[..., Decoder], tmp_path: Path
+) -> Iterator[Callable[[], Engine]]:
     """Opens an engine with the paper's settings over the same folder, which closes the one before."""
     opened: list[tuple[Engine, ChunkCacheStore]] = []
 
@@ -93,12 +97,15 @@ def capture(engine: Engine, *prompts: Sequence[Chunk]) -> None:
 
 @pytest.mark.parametrize("ask", [ask_langchain, ask_llama_index])
 def test_variants_early_termination_and_tail_loading_act_in_one_request(
-    ask: Callable[[Engine], Stats], open_engine: Callable[[], Engine], front_is_late: Callable[..., None]
+    ask: Callable[[Engine], Stats],
+    open_engine: Callable[[], Engine],
+    front_is_late: Callable[..., None],
 ) -> None:
     engine = open_engine()
     capture(engine, CHUNKS[:1], [OTHER, THIRD], [SECOND, THIRD], [OTHER, SECOND], [OTHER, LAST])
     variants = {
-        row.variant.variant_id: row.variant for row in engine.store.rows(RowFilter(chunk_ids=(THIRD.chunk_id,)))
+        row.variant.variant_id: row.variant
+        for row in engine.store.rows(RowFilter(chunk_ids=(THIRD.chunk_id,)))
     }
     assert len(variants) == 2
     engine = open_engine()  # with nothing in memory

@@ -43,7 +43,9 @@ def test_what_was_measured_says_on_how_much_when_and_where() -> None:
             assert entry.measured, f"{entry.id}: no numbers"
             assert entry.commands, entry.id
         if entry.verdict != "not measurable" and not entry.name.startswith("Algorithm"):
-            assert re.search(r"`[a-z0-9-]+`, \d+ November", entry.setup), f"{entry.id}: no machine or day"
+            assert re.search(r"`[a-z0-9-]+`, \d+ November", entry.setup), (
+                f"{entry.id}: no machine or day"
+            )
 
 
 def test_the_page_holds_the_registry() -> None:
@@ -69,7 +71,11 @@ def test_the_page_names_functions_that_exist() -> None:
 
 
 def test_what_fits_is_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(papers._PROGRAMS, "say", ("-c", "import sys; print(sys.argv[1:]); sys.exit(len(sys.argv) - 3)"))
+    monkeypatch.setitem(
+        papers._PROGRAMS,
+        "say",
+        ("-c", "import sys; print(sys.argv[1:]); sys.exit(len(sys.argv) - 3)"),
+    )
     commands = [
         Command("short", "say {out} one", 1),
         Command("failing", "say {out}", 2),
@@ -77,7 +83,9 @@ def test_what_fits_is_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         Command("of a file", "say {data} three", 1),
     ]
     first = run(commands, {}, tmp_path, seconds=3600)
-    assert (tmp_path / "short.txt").read_text("utf-8").strip() == str([str(tmp_path / "short"), "one"])
+    assert (tmp_path / "short.txt").read_text("utf-8").strip() == str(
+        [str(tmp_path / "short"), "one"]
+    )
     assert first["short"].startswith("printed")
     assert first["failing"].startswith("failed with exit code")
     assert "90 minutes" in first["long"]
@@ -90,7 +98,10 @@ def test_what_fits_is_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_figures_and_commands_are_chosen_by_name() -> None:
-    assert [command.name for command in chosen(["cake/fig5", "cache-craft/fig29", "cake"])] == ["cake", "load"]
+    assert [command.name for command in chosen(["cake/fig5", "cache-craft/fig29", "cake"])] == [
+        "cake",
+        "load",
+    ]
     assert len(chosen([])) == len(registry()[0])
     with pytest.raises(ConfigError, match="nothing can be run"):
         chosen(["cache-craft/fig4"])
@@ -118,14 +129,20 @@ def test_every_command_runs_on_a_tiny_model(
     decoder.tokenizer.save_pretrained(tmp_path / "model")
     towns = {"Arden": 1701, "Brook": 1802, "Corry": 1903}
     data, trace = tmp_path / "squad.json", tmp_path / "trace.jsonl"
-    data.write_text(json.dumps({"version": "1.1", "data": [squad_article(one, towns) for one in ("mill", "inn")]}))
+    data.write_text(
+        json.dumps(
+            {"version": "1.1", "data": [squad_article(one, towns) for one in ("mill", "inn")]}
+        )
+    )
     trace.write_text('{"chunks": [0, 1]}\n{"chunks": [1, 0]}\n')
     started = time.monotonic()
     ran = []
     for one in registry()[0].values():
         if one.smoke is None or one.needs:
             continue
-        words = one.arguments({"data": str(data), "trace": str(trace), "out": str(tmp_path / one.name)})
+        words = one.arguments(
+            {"data": str(data), "trace": str(trace), "out": str(tmp_path / one.name)}
+        )
         assert words is not None, one.name
         assert words[0] == "benchmarks"
         printed = benchmark_output(*words[1:], "--model", tmp_path / "model", *one.smoke.split())

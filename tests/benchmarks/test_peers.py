@@ -32,7 +32,9 @@ class _Absent:
 
 def test_a_peer_prefills_the_same_prompt(demo_model: Path) -> None:
     quick = _Quick()
-    (report,) = run("demo", [Shape(2, 64)], dtype="float32", pairs=1, peers={"quick": lambda decoder: quick})
+    (report,) = run(
+        "demo", [Shape(2, 64)], dtype="float32", pairs=1, peers={"quick": lambda decoder: quick}
+    )
     assert report.peers == {"quick": 2.0}
     assert report.peers_decode_ms["quick"] == pytest.approx(10)
     assert report.peers_to_64_tokens_s["quick"] == pytest.approx(2.63)
@@ -51,11 +53,17 @@ def test_a_peer_that_is_not_there_is_refused_with_what_to_do(
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
-def test_openvinos_graph_gives_the_models_own_logits(family: str, tiny_decoder: Callable[..., Decoder]) -> None:
+def test_openvinos_graph_gives_the_models_own_logits(
+    family: str, tiny_decoder: Callable[..., Decoder]
+) -> None:
     openvino = pytest.importorskip("openvino")
     decoder, ids = tiny_decoder(family), list(range(5, 45))
     properties = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-    request = openvino.Core().compile_model(peers._Graph(decoder).model(), "CPU", properties).create_infer_request()
+    request = (
+        openvino.Core()
+        .compile_model(peers._Graph(decoder).model(), "CPU", properties)
+        .create_infer_request()
+    )
     for first, last in ((0, 39), (39, 40)):  # a prompt, and a token behind it
         found = request.infer(
             {
@@ -69,7 +77,9 @@ def test_openvinos_graph_gives_the_models_own_logits(family: str, tiny_decoder: 
         assert np.abs(logits - decoder.own_logits(ids[:last])[0].numpy()).max() < 1e-3
 
 
-def test_openvino_refuses_layers_that_it_does_not_take(tiny_decoder: Callable[..., Decoder]) -> None:
+def test_openvino_refuses_layers_that_it_does_not_take(
+    tiny_decoder: Callable[..., Decoder],
+) -> None:
     pytest.importorskip("openvino")
     with pytest.raises(ConfigError, match="not Gemma2DecoderLayer"):
         peers._Graph(tiny_decoder("Gemma2"))

@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.premises import articles_of, compute, correlation, deviation, look_at, piece_times, summary, uses
+from benchmarks.premises import (
+    articles_of,
+    compute,
+    correlation,
+    deviation,
+    look_at,
+    piece_times,
+    summary,
+    uses,
+)
 from benchmarks.simulation.trace import Trace
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
@@ -27,9 +36,13 @@ def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
     return tiny_decoder("Llama")
 
 
-def test_the_statistics_are_those_of_a_capture(decoder: Decoder, town_dataset: Dataset, store: ChunkCacheStore) -> None:
+def test_the_statistics_are_those_of_a_capture(
+    decoder: Decoder, town_dataset: Dataset, store: ChunkCacheStore
+) -> None:
     question = town_dataset.questions[0]
-    builder = PromptBuilder(decoder.tokenizer, context_length=decoder.context_length, best_last=False)
+    builder = PromptBuilder(
+        decoder.tokenizer, context_length=decoder.context_length, best_last=False
+    )
     placements, watched = compute(decoder, builder.build(question.text, question.passages))
     with Engine(decoder, store, best_last=False) as engine:
         list(engine.stream(question.text, question.passages, config=ReuseConfig(reuse=False)))
@@ -38,7 +51,8 @@ def test_the_statistics_are_those_of_a_capture(decoder: Decoder, town_dataset: D
     assert [one.chunk_id for one in placements] == [chunk.chunk_id for chunk in question.passages]
     for one in placements:
         assert one.cci == pytest.approx(rows[one.chunk_id].cci, abs=1e-5)
-        assert one.inter == pytest.approx(rows[one.chunk_id].inter[1:], rel=1e-3)  # the instruction is left out here
+        # the instruction is left out here
+        assert one.inter == pytest.approx(rows[one.chunk_id].inter[1:], rel=1e-3)
     assert watched.asked.shape == (4, 3)
     assert watched.near[:, 1].sum() > 0 < watched.far[:, 1].sum()
     assert deviation(placements[1], placements[1]) == 0.0
@@ -49,14 +63,18 @@ def test_pairs_are_compared_and_counted(decoder: Decoder, town_dataset: Dataset)
     assert len(grouped) == 2
     found = [
         look_at(
-            decoder, asked, [c for d in town_dataset.documents if d[0].chunk_id != one for c in d], random.Random(1)
+            decoder,
+            asked,
+            [c for d in town_dataset.documents if d[0].chunk_id != one for c in d],
+            random.Random(1),
         )
         for one, asked in grouped.items()
     ]
     report = summary(json.loads(json.dumps(found)))
     pairs = [pair for one in found for pair in one["pairs"]]
     assert all(
-        pair["deviation"] > 0 and 0.5 <= pair["cci"] <= 1 and 0 <= pair["not_overlapping"] <= 1 for pair in pairs
+        pair["deviation"] > 0 and 0.5 <= pair["cci"] <= 1 and 0 <= pair["not_overlapping"] <= 1
+        for pair in pairs
     )
     assert report["fig12"]["CCI"]["pairs"] == sum(pair["before"] > 0 for pair in pairs)
     assert sum(report["fig5"].values()) == pytest.approx(1.0)
@@ -68,7 +86,9 @@ def test_pairs_are_compared_and_counted(decoder: Decoder, town_dataset: Dataset)
 
 def test_the_interval_of_a_correlation_is_drawn_over_groups() -> None:
     draw = np.random.default_rng(0)
-    groups = [[{"x": x, "deviation": 2 * x + shift} for x in draw.random(9)] for shift in draw.random(6)]
+    groups = [
+        [{"x": x, "deviation": 2 * x + shift} for x in draw.random(9)] for shift in draw.random(6)
+    ]
     found = correlation(groups, "x")
     assert found["pairs"] == 54
     assert found["low"] < found["rho"] < found["high"]
@@ -78,10 +98,11 @@ def test_the_interval_of_a_correlation_is_drawn_over_groups() -> None:
 
 def test_uses_of_a_trace() -> None:
     found = uses(Trace(((0, 1, 2), (0, 1, 3), (3, 2, 0), (1, 3)), (10, 20, 30, 40)))
-    assert found["tokens of chunks seen before"] == pytest.approx((10 + 20 + 80 + 60) / (60 + 70 + 80 + 60))
-    assert found["tokens behind the same prefix"] == pytest.approx(
-        30 / 270
-    )  # the first two chunks of the second request
+    assert found["tokens of chunks seen before"] == pytest.approx(
+        (10 + 20 + 80 + 60) / (60 + 70 + 80 + 60)
+    )
+    # The first two chunks of the second request.
+    assert found["tokens behind the same prefix"] == pytest.approx(30 / 270)
     assert found["requests whose first k chunks began one before"]["2"] == pytest.approx(1 / 4)
     assert found["past requests that hold all chunks"] == {"1": 0.5, "2": 0.5}
 
@@ -95,14 +116,31 @@ def test_pieces_need_text_and_room(decoder: Decoder) -> None:
 
 @pytest.mark.usefixtures("as_loud_as_before")
 def test_a_stopped_run_resumes_and_other_settings_are_refused(
-    decoder: Decoder, tmp_path: Path, squad_article: Callable[..., Any], benchmark_json: Callable[..., Any]
+    decoder: Decoder,
+    tmp_path: Path,
+    squad_article: Callable[..., Any],
+    benchmark_json: Callable[..., Any],
 ) -> None:
     decoder.model.save_pretrained(tmp_path / "model")
     decoder.tokenizer.save_pretrained(tmp_path / "model")
     towns = {"Arden": 1701, "Brook": 1802, "Corry": 1903}
     data = tmp_path / "squad.json"
-    data.write_text(json.dumps({"version": "1.1", "data": [squad_article(one, towns) for one in ("mill", "inn")]}))
-    asked = ("premises", "--model", tmp_path / "model", "--data", data, "--articles", "2", "--prompts", "2")
+    data.write_text(
+        json.dumps(
+            {"version": "1.1", "data": [squad_article(one, towns) for one in ("mill", "inn")]}
+        )
+    )
+    asked = (
+        "premises",
+        "--model",
+        tmp_path / "model",
+        "--data",
+        data,
+        "--articles",
+        "2",
+        "--prompts",
+        "2",
+    )
     asked = (*asked, "--pieces", "2", "--piece-tokens", "8", "--out", tmp_path / "out")
     first = benchmark_json(*asked)
     lines = (tmp_path / "out" / "premises.jsonl").read_text("utf-8").splitlines()

@@ -21,7 +21,9 @@ def test_differences_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     from benchmarks import same_answers
     from benchmarks.__main__ import app
 
-    outputs: Iterator[Any] = iter(['{"request": "a 1", "text": "x"}\n', '{"request": "a 1", "text": "y"}\n'])
+    outputs: Iterator[Any] = iter(
+        ['{"request": "a 1", "text": "x"}\n', '{"request": "a 1", "text": "y"}\n']
+    )
     monkeypatch.setattr(same_answers.subprocess, "check_output", lambda *_, **__: next(outputs))
     done = CliRunner().invoke(app, ["same-answers", "--against", str(tmp_path), "--model", "demo"])
     assert done.exit_code == 1

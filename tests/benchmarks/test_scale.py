@@ -22,7 +22,10 @@ def test_each_size_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cells[0].recall == 1.0
     assert cells[1].recall >= 0.98
     for cell in cells:
-        assert min(cell.retrieve_ms, cell.exact_ms, cell.lookup_ms, cell.plan_ms, cell.first_search_s) > 0.0
+        assert (
+            min(cell.retrieve_ms, cell.exact_ms, cell.lookup_ms, cell.plan_ms, cell.first_search_s)
+            > 0.0
+        )
 
 
 def test_fewer_chunks_than_a_question_has() -> None:
@@ -30,7 +33,9 @@ def test_fewer_chunks_than_a_question_has() -> None:
         list(run([100, 5]))
 
 
-def test_the_command(benchmark_json: Callable[..., Any], benchmark_output: Callable[..., str]) -> None:
+def test_the_command(
+    benchmark_json: Callable[..., Any], benchmark_output: Callable[..., str]
+) -> None:
     given = ("scale", "--sizes", "50,200", "--queries", "3", "--top-k", "4")
     sizes = benchmark_json(*given)["sizes"]
     assert [one["chunks"] for one in sizes] == [50, 200]

@@ -26,9 +26,17 @@ from cachecraft_rag.types import Progress
 # All arrive at about the same time: what is counted does not depend on how fast the machine is. No chunk is recomputed
 # in full for being nearest to the question: it is a third of so small a request, and more than prefix caching computes.
 SETTINGS = ServeSettings(
-    requests=8, warmup=4, qps=(1000.0, 2000.0), ratios=(0.0, 0.15), chunks=6, chunk_tokens=24, top_k=3, questions=30,
-    answer_tokens=2, nearest_share=0.0,
-)  # fmt: skip
+    requests=8,
+    warmup=4,
+    qps=(1000.0, 2000.0),
+    ratios=(0.0, 0.15),
+    chunks=6,
+    chunk_tokens=24,
+    top_k=3,
+    questions=30,
+    answer_tokens=2,
+    nearest_share=0.0,
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +54,25 @@ def test_arrivals_have_the_rate_and_are_no_clockwork() -> None:
     times = arrivals(4000, 5.0, seed=1)
     gaps = [after - before for before, after in itertools.pairwise(times)]
     assert times[-1] == pytest.approx(800, rel=0.1)
-    assert sum(gap > 0.2 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.04)  # 1/e are longer than the mean
+    # 1/e are longer than the mean
+    assert sum(gap > 0.2 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.04)
     assert arrivals(4000, 5.0, seed=1) == times != arrivals(4000, 5.0, seed=2)
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"requests": 3}, {"loads": ()}, {"loads": (0.0,)}, {"qps": (-1.0,)}, {"ratios": (1.5,)}, {"top_k": 40},
-     {"warmup": 1}, {"variation": 2.0}, {"decode_rows": 0}],
-)  # fmt: skip
+    [
+        {"requests": 3},
+        {"loads": ()},
+        {"loads": (0.0,)},
+        {"qps": (-1.0,)},
+        {"ratios": (1.5,)},
+        {"top_k": 40},
+        {"warmup": 1},
+        {"variation": 2.0},
+        {"decode_rows": 0},
+    ],
+)
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any], decoder: Decoder) -> None:
     with pytest.raises(ConfigError):
         drawn(decoder, ServeSettings(**wrong))
@@ -86,17 +104,27 @@ def test_reuse_computes_each_chunk_once_and_prefix_caching_again_and_again(
         assert last[name].hits == (3.0,) * 4
     assert last[PREFIX_CACHE].variants_per_chunk > 1.5
     assert sum(last[PREFIX_CACHE].hits) < 11.0  # of 12
-    assert last["reuse@0"].computed_share < last["reuse@0.15"].computed_share < last[PREFIX_CACHE].computed_share
+    assert (
+        last["reuse@0"].computed_share
+        < last["reuse@0.15"].computed_share
+        < last[PREFIX_CACHE].computed_share
+    )
 
 
-def test_what_is_shown(measured: tuple[ServeReport, list[Progress]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_shown(
+    measured: tuple[ServeReport, list[Progress]], capsys: pytest.CaptureFixture[str]
+) -> None:
     report, _ = measured
     plain = json.loads(json.dumps(as_plain(report)))
     assert [load["qps"] for load in plain["loads"]] == [1000.0, 2000.0]
     for load in plain["loads"]:
         for side in ("prefix_cache", "reuse@0.15"):
-            assert {"throughput", "p50_ttft_s", "p99_ttft_s", "hits", "variants"} <= load[side].keys()
-            assert [hits for _, hits, _ in load[side]["series"]] == [3] * 8 or side == "prefix_cache"
+            assert {"throughput", "p50_ttft_s", "p99_ttft_s", "hits", "variants"} <= load[
+                side
+            ].keys()
+            assert [hits for _, hits, _ in load[side]["series"]] == [
+                3
+            ] * 8 or side == "prefix_cache"
         assert load["prefix_cache"]["ttft_ratio"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
     print_serve(report)
     shown = capsys.readouterr().out

@@ -20,11 +20,20 @@ from cachecraft_rag.store.eviction import VariantFacts
 PER_TOKEN = 1000
 
 
-def simulated(requests: list[tuple[int, ...]], policy: str = "saving", chunks: float = 99, **setting: Any) -> Outcome:
+def simulated(
+    requests: list[tuple[int, ...]], policy: str = "saving", chunks: float = 99, **setting: Any
+) -> Outcome:
     """A replay of chunks of 100 tokens each, with room for so many of them."""
     trace = Trace(tuple(requests), (100,) * (1 + max(map(max, requests))))
     return replay(
-        trace, Setting(policy, int(chunks * 100 * PER_TOKEN), bytes_per_token=PER_TOKEN, makers=MAKERS, **setting)
+        trace,
+        Setting(
+            policy,
+            int(chunks * 100 * PER_TOKEN),
+            bytes_per_token=PER_TOKEN,
+            makers=MAKERS,
+            **setting,
+        ),
     )
 
 
@@ -122,7 +131,8 @@ def test_chunks_kept_by_each_policy(policy: str, hits: set[int]) -> None:
         future = [last] if policy != "oracle" else [0, 1, 2, 3]
         outcome = simulated([(chunk,) for chunk in (*asked, *future)], policy, chunks=3)
         if policy == "oracle":
-            assert outcome.outcomes == {"not_stored": 5, "exact": 5}  # 3 is not stored: it comes last
+            # 3 is not stored: it comes last
+            assert outcome.outcomes == {"not_stored": 5, "exact": 5}
             return
         kept |= {last} if outcome.outcomes["not_stored"] == 4 else set()
     assert kept == hits
@@ -143,7 +153,10 @@ def test_formerly_popular_chunks_make_way_for_popular_ones() -> None:
     def days() -> list[tuple[int, ...]]:
         return [(10 * day + n,) for day in range(6) for _ in range(10) for n in range(8)]
 
-    saved = {policy: simulated(days(), policy, chunks=10).saved for policy in ("saving", "f_r", "s3-fifo")}
+    saved = {
+        policy: simulated(days(), policy, chunks=10).saved
+        for policy in ("saving", "f_r", "s3-fifo")
+    }
     assert saved["saving"] >= saved["s3-fifo"] - 0.05
     assert saved["saving"] >= 0.7
     assert saved["f_r"] < 0.6 * saved["saving"]
@@ -158,7 +171,9 @@ def test_s3_fifo_forgets_what_left() -> None:
     assert sum(len(value) for value in vars(policy).values() if isinstance(value, dict)) == 0
 
 
-def test_replays_in_several_processes_come_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_in_several_processes_come_to_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # New processes import `benchmarks` from a folder on their path. It is not the repository's root, for the reason
     # that pyproject.toml gives at `addopts`.
     (tmp_path / "benchmarks").symlink_to(Path(__file__).parents[2] / "benchmarks")
@@ -183,17 +198,32 @@ def test_on_conversations_the_default_saves_what_the_oracle_does() -> None:
     found = shares(sessions())
     assert found["oracle"] == 1.0
     assert found["saving"] >= 0.98
-    assert found["saving"] >= max(share for policy, share in found.items() if policy != "oracle") - 0.01
+    assert (
+        found["saving"]
+        >= max(share for policy, share in found.items() if policy != "oracle") - 0.01
+    )
     assert found["f_r"] < 0.6
 
 
 def test_the_answer_to_how_much_is_needed() -> None:
     trace = draw_trace(Traffic(requests=500, questions=50, drift=0.0, seed=1))
     cells = list(
-        run(trace, Grid(policies=("saving",), budgets=(1.0, 0.1, 0.5), max_variants=(5,)), Setting("saving", 1))
+        run(
+            trace,
+            Grid(policies=("saving",), budgets=(1.0, 0.1, 0.5), max_variants=(5,)),
+            Setting("saving", 1),
+        )
     )
-    assert [(cell.policy, cell.budget) for cell in cells][:3] == [("oracle", 1.0), ("saving", 1.0), ("saving", 1.0)]
-    saved = {cell.budget: cell.outcome.saved for cell in cells if cell.max_variants > 5 and cell.policy == "saving"}
+    assert [(cell.policy, cell.budget) for cell in cells][:3] == [
+        ("oracle", 1.0),
+        ("saving", 1.0),
+        ("saving", 1.0),
+    ]
+    saved = {
+        cell.budget: cell.outcome.saved
+        for cell in cells
+        if cell.max_variants > 5 and cell.policy == "saving"
+    }
     enough = needed(cells, share=0.85)
     assert enough is not None
     assert saved[enough.budget] >= 0.85 * saved[1.0]
@@ -228,13 +258,18 @@ def test_made_up_attention_lies_between_none_and_half() -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_compares_policies_and_draws_them(benchmark_json: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_command_compares_policies_and_draws_them(
+    benchmark_json: Callable[..., Any], tmp_path: Path
+) -> None:
     figure = tmp_path / "figure.png"
     small = ("--requests", "60", "--questions", "9", "--processes", "1", "--budgets", "0.5")
     fields = benchmark_json("simulate", *small, "--plot", figure)
     assert fields["requests"] == 60
     assert set(fields["policies"]) == set(MAKERS)
     assert figure.stat().st_size > 1000
-    assert set(benchmark_json("simulate", *small, "--policies", "lru")["policies"]) == {"oracle", "lru"}
+    assert set(benchmark_json("simulate", *small, "--policies", "lru")["policies"]) == {
+        "oracle",
+        "lru",
+    }
     with pytest.raises(ConfigError, match="policy must be"):
         benchmark_json("simulate", *small, "--policies", "best")

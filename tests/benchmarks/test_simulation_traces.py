@@ -27,10 +27,20 @@ def test_a_trace_is_read_by_names_lengths_and_times(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["{", pytest.param("[" * 100_000, id="deep"), "[]", "{}", '{"chunks": "a"}', '{"chunks": [1.5]}',
-     '{"chunks": [true]}', '{"chunks": []}', '{"chunks": [1], "tokens": [1, 2]}',
-     '{"chunks": [1], "tokens": [0]}', '{"chunks": [1], "time": "now"}'],
-)  # fmt: skip
+    [
+        "{",
+        pytest.param("[" * 100_000, id="deep"),
+        "[]",
+        "{}",
+        '{"chunks": "a"}',
+        '{"chunks": [1.5]}',
+        '{"chunks": [true]}',
+        '{"chunks": []}',
+        '{"chunks": [1], "tokens": [1, 2]}',
+        '{"chunks": [1], "tokens": [0]}',
+        '{"chunks": [1], "time": "now"}',
+    ],
+)
 def test_malformed_traces_are_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(line, encoding="utf-8")
@@ -45,8 +55,19 @@ def test_the_command_prints_json_and_a_table(
     tmp_path: Path, benchmark_json: Callable[..., Any], benchmark_output: Callable[..., str]
 ) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(json.dumps({"chunks": [n % 7, n % 5 + 7]}) for n in range(60)), encoding="utf-8")
-    given = ("simulate", path, "--budgets", "0.5,1", "--max-variants", "3", "--new-variants", "always")
+    path.write_text(
+        "\n".join(json.dumps({"chunks": [n % 7, n % 5 + 7]}) for n in range(60)), encoding="utf-8"
+    )
+    given = (
+        "simulate",
+        path,
+        "--budgets",
+        "0.5,1",
+        "--max-variants",
+        "3",
+        "--new-variants",
+        "always",
+    )
     fields = benchmark_json(*given, "--processes", "1")
     assert fields["requests"] == 60
     assert fields["policies"]["oracle"]["0.5"]["of_oracle"] == 1.0

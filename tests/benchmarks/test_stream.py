@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.stream import StreamReport, StreamSettings, Window, draw, print_stream, questions_of, run
+from benchmarks.stream import (
+    StreamReport,
+    StreamSettings,
+    Window,
+    draw,
+    print_stream,
+    questions_of,
+    run,
+)
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import Dataset
@@ -19,11 +27,15 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
 
 
-def test_popular_questions_come_often_and_the_same_seed_draws_the_same(town_dataset: Dataset) -> None:
+def test_popular_questions_come_often_and_the_same_seed_draws_the_same(
+    town_dataset: Dataset,
+) -> None:
     settings = StreamSettings(requests=600, warmup=0, exponent=1.0)
     drawn = draw(town_dataset.questions, settings)
     assert drawn == draw(town_dataset.questions, settings)
-    counts = [count for _, count in Counter(question.question_id for question in drawn).most_common()]
+    counts = [
+        count for _, count in Counter(question.question_id for question in drawn).most_common()
+    ]
     expected = [600 / (n + 1) / sum(1 / (m + 1) for m in range(6)) for n in range(6)]
     assert all(abs(count - wanted) < 50 for count, wanted in zip(counts, expected, strict=True))
 
@@ -43,7 +55,10 @@ def test_the_last_requests_recompute_less_at_no_higher_divergence(
     off, idle = reports["off"].windows, reports["idle"].windows
     assert [window.requests for window in idle] == [8, 8, 8]
     for one, other in zip(off, idle, strict=True):
-        assert one.reused + one.recomputed + one.computed == other.reused + other.recomputed + other.computed
+        assert (
+            one.reused + one.recomputed + one.computed
+            == other.reused + other.recomputed + other.computed
+        )
     assert idle[-1].recomputed < 0.6 * off[-1].recomputed
     assert idle[-1].kl <= off[-1].kl
     assert idle[-1].overlap > off[-1].overlap
@@ -61,7 +76,9 @@ def test_a_window_must_divide_the_requests() -> None:
         StreamSettings(requests=120, window=50)
 
 
-def test_questions_are_the_handbooks_and_those_of_a_file(tmp_path: Path, squad_article: Callable[..., Any]) -> None:
+def test_questions_are_the_handbooks_and_those_of_a_file(
+    tmp_path: Path, squad_article: Callable[..., Any]
+) -> None:
     own = questions_of(None, passages=2, limit=3, seed=0)
     towns = {"Arden": 1701, "Brook": 1802, "Corry": 1903}
     data = tmp_path / "squad.json"
@@ -78,8 +95,21 @@ def test_the_command_reports(
     benchmark_json: Callable[..., Any],
     as_loud_as_before: None,
 ) -> None:
-    monkeypatch.setattr("cachecraft_rag.model.decoder.Decoder.load", lambda *_, **__: tiny_decoder("Llama"))
-    sizes = ["--requests", "2", "--warmup", "1", "--window", "1", "--passages", "2", "--answer-tokens", "1"]
+    monkeypatch.setattr(
+        "cachecraft_rag.model.decoder.Decoder.load", lambda *_, **__: tiny_decoder("Llama")
+    )
+    sizes = [
+        "--requests",
+        "2",
+        "--warmup",
+        "1",
+        "--window",
+        "1",
+        "--passages",
+        "2",
+        "--answer-tokens",
+        "1",
+    ]
     found = benchmark_json("stream", *sizes)
     windows = tuple(Window(**window | {"variants": {1: 2}}) for window in found["windows"])
     assert [window.requests for window in windows] == [1, 1]

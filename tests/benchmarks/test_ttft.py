@@ -17,7 +17,9 @@ def test_ttft_ends_in_one_json_line(demo_model: Path, benchmark_json: Callable[.
     assert {"ratio_host", "ratio_disk", "ratio_all_recomputed", "token_ratio"} <= set(report)
     assert 0.15 < report["token_ratio"] < 0.5
     assert all(report[name] > 0 for name in ("ratio_host", "ratio_disk", "ratio_all_recomputed"))
-    assert report["lengths"] == [{name: value for name, value in report.items() if name != "lengths"}]
+    assert report["lengths"] == [
+        {name: value for name, value in report.items() if name != "lengths"}
+    ]
     reused, full = report["parts"], report["parts_all_recomputed"]
     assert reused.keys() == full.keys()
     ran = {part for part, seconds in reused.items() if seconds > 0}
@@ -39,7 +41,10 @@ def test_ttft_of_several_lengths(demo_model: Path, benchmark_json: Callable[...,
     ("arguments", "says"),
     [
         (("--model", "./no-such-model"), "cannot load the model"),
-        (("--chunks", "25", "--dtype", "float32"), "do not fit the model's context of 8192; choose fewer"),
+        (
+            ("--chunks", "25", "--dtype", "float32"),
+            "do not fit the model's context of 8192; choose fewer",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_with_advice(

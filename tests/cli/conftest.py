@@ -17,7 +17,10 @@ import pytest
 if TYPE_CHECKING:
     from cachecraft_rag.model.decoder import Decoder
 
-PAGES = {"returns.md": "You have 30 days to return an appliance.", "warranty.md": "The warranty lasts 3 years."}
+PAGES = {
+    "returns.md": "You have 30 days to return an appliance.",
+    "warranty.md": "The warranty lasts 3 years.",
+}
 # Layer by layer, because cake rightly computes what a tiny model computes faster than the disk delivers.
 TOML = 'model = "model"\nstore = "store"\n\n[reuse]\nloading = "layerwise"\n'
 
@@ -60,7 +63,9 @@ def cachecraft() -> Command:
 
 
 @pytest.fixture(scope="module")
-def empty_home(tiny_decoder: Callable[..., Decoder], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def empty_home(
+    tiny_decoder: Callable[..., Decoder], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A folder with a tiny model, two pages, and settings that name model and store."""
     folder = tmp_path_factory.mktemp("home")
     decoder = tiny_decoder("Llama", max_position_embeddings=8192)
@@ -78,5 +83,10 @@ def home(empty_home: Path, cachecraft: Command, as_loud_as_before: Iterator[None
     """The same, indexed and primed by the command."""
     report = cachecraft("index", "docs", "--prime", "--json", cwd=empty_home).result
     assert sorted(report["added"]) == ["docs/returns.md", "docs/warranty.md"]
-    assert report["captured"] == report["estimate"]["captures"] == len(PAGES) + 1 == report["chunks_embedded"] + 1
+    assert (
+        report["captured"]
+        == report["estimate"]["captures"]
+        == len(PAGES) + 1
+        == report["chunks_embedded"] + 1
+    )
     return empty_home

@@ -31,11 +31,18 @@ pytestmark = pytest.mark.usefixtures("as_loud_as_before")
 
 def process(*arguments: str | Path, cwd: Path, columns: int | None = 200) -> str:
     """Stdout of the command in a process of its own, which must succeed."""
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "dumb"}
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {
+        "TERM": "dumb"
+    }
     if columns is not None:
         environment["COLUMNS"] = str(columns)
     done = subprocess.run(
-        [COMMAND, *map(str, arguments)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+        [COMMAND, *map(str, arguments)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -82,7 +89,11 @@ def test_what_needs_no_model_imports_no_torch(home: Path) -> None:
         "print(json.dumps(codes))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(LIGHT)], cwd=copy, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code, json.dumps(LIGHT)],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     codes = json.loads(done.stdout.splitlines()[-1])
@@ -90,7 +101,18 @@ def test_what_needs_no_model_imports_no_torch(home: Path) -> None:
 
 
 def test_ctrl_c_stops_an_answer_and_then_the_conversation(home: Path, demo_model: Path) -> None:
-    command = [COMMAND, "chat", "--model", "demo", "--max-new-tokens", "4000", "--temperature", "2", "--seed", "1"]
+    command = [
+        COMMAND,
+        "chat",
+        "--model",
+        "demo",
+        "--max-new-tokens",
+        "4000",
+        "--temperature",
+        "2",
+        "--seed",
+        "1",
+    ]
     chat = subprocess.Popen(
         command,
         cwd=home,
@@ -128,7 +150,13 @@ def test_ctrl_c_stops_an_answer_and_then_the_conversation(home: Path, demo_model
 
 def test_help_describes_options_as_their_dataclasses_do(tmp_path: Path) -> None:
     shown = process("ask", "--help", cwd=tmp_path)
-    for said in ("--disk-bytes", "SIZE", "Limit of all files together, kept with the store.", "--reuse", "--no-reuse"):
+    for said in (
+        "--disk-bytes",
+        "SIZE",
+        "Limit of all files together, kept with the store.",
+        "--reuse",
+        "--no-reuse",
+    ):
         assert said in shown
     shown = process("eval", "--help", cwd=tmp_path)
     for said in ("--answer-tokens", "Longest answer.", "[default: 16]", "lookalikes:confirm"):
@@ -144,7 +172,14 @@ def test_the_summaries_are_the_first_sentences_of_the_commands_own_help() -> Non
 
 def test_options_are_listed_in_groups_and_flags_have_no_type(tmp_path: Path) -> None:
     shown = process("ask", "--help", cwd=tmp_path, columns=100)
-    for panel in ("─ Model ─", "─ Store ─", "─ Retrieval ─", "─ Answer ─", "─ Reuse ─", "─ Remote ─"):
+    for panel in (
+        "─ Model ─",
+        "─ Store ─",
+        "─ Retrieval ─",
+        "─ Answer ─",
+        "─ Reuse ─",
+        "─ Remote ─",
+    ):
         assert panel in shown
     compare = next(line for line in shown.splitlines() if "--compare" in line)
     assert "<bool>" not in compare
@@ -153,7 +188,9 @@ def test_options_are_listed_in_groups_and_flags_have_no_type(tmp_path: Path) -> 
 def test_output_that_cannot_be_written_is_an_error_without_a_traceback(home: Path) -> None:
     for command in (["documents", "ls"], ["store", "ls", "--json"]):
         with open("/dev/full", "w") as full:
-            done = subprocess.run([COMMAND, *command], cwd=home, stdout=full, stderr=subprocess.PIPE, text=True)
+            done = subprocess.run(
+                [COMMAND, *command], cwd=home, stdout=full, stderr=subprocess.PIPE, text=True
+            )
         assert done.returncode == 2
         assert done.stderr.strip() == "error: the output cannot be written: No space left on device"
 
@@ -175,7 +212,9 @@ def test_a_table_fits_the_terminal_and_is_whole_in_a_pipe(home: Path) -> None:
     shown = process("store", "ls", cwd=home, columns=80)
     assert all(len(line) <= 80 for line in shown.splitlines())
     shown = process("settings", cwd=home, columns=None)
-    assert "You answer questions about the given context. Be brief and use only the context." in shown
+    assert (
+        "You answer questions about the given context. Be brief and use only the context." in shown
+    )
     assert "…" not in shown
 
 
@@ -186,7 +225,9 @@ def test_the_demo_compares_with_full_prefill_and_starts_from_the_disk_the_second
     first = cachecraft("demo", "--questions", "1", "--top-k", "3", cwd=tmp_path)
     assert "chunk-caches computed" in first.stderr
     assert "times faster to the first token" in first.stdout
-    (second,) = json.loads(process("demo", "--questions", "1", "--top-k", "3", "--json", cwd=tmp_path).splitlines()[-1])
+    (second,) = json.loads(
+        process("demo", "--questions", "1", "--top-k", "3", "--json", cwd=tmp_path).splitlines()[-1]
+    )
     stats = second["answer"]["stats"]
     assert {chunk["tier"] for chunk in stats["chunks"]} <= {"disk", "host"}
     assert stats["tokens_reused"] > 0.5 * stats["tokens_prompt"]
@@ -198,16 +239,23 @@ def test_the_demo_compares_with_full_prefill_and_starts_from_the_disk_the_second
 
 
 def test_ask_json_has_what_scripts_need(home: Path, cachecraft: Command) -> None:
-    answer = cachecraft("ask", QUESTION, "--max-tokens", "12", "--seed", "1", "--json", cwd=home).result
+    answer = cachecraft(
+        "ask", QUESTION, "--max-tokens", "12", "--seed", "1", "--json", cwd=home
+    ).result
     assert set(answer) == {"text", "sources", "stats"}
     stats = answer["stats"]
     assert stats["tokens_reused"] > 0
-    assert stats["tokens_reused"] + stats["tokens_recomputed"] + stats["tokens_computed"] == stats["tokens_prompt"]
+    assert (
+        stats["tokens_reused"] + stats["tokens_recomputed"] + stats["tokens_computed"]
+        == stats["tokens_prompt"]
+    )
     assert 0 < stats["ttft_s"] <= stats["total_s"]
     for chunk in stats["chunks"]:
         assert {"chunk_id", "outcome", "reason", "cfo", "tier"} <= set(chunk)
         assert (chunk["outcome"], chunk["tier"]) in {("exact", "disk"), ("reused", "disk")}
-    assert {source["chunk_id"] for source in answer["sources"]} == {chunk["chunk_id"] for chunk in stats["chunks"]}
+    assert {source["chunk_id"] for source in answer["sources"]} == {
+        chunk["chunk_id"] for chunk in stats["chunks"]
+    }
 
 
 def test_ask_prints_answer_sources_and_numbers(home: Path, cachecraft: Command) -> None:
@@ -217,12 +265,16 @@ def test_ask_prints_answer_sources_and_numbers(home: Path, cachecraft: Command) 
 
 
 def test_no_reuse_computes_everything(home: Path, cachecraft: Command) -> None:
-    answer = cachecraft("ask", QUESTION, "--max-new-tokens", "2", "--no-reuse", "--json", cwd=home).result
+    answer = cachecraft(
+        "ask", QUESTION, "--max-new-tokens", "2", "--no-reuse", "--json", cwd=home
+    ).result
     assert answer["stats"]["tokens_reused"] == 0
     assert {chunk["reason"] for chunk in answer["stats"]["chunks"]} == {"reuse is off"}
 
 
-def test_ask_compares_with_full_prefill_and_captures_nothing(home: Path, cachecraft: Command) -> None:
+def test_ask_compares_with_full_prefill_and_captures_nothing(
+    home: Path, cachecraft: Command
+) -> None:
     stored = cachecraft("store", "stats", "--json", cwd=home).result["variants"]
     asked = ("ask", QUESTION, "--max-new-tokens", "8", "--compare")
     comparison = cachecraft(*asked, "--json", cwd=home).result
@@ -235,9 +287,13 @@ def test_ask_compares_with_full_prefill_and_captures_nothing(home: Path, cachecr
     assert "times as fast with reuse" in shown
 
 
-def test_a_filter_that_matches_nothing_is_said_instead_of_answered(home: Path, cachecraft: Command) -> None:
+def test_a_filter_that_matches_nothing_is_said_instead_of_answered(
+    home: Path, cachecraft: Command
+) -> None:
     for command in (["ask", QUESTION], ["chat"]):
-        done = cachecraft(*command, "--where", "source=docs/none.md", "--model", "no/such-model", cwd=home, code=2)
+        done = cachecraft(
+            *command, "--where", "source=docs/none.md", "--model", "no/such-model", cwd=home, code=2
+        )
         assert "no chunk matches --where" in done.stderr  # said before the model is loaded
 
 
@@ -275,17 +331,23 @@ def test_a_chunk_that_was_loaded_in_part_is_not_called_reused_and_computed() -> 
     assert outcome_of(computed) == "computed: computing it was faster than loading it"
 
 
-def test_an_empty_question_is_refused_before_a_model_is_loaded(tmp_path: Path, cachecraft: Command) -> None:
+def test_an_empty_question_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, cachecraft: Command
+) -> None:
     for question in ("", "  "):
         done = cachecraft("ask", question, "--model", "no/such-model", cwd=tmp_path, code=2)
         assert "the question is empty" in done.stderr
 
 
-def test_index_goes_on_past_what_it_cannot_use_and_says_so(empty_home: Path, cachecraft: Command) -> None:
+def test_index_goes_on_past_what_it_cannot_use_and_says_so(
+    empty_home: Path, cachecraft: Command
+) -> None:
     docs = empty_home / "odd"
     docs.mkdir()
     (docs / "glyphs.md").write_text("# Glyphs\n\n" + "\U00013000" * 3000, encoding="utf-8")
-    (docs / "page.html").write_text('<meta charset="undefined"><p>Rinse it.</p><![x[', encoding="utf-8")
+    (docs / "page.html").write_text(
+        '<meta charset="undefined"><p>Rinse it.</p><![x[', encoding="utf-8"
+    )
     (docs / "broken.pdf").write_bytes(b"%PDF-1.7 nothing")
     (empty_home / "private.md").write_text("A diary.", encoding="utf-8")
     (docs / "linked.md").symlink_to("../private.md")
@@ -295,12 +357,16 @@ def test_index_goes_on_past_what_it_cannot_use_and_says_so(empty_home: Path, cac
     assert "2 documents added" in done.stdout
     for said in ("broken.pdf", "linked.md: a link that leads out of the folder", "\\xff.png"):
         assert said in done.stderr
-    report = cachecraft("index", "odd", "--follow-links", "-s", "odd store", "--json", cwd=empty_home).result
+    report = cachecraft(
+        "index", "odd", "--follow-links", "-s", "odd store", "--json", cwd=empty_home
+    ).result
     assert report["added"] == ["odd/linked.md"]
     assert {problem["kind"] for problem in report["problems"]} == {"unreadable", "unsupported"}
 
 
-def test_index_says_what_it_left_out_and_when_it_found_nothing(tmp_path: Path, cachecraft: Command) -> None:
+def test_index_says_what_it_left_out_and_when_it_found_nothing(
+    tmp_path: Path, cachecraft: Command
+) -> None:
     (tmp_path / "docs").mkdir()
     done = cachecraft("index", "docs", cwd=tmp_path)
     assert "nothing was found to index; files end in .txt, .md" in done.stderr
@@ -318,7 +384,9 @@ def test_an_unchanged_folder_is_left_alone(home: Path, cachecraft: Command) -> N
     assert (report["chunks_embedded"], len(report["unchanged"]), report["captured"]) == (0, 2, None)
 
 
-def test_a_folder_that_is_not_there_leaves_nothing_behind(tmp_path: Path, cachecraft: Command) -> None:
+def test_a_folder_that_is_not_there_leaves_nothing_behind(
+    tmp_path: Path, cachecraft: Command
+) -> None:
     cachecraft("index", "nowhere", "--embeddings", "no/such-model", cwd=tmp_path, code=2)
     assert not list(tmp_path.iterdir())
 
@@ -327,7 +395,9 @@ def test_a_question_before_the_first_document_loads_no_model_and_makes_no_folder
     tmp_path: Path, cachecraft: Command
 ) -> None:
     for command in (["ask", "What?"], ["chat"]):
-        done = cachecraft(*command, "--store", "typo", "--model", "no/such-model", cwd=tmp_path, code=2)
+        done = cachecraft(
+            *command, "--store", "typo", "--model", "no/such-model", cwd=tmp_path, code=2
+        )
         assert "cachecraft index DIR --store typo" in done.stderr
     assert not list(tmp_path.iterdir())
 
@@ -335,19 +405,25 @@ def test_a_question_before_the_first_document_loads_no_model_and_makes_no_folder
 # -- conversations ----------------------------------------------------------------------------------------------------
 
 
-def test_chat_keeps_the_conversation_and_leaves_at_the_end_of_input(home: Path, cachecraft: Command) -> None:
+def test_chat_keeps_the_conversation_and_leaves_at_the_end_of_input(
+    home: Path, cachecraft: Command
+) -> None:
     typed = f"{QUESTION}\nAnd then?\n/sources\n/new\nAnd the warranty?\n"
     done = cachecraft("chat", "--max-new-tokens", "8", cwd=home, typed=typed)
     assert done.stdout.count("first token after") == 3
-    assert done.stdout.count("searched for it, and for:") == 1  # of the follow-up, and not of the first questions
+    # of the follow-up, and not of the first questions
+    assert done.stdout.count("searched for it, and for:") == 1
     assert "docs/returns.md" in done.stdout
 
 
-def test_chat_knows_its_commands_and_survives_what_does_not_fit(home: Path, cachecraft: Command) -> None:
+def test_chat_knows_its_commands_and_survives_what_does_not_fit(
+    home: Path, cachecraft: Command
+) -> None:
     typed = f"/sources\n/help\n{'why ' * 9000}\n{QUESTION}\n/quit\n"
     done = cachecraft("chat", "--max-new-tokens", "8", cwd=home, typed=typed)
     assert "nothing has been answered yet" in done.stderr
-    assert done.stderr.count("/sources, /new, /quit") == 2  # at the start and for the command it does not know
+    # at the start and for the command it does not know
+    assert done.stderr.count("/sources, /new, /quit") == 2
     assert "/new forgets the conversation" in done.stderr
     assert done.stdout.count("first token after") == 1
 
@@ -364,7 +440,16 @@ def test_store_commands(home: Path, cachecraft: Command) -> None:
     assert "all sound" in run("store", "check").stdout
     copy = home / "copy"
     shutil.copytree(home / "store", copy)
-    limits = ("--max-variants", "500", "--variants-per-chunk", "7", "--eviction", "f_r", "--disk-bytes", "1 GB")
+    limits = (
+        "--max-variants",
+        "500",
+        "--variants-per-chunk",
+        "7",
+        "--eviction",
+        "f_r",
+        "--disk-bytes",
+        "1 GB",
+    )
     kept = run("store", "limits", *limits, "--store", copy, "--json").result
     assert (kept["max_variants"], kept["variants_per_chunk"], kept["eviction"]) == (500, 7, "f_r")
     assert kept["disk_bytes"] == 10**9
@@ -374,8 +459,13 @@ def test_store_commands(home: Path, cachecraft: Command) -> None:
     assert "damaged file" in run("store", "check", "--store", copy, code=1).stdout
     run("store", "check", "--repair", "--store", copy)
     assert "all sound" in run("store", "check", "--store", copy).stdout
-    assert "0 variants removed" in run("store", "evict", "--down-to-mb", "inf", "--store", copy).stdout
-    assert run("store", "evict", "--all", "--json", "--store", copy).result["variants"] == len(rows) - 1
+    assert (
+        "0 variants removed" in run("store", "evict", "--down-to-mb", "inf", "--store", copy).stdout
+    )
+    assert (
+        run("store", "evict", "--all", "--json", "--store", copy).result["variants"]
+        == len(rows) - 1
+    )
     assert "0 variants" in run("store", "stats", "--store", copy).stdout
 
 
@@ -386,20 +476,30 @@ def test_a_chunk_is_shown_and_evicted_by_how_its_id_begins(home: Path, cachecraf
     chunk = run("store", "ls", "--json", "--store", copy).result[0]["variant"]["key"]["chunk_id"]
     assert run("store", "ls", "--store", copy).stdout.count(chunk[:8]) == 1
     assert "at least 4" in run("store", "evict", "--chunk", "", "--store", copy, code=2).stderr
-    assert run("store", "evict", "--chunk", chunk[:8], "--json", "--store", copy).result["variants"] == 1
+    assert (
+        run("store", "evict", "--chunk", chunk[:8], "--json", "--store", copy).result["variants"]
+        == 1
+    )
     assert not run("store", "ls", "--chunk", chunk, "--json", "--store", copy).result
 
 
-def test_a_store_of_an_engine_of_one_s_own_can_be_looked_after(home: Path, cachecraft: Command) -> None:
+def test_a_store_of_an_engine_of_one_s_own_can_be_looked_after(
+    home: Path, cachecraft: Command
+) -> None:
     whole = cachecraft("store", "stats", "--json", cwd=home).result
-    assert cachecraft("store", "stats", "--json", "--store", "store/caches", cwd=home).result == whole
+    assert (
+        cachecraft("store", "stats", "--json", "--store", "store/caches", cwd=home).result == whole
+    )
 
 
 def test_a_remote_is_shown_and_a_wrong_one_is_an_error(home: Path, cachecraft: Command) -> None:
     run = partial(cachecraft, cwd=home)
     (home / "shared").mkdir(exist_ok=True)
     url = f"file://{home}/shared"
-    assert f"remote {url}: 0 variants, 0.0 MB of 21.5 GB" in run("store", "stats", "--remote", url).stdout
+    assert (
+        f"remote {url}: 0 variants, 0.0 MB of 21.5 GB"
+        in run("store", "stats", "--remote", url).stdout
+    )
     assert run("store", "stats", "--remote", url, "--json").result["remote"]["breaker"] == "closed"
     dead = run("store", "stats", "--remote", "redis://:secret@127.0.0.1:1/0")
     assert "remote redis://***@127.0.0.1:1/0: does not answer" in dead.stdout
@@ -409,7 +509,9 @@ def test_a_remote_is_shown_and_a_wrong_one_is_an_error(home: Path, cachecraft: C
         assert "secret" not in wrong.stderr
 
 
-def test_a_key_of_a_remote_comes_from_a_file_and_is_not_shown(home: Path, cachecraft: Command) -> None:
+def test_a_key_of_a_remote_comes_from_a_file_and_is_not_shown(
+    home: Path, cachecraft: Command
+) -> None:
     run = partial(cachecraft, cwd=home)
     (home / "signed").mkdir()
     (home / "short.key").write_text("hunter2")
@@ -427,9 +529,14 @@ def test_another_folder_is_served_through_a_remote(home: Path, cachecraft: Comma
     run = partial(cachecraft, cwd=home)
     (home / "shared").mkdir(exist_ok=True)
     url = f"file://{home}/shared"
-    assert run("index", "docs", "-s", "first", "--prime", "--remote", url, "--json").result["captured"] > 0
+    assert (
+        run("index", "docs", "-s", "first", "--prime", "--remote", url, "--json").result["captured"]
+        > 0
+    )
     run("index", "docs", "-s", "second")
-    answer = run("ask", QUESTION, "-s", "second", "--remote", url, "--max-new-tokens", "2", "--json").result
+    answer = run(
+        "ask", QUESTION, "-s", "second", "--remote", url, "--max-new-tokens", "2", "--json"
+    ).result
     assert {chunk["tier"] for chunk in answer["stats"]["chunks"]} == {"remote"}
 
 
@@ -441,11 +548,15 @@ def test_another_folder_is_served_through_a_remote(home: Path, cachecraft: Comma
     [
         (["store", "ls"], "holds no chunk-caches"),
         (["store", "evict"], "say what to evict"),
-        (["store", "check", "--store", "x" * 300], "holds no chunk-caches"),  # too long stands for out of reach
+        # too long stands for out of reach
+        (["store", "check", "--store", "x" * 300], "holds no chunk-caches"),
         (["ask", "What?", "--store", "x" * 300], "holds no documents yet"),
         (["index", "nowhere"], "nowhere"),
         (["ask", "What?", "--codec", "sharp"], "--codec: codec unknown: 'sharp'. Choose one of"),
-        (["ask", "What?", "--disk-bytes", "5 stones"], 'write bytes, or a number with a unit such as "50 GB"'),
+        (
+            ["ask", "What?", "--disk-bytes", "5 stones"],
+            'write bytes, or a number with a unit such as "50 GB"',
+        ),
     ],
     ids=lambda value: value[-1][:20] if isinstance(value, list) else "",
 )

@@ -69,11 +69,15 @@ def home(tiny_decoder: Callable[..., Decoder], tmp_path_factory: pytest.TempPath
         }
         for thing, article in articles.items()
     ]
-    (folder / "squad.json").write_text(json.dumps({"version": "1.1", "data": squad}), encoding="utf-8")
+    (folder / "squad.json").write_text(
+        json.dumps({"version": "1.1", "data": squad}), encoding="utf-8"
+    )
     for article in squad:
         for paragraph in article["paragraphs"]:
             paragraph["qas"][0]["answers"] = []  # type: ignore[index]
-    (folder / "bare.json").write_text(json.dumps({"version": "1.1", "data": squad}), encoding="utf-8")
+    (folder / "bare.json").write_text(
+        json.dumps({"version": "1.1", "data": squad}), encoding="utf-8"
+    )
     return folder
 
 
@@ -81,8 +85,20 @@ def run(home: Path, *arguments: str | Path, data: str = "squad.json") -> str:
     """Output of the command. In this process: a new one takes four seconds to begin."""
     app = typer.Typer()
     app.command()(calibrate)
-    given = ("--data", home / data, "--model", home / "model", "--threads", "1", "--answer-tokens", "24", *arguments)
-    done = CliRunner().invoke(app, [str(one) for one in given], catch_exceptions=False, env={"COLUMNS": "200"})
+    given = (
+        "--data",
+        home / data,
+        "--model",
+        home / "model",
+        "--threads",
+        "1",
+        "--answer-tokens",
+        "24",
+        *arguments,
+    )
+    done = CliRunner().invoke(
+        app, [str(one) for one in given], catch_exceptions=False, env={"COLUMNS": "200"}
+    )
     assert done.exit_code == 0, done.output
     return done.output
 
@@ -98,7 +114,9 @@ def test_the_next_engine_uses_it(home: Path) -> None:
 
     def recomputed(config: ReuseConfig) -> int:
         with Engine.from_pretrained(str(home / "model"), store=store, reuse=config) as engine:
-            return engine.score_answer("What?", chunks[::-1], max_new_tokens=2).stats.tokens_recomputed
+            return engine.score_answer(
+                "What?", chunks[::-1], max_new_tokens=2
+            ).stats.tokens_recomputed
 
     with Engine.from_pretrained(str(home / "model"), store=store) as engine:
         engine.score_answer("What?", chunks, max_new_tokens=2)
@@ -108,11 +126,21 @@ def test_the_next_engine_uses_it(home: Path) -> None:
     before = recomputed(ReuseConfig(capture=False))
     report = last_json(run(home, "--store", store, "--quality", "0", "--json"))
     assert sorted(path.name for path in store.iterdir()) == ["caches", "calibration.json"]
-    assert (report["alpha"], report["held"], report["pays"], report["check"]) == (0.1, True, True, None)
+    assert (report["alpha"], report["held"], report["pays"], report["check"]) == (
+        0.1,
+        True,
+        True,
+        None,
+    )
     assert report["file"] == str(store / "calibration.json")
     found = load_calibration(store, fingerprint)
     assert found is not None
-    assert (found.alpha, found.dataset, found.questions, found.metric) == (0.1, "squad", 6, "rouge_l")
+    assert (found.alpha, found.dataset, found.questions, found.metric) == (
+        0.1,
+        "squad",
+        6,
+        "rouge_l",
+    )
     after = recomputed(ReuseConfig(capture=False))
     assert recomputed(ReuseConfig(capture=False, alpha=0.1)) == after < before
     with Engine.from_pretrained(str(home / "model"), store=store) as engine:
@@ -127,9 +155,15 @@ def test_answers_and_statistics_show_it(home: Path) -> None:
     line = "α = 0.1, calibrated for rouge_l ≥ 0 on 6 questions of squad"
     shown = CliRunner().invoke(store_commands.app, ["stats", "--store", str(store)]).output
     assert f"model {fingerprint[:8]}: {line}" in shown
-    asked = CliRunner().invoke(store_commands.app, ["stats", "--store", str(store), "--json"]).output
+    asked = (
+        CliRunner().invoke(store_commands.app, ["stats", "--store", str(store), "--json"]).output
+    )
     assert last_json(asked)["calibrations"][fingerprint]["alpha"] == 0.1
-    decided = {ReuseConfig(): True, ReuseConfig(alpha=1.0): False, ReuseConfig(recompute_ratio=0.1): False}
+    decided = {
+        ReuseConfig(): True,
+        ReuseConfig(alpha=1.0): False,
+        ReuseConfig(recompute_ratio=0.1): False,
+    }
     decided |= {ReuseConfig(reuse=False): False, ReuseConfig(selector="leading"): False}
     for config, expected in decided.items():
         with (
@@ -144,7 +178,9 @@ def test_the_table_shows_what_was_tried_and_what_is_written(home: Path) -> None:
     arguments = ("--store", home / "table", "--quality", "1", "--metric", "top1", *ALONE)
     shown, report = run(home, *arguments), last_json(run(home, *arguments, "--json"))
     for point in report["curve"]:
-        line = next(line for line in shown.splitlines() if line.split()[:1] == [f"{point['alpha']:g}"])
+        line = next(
+            line for line in shown.splitlines() if line.split()[:1] == [f"{point['alpha']:g}"]
+        )
         quality = point["quality"]
         expected = [f"{point['recomputed']:.0%}", f"{quality['mean']:.3f}", f"{quality['low']:.3f}"]
         assert line.split()[1:4] == expected
@@ -152,7 +188,8 @@ def test_the_table_shows_what_was_tried_and_what_is_written(home: Path) -> None:
     assert len(report["curve"]) > 2
     assert (report["recomputed"], report["pays"], report["held"]) == (1.0, False, True)
     assert (
-        "Reuse does not pay at this quality: 100% of chunk tokens are recomputed. Ask for less with --quality" in shown
+        "Reuse does not pay at this quality: 100% of chunk tokens are recomputed. Ask for less with --quality"
+        in shown
     )
     assert "6 questions are few" in shown
     assert f"written to {home / 'table' / 'calibration.json'}" in shown
@@ -160,18 +197,33 @@ def test_the_table_shows_what_was_tried_and_what_is_written(home: Path) -> None:
 
 
 def test_the_other_half_checks_the_promise(home: Path) -> None:
-    arguments = ("--store", home / "checked", "--quality", "1", "--metric", "top1", "--check", "--seed", "2", *ALONE)
+    arguments = (
+        "--store",
+        home / "checked",
+        "--quality",
+        "1",
+        "--metric",
+        "top1",
+        "--check",
+        "--seed",
+        "2",
+        *ALONE,
+    )
     report = last_json(run(home, *arguments, "--json"))
     assert report["questions"] == 3
     assert report["check"]["held"] is True
     assert report["check"]["quality"]["mean"] == 1.0
-    assert "on the other half: top1 1.000 (1.000 to 1.000), 100% recomputed: held" in run(home, *arguments)
+    assert "on the other half: top1 1.000 (1.000 to 1.000), 100% recomputed: held" in run(
+        home, *arguments
+    )
 
 
 def test_another_quality_replaces_the_first(home: Path) -> None:
     store = home / "again"
     for quality in ("0", "1"):
-        report = last_json(run(home, "--store", store, "--quality", quality, "--metric", "top1", "--json", *ALONE))
+        report = last_json(
+            run(home, "--store", store, "--quality", quality, "--metric", "top1", "--json", *ALONE)
+        )
     kept = json.loads((store / "calibration.json").read_text(encoding="utf-8"))
     assert [one["alpha"] for one in kept.values()] == [report["alpha"]]
     assert report["alpha"] > 1.0
@@ -197,12 +249,23 @@ def test_wrong_arguments_are_refused_before_a_model_is_loaded(
 
 def test_f1_without_gold_answers_is_refused(home: Path) -> None:
     with pytest.raises(ConfigError, match="f1 needs gold answers, and 6 of 6 questions have none"):
-        run(home, "--quality", "0.9", "--metric", "f1", "--store", home / "refused", data="bare.json")
+        run(
+            home,
+            "--quality",
+            "0.9",
+            "--metric",
+            "f1",
+            "--store",
+            home / "refused",
+            data="bare.json",
+        )
 
 
 def test_a_store_that_cannot_be_written_to_is_refused(home: Path) -> None:
     (home / "taken").write_text("mine", encoding="utf-8")
-    with pytest.raises(CacheCraftError, match="choose another folder with --out, or --store of calibrate"):
+    with pytest.raises(
+        CacheCraftError, match="choose another folder with --out, or --store of calibrate"
+    ):
         run(home, "--store", home / "taken", "--quality", "0")
 
 
@@ -215,10 +278,24 @@ def test_a_file_nested_too_deeply_is_refused(home: Path) -> None:
 def test_a_terminated_calibration_cleans_up_and_resumes(home: Path, towns: Path) -> None:
     """Progress comes as lines; SIGTERM leaves no scratch folder; a second run begins where the first stopped."""
     store, more = home / "stopped", ("--quality", "1", "--metric", "top1")
-    given = ["--data", towns, "--model", home / "model", "--threads", "1", "--store", store, "--limit", "24", *more]
+    given = [
+        "--data",
+        towns,
+        "--model",
+        home / "model",
+        "--threads",
+        "1",
+        "--store",
+        store,
+        "--limit",
+        "24",
+        *more,
+    ]
     given += ["--dtype", "float32"]  # another process looks at the CPU itself
     command = [str(Path(sys.executable).with_name("cachecraft")), "calibrate", *map(str, given)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         lines = iter(process.stderr.readline, "")
         assert any("expected to take 0:" in line for line in lines)
@@ -232,10 +309,14 @@ def test_a_terminated_calibration_cleans_up_and_resumes(home: Path, towns: Path)
 
 
 @pytest.fixture(scope="module")
-def towns(tmp_path_factory: pytest.TempPathFactory, squad_article: Callable[..., dict[str, Any]]) -> Path:
+def towns(
+    tmp_path_factory: pytest.TempPathFactory, squad_article: Callable[..., dict[str, Any]]
+) -> Path:
     """Questions over eight articles of six passages."""
     articles = [
-        squad_article(thing, {f"{town}{thing[0]}": 1700 + place for place, town in enumerate(TOWNS)})
+        squad_article(
+            thing, {f"{town}{thing[0]}": 1700 + place for place, town in enumerate(TOWNS)}
+        )
         for thing in THINGS
     ]
     path = tmp_path_factory.mktemp("towns") / "towns.json"

@@ -37,12 +37,23 @@ def home(
     decoder.tokenizer.save_pretrained(folder / "model")
     towns = {"Arden": 1701, "Brook": 1802, "Corry": 1903}
     articles = [squad_article(name, towns) for name in ("mill", "bridge")]
-    (folder / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}), encoding="utf-8")
+    (folder / "squad.json").write_text(
+        json.dumps({"version": "1.1", "data": articles}), encoding="utf-8"
+    )
     return folder
 
 
 def arguments_of(home: Path, *arguments: str | Path) -> list[str]:
-    given = ("--data", home / "squad.json", "--model", home / "model", "--threads", "1", "--answer-tokens", "4")
+    given = (
+        "--data",
+        home / "squad.json",
+        "--model",
+        home / "model",
+        "--threads",
+        "1",
+        "--answer-tokens",
+        "4",
+    )
     return [str(argument) for argument in (*given, *arguments)]
 
 
@@ -66,13 +77,21 @@ def last_json(shown: str) -> Any:
 @pytest.fixture(scope="module")
 def whole(home: Path) -> dict[str, Any]:
     """The report of an uninterrupted run with default methods."""
-    found: dict[str, Any] = last_json(run(home, "--ratios", "0.15,0.3", "--out", home / "whole", "--json"))
+    found: dict[str, Any] = last_json(
+        run(home, "--ratios", "0.15,0.3", "--out", home / "whole", "--json")
+    )
     return found
 
 
 def test_json_has_what_scripts_need(whole: dict[str, Any]) -> None:
     assert whole["questions"] == 6
-    assert set(whole["methods"]) == {"full_recompute", "full_cache", "prefix_cache", "default@0.15", "default@0.3"}
+    assert set(whole["methods"]) == {
+        "full_recompute",
+        "full_cache",
+        "prefix_cache",
+        "default@0.15",
+        "default@0.3",
+    }
     for one in whole["methods"].values():
         low, high = one["kl_ci"]
         assert low <= one["kl"] <= high
@@ -92,7 +111,10 @@ def test_killed_and_resumed_it_reports_the_same(home: Path, whole: dict[str, Any
     arguments = ("--ratios", "0.15,0.3", "--out", home / "killed", "--json")
     records = home / "killed" / "records.jsonl"
     killed = subprocess.Popen(
-        [COMMAND, "eval", *arguments_of(home, *arguments)], cwd=home, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [COMMAND, "eval", *arguments_of(home, *arguments)],
+        cwd=home,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     with killed:
         give_up = time.monotonic() + 120
@@ -111,7 +133,9 @@ def test_killed_and_resumed_it_reports_the_same(home: Path, whole: dict[str, Any
 def untimed(report: dict[str, Any]) -> dict[str, Any]:
     """Without what differs from run to run."""
     methods = report["methods"].items()
-    return {name: {key: one[key] for key in one if not key.startswith("ttft")} for name, one in methods}
+    return {
+        name: {key: one[key] for key in one if not key.startswith("ttft")} for name, one in methods
+    }
 
 
 def test_other_settings_are_refused_and_restart_begins_again(home: Path) -> None:
@@ -138,8 +162,27 @@ def test_a_report_that_cannot_be_written_says_so(home: Path) -> None:
 
 
 def test_lookalikes_are_a_named_test_set(home: Path) -> None:
-    named = ("eval", "--data", "lookalikes:confirm", "--model", str(home / "model"), "--threads", "1")
-    short = ("--limit", "2", "--passages", "2", "--answer-tokens", "4", "--methods", "default", "--ratios", "0.15")
+    named = (
+        "eval",
+        "--data",
+        "lookalikes:confirm",
+        "--model",
+        str(home / "model"),
+        "--threads",
+        "1",
+    )
+    short = (
+        "--limit",
+        "2",
+        "--passages",
+        "2",
+        "--answer-tokens",
+        "4",
+        "--methods",
+        "default",
+        "--ratios",
+        "0.15",
+    )
     out = ("--out", str(home / "lookalikes"), "--json")
     report = last_json(invoke(*named, *short, *out))
     assert (report["questions"], report["full_right_n"]) == (2, 2)
@@ -171,7 +214,9 @@ def test_smaller_chunks_are_other_data(home: Path) -> None:
         (("--data", "missing.json"), r"missing\.json"),
     ],
 )
-def test_wrong_arguments_are_refused_with_advice(home: Path, arguments: tuple[str, str], message: str) -> None:
+def test_wrong_arguments_are_refused_with_advice(
+    home: Path, arguments: tuple[str, str], message: str
+) -> None:
     with pytest.raises(CacheCraftError, match=message):
         run(home, *arguments, "--out", home / "refused")
 
@@ -190,8 +235,18 @@ def test_a_missing_package_is_reported_before_a_model_is_loaded(
     from cachecraft_rag.evaluation import runner
 
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    monkeypatch.setattr(runner, "open_engine", lambda *_args, **_settings: pytest.fail("a model was loaded"))
-    arguments = [*command, "--data", str(home / "squad.json"), "--model", str(home / "model"), "--threads", "1"]
+    monkeypatch.setattr(
+        runner, "open_engine", lambda *_args, **_settings: pytest.fail("a model was loaded")
+    )
+    arguments = [
+        *command,
+        "--data",
+        str(home / "squad.json"),
+        "--model",
+        str(home / "model"),
+        "--threads",
+        "1",
+    ]
     with pytest.raises(ConfigError, match=r"pip install 'cachecraft-rag\[eval\]'"):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
 

@@ -24,8 +24,13 @@ QUESTIONS = ("How long may I return it?", "How long is the warranty?", "What las
 @pytest.fixture(scope="module")
 def audited(home: Path) -> Path:
     """The home folder, after three audited answers of which some differ from full prefill's."""
-    reuse = ReuseConfig(recompute_ratio=0.0, drift=0.0, nearest_share=0.0, loading="layerwise", capture=False)
-    with chdir(home), CacheCraft.from_settings(audit=Audits(1.0, keep_text=True), reuse=reuse) as rag:
+    reuse = ReuseConfig(
+        recompute_ratio=0.0, drift=0.0, nearest_share=0.0, loading="layerwise", capture=False
+    )
+    with (
+        chdir(home),
+        CacheCraft.from_settings(audit=Audits(1.0, keep_text=True), reuse=reuse) as rag,
+    ):
         for question in QUESTIONS:
             rag.ask(question, max_tokens=12)
         assert rag.engine.settle(120)  # type: ignore[attr-defined]
@@ -36,10 +41,14 @@ def test_a_store_without_audits_says_how_to_get_them(home: Path, cachecraft: Com
     done = cachecraft("quality", "--namespace", "nobody", cwd=home)
     assert "No audited answers in " in done.stdout
     assert "--audit idle" in done.stdout
-    assert cachecraft("quality", "--namespace", "nobody", "--json", cwd=home).result == {"answers": 0}
+    assert cachecraft("quality", "--namespace", "nobody", "--json", cwd=home).result == {
+        "answers": 0
+    }
 
 
-def test_a_folder_without_chunk_caches_is_an_error(home: Path, tmp_path: Path, cachecraft: Command) -> None:
+def test_a_folder_without_chunk_caches_is_an_error(
+    home: Path, tmp_path: Path, cachecraft: Command
+) -> None:
     done = cachecraft("quality", "--store", tmp_path / "empty", cwd=home, code=2)
     assert "name the folder with --store" in done.stderr
     assert not (tmp_path / "empty").exists()
@@ -70,18 +79,35 @@ def test_the_worst_answers_show_the_text_that_was_kept(tmp_path: Path, cachecraf
         log.add(
             "default",
             "model",
-            Audit(name * 32, 1e9, 5, differences, 0, 0.5, 40, "question", 0.1, "primed", {"reused": 2}, text=text),
+            Audit(
+                name * 32,
+                1e9,
+                5,
+                differences,
+                0,
+                0.5,
+                40,
+                "question",
+                0.1,
+                "primed",
+                {"reused": 2},
+                text=text,
+            ),
         )
     log.close()
     page = cachecraft("quality", "--store", tmp_path / "store", cwd=tmp_path).stdout
     assert page.index("aaaaaaaa") < page.index("bbbbbbbb")
     assert "cccccccc" not in page
     assert page.count("full prefill: 3 years.") == page.count("reuse:        30 days.") == 2
-    shorter = cachecraft("quality", "--store", tmp_path / "store", "--worst", "1", cwd=tmp_path).stdout
+    shorter = cachecraft(
+        "quality", "--store", tmp_path / "store", "--worst", "1", cwd=tmp_path
+    ).stdout
     assert shorter.count("full prefill: ") == 1
 
 
-def test_no_model_is_loaded(audited: Path, cachecraft: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_model_is_loaded(
+    audited: Path, cachecraft: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from cachecraft_rag.model.decoder import Decoder
 
     monkeypatch.setattr(Decoder, "load", lambda *_, **__: pytest.fail("a model was loaded"))

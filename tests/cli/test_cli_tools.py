@@ -19,14 +19,19 @@ from cachecraft_rag.cli.app import app
 from cachecraft_rag.errors import CacheCraftError, ConfigError, DocumentError, IndexStoreError
 
 QUESTION = "How many days?"
-PAGES = {"returns.md": "You have 30 days to return an appliance.", "warranty.md": "The warranty lasts 3 years."}
+PAGES = {
+    "returns.md": "You have 30 days to return an appliance.",
+    "warranty.md": "The warranty lasts 3 years.",
+}
 
 pytestmark = pytest.mark.usefixtures("as_loud_as_before")
 
 
 def run(*arguments: str | Path, typed: str = "") -> str:
     """A command's output on stdout."""
-    done = CliRunner().invoke(app, [str(one) for one in arguments], input=typed, catch_exceptions=False)
+    done = CliRunner().invoke(
+        app, [str(one) for one in arguments], input=typed, catch_exceptions=False
+    )
     assert done.exit_code == 0, done.output
     return done.stdout
 
@@ -36,7 +41,9 @@ def result(*arguments: str | Path) -> Any:
     return json.loads(run(*arguments, "--json").strip().splitlines()[-1])
 
 
-def test_priming_says_what_it_will_take_before_it_starts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_priming_says_what_it_will_take_before_it_starts(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     printed = StringIO()
     for module in (ask, options):
         monkeypatch.setattr(module, "err", Console(file=printed, width=400))
@@ -44,7 +51,10 @@ def test_priming_says_what_it_will_take_before_it_starts(home: Path, monkeypatch
     report = result("index", home / "docs", "--prime", *small)
     estimate = report["estimate"]
     assert estimate["disk_budget"] == 1_000_000
-    assert f"to compute: {estimate['captures']} chunk-caches, {estimate['tokens']:,} tokens" in printed.getvalue()
+    assert (
+        f"to compute: {estimate['captures']} chunk-caches, {estimate['tokens']:,} tokens"
+        in printed.getvalue()
+    )
     assert "(int8)" in printed.getvalue()
     assert "more than fits" not in printed.getvalue()
     (home / "docs" / "long.md").write_text(" ".join(f"Rule {n} of many." for n in range(330)))
@@ -70,7 +80,9 @@ def test_a_folder_that_is_not_there_is_named_as_such(home: Path) -> None:
 
 def test_help_describes_each_commands_own_questions() -> None:
     wide = {"COLUMNS": "400", "TERM": "dumb"}
-    calibrate, evaluate = (CliRunner().invoke(app, [name, "--help"], env=wide).output for name in ("calibrate", "eval"))
+    calibrate, evaluate = (
+        CliRunner().invoke(app, [name, "--help"], env=wide).output for name in ("calibrate", "eval")
+    )
     assert "with --check, of both halves together" in calibrate
     assert "halves" not in evaluate
     for text in ("warm-up", "order of methods"):
@@ -88,7 +100,8 @@ def test_sizes_come_from_the_config_alone(home: Path, tmp_path: Path) -> None:
     assert (row["tokens"], row["dtype"]) == (1000, "float32")
     assert row["nbytes"]["raw"] == 2 * row["layers"] * row["kv_heads"] * row["head_dim"] * 4 * 1000
     (counted,) = result("sizes", home / "model", "--documents", home / "docs")
-    assert counted["tokens"] == sum(len(text.encode()) for text in PAGES.values())  # a token for each byte
+    # a token for each byte
+    assert counted["tokens"] == sum(len(text.encode()) for text in PAGES.values())
     assert "int8" in run("sizes", home / "model", "--tokens", "5000")
 
 
@@ -98,7 +111,10 @@ def test_options_of_a_question(home: Path) -> None:
     filtered = result(*command, "--where", "source=docs/warr*", "--host-bytes", "0")
     assert {source["metadata"]["source"] for source in filtered["sources"]} == {"docs/warranty.md"}
     whole = result(*command)
-    assert {source["metadata"]["source"] for source in whole["sources"]} == {"docs/returns.md", "docs/warranty.md"}
+    assert {source["metadata"]["source"] for source in whole["sources"]} == {
+        "docs/returns.md",
+        "docs/warranty.md",
+    }
     sampled = ("--temperature", "3", "--seed", "5", "--top-p", "0.9")
     text = result(*command, *sampled)["text"]
     stopped = result(*command, *sampled, "--stop", text[3:5])
@@ -115,8 +131,19 @@ def test_options_of_a_question(home: Path) -> None:
 def test_chat_takes_the_same_options(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = StringIO()
     monkeypatch.setattr(options, "out", Console(file=shown, width=200))
-    chosen = ("--recompute-ratio", "0.5", "--where", "source=docs/returns.md", "--stop", "zzz", "--max-tokens", "4")
-    run("chat", "-m", home / "model", "-s", home / "store", *chosen, typed=f"{QUESTION}\n/sources\n")
+    chosen = (
+        "--recompute-ratio",
+        "0.5",
+        "--where",
+        "source=docs/returns.md",
+        "--stop",
+        "zzz",
+        "--max-tokens",
+        "4",
+    )
+    run(
+        "chat", "-m", home / "model", "-s", home / "store", *chosen, typed=f"{QUESTION}\n/sources\n"
+    )
     assert "docs/returns.md" in shown.getvalue()
     assert "docs/warranty.md" not in shown.getvalue()
 
@@ -153,10 +180,24 @@ def test_chat_serves_metrics_and_logs_a_line_of_json_for_each_request(
         return QUESTION if len(scraped) == 1 else "/quit"
 
     monkeypatch.setattr("builtins.input", typed)
-    options = ("-m", home / "model", "-s", home / "store", "--max-new-tokens", "4", "--metrics-port", port)
-    done = CliRunner().invoke(app, ["--log-json", "chat", *map(str, options)], catch_exceptions=False)
+    options = (
+        "-m",
+        home / "model",
+        "-s",
+        home / "store",
+        "--max-new-tokens",
+        "4",
+        "--metrics-port",
+        port,
+    )
+    done = CliRunner().invoke(
+        app, ["--log-json", "chat", *map(str, options)], catch_exceptions=False
+    )
     assert done.exit_code == 0, done.output
-    assert ["cachecraft_ttft_seconds_count 0.0" in scraped[0], "cachecraft_ttft_seconds_count 1.0" in scraped[1]] == [
+    assert [
+        "cachecraft_ttft_seconds_count 0.0" in scraped[0],
+        "cachecraft_ttft_seconds_count 1.0" in scraped[1],
+    ] == [
         True,
         True,
     ]

@@ -52,7 +52,9 @@ class Stream:
 
     text = EVIL
     sources = (Source("id", "text", 0.5, {"source": EVIL, "heading": EVIL}),)
-    stats = RequestStats(*([0.0] * 5), *([0] * 5), 0.0, None, "end", (ChunkStats("id", "computed", EVIL),))
+    stats = RequestStats(
+        *([0.0] * 5), *([0] * 5), 0.0, None, "end", (ChunkStats("id", "computed", EVIL),)
+    )
 
     def __iter__(self) -> Iterator[str]:
         return iter([*EVIL, EVIL])
@@ -84,7 +86,9 @@ def test_store_ls_shows_namespaces_as_text(screen: io.StringIO, tmp_path: Path) 
     key = VariantKey(namespace, "model", "chunk", ("system",))
     scores = TokenScores(np.zeros(2, np.float32))
     with ChunkCacheStore.open(tmp_path / "caches") as made:
-        made.put(Capture(key, layout, "t", torch.ones(layout.shape(2)), scores, (0.1,), 0.3, 0.6, 1.0)).result()
+        made.put(
+            Capture(key, layout, "t", torch.ones(layout.shape(2)), scores, (0.1,), 0.3, 0.6, 1.0)
+        ).result()
     assert CliRunner().invoke(command.app, ["store", "ls", "-s", str(tmp_path)]).exit_code == 0
     assert harmless(screen.getvalue())
 
@@ -122,9 +126,14 @@ def test_no_text_steers_the_terminal(text: str) -> None:
     assert STEERS.search(shown.getvalue()) is None
 
 
-def test_a_folder_s_name_is_text_in_the_command_itself(tmp_path: Path, cachecraft: Callable[..., Any]) -> None:
+def test_a_folder_s_name_is_text_in_the_command_itself(
+    tmp_path: Path, cachecraft: Callable[..., Any]
+) -> None:
     (tmp_path / "caches").mkdir()
-    for arguments in (["ask", EVIL[:-1], "--store", "x[/]\x1b[1m"], ["store", "ls", "--store", "x[/]\x1b[1m"]):
+    for arguments in (
+        ["ask", EVIL[:-1], "--store", "x[/]\x1b[1m"],
+        ["store", "ls", "--store", "x[/]\x1b[1m"],
+    ):
         done = cachecraft(*[part.replace("\0", "") for part in arguments], cwd=tmp_path, code=2)
         assert STEERS.search(done.stderr) is None
         assert "[/]" in done.stderr

@@ -75,7 +75,9 @@ OUTSIDE = [
 @pytest.mark.parametrize("path", OUTSIDE)
 def test_a_path_outside_the_allowed_folders_is_refused(tree: Path, path: str) -> None:
     allowed = AllowedFolders([tree / "allowed"])
-    with pytest.raises(DocumentError, match=r"is outside the folders that may be indexed .*--allow"):
+    with pytest.raises(
+        DocumentError, match=r"is outside the folders that may be indexed .*--allow"
+    ):
         allowed.path_of(path.format(tree=tree))
 
 
@@ -121,7 +123,9 @@ def test_empty_missing_and_hidden_paths_are_refused(tree: Path) -> None:
 def rag(home: Path, tmp_path: Path) -> Iterator[CacheCraft]:
     """A tiny model over an empty store."""
     reuse = ReuseConfig(loading="layerwise")
-    with CacheCraft.from_pretrained(str(home / "model"), store=tmp_path / "store", reuse=reuse) as opened:
+    with CacheCraft.from_pretrained(
+        str(home / "model"), store=tmp_path / "store", reuse=reuse
+    ) as opened:
         yield opened
 
 
@@ -164,7 +168,9 @@ async def test_index_search_and_ask_twice(rag: CacheCraft, home: Path) -> None:
             assert message.startswith("reading docs/")
             steps.append((done, total))
 
-        result = await client.call_tool("index", {"path": str(home / "docs")}, progress_callback=note)
+        result = await client.call_tool(
+            "index", {"path": str(home / "docs")}, progress_callback=note
+        )
         assert result.structured_content is not None
         assert result.structured_content["added"] == ["docs/returns.md", "docs/warranty.md"]
         assert steps == [(1, 2), (2, 2)]
@@ -191,13 +197,19 @@ async def test_index_search_and_ask_twice(rag: CacheCraft, home: Path) -> None:
 async def test_bad_arguments_get_errors_that_say_what_to_do(rag: CacheCraft, home: Path) -> None:
     async with client_of(rag, home / "docs") as client:
         assert "holds no documents yet; add some" in await failure(client, "ask", question=QUESTION)
-        assert "holds no documents yet; add some" in await failure(client, "search", question=QUESTION)
+        assert "holds no documents yet; add some" in await failure(
+            client, "search", question=QUESTION
+        )
         await success(client, "index", path=".")
         for tool in ("ask", "search"):
             assert "the question is empty; write one" in await failure(client, tool, question=" ")
             assert "question\n  Field required" in await failure(client, tool)
-        assert "greater than or equal to 1" in await failure(client, "search", question=QUESTION, k=0)
-        assert "less than or equal to 50" in await failure(client, "search", question=QUESTION, k=51)
+        assert "greater than or equal to 1" in await failure(
+            client, "search", question=QUESTION, k=0
+        )
+        assert "less than or equal to 50" in await failure(
+            client, "search", question=QUESTION, k=51
+        )
         assert "is outside the folders" in await failure(client, "index", path=str(home / "model"))
         assert "no such file or folder below" in await failure(client, "index", path="typo.md")
         assert "Shorten the question" in await failure(client, "ask", question="How often? " * 2000)
@@ -210,7 +222,9 @@ async def test_a_model_that_cannot_be_loaded_is_reported_by_each_tool(tmp_path: 
         assert "no/such-model: check its name" in await failure(client, "index", path=".")
 
 
-async def test_without_allowed_folders_there_is_no_tool_to_index(rag: CacheCraft, home: Path) -> None:
+async def test_without_allowed_folders_there_is_no_tool_to_index(
+    rag: CacheCraft, home: Path
+) -> None:
     async with client_of(rag) as client:
         assert [tool.name for tool in (await client.list_tools()).tools] == ["search", "ask"]
         assert client.instructions is not None
@@ -221,7 +235,9 @@ async def test_without_allowed_folders_there_is_no_tool_to_index(rag: CacheCraft
         assert client.instructions is not None
         assert str(home / "docs") in client.instructions
         described = [tool.input_schema["properties"] for tool in tools.values()]
-        assert all(argument["description"] for arguments in described for argument in arguments.values())
+        assert all(
+            argument["description"] for arguments in described for argument in arguments.values()
+        )
 
 
 async def test_indexing_ends_when_the_client_cancels_it(rag: CacheCraft, tmp_path: Path) -> None:
@@ -244,7 +260,9 @@ async def test_indexing_ends_when_the_client_cancels_it(rag: CacheCraft, tmp_pat
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_wrong_is_said_before_a_model_is_loaded(home: Path, tmp_path: Path, cachecraft: Command) -> None:
+def test_what_is_wrong_is_said_before_a_model_is_loaded(
+    home: Path, tmp_path: Path, cachecraft: Command
+) -> None:
     refused = {
         ("--store", "typo"): "typo holds no documents yet",
         ("--allow", "nowhere"): "there is no such folder",
@@ -274,7 +292,12 @@ def test_without_the_extra_the_command_names_it(
 
 @pytest.mark.parametrize(
     ("text", "host", "port"),
-    [("8080", "127.0.0.1", 8080), (":0", "127.0.0.1", 0), ("0.0.0.0:80", "0.0.0.0", 80), ("[::1]:80", "::1", 80)],
+    [
+        ("8080", "127.0.0.1", 8080),
+        (":0", "127.0.0.1", 0),
+        ("0.0.0.0:80", "0.0.0.0", 80),
+        ("[::1]:80", "::1", 80),
+    ],
 )
 def test_an_address_without_a_host_is_of_this_computer(text: str, host: str, port: int) -> None:
     address = Address.parse(text)
@@ -310,7 +333,10 @@ class Wire:
         self._process = process
         self._count = 0
         self._send(
-            "initialize", protocolVersion="2025-06-18", capabilities={}, clientInfo={"name": "t", "version": "1"}
+            "initialize",
+            protocolVersion="2025-06-18",
+            capabilities={},
+            clientInfo={"name": "t", "version": "1"},
         )
         self.answer()
         self._write({"jsonrpc": "2.0", "method": "notifications/initialized"})
@@ -339,12 +365,17 @@ class Wire:
         self._process.stdin.flush()
 
 
-def test_stdout_carries_the_protocol_only_and_the_end_of_stdin_ends_the_server(home: Path, tmp_path: Path) -> None:
+def test_stdout_carries_the_protocol_only_and_the_end_of_stdin_ends_the_server(
+    home: Path, tmp_path: Path
+) -> None:
     store = tmp_path / "store"
     arguments = ("--verbose", "mcp", "--allow", "docs", "--store", store, "--max-tokens", "4")
     with running(*arguments, cwd=home) as process:
         wire = Wire(process)
-        assert wire.call("index", path="docs/../.")["added"] == ["docs/returns.md", "docs/warranty.md"]
+        assert wire.call("index", path="docs/../.")["added"] == [
+            "docs/returns.md",
+            "docs/warranty.md",
+        ]
         assert wire.call("ask", question=QUESTION)["reuse"]["tokens_prompt"] > 0
         rest, log = process.communicate(timeout=120)  # closes stdin
     assert rest == ""
@@ -366,7 +397,9 @@ def test_ctrl_c_ends_the_server(home: Path) -> None:
 async def test_over_http_only_this_computer_is_served(home: Path) -> None:
     with running("mcp", "--http", "127.0.0.1:0", cwd=home) as process:
         assert process.stderr is not None
-        url = re.fullmatch(r"listening on (http://127\.0\.0\.1:\d+/mcp)\n", process.stderr.readline())
+        url = re.fullmatch(
+            r"listening on (http://127\.0\.0\.1:\d+/mcp)\n", process.stderr.readline()
+        )
         assert url is not None
         async with Client(url[1]) as client:
             assert (await success(client, "search", question=QUESTION, k=1))["passages"][0][
@@ -398,7 +431,9 @@ async def test_a_client_of_the_documented_configuration_reuses_what_was_computed
     arguments = [paths.get(argument, argument) for argument in configured()]
     assert paths.keys() <= set(configured())
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    async with Client(StdioServerParameters(command=COMMAND, args=arguments, env=environment)) as client:
+    async with Client(
+        StdioServerParameters(command=COMMAND, args=arguments, env=environment)
+    ) as client:
         assert len((await client.list_tools()).tools) == 3
         assert len((await success(client, "index", path=str(handbook)))["added"]) == 21
         (nearest, *_) = (await success(client, "search", question=QUESTION))["passages"]

@@ -18,8 +18,14 @@ from tests.vllm.test_client import answers_of, serving
 
 TOOL = {"type": "function", "function": {"name": "add"}}
 CALLS: dict[Capability, tuple[Callable[[HTTPEngine], Any], str]] = {
-    Capability.CAPTURE: (lambda engine: engine.capture(engine.prompts.build("x", []), [0], primed=True), "prime"),
-    Capability.LOOK_UP: (lambda engine: engine.look_up(engine.prompts.build("x", []).segments), "missing"),
+    Capability.CAPTURE: (
+        lambda engine: engine.capture(engine.prompts.build("x", []), [0], primed=True),
+        "prime",
+    ),
+    Capability.LOOK_UP: (
+        lambda engine: engine.look_up(engine.prompts.build("x", []).segments),
+        "missing",
+    ),
     Capability.TOOLS: (lambda engine: engine.stream("How?", [], tools=[TOOL]), "in this process"),
 }
 
@@ -28,7 +34,10 @@ def test_each_missing_capability_is_refused_with_its_reason(
     tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     assert HTTPEngine.capabilities.missing.keys() == CALLS.keys()
-    with serving(answers_of(byte_tokenizer, tmp_path / "t")) as url, HTTPEngine.connect(url) as engine:
+    with (
+        serving(answers_of(byte_tokenizer, tmp_path / "t")) as url,
+        HTTPEngine.connect(url) as engine,
+    ):
         for capability, (call, advice) in CALLS.items():
             with pytest.raises(UnsupportedCallError, match=advice) as caught:
                 call(engine)

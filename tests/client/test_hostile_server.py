@@ -99,23 +99,33 @@ REPLIES: dict[str, tuple[Callable[[HTTPEngine], None], str, Any]] = {
     "an eviction that is a list": (evict, "/v1/cachecraft/evict", []),
     "no JSON": (evict, "/v1/cachecraft/evict", "{"),
     "a number that is none": (evict, "/v1/cachecraft/evict", '{"variants": NaN, "nbytes": 1}'),
-    "a number of ten thousand digits": (evict, "/v1/cachecraft/evict", '{"variants": ' + "9" * 10_000 + "}"),
+    "a number of ten thousand digits": (
+        evict,
+        "/v1/cachecraft/evict",
+        '{"variants": ' + "9" * 10_000 + "}",
+    ),
     "nested lists": (evict, "/v1/cachecraft/evict", "[" * 200_000),
 }
 REPORTS: dict[str, Any] = {
     "a list": [],
     "segments as a number": {"report": {"segments": 5}},
     "a segment without an outcome": {"report": {"segments": [{}]}},
-    "an unknown reason": {"report": {"segments": [{"outcome": "reused", "reason": "no such reason"}]}},
+    "an unknown reason": {
+        "report": {"segments": [{"outcome": "reused", "reason": "no such reason"}]}
+    },
     "an unknown field": {"report": {"segments": [{"outcome": "reused", "reason": "", "x": 1}]}},
-    "tokens as a text": {"report": {"segments": [{"outcome": "reused", "reason": "", "recomputed": "x"}]}},
+    "tokens as a text": {
+        "report": {"segments": [{"outcome": "reused", "reason": "", "recomputed": "x"}]}
+    },
     "a time as a text": {"report": {"planned_s": "now"}},
     "rows as a list": {"report": {"row_layers": []}},
 }
 
 
 @pytest.fixture(scope="module")
-def answers(byte_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def answers(
+    byte_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     return answers_of(byte_tokenizer, tmp_path_factory.mktemp("hostile") / "t")
 
 
@@ -123,7 +133,10 @@ def answers(byte_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.Te
 def test_malformed_facts_are_refused(answers: dict[str, Any], changed: dict[str, Any]) -> None:
     status, facts = answers["/v1/cachecraft"]
     sent = answers | {"/v1/cachecraft": (status, facts | changed)}
-    with serving(sent) as url, pytest.raises(ServerError, match="facts about itself that this version cannot read"):
+    with (
+        serving(sent) as url,
+        pytest.raises(ServerError, match="facts about itself that this version cannot read"),
+    ):
         HTTPEngine.connect(url)
 
 
@@ -131,7 +144,10 @@ def test_facts_with_a_part_missing_are_refused(answers: dict[str, Any]) -> None:
     status, facts = answers["/v1/cachecraft"]
     for name in facts.keys() - {"protocol", "version"}:
         rest = {key: value for key, value in facts.items() if key != name}
-        with serving(answers | {"/v1/cachecraft": (status, rest)}) as url, pytest.raises(ServerError, match=name):
+        with (
+            serving(answers | {"/v1/cachecraft": (status, rest)}) as url,
+            pytest.raises(ServerError, match=name),
+        ):
             HTTPEngine.connect(url)
 
 
@@ -170,7 +186,9 @@ def test_malformed_statistics_leave_the_answer_whole(answers: dict[str, Any], re
 def test_codes_for_the_terminal_are_taken_out_of_messages(answers: dict[str, Any]) -> None:
     evil = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x9b31m\r" + "x" * 10_000
     for status in (200, 500):
-        reply: Any = event(error={"message": evil}) if status == 200 else {"error": {"message": evil}}
+        reply: Any = (
+            event(error={"message": evil}) if status == 200 else {"error": {"message": evil}}
+        )
         with (
             serving(answers | {CHAT: (status, reply)}) as url,
             HTTPEngine.connect(url) as engine,
@@ -182,7 +200,9 @@ def test_codes_for_the_terminal_are_taken_out_of_messages(answers: dict[str, Any
         assert len(str(caught.value)) < 600
 
 
-def test_code_that_a_tokenizer_names_is_neither_run_nor_offered(answers: dict[str, Any], tmp_path: Path) -> None:
+def test_code_that_a_tokenizer_names_is_neither_run_nor_offered(
+    answers: dict[str, Any], tmp_path: Path
+) -> None:
     status, reply = answers["/v1/cachecraft/tokenizer"]
     files = dict(reply["files"])
     config = json.loads(files["tokenizer_config.json"])
@@ -198,12 +218,15 @@ def test_code_that_a_tokenizer_names_is_neither_run_nor_offered(answers: dict[st
 
 ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
 HUGE = (
-    "{% set ns = namespace(x='xxxxxxxx') %}{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
+    "{% set ns = namespace(x='xxxxxxxx') %}"
+    "{% for a in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
 )
 
 
 @pytest.mark.parametrize("template", [ENDLESS, HUGE], ids=["without end", "without bounds"])
-def test_a_chat_template_that_takes_too_much_is_ended(answers: dict[str, Any], template: str) -> None:
+def test_a_chat_template_that_takes_too_much_is_ended(
+    answers: dict[str, Any], template: str
+) -> None:
     status, reply = answers["/v1/cachecraft/tokenizer"]
     files = reply["files"] | {"chat_template.jinja": template}
     sent = answers | {"/v1/cachecraft/tokenizer": (status, {"files": files})}
@@ -235,8 +258,12 @@ def test_templates_are_rendered_as_transformers_does(
         {"role": "assistant", "content": " yes "},
         {"role": "user", "content": "And?"},
     ]
-    expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, tools=tools)
-    rendered = ServedTokenizer(tokenizer).apply_chat_template(messages, add_generation_prompt=True, tools=tools)
+    expected = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, tools=tools
+    )
+    rendered = ServedTokenizer(tokenizer).apply_chat_template(
+        messages, add_generation_prompt=True, tools=tools
+    )
     assert rendered == expected
 
 

@@ -31,7 +31,8 @@ def losing() -> Callable[..., PendingLoads]:
         asked = reported = False
 
         def depth(self) -> int:
-            self.asked = True  # by a pass that stands before a layer: decisions before it do not ask in this way
+            # by a pass that stands before a layer: decisions before it do not ask in this way
+            self.asked = True
             return super().depth()
 
         def failed(self) -> list[int]:
@@ -46,7 +47,9 @@ def losing() -> Callable[..., PendingLoads]:
             if layer >= self.before:
                 sink.kv[layer, :, list(self.late)] = self.spoilt  # type: ignore[attr-defined]
 
-    def make(loads: PendingLoads, late: Sequence[int], *, before: int, spoilt: float) -> PendingLoads:
+    def make(
+        loads: PendingLoads, late: Sequence[int], *, before: int, spoilt: float
+    ) -> PendingLoads:
         made = Losing(loads.layers, loads.extents, loads.meter)
         made.late, made.before, made.spoilt = late, before, spoilt
         return made
@@ -72,4 +75,6 @@ def memory_holds(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     from cachecraft_rag.kernels.memory import Recycler
 
     fresh = Recycler.empty
-    return lambda value: monkeypatch.setattr(Recycler, "empty", lambda *asked: fresh(*asked).fill_(value))
+    return lambda value: monkeypatch.setattr(
+        Recycler, "empty", lambda *asked: fresh(*asked).fill_(value)
+    )

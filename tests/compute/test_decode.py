@@ -41,7 +41,10 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Qwen2", {}),
     ("Qwen3", {}),
     ("Phi3", {"sliding_window": 24}),
-    ("Gemma2", {"sliding_window": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}),
+    (
+        "Gemma2",
+        {"sliding_window": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0},
+    ),
     ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
 ]
 
@@ -55,7 +58,10 @@ def test_steps_of_several_answers_are_each_the_models_own_forward(
     decoder, lengths = tiny_decoder(family, **settings), [12, 75, 31, 60]
     answers = [IDS[:length] for length in lengths]
     outputs = [
-        prefill(decoder, PrefillJob(ids, Rows.of([0, 10, len(ids)], new=range(len(ids))), capacity=len(ids) + 9))
+        prefill(
+            decoder,
+            PrefillJob(ids, Rows.of([0, 10, len(ids)], new=range(len(ids))), capacity=len(ids) + 9),
+        )
         for ids in answers
     ]
     logits = torch.stack([decoder.next_logits(output.hidden) for output in outputs])
@@ -66,5 +72,8 @@ def test_steps_of_several_answers_are_each_the_models_own_forward(
             assert int(found.argmax()) == int(own.argmax())
         tokens = logits.argmax(-1).tolist()
         answers = [[*ids, token] for ids, token in zip(answers, tokens, strict=True)]
-        steps = [DecodeStep(output.buffer, ids[-1], len(ids) - 1) for output, ids in zip(outputs, answers, strict=True)]
+        steps = [
+            DecodeStep(output.buffer, ids[-1], len(ids) - 1)
+            for output, ids in zip(outputs, answers, strict=True)
+        ]
         logits = decoder.logits(extend_all(decoder, steps))

@@ -51,7 +51,9 @@ def steps_of(decoder: Decoder, job: PrefillJob, loads: PendingLoads | None = Non
 # -- what is computed -------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_counted_and_the_stored_caches_stay_as_they_are(decoder: Decoder, caches: list[ResidentKV]) -> None:
+def test_rows_are_counted_and_the_stored_caches_stay_as_they_are(
+    decoder: Decoder, caches: list[ResidentKV]
+) -> None:
     before = [resident.kv.clone() for resident in caches]
     rows = Rows.of(BOUNDS, new=QUESTION, recomputed=[5, 12])
     output = prefill(decoder, PrefillJob(IDS, rows, resident=caches))
@@ -59,13 +61,19 @@ def test_rows_are_counted_and_the_stored_caches_stay_as_they_are(decoder: Decode
     assert output.hidden.shape[1] == 17
     assert output.recorder.captures == ()
     assert (output.plan, output.focus_layer) == (None, None)
-    assert all(torch.equal(resident.kv, kept) for resident, kept in zip(caches, before, strict=True))
+    assert all(
+        torch.equal(resident.kv, kept) for resident, kept in zip(caches, before, strict=True)
+    )
 
 
 @pytest.mark.parametrize("why", ["new", "recomputed"])
-def test_computed_rows_replace_what_was_stored(decoder: Decoder, caches: list[ResidentKV], why: str) -> None:
+def test_computed_rows_replace_what_was_stored(
+    decoder: Decoder, caches: list[ResidentKV], why: str
+) -> None:
     spoilt = [caches[0], ResidentKV(10, torch.zeros_like(caches[1].kv)), caches[2]]
-    rows = Rows.of(BOUNDS, **{"new": QUESTION, why: [*range(10, 40), *(QUESTION if why == "new" else ())]})
+    rows = Rows.of(
+        BOUNDS, **{"new": QUESTION, why: [*range(10, 40), *(QUESTION if why == "new" else ())]}
+    )
     output = prefill(decoder, PrefillJob(IDS, rows, resident=spoilt))
     assert torch.allclose(decoder.next_logits(output.hidden), decoder.own_logits(IDS)[0], atol=1e-3)
 
@@ -73,7 +81,9 @@ def test_computed_rows_replace_what_was_stored(decoder: Decoder, caches: list[Re
 # -- the steps --------------------------------------------------------------------------------------------------------
 
 
-def taken(stack: Decoder, steps: Steps, positions: list[list[int]] | None = None) -> tuple[list[Step], PrefillResult]:
+def taken(
+    stack: Decoder, steps: Steps, positions: list[list[int]] | None = None
+) -> tuple[list[Step], PrefillResult]:
     """Take all steps, as the simplest driver would; `positions` fills with those of each layer's rows."""
     positions = [] if positions is None else positions
     seen: list[Step] = []
@@ -117,8 +127,16 @@ def test_the_buffer_is_made_and_nothing_is_computed_before_the_first_step(decode
     steps.close()
 
 
-def test_a_probe_runs_its_layers_before_the_last_pass_does(decoder: Decoder, caches: list[ResidentKV]) -> None:
-    plan = Plan((SegmentPlan("exact"), *[SegmentPlan("reused", recompute=(3,))] * 2, SegmentPlan("computed")))
+def test_a_probe_runs_its_layers_before_the_last_pass_does(
+    decoder: Decoder, caches: list[ResidentKV]
+) -> None:
+    plan = Plan(
+        (
+            SegmentPlan("exact"),
+            *[SegmentPlan("reused", recompute=(3,))] * 2,
+            SegmentPlan("computed"),
+        )
+    )
     job = PrefillJob(
         IDS,
         Rows.of(BOUNDS, new=QUESTION, recomputed=[11, 41]),
@@ -147,7 +165,9 @@ def watched(decoder: Decoder, see: Callable[[int, Tensor], Any]) -> Decoder:
     return other
 
 
-def test_a_turn_surrounds_each_layer_and_no_wait(decoder: Decoder, caches: list[ResidentKV]) -> None:
+def test_a_turn_surrounds_each_layer_and_no_wait(
+    decoder: Decoder, caches: list[ResidentKV]
+) -> None:
     events: list[str] = []
 
     @contextmanager
@@ -163,7 +183,11 @@ def test_a_turn_surrounds_each_layer_and_no_wait(decoder: Decoder, caches: list[
 
     loads = Noted(LAYERS, (), PendingLoads.of_nothing(LAYERS).meter)
     stack = watched(decoder, lambda *_: events.append("layer"))
-    run(stack, steps_of(stack, PrefillJob(IDS, Rows.of(BOUNDS, new=QUESTION), resident=caches), loads), turn)
+    run(
+        stack,
+        steps_of(stack, PrefillJob(IDS, Rows.of(BOUNDS, new=QUESTION), resident=caches), loads),
+        turn,
+    )
     first = events.index("begin")
     assert set(events[:first]) <= {"wait"}
     assert events[first:] == ["begin", "layer", "end"] * LAYERS
@@ -194,12 +218,16 @@ def test_an_exception_while_waiting_closes_the_steps(decoder: Decoder) -> None:
     assert inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED
 
 
-def test_an_exception_in_the_steps_themselves_is_the_callers(decoder: Decoder, caches: list[ResidentKV]) -> None:
+def test_an_exception_in_the_steps_themselves_is_the_callers(
+    decoder: Decoder, caches: list[ResidentKV]
+) -> None:
     def choose(seen: object, rows: Rows) -> Plan:
         raise ValueError("no plan")
 
     probe = ProbeRequest(QUESTION, choose)
-    steps = steps_of(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=QUESTION), caches, reused=(1, 2), probe=probe))
+    steps = steps_of(
+        decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=QUESTION), caches, reused=(1, 2), probe=probe)
+    )
     with pytest.raises(ValueError, match="no plan"):
         run(decoder, steps)
     assert inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED

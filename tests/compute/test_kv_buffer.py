@@ -84,6 +84,8 @@ def test_every_chunk_of_a_prefill_goes_through_own_heads(
             return kv
 
     ranks = Recording()
-    job = PrefillJob(IDS, Rows.of(BOUNDS, new=[*range(10), *range(40, 75)]), resident=[ResidentKV(10, chunk)])
+    job = PrefillJob(
+        IDS, Rows.of(BOUNDS, new=[*range(10), *range(40, 75)]), resident=[ResidentKV(10, chunk)]
+    )
     prefill(on_ranks(decoder, ranks), job)
     assert ranks.asked == decoder.layout.layers

@@ -21,7 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cachecraft_rag.compute import overlapped
-from cachecraft_rag.compute.balance.load_split import LoadingConstants, preload_depth, tokens_to_compute
+from cachecraft_rag.compute.balance.load_split import (
+    LoadingConstants,
+    preload_depth,
+    tokens_to_compute,
+)
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.driver import prefill, run
 from cachecraft_rag.compute.job import EarlyTermination, PrefillJob, PrefillResult, ProbeRequest
@@ -76,13 +80,29 @@ class Disk:
     def __init__(self, decoder: Decoder, folder: Path) -> None:
         self.decoder, self.throttle = decoder, Throttle()
         self.tier = DiskTier(folder, self.throttle)
-        captured = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=range(4)))
+        captured = prefill(
+            decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=range(4))
+        )
         self.variants = []
         for capture in captured.recorder.captures:
             key = VariantKey("tenant", decoder.fingerprint, digest(str(capture.segment)), ())
             tokens = capture.stop - capture.start
             nbytes = decoder.layout.nbytes(tokens)
-            row = (key, key.variant_id, tokens, "tokens", (), 0.0, 0.6, 1.0, None, "raw", nbytes, 0.0, 1.5)
+            row = (
+                key,
+                key.variant_id,
+                tokens,
+                "tokens",
+                (),
+                0.0,
+                0.6,
+                1.0,
+                None,
+                "raw",
+                nbytes,
+                0.0,
+                1.5,
+            )
             variant = Variant(*row)
             self.tier.write(variant, encode(variant, decoder.layout, capture.kv), writer="ab")
             self.variants.append(variant)
@@ -144,7 +164,9 @@ def prefilled(
 ) -> PrefillResult:
     """Prefill, the question alone if `job` says no more, while the rest is loaded."""
     wanted = PrefillJob(IDS, job.pop("rows", ONLY_QUESTION.rows), loading=loading, **job)
-    steps = OverlappedPrefill(decoder, wanted, loads, speed or ComputeSpeed(decoder.keys_per_row)).steps()
+    steps = OverlappedPrefill(
+        decoder, wanted, loads, speed or ComputeSpeed(decoder.keys_per_row)
+    ).steps()
     result = run(decoder, steps)
     loads.close()
     return result
@@ -193,7 +215,9 @@ class Led(Alone):
 @KEPT_OR_NOT
 @pytest.mark.gate
 @pytest.mark.parametrize("last_takes", [0, 30])
-@pytest.mark.parametrize("tokens", [0, 20, 83, 100, 470, *rarely(1, 19, 21, 84, 170, 233, 320, 469)])
+@pytest.mark.parametrize(
+    "tokens", [0, 20, 83, 100, 470, *rarely(1, 19, 21, 84, 170, 233, 320, 469)]
+)
 def test_g4_whatever_the_front_takes_the_logits_are_those_of_full_prefill(
     decoder: Decoder,
     disk: Disk,
@@ -256,7 +280,10 @@ def test_g4_rows_may_join_the_last_pass_before_any_layer(
     [
         *product(["cake"], (0.3e6, 1e6, 3e6, 10e6, math.inf)),
         *product(["layerwise", "whole"], (1e6, math.inf)),  # no front at any speed
-        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in product(["layerwise", "whole"], (3e6, 10e6))),
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in product(["layerwise", "whole"], (3e6, 10e6))
+        ),
     ],
 )
 def test_g4_at_any_speed_and_in_any_way_of_loading(
@@ -283,7 +310,9 @@ def test_g4_while_the_speed_changes_in_the_middle(
     timer.start()
     result = prefilled(decoder, loads, speed=speed)
     assert_exact(result)
-    assert result.waited_s < 0.5 * sum(variant.nbytes for variant in disk.variants) / min(before, after)
+    assert result.waited_s < 0.5 * sum(variant.nbytes for variant in disk.variants) / min(
+        before, after
+    )
     timer.cancel()
     timer.join()
 
@@ -306,16 +335,22 @@ def test_g4_with_a_file_that_is_damaged_in_the_middle(
     read(loads)
     result = prefilled(decoder, loads, loading=loading)
     assert_exact(result)
-    lost = loads.lost(next(extent.stored for extent in loads.extents if extent.start == BOUNDS[segment]))
+    lost = loads.lost(
+        next(extent.stored for extent in loads.extents if extent.start == BOUNDS[segment])
+    )
     assert loading == "cake" or (lost is not None and "checksum" in lost.reason)
-    assert loading == "cake" or set(not_loaded(result)) <= set(range(*BOUNDS[segment : segment + 2]))
+    assert loading == "cake" or set(not_loaded(result)) <= set(
+        range(*BOUNDS[segment : segment + 2])
+    )
     assert loading == "cake" or not_loaded(result)
 
 
 @KEPT_OR_NOT
 @pytest.mark.gate
 @pytest.mark.parametrize("loading", LOADINGS)
-def test_g4_with_reads_that_fail_half_way(decoder: Decoder, disk: Disk, assert_exact: Exact, loading: Loading) -> None:
+def test_g4_with_reads_that_fail_half_way(
+    decoder: Decoder, disk: Disk, assert_exact: Exact, loading: Loading
+) -> None:
     disk.throttle.bytes_per_s = 4e6
     loads = disk.loads()
     timer = threading.Timer(0.03, lambda: [os.truncate(disk.path(n), 6000) for n in range(4)])
@@ -334,13 +369,18 @@ def test_g4_with_chunks_in_memory_and_chunks_that_are_new_in_between(
     first = disk.captures[0]
     resident = [] if 0 in stored else [ResidentKV(first.start, first.kv)]
     new = {0, 1, 2, 3} - set(stored) - {0}
-    rows = Rows.of(BOUNDS, new=[*(p for n in new for p in range(BOUNDS[n], BOUNDS[n + 1])), *QUESTION])
+    rows = Rows.of(
+        BOUNDS, new=[*(p for n in new for p in range(BOUNDS[n], BOUNDS[n + 1])), *QUESTION]
+    )
     disk.throttle.bytes_per_s = rate
     loads = disk.loads(stored)
-    result = prefilled(decoder, loads, speed=measured(decoder), rows=rows, resident=resident, captures=sorted(new))
+    result = prefilled(
+        decoder, loads, speed=measured(decoder), rows=rows, resident=resident, captures=sorted(new)
+    )
     assert_exact(result)
     assert [capture.segment for capture in result.recorder.captures] == sorted(new)
-    for capture in result.recorder.captures:  # what is captured beside loading is what is captured in one pass
+    # what is captured beside loading is what is captured in one pass
+    for capture in result.recorder.captures:
         assert torch.allclose(capture.kv, disk.captures[capture.segment].kv, atol=1e-4)
         assert len(capture.queries) == decoder.layout.layers
 
@@ -349,14 +389,23 @@ def test_g4_with_chunks_in_memory_and_chunks_that_are_new_in_between(
 @pytest.mark.gate
 @pytest.mark.parametrize("rate", [0.2e6, 2e6, math.inf])
 def test_early_termination_beside_loading_leaves_no_position_without_keys(
-    decoder: Decoder, disk: Disk, assert_exact: Exact, memory_holds: Callable[[float], None], rate: float
+    decoder: Decoder,
+    disk: Disk,
+    assert_exact: Exact,
+    memory_holds: Callable[[float], None],
+    rate: float,
 ) -> None:
-    rows = Rows.of(BOUNDS, new=QUESTION, recomputed=[BOUNDS[n] + k for n in (1, 2, 3) for k in (0, 70, 149)])
+    rows = Rows.of(
+        BOUNDS, new=QUESTION, recomputed=[BOUNDS[n] + k for n in (1, 2, 3) for k in (0, 70, 149)]
+    )
     speed = measured(decoder)
     disk.throttle.bytes_per_s = rate
     memory_holds(math.nan)  # what is read before it is written would spoil everything
-    result = prefilled(decoder, disk.loads(), speed=speed, rows=rows, early_termination=EarlyTermination(2))
-    assert_exact(result)  # the caches are exact: whatever is not recomputed any further is right as it is
+    result = prefilled(
+        decoder, disk.loads(), speed=speed, rows=rows, early_termination=EarlyTermination(2)
+    )
+    # the caches are exact: whatever is not recomputed any further is right as it is
+    assert_exact(result)
 
 
 def probe_of() -> ProbeRequest:
@@ -437,12 +486,18 @@ class Clumsy(PendingLoads):
     lost_now = False
 
     def place(self, layer: int, sink: KVSink, *, below: int | None = None) -> None:
-        extent = next((one for one in self.extents if layer < one.layers < self.layers and one.positions), None)
+        extent = next(
+            (one for one in self.extents if layer < one.layers < self.layers and one.positions),
+            None,
+        )
         if below is None and extent is not None and not self.lost_now:
             self.lost_now = True
             with self._changed:
                 self._lose(
-                    extent.stored, Unavailable(extent.stored.variant.variant_id, LoadFailure.MISSING, "it went away")
+                    extent.stored,
+                    Unavailable(
+                        extent.stored.variant.variant_id, LoadFailure.MISSING, "it went away"
+                    ),
                 )
         super().place(layer, sink, below=below)
 
@@ -471,7 +526,8 @@ def test_g4_on_a_disk_that_stops_answering(
     loads = disk.loads(readers=0, expected=2e9)
     hanging = Hanging(loads, after)
     speed = measured(decoder) if known else ComputeSpeed(decoder.keys_per_row)
-    if known:  # a machine on which nothing is sooner computed than loaded, as long as loading goes on
+    # a machine on which nothing is sooner computed than loaded, as long as loading goes on
+    if known:
         speed.measured(1000.0, 5.0)
     for _ in range(2):
         read(loads)
@@ -567,7 +623,9 @@ def test_what_an_earlier_pass_captured_is_kept_whatever_the_question_shapes_late
         yield 150, False
         yield 0, True
 
-    others = [ResidentKV(capture.start, capture.kv) for capture in disk.captures if capture.segment != 1]
+    others = [
+        ResidentKV(capture.start, capture.kv) for capture in disk.captures if capture.segment != 1
+    ]
     result = prefilled(
         on_ranks(decoder, Led(decisions())),
         loads,
@@ -598,7 +656,11 @@ def test_what_a_front_piece_has_computed_is_not_overwritten_by_what_was_stored(
 
 @pytest.mark.parametrize("layer", range(1, 6))
 def test_a_running_row_whose_stored_values_did_not_come_is_no_evidence_of_drift(
-    decoder: Decoder, disk: Disk, assert_exact: Exact, losing: Callable[..., PendingLoads], layer: int
+    decoder: Decoder,
+    disk: Disk,
+    assert_exact: Exact,
+    losing: Callable[..., PendingLoads],
+    layer: int,
 ) -> None:
     result = prefilled(
         decoder,
@@ -649,7 +711,9 @@ def test_what_memory_does_not_keep_is_let_go_before_the_last_pass_has_run_a_laye
     assert_exact(result)
 
 
-def test_what_memory_keeps_stays_where_it_was_read(decoder: Decoder, disk: Disk, assert_exact: Exact) -> None:
+def test_what_memory_keeps_stays_where_it_was_read(
+    decoder: Decoder, disk: Disk, assert_exact: Exact
+) -> None:
     loads = disk.loads()
     assert_exact(prefilled(decoder, loads, loading="whole"))
     chunks = {extent.start: extent.stored.kv for extent in loads.extents}
@@ -659,7 +723,9 @@ def test_what_memory_keeps_stays_where_it_was_read(decoder: Decoder, disk: Disk,
         assert torch.equal(kv, capture.kv)
 
 
-def test_a_layer_that_comes_after_its_tokens_were_taken_is_not_placed(decoder: Decoder, disk: Disk) -> None:
+def test_a_layer_that_comes_after_its_tokens_were_taken_is_not_placed(
+    decoder: Decoder, disk: Disk
+) -> None:
     disk.kept = False
     loads, placed = disk.loads([1], readers=0), Placed()
     loads.send_to(placed)
@@ -717,7 +783,9 @@ def test_a_slow_disk_is_left_for_computing_and_a_fast_one_is_not(
     assert not any(extent.taken for extent in fast.extents)
 
 
-def test_readers_take_extents_from_the_back_and_the_front_takes_tokens_from_the_first(disk: Disk) -> None:
+def test_readers_take_extents_from_the_back_and_the_front_takes_tokens_from_the_first(
+    disk: Disk,
+) -> None:
     loads = disk.loads(readers=0)
     loads.layer_first, loads.reads = False, 1
     jobs = [(job.extents[0].first, job.extents[-1].last) for job in iter(loads._next, None)]
@@ -744,7 +812,8 @@ def test_layer_first_reads_what_adjoins_at_once_from_the_back(disk: Disk) -> Non
 
 def test_the_first_reads_are_small_and_of_few_extents_each_reader_takes_half(disk: Disk) -> None:
     assert reads_of(disk.loads(readers=0), 2) == [(0, 128, 150), (0, 64, 128)]
-    assert reads_of(disk.loads(readers=0, expected=1e6), 1) == [(0, 0, 150)]  # how fast it comes is known
+    # how fast it comes is known
+    assert reads_of(disk.loads(readers=0, expected=1e6), 1) == [(0, 0, 150)]
     assert reads_of(disk.loads([3], readers=0, expected=1e6), 2) == [(0, 64, 150), (0, 0, 64)]
 
 
@@ -754,7 +823,8 @@ def test_what_failed_is_told_once(disk: Disk) -> None:
     os.truncate(disk.path(1), 4096 + 100)
     loads.read()
     failed = loads.failed()
-    assert failed == list(range(BOUNDS[1], BOUNDS[2]))  # 2 was open already: unlinking takes nothing from who reads it
+    # 2 was open already: unlinking takes nothing from who reads it
+    assert failed == list(range(BOUNDS[1], BOUNDS[2]))
     assert loads.failed() == []
     assert loads.incomplete() == []
 
@@ -770,17 +840,24 @@ def test_waiting_is_added_up(disk: Disk) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(layers=st.integers(1, 100), prefill_s=st.floats(0.001, 100), load_s=st.floats(0, 100))
-def test_after_the_depth_of_equation_16_no_layer_is_waited_for(layers: int, prefill_s: float, load_s: float) -> None:
+def test_after_the_depth_of_equation_16_no_layer_is_waited_for(
+    layers: int, prefill_s: float, load_s: float
+) -> None:
     depth = preload_depth(layers, prefill_s=prefill_s, load_s=load_s)
     assert 1 <= depth <= layers
     begins = depth * load_s / layers
-    for layer in range(layers):  # it is computed at `begins + layer · prefill_s / layers`, and read by then
+    # it is computed at `begins + layer · prefill_s / layers`, and read by then
+    for layer in range(layers):
         assert (layer + 1) * load_s / layers <= begins + layer * prefill_s / layers + 1e-9
 
 
 @settings(max_examples=60, deadline=None)
-@given(load=st.floats(0, 50), compute=st.floats(0, 50), a=st.floats(0.001, 1), b=st.floats(0.001, 1))
-def test_both_ends_are_done_at_the_same_moment(load: float, compute: float, a: float, b: float) -> None:
+@given(
+    load=st.floats(0, 50), compute=st.floats(0, 50), a=st.floats(0.001, 1), b=st.floats(0.001, 1)
+)
+def test_both_ends_are_done_at_the_same_moment(
+    load: float, compute: float, a: float, b: float
+) -> None:
     tokens = tokens_to_compute(load_s=load, compute_s=compute, load_token_s=a, compute_token_s=b)
     assert load - tokens * a == pytest.approx(compute + tokens * b, abs=1e-6)
 
@@ -866,7 +943,9 @@ def test_a_last_pass_on_all_cores_waits_for_busy_readers_and_not_for_others(
         steps.close()
 
 
-def test_until_a_front_is_computed_loading_goes_layer_by_layer(decoder: Decoder, disk: Disk) -> None:
+def test_until_a_front_is_computed_loading_goes_layer_by_layer(
+    decoder: Decoder, disk: Disk
+) -> None:
     speed, loads = measured(decoder), disk.loads(readers=0)  # nothing comes
     steps = OverlappedPrefill(decoder, PrefillJob(IDS, ONLY_QUESTION.rows), loads, speed).steps()
     assert isinstance(next(steps), overlapped.Wait)
@@ -878,7 +957,9 @@ def test_until_a_front_is_computed_loading_goes_layer_by_layer(decoder: Decoder,
     steps.close()
 
 
-def test_what_is_recomputed_of_a_stored_chunk_belongs_to_an_untouched_prompt_once(decoder: Decoder, disk: Disk) -> None:
+def test_what_is_recomputed_of_a_stored_chunk_belongs_to_an_untouched_prompt_once(
+    decoder: Decoder, disk: Disk
+) -> None:
     """It is to be loaded and to be computed."""
     rows = ONLY_QUESTION.rows.mark(range(20, 60), RowReason.RECOMPUTED)
     loads = disk.loads(readers=0)
@@ -894,7 +975,9 @@ def test_an_engine_that_has_measured_nothing_looks_longer_before_it_computes_a_f
     """It cannot know that a front pays. It goes on as soon as it sees that the rest will not take long."""
     loads = disk.loads(readers=0)
     unmeasured = ComputeSpeed(decoder.keys_per_row)
-    steps = OverlappedPrefill(decoder, PrefillJob(IDS, ONLY_QUESTION.rows), loads, unmeasured).steps()
+    steps = OverlappedPrefill(
+        decoder, PrefillJob(IDS, ONLY_QUESTION.rows), loads, unmeasured
+    ).steps()
     assert isinstance(next(steps), overlapped.Wait)
     look = steps.send(False)
     assert isinstance(look, overlapped.Wait)
@@ -907,7 +990,9 @@ def test_an_engine_that_has_measured_nothing_looks_longer_before_it_computes_a_f
     steps.close()
 
 
-def test_the_loader_keeps_what_came_whole_and_reports_what_is_damaged(decoder: Decoder, tmp_path: Path) -> None:
+def test_the_loader_keeps_what_came_whole_and_reports_what_is_damaged(
+    decoder: Decoder, tmp_path: Path
+) -> None:
     with ChunkCacheStore.open(tmp_path) as store:
         variants = [store.put(capture_of(decoder, name)).result() for name in ("good", "bad")]
         good, bad = (variant for variant in variants if isinstance(variant, Variant))
@@ -919,7 +1004,9 @@ def test_the_loader_keeps_what_came_whole_and_reports_what_is_damaged(decoder: D
         loader = Loader(store, decoder.layout.layers)
         opened = [store.open_variant(variant) for variant in (good, bad)]
         assert all(isinstance(one, StoredVariant) for one in opened)
-        loads = loader.begin([(one, 100 * n) for n, one in enumerate(opened) if isinstance(one, StoredVariant)])
+        loads = loader.begin(
+            [(one, 100 * n) for n, one in enumerate(opened) if isinstance(one, StoredVariant)]
+        )
         assert loads.wait(lambda: not loads.incomplete(), 60)
         loader.end(loads)
         store.flush()

@@ -31,7 +31,16 @@ from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.store.row_checks import LookupResult
-from cachecraft_rag.types import Capture, KVLayout, Prompt, Segment, TokenScores, Unavailable, Variant, VariantKey
+from cachecraft_rag.types import (
+    Capture,
+    KVLayout,
+    Prompt,
+    Segment,
+    TokenScores,
+    Unavailable,
+    Variant,
+    VariantKey,
+)
 
 MakeDecoder = Callable[..., Decoder]
 TOKENS = {"system": 8, "a": 100, "b": 90, "c": 20, "question": 12}
@@ -43,13 +52,18 @@ SYSTEM, BEHIND_A = ("system",), ("system", "a")
 def segment(name: str, *, private: bool = False, closing: int = 0) -> Segment:
     kind: Any = name if name in ("system", "question") else "chunk"
     seed = sorted(TOKENS).index(name)
-    ids = torch.randint(0, 256, (TOKENS[name],), generator=torch.Generator().manual_seed(seed)).tolist()
+    ids = torch.randint(
+        0, 256, (TOKENS[name],), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
     return Segment(kind, name, tuple(ids), private=private, closing=closing)
 
 
 def prompt_of(*private: str, closing: int = 0) -> Prompt:
     return Prompt(
-        tuple(segment(name, private=name in private, closing=closing if name == "question" else 0) for name in TOKENS)
+        tuple(
+            segment(name, private=name in private, closing=closing if name == "question" else 0)
+            for name in TOKENS
+        )
     )
 
 
@@ -72,7 +86,14 @@ class Shelf:
         self.folder, self.layout, self.fingerprint = folder, layout, fingerprint
         self.store = ChunkCacheStore.open(folder)
 
-    def put(self, name: str, prefix: Sequence[str], *, exact: bool = True, kv: torch.Tensor | None = None) -> Variant:
+    def put(
+        self,
+        name: str,
+        prefix: Sequence[str],
+        *,
+        exact: bool = True,
+        kv: torch.Tensor | None = None,
+    ) -> Variant:
         tokens = TOKENS[name]
         kv = torch.randn(self.layout.shape(tokens)) if kv is None else kv
         scores = np.linspace(0.1, 0.9, tokens, dtype=np.float32)
@@ -105,10 +126,17 @@ class Shelf:
         return self.store.find("default", self.fingerprint, names)
 
     def resolve(
-        self, prompt: Prompt = PROMPT, config: ReuseConfig = CONFIG, *, ranks: Alone | None = None, answer: int = 5
+        self,
+        prompt: Prompt = PROMPT,
+        config: ReuseConfig = CONFIG,
+        *,
+        ranks: Alone | None = None,
+        answer: int = 5,
     ) -> Resolved:
         found = self.found(prompt)
-        return resolve(prompt, found, config, store=self.store, ranks=ranks or Alone(), answer_tokens=answer)
+        return resolve(
+            prompt, found, config, store=self.store, ranks=ranks or Alone(), answer_tokens=answer
+        )
 
 
 @pytest.fixture
@@ -153,7 +181,11 @@ def test_what_is_in_memory_is_resident_and_the_rest_is_to_be_loaded(shelf: Shelf
             (a.variant_id, 8),
         ]
         assert [(one.start, one.kv.shape[2]) for one in resolved.job.resident] == [(108, 90)]
-        assert resolved.tiers == {system.variant_id: "disk", a.variant_id: "disk", b.variant_id: "host"}
+        assert resolved.tiers == {
+            system.variant_id: "disk",
+            a.variant_id: "disk",
+            b.variant_id: "host",
+        }
         # what is to be loaded may have to be computed after all; what is in memory need not be captured again
         assert list(resolved.job.captures) == [0, 1, 3]
         assert list(resolved.job.reused) == [2]
@@ -165,11 +197,16 @@ def test_what_is_in_memory_is_resident_and_the_rest_is_to_be_loaded(shelf: Shelf
 
 
 def test_rows_are_those_of_the_plan() -> None:
-    plan = Plan((SegmentPlan("exact"), SegmentPlan("reused", recompute=(1, 2)), SegmentPlan("computed")))
-    rows = rows_of(plan, [0, 2, 6, 8])  # without variants: a variant is what keeps a segment from being computed
+    plan = Plan(
+        (SegmentPlan("exact"), SegmentPlan("reused", recompute=(1, 2)), SegmentPlan("computed"))
+    )
+    # without variants: a variant is what keeps a segment from being computed
+    rows = rows_of(plan, [0, 2, 6, 8])
     assert marks(rows, RowReason.NEW) == list(range(8))
     variant: Any = object()
-    plan = Plan(tuple(replace(one, variant=variant) for one in plan.segments[:2]) + plan.segments[2:])
+    plan = Plan(
+        tuple(replace(one, variant=variant) for one in plan.segments[:2]) + plan.segments[2:]
+    )
     rows = rows_of(plan, [0, 2, 6, 8])
     assert (marks(rows, RowReason.RECOMPUTED), marks(rows, RowReason.NEW)) == ([3, 4], [6, 7])
 
@@ -216,11 +253,16 @@ def test_when_all_variants_are_lost_the_plan_says_why(shelf: Shelf, harm: str) -
     resolved = resolve(PROMPT, found, CONFIG, store=shelf.store, ranks=Alone(), answer_tokens=5)
     with closing(resolved):
         planned = resolved.plan.segments[1]
-        assert (planned.outcome, planned.variant, planned.reason) == ("computed", None, Reason.NOT_LOADED)
+        assert (planned.outcome, planned.variant, planned.reason) == (
+            "computed",
+            None,
+            Reason.NOT_LOADED,
+        )
         assert planned.detail
         assert harm == "missing" or "header damaged" in planned.detail
         assert set(range(8, 108)) <= set(marks(resolved.job.rows, RowReason.NEW))
-        assert [stored.variant for stored, _ in resolved.to_load] == [variants[2]]  # exact behind what is computed
+        # exact behind what is computed
+        assert [stored.variant for stored, _ in resolved.to_load] == [variants[2]]
     shelf.store.flush()
     assert not shelf.found().variants["a"]  # what proved lost has left the catalog
 
@@ -258,7 +300,9 @@ def is_closed(stored: StoredVariant) -> bool:
     return False
 
 
-def test_what_another_rank_has_lost_is_lost_here_too(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_rank_has_lost_is_lost_here_too(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     best, second = shelf.put("a", SYSTEM), shelf.put("a", ("system", "b", "c"))
     only = shelf.put("b", BEHIND_A)
     shelf.reopen()
@@ -293,7 +337,9 @@ def test_ranks_agree_on_nothing_where_nothing_is_opened(shelf: Shelf) -> None:
     assert ranks.reported == []
 
 
-def test_what_was_opened_is_closed_if_resolving_fails(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_opened_is_closed_if_resolving_fails(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shelf.put("a", SYSTEM)
     shelf.put("b", SYSTEM)
     shelf.reopen()
@@ -348,7 +394,9 @@ def test_early_termination_is_for_what_is_recomputed(shelf: Shelf) -> None:
     assert shelf.resolve().job.early_termination is None
 
 
-@pytest.mark.parametrize(("least", "private", "probes"), [(0, True, True), (10_000, True, False), (0, False, False)])
+@pytest.mark.parametrize(
+    ("least", "private", "probes"), [(0, True, True), (10_000, True, False), (0, False, False)]
+)
 def test_a_probe_goes_ahead_of_large_passes_where_it_may_choose(
     shelf: Shelf, least: int, private: bool, probes: bool
 ) -> None:
@@ -372,7 +420,8 @@ def test_a_pass_of_few_rows_has_a_probe_by_default(shelf: Shelf, least: int, pro
     config = ReuseConfig(recompute_ratio=0.3, nearest_share=0.0, capture=False)
     assert config.probe_min_rows == 0
     job = shelf.resolve(config=replace(config, probe_min_rows=least)).job
-    assert len(job.rows.open()) == 53  # the system segment, the question, and what is recomputed of b and c
+    # the system segment, the question, and what is recomputed of b and c
+    assert len(job.rows.open()) == 53
     assert (job.probe is not None) == probes
 
 
@@ -405,12 +454,16 @@ def test_a_probe_chooses_anew_around_what_is_computed(shelf: Shelf) -> None:
 def result_of(resolved: Resolved, rows: Rows, *, plan: Plan | None = None) -> PrefillResult:
     """A prefill that ended with these rows; all it was asked for is captured."""
     job, layout = resolved.job, KVLayout(2, 1, 4, "float32")
-    recorder = CaptureRecorder(layout, torch.empty(0), [(i, BOUNDS[i], BOUNDS[i + 1]) for i in job.captures])
+    recorder = CaptureRecorder(
+        layout, torch.empty(0), [(i, BOUNDS[i], BOUNDS[i + 1]) for i in job.captures]
+    )
     found = recorder.locate(np.arange(BOUNDS[-1]))
     for capture, _ in found:
         capture.queries.update({0: torch.empty(0), 1: torch.empty(0)})
     buffer: Any = None
-    return PrefillResult(torch.empty(0), buffer, recorder, rows, frozenset(), plan, None, None, 0, 0.0)
+    return PrefillResult(
+        torch.empty(0), buffer, recorder, rows, frozenset(), plan, None, None, 0, 0.0
+    )
 
 
 def captured_segments(result: PrefillResult) -> list[int]:
@@ -436,23 +489,38 @@ def test_what_came_is_as_it_was_planned(resolved: tuple[Resolved, PendingLoads])
     assert captured_segments(result) == [0, 2, 3]
 
 
-def test_what_was_computed_because_that_was_faster_says_so(resolved: tuple[Resolved, PendingLoads]) -> None:
+def test_what_was_computed_because_that_was_faster_says_so(
+    resolved: tuple[Resolved, PendingLoads],
+) -> None:
     planned, loads = resolved
-    result = result_of(planned, planned.job.rows.mark([*range(8, 108), *range(108, 120)], RowReason.NOT_LOADED))
+    result = result_of(
+        planned, planned.job.rows.mark([*range(8, 108), *range(108, 120)], RowReason.NOT_LOADED)
+    )
     plan = executed_plan(planned, loads, result)
     a, b = plan.segments[1:3]
-    assert (a.outcome, a.reason, a.variant, a.recompute) == ("computed", Reason.COMPUTED_FASTER, None, ())
+    assert (a.outcome, a.reason, a.variant, a.recompute) == (
+        "computed",
+        Reason.COMPUTED_FASTER,
+        None,
+        (),
+    )
     assert (b.outcome, b.reason, b.not_loaded) == ("reused", Reason.COMPUTED_FASTER, 12)
     assert b.variant == planned.plan.segments[2].variant
-    assert b.recompute == tuple(offset for offset in planned.plan.segments[2].recompute if offset >= 12)
+    assert b.recompute == tuple(
+        offset for offset in planned.plan.segments[2].recompute if offset >= 12
+    )
     assert captured_segments(result) == [0, 2, 3]  # a was computed, but the very same is stored
 
 
-def test_a_plan_that_a_probe_made_is_the_one_that_went(resolved: tuple[Resolved, PendingLoads]) -> None:
+def test_a_plan_that_a_probe_made_is_the_one_that_went(
+    resolved: tuple[Resolved, PendingLoads],
+) -> None:
     planned, loads = resolved
     segments = list(planned.plan.segments)
     segments[2] = replace(segments[2], recompute=(1, 50))
-    result = result_of(planned, planned.job.rows.mark([109], RowReason.NOT_LOADED), plan=Plan(tuple(segments)))
+    result = result_of(
+        planned, planned.job.rows.mark([109], RowReason.NOT_LOADED), plan=Plan(tuple(segments))
+    )
     plan = executed_plan(planned, loads, result)
     assert plan.segments[2].recompute == (50,)
     assert plan.segments[2].not_loaded == 1
@@ -464,7 +532,10 @@ def test_what_was_lost_on_the_way_is_captured_again(shelf: Shelf) -> None:
     content = bytearray(shelf.path(a).read_bytes())
     content[-5] ^= 1
     shelf.path(a).write_bytes(content)
-    with closing(shelf.resolve()) as planned, loading(Loader(shelf.store, 2), planned.to_load) as loads:
+    with (
+        closing(shelf.resolve()) as planned,
+        loading(Loader(shelf.store, 2), planned.to_load) as loads,
+    ):
         assert loads.wait(lambda: not loads.incomplete(), 60)
         failed = loads.failed()
         assert failed
@@ -502,10 +573,17 @@ def test_resolved_loaded_and_run_the_logits_are_those_of_full_prefill(
         path.write_bytes(path.read_bytes()[:-100])
     elif harm == "the file":
         path.unlink()
-    resolved = resolve(PROMPT, found, CONFIG, store=shelf.store, ranks=decoder.ranks, answer_tokens=1)
-    with closing(resolved), loading(Loader(shelf.store, decoder.layout.layers), resolved.to_load) as loads:
+    resolved = resolve(
+        PROMPT, found, CONFIG, store=shelf.store, ranks=decoder.ranks, answer_tokens=1
+    )
+    with (
+        closing(resolved),
+        loading(Loader(shelf.store, decoder.layout.layers), resolved.to_load) as loads,
+    ):
         assert loads.wait(lambda: not loads.incomplete(), 60)
-        steps = OverlappedPrefill(decoder, resolved.job, loads, ComputeSpeed(decoder.keys_per_row)).steps()
+        steps = OverlappedPrefill(
+            decoder, resolved.job, loads, ComputeSpeed(decoder.keys_per_row)
+        ).steps()
         result = run(decoder, steps)
     plan = executed_plan(resolved, loads, result)
     assert (decoder.next_logits(result.hidden) - decoder.own_logits(ids)[0]).abs().max() <= 1e-3
@@ -514,5 +592,6 @@ def test_resolved_loaded_and_run_the_logits_are_those_of_full_prefill(
         harm != "nothing",
         *[False] * 3,
     ]
-    assert harm == "nothing" or captured_segments(result) in ([1], [])  # whole in one pass, or not at all
+    # whole in one pass, or not at all
+    assert harm == "nothing" or captured_segments(result) in ([1], [])
     shelf.store.close()

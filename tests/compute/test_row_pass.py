@@ -47,7 +47,9 @@ class Sees:
         self.seen: list[tuple[int, Tensor, Tensor, AttentionSettings]] = []
         self.positions: list[list[int]] = []
 
-    def observe(self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings) -> None:
+    def observe(
+        self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings
+    ) -> None:
         self.positions.append(visible.positions.tolist())
         self.seen.append((layer, q.clone(), k.clone(), settings))
 
@@ -80,7 +82,9 @@ class Request:
         self.buffer, self.rows = filled(decoder, resident), rows
         spans = [(segment, *BOUNDS[segment : segment + 2]) for segment in captures]
         self.recorder = CaptureRecorder(decoder.layout, self.buffer.kv, spans)
-        chunks = [StaleChunk(segment, [range(*BOUNDS[segment : segment + 2])]) for segment in (1, 2)]
+        chunks = [
+            StaleChunk(segment, [range(*BOUNDS[segment : segment + 2])]) for segment in (1, 2)
+        ]
         drift = DriftCorrection(chunks, strength=0.7, rotary=self.buffer.rotary)
         positions = rows.open()
         self.row_pass = RowPass(
@@ -104,10 +108,22 @@ def requests_of(decoder: Decoder) -> tuple[list[Request], Sees]:
     return [
         Request(decoder, ids, Rows.of(BOUNDS, new=range(75)), captures=[1, 2]),
         Request(
-            decoder, ids, Rows.of(BOUNDS, new=QUESTION, recomputed=[11, 14, 20, 45, 47]), resident=foreign, drifts=True
+            decoder,
+            ids,
+            Rows.of(BOUNDS, new=QUESTION, recomputed=[11, 14, 20, 45, 47]),
+            resident=foreign,
+            drifts=True,
         ),
-        Request(decoder, ids, Rows.of(BOUNDS, new=[*range(10), *QUESTION]), resident=foreign[1:], observer=sees),
-        Request(decoder, ids, Rows.of(BOUNDS, new=QUESTION), resident=foreign[:2], absent=range(40, 60)),
+        Request(
+            decoder,
+            ids,
+            Rows.of(BOUNDS, new=[*range(10), *QUESTION]),
+            resident=foreign[1:],
+            observer=sees,
+        ),
+        Request(
+            decoder, ids, Rows.of(BOUNDS, new=QUESTION), resident=foreign[:2], absent=range(40, 60)
+        ),
         Request(decoder, ids, decodes, resident=foreign),
     ], sees
 
@@ -149,7 +165,9 @@ def test_passes_of_several_requests_as_one_forward_are_each_what_it_is_alone(
 
 
 @torch.inference_mode()
-def test_a_joint_layer_that_fails_is_repeated_alone_without_correcting_twice(tiny_decoder: MakeDecoder) -> None:
+def test_a_joint_layer_that_fails_is_repeated_alone_without_correcting_twice(
+    tiny_decoder: MakeDecoder,
+) -> None:
     decoder = tiny_decoder("Llama")
     (alone, seen_alone), (together, seen_together) = requests_of(decoder), requests_of(decoder)
 
@@ -174,7 +192,9 @@ def test_a_joint_layer_that_fails_is_repeated_alone_without_correcting_twice(tin
 
 
 @torch.inference_mode()
-def test_a_layer_that_failed_amid_its_corrections_is_not_repeated(tiny_decoder: MakeDecoder) -> None:
+def test_a_layer_that_failed_amid_its_corrections_is_not_repeated(
+    tiny_decoder: MakeDecoder,
+) -> None:
     decoder = tiny_decoder("Llama")
     request = requests_of(decoder)[0][1]
 
@@ -191,7 +211,9 @@ def test_a_layer_that_failed_amid_its_corrections_is_not_repeated(tiny_decoder: 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
     """Equal but for what another order of additions changes."""
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5 * max(1.0, float(expected.abs().max())))
+    assert torch.allclose(
+        found, expected, rtol=1e-5, atol=1e-5 * max(1.0, float(expected.abs().max()))
+    )
 
 
 @torch.inference_mode()
@@ -206,7 +228,9 @@ def test_the_order_of_passes_in_a_forward_makes_no_difference(tiny_decoder: Make
 
 
 @torch.inference_mode()
-def test_the_captured_pass_is_the_models_own_forward_in_company_too(tiny_decoder: MakeDecoder) -> None:
+def test_the_captured_pass_is_the_models_own_forward_in_company_too(
+    tiny_decoder: MakeDecoder,
+) -> None:
     decoder = tiny_decoder("Llama")
     requests, _ = requests_of(decoder)
     for _ in range(LAYERS):
@@ -216,7 +240,9 @@ def test_the_captured_pass_is_the_models_own_forward_in_company_too(tiny_decoder
 
 
 @torch.inference_mode()
-def test_one_layer_is_one_forward_of_all_rows(tiny_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_layer_is_one_forward_of_all_rows(
+    tiny_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder, calls = tiny_decoder("Llama"), []
     requests, _ = requests_of(decoder)
     own = decoder.layer
@@ -258,7 +284,9 @@ def test_what_is_visible_is_prepared_once_per_pass_and_window(
 def test_rows_that_are_dropped_leave_the_others_as_they_are(tiny_decoder: MakeDecoder) -> None:
     decoder, ids = tiny_decoder("Llama"), token_ids(1)
     resident = captured(decoder, ids)  # exact, so what is dropped is not missed
-    request = Request(decoder, ids, Rows.of(BOUNDS, new=QUESTION, recomputed=[11, 14, 45]), resident=resident)
+    request = Request(
+        decoder, ids, Rows.of(BOUNDS, new=QUESTION, recomputed=[11, 14, 45]), resident=resident
+    )
     one = request.row_pass
     advance(decoder, [one])
     one.keep(one.positions != 14)
@@ -298,7 +326,9 @@ def test_only_passes_before_the_same_layer_can_join(tiny_decoder: MakeDecoder) -
 
 
 @torch.inference_mode()
-def test_evidence_that_did_not_come_corrects_nothing_from_the_update_on(tiny_decoder: MakeDecoder) -> None:
+def test_evidence_that_did_not_come_corrects_nothing_from_the_update_on(
+    tiny_decoder: MakeDecoder,
+) -> None:
     decoder, ids = tiny_decoder("Llama"), token_ids(2)
     rows = Rows.of(BOUNDS, new=QUESTION, recomputed=[11, 14, 20])
     request = Request(decoder, ids, rows, resident=captured(decoder, token_ids(1)), drifts=True)
@@ -309,7 +339,10 @@ def test_evidence_that_did_not_come_corrects_nothing_from_the_update_on(tiny_dec
     request.row_pass.update(rows.mark([11, 14], RowReason.NOT_LOADED))
     advance(decoder, [request.row_pass])
     advance(decoder, [request.row_pass])
-    changed = [not torch.equal(request.buffer.kv[layer][:, stale], before[layer]) for layer in range(LAYERS)]
+    changed = [
+        not torch.equal(request.buffer.kv[layer][:, stale], before[layer])
+        for layer in range(LAYERS)
+    ]
     # in the first layer a key is its token's alone, whatever stands before: it drifts by rounding at most
     assert changed[1:] == [True, False, False]
 
@@ -319,7 +352,9 @@ def test_absent_keys_make_no_difference(tiny_decoder: MakeDecoder) -> None:
     decoder, ids = tiny_decoder("Llama"), token_ids(2)
     resident, found = captured(decoder, token_ids(1))[:2], []
     for garbage in (0.0, 9.0):
-        request = Request(decoder, ids, Rows.of(BOUNDS, new=QUESTION), resident=resident, absent=range(40, 60))
+        request = Request(
+            decoder, ids, Rows.of(BOUNDS, new=QUESTION), resident=resident, absent=range(40, 60)
+        )
         request.buffer.kv[:, :, 40:60] = garbage
         for _ in range(LAYERS):
             advance(decoder, [request.row_pass])
@@ -328,7 +363,9 @@ def test_absent_keys_make_no_difference(tiny_decoder: MakeDecoder) -> None:
 
 
 @torch.inference_mode()
-def test_an_observer_sees_the_rotated_queries_that_it_watches_and_all_rotated_keys(tiny_decoder: MakeDecoder) -> None:
+def test_an_observer_sees_the_rotated_queries_that_it_watches_and_all_rotated_keys(
+    tiny_decoder: MakeDecoder,
+) -> None:
     decoder, ids, sees = tiny_decoder("Llama"), token_ids(1), Sees()
     request = Request(decoder, ids, Rows.of(BOUNDS, new=range(75)), captures=[1], observer=sees)
     for _ in range(LAYERS):
@@ -343,7 +380,9 @@ def test_an_observer_sees_the_rotated_queries_that_it_watches_and_all_rotated_ke
 
 
 @torch.inference_mode()
-def test_an_observer_is_shown_the_rows_that_it_watches_whatever_others_run(tiny_decoder: MakeDecoder) -> None:
+def test_an_observer_is_shown_the_rows_that_it_watches_whatever_others_run(
+    tiny_decoder: MakeDecoder,
+) -> None:
     decoder, ids, sees = tiny_decoder("Llama"), token_ids(1), Sees()
     request = Request(decoder, ids, Rows.of(BOUNDS, new=[3, 5, 6, 30, 69, 70, 74]), observer=sees)
     advance(decoder, [request.row_pass])

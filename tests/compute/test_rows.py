@@ -27,11 +27,19 @@ def test_each_position_has_its_segment_and_its_reason() -> None:
     assert found.segment.tolist() == [0] * 3 + [1] * 4 + [3] * 5
     assert found.reason.tolist() == [0, 2, 0, 0, 2, 2, 0, 1, 1, 1, 1, 1]
     assert not found.done.any()
-    assert [found.segment.dtype, found.reason.dtype, found.done.dtype] == [np.int64, np.uint8, np.bool_]
+    assert [found.segment.dtype, found.reason.dtype, found.done.dtype] == [
+        np.int64,
+        np.uint8,
+        np.bool_,
+    ]
 
 
 def test_a_position_that_is_new_and_recomputed_is_new() -> None:
-    assert Rows.of([0, 3], new=[1], recomputed=[0, 1]).reason.tolist() == [RowReason.RECOMPUTED, RowReason.NEW, 0]
+    assert Rows.of([0, 3], new=[1], recomputed=[0, 1]).reason.tolist() == [
+        RowReason.RECOMPUTED,
+        RowReason.NEW,
+        0,
+    ]
 
 
 def test_the_caller_may_go_on_changing_the_bounds_it_gave() -> None:
@@ -41,7 +49,9 @@ def test_the_caller_may_go_on_changing_the_bounds_it_gave() -> None:
     assert found.bounds == (0, 3)
 
 
-@pytest.mark.parametrize("given", [[1, 2], (1, 2), range(1, 3), {1, 2}, np.array([1, 2]), iter([1, 2])], ids=type)
+@pytest.mark.parametrize(
+    "given", [[1, 2], (1, 2), range(1, 3), {1, 2}, np.array([1, 2]), iter([1, 2])], ids=type
+)
 def test_positions_may_be_given_in_any_form(given: object) -> None:
     assert rows().mark(given, RowReason.NOT_LOADED).reason[:4].tolist() == [0, 3, 3, 0]  # type: ignore[arg-type]
 
@@ -76,7 +86,8 @@ def test_open_are_those_to_be_computed_that_are_not_done() -> None:
     assert found.open(below=5).tolist() == [1, 4]
     assert found.open(below=0).tolist() == []
     assert found.finish([1, 5, 11]).open().tolist() == [4, 7, 8, 9, 10]
-    assert found.finish([2]).open().tolist() == found.open().tolist()  # stored, and never to be computed
+    # stored, and never to be computed
+    assert found.finish([2]).open().tolist() == found.open().tolist()
     assert found.mark([4], RowReason.STORED).open(below=7).tolist() == [1, 5]
     assert found.mark([0], RowReason.NOT_LOADED).open(below=2).tolist() == [0, 1]
     assert found.open().dtype == np.int64
@@ -84,7 +95,12 @@ def test_open_are_those_to_be_computed_that_are_not_done() -> None:
 
 def test_spans_and_offsets_are_those_of_a_segment() -> None:
     found = rows().mark([3], RowReason.NOT_LOADED)
-    assert [found.span(segment) for segment in range(4)] == [slice(0, 3), slice(3, 7), slice(7, 7), slice(7, 12)]
+    assert [found.span(segment) for segment in range(4)] == [
+        slice(0, 3),
+        slice(3, 7),
+        slice(7, 7),
+        slice(7, 12),
+    ]
     assert found.offsets(1, RowReason.RECOMPUTED).tolist() == [1, 2]
     assert found.offsets(1, RowReason.NOT_LOADED).tolist() == [0]
     assert found.offsets(1, RowReason.RECOMPUTED, RowReason.NOT_LOADED).tolist() == [0, 1, 2]

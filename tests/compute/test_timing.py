@@ -40,7 +40,11 @@ def test_what_lies_between_two_blocks_counts_for_neither() -> None:
 
 def test_within_a_part_every_part_is_that_one() -> None:
     timer = ticking()
-    with timer("probe"), within(timer, "probe")("attention"), within(within(timer, "probe"), "drift")("layers"):
+    with (
+        timer("probe"),
+        within(timer, "probe")("attention"),
+        within(within(timer, "probe"), "drift")("layers"),
+    ):
         pass
     assert {part for part, seconds in timer.seconds.items() if seconds} == {"probe"}
 
@@ -61,4 +65,13 @@ def test_untimed_is_one_block_for_all() -> None:
     assert within(untimed, "probe") is untimed
     with untimed("layers"), untimed("layers"):
         pass
-    assert set(PARTS) >= {"planning", "placing", "probe", "drift", "attention", "layers", "logits", "other"}
+    assert set(PARTS) >= {
+        "planning",
+        "placing",
+        "probe",
+        "drift",
+        "attention",
+        "layers",
+        "logits",
+        "other",
+    }

@@ -33,7 +33,9 @@ def make_engine(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> Iterato
     def make(family: str = "Llama", **settings: Any) -> Engine:
         small = {"host_bytes": 1 << 20, "disk_bytes": 1 << 20}
         store = ChunkCacheStore.open(tmp_path / "caches", **(small | settings))
-        made.append(Engine(tiny_decoder(family), store, config=ReuseConfig(alpha=0.3, loading="layerwise")))
+        made.append(
+            Engine(tiny_decoder(family), store, config=ReuseConfig(alpha=0.3, loading="layerwise"))
+        )
         return made[-1]
 
     yield make
@@ -68,7 +70,8 @@ def test_what_is_well_needs_no_advice(facts: Facts) -> None:
     assert (facts.dtype, facts.store.variants, facts.problems) == ("float32", 4, ())
     assert facts.compute_speed > 0
     assert facts.disk_bytes_per_s is not None
-    assert facts.load_speed == pytest.approx(facts.disk_bytes_per_s / (4 * 2 * 2 * 16 * 4))  # bytes of a token
+    # bytes of a token
+    assert facts.load_speed == pytest.approx(facts.disk_bytes_per_s / (4 * 2 * 2 * 16 * 4))
 
 
 def test_a_store_that_is_full(make_engine: MakeEngine) -> None:
@@ -111,7 +114,12 @@ def test_threads_chosen_by_omp_num_threads_are_no_advice(facts: Facts) -> None:
 
 
 def test_float32_where_the_cpu_knows_better(facts: Facts) -> None:
-    cases = (True, "float32", True), (False, "float32", False), (True, "bfloat16", False), (False, "bfloat16", True)
+    cases = (
+        (True, "float32", True),
+        (False, "float32", False),
+        (True, "bfloat16", False),
+        (False, "bfloat16", True),
+    )
     for fast, dtype, wanted in cases:
         subjects = {one.about for one in findings(replace(facts, fast_bfloat16=fast, dtype=dtype))}
         assert ("dtype" in subjects) == wanted
@@ -119,12 +127,17 @@ def test_float32_where_the_cpu_knows_better(facts: Facts) -> None:
 
 def test_a_folder_that_cannot_be_written(facts: Facts, tmp_path: Path) -> None:
     assert read_speed(tmp_path / "nowhere") is None
-    assert advised(replace(facts, read_only=True, disk_bytes_per_s=None, load_speed=None)) == {"folder"}
+    assert advised(replace(facts, read_only=True, disk_bytes_per_s=None, load_speed=None)) == {
+        "folder"
+    }
 
 
 def test_loading_that_is_slower_than_computing(facts: Facts) -> None:
     for times, level in ((2.0, "ok"), (0.5, "advice")):
-        found = {one.about: one for one in findings(replace(facts, load_speed=times * facts.compute_speed))}
+        found = {
+            one.about: one
+            for one in findings(replace(facts, load_speed=times * facts.compute_speed))
+        }
         assert found["disk"].level == level
         assert f"{times:.1f} times as fast as computing" in found["disk"].what
 
@@ -141,6 +154,8 @@ def test_the_command(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> No
     assert printed["facts"]["compute_speed"] > 0
     assert not (tmp_path / "store").exists()  # it looks, and leaves nothing
     assert not list(tmp_path.glob(".cachecraft*"))
-    done = CliRunner().invoke(app, ["doctor", "-m", str(tmp_path / "no model"), "-s", str(tmp_path)])
+    done = CliRunner().invoke(
+        app, ["doctor", "-m", str(tmp_path / "no model"), "-s", str(tmp_path)]
+    )
     assert done.exit_code == 1
     assert "error model" in done.stdout

@@ -39,7 +39,8 @@ QUESTION = "How do I descale the kettle?"
 SHORT = SamplingParams(max_new_tokens=12)
 # Another α than the default, so that its calibration changes nothing here.
 CONFIG = ReuseConfig(alpha=0.3)
-LAYERWISE = ReuseConfig(alpha=0.3, loading="layerwise")  # takes what is stored, also where computing is faster
+# takes what is stored, also where computing is faster
+LAYERWISE = ReuseConfig(alpha=0.3, loading="layerwise")
 
 MakeDecoder = Callable[..., Decoder]
 MakeEngine = Callable[..., Engine]
@@ -63,17 +64,28 @@ def engine(make_engine: MakeEngine) -> Engine:
     return make_engine()
 
 
-def ask(engine: Engine, chunks: list[Chunk] = CHUNKS, question: str = QUESTION, **how: Any) -> Generation:
+def ask(
+    engine: Engine, chunks: list[Chunk] = CHUNKS, question: str = QUESTION, **how: Any
+) -> Generation:
     """A whole answer, its captures in the store."""
     answer = engine.stream(question, chunks, **({"sampling": SHORT} | how))
     for _ in answer:
         pass
-    engine.write_back.wait_for([segment.chunk_id for segment in chunks] + [engine.prompts.system.segment_id])
+    engine.write_back.wait_for(
+        [segment.chunk_id for segment in chunks] + [engine.prompts.system.segment_id]
+    )
     return answer
 
 
-def test_what_is_on_its_way_to_the_store_is_removed_too(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting, go_on, put, wait_for = threading.Event(), threading.Event(), engine.store.put, engine.write_back.wait_for
+def test_what_is_on_its_way_to_the_store_is_removed_too(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, go_on, put, wait_for = (
+        threading.Event(),
+        threading.Event(),
+        engine.store.put,
+        engine.write_back.wait_for,
+    )
 
     def late_put(capture: Any) -> Future[Any]:
         late: Future[Any] = Future()
@@ -120,15 +132,20 @@ def test_what_is_removed_under_an_answer_is_not_captured_by_it(engine: Engine) -
     assert rows_of(engine, KETTLE) == rows_of(engine, FRIDGE) == 1
 
 
-def test_what_is_removed_while_a_request_has_not_begun_is_not_captured_by_it(engine: Engine) -> None:
-    answer = engine.stream(QUESTION, CHUNKS, sampling=SHORT)  # the model runs when the first piece is asked for
+def test_what_is_removed_while_a_request_has_not_begun_is_not_captured_by_it(
+    engine: Engine,
+) -> None:
+    # the model runs when the first piece is asked for
+    answer = engine.stream(QUESTION, CHUNKS, sampling=SHORT)
     engine.store.evict(RowFilter(chunk_ids=(KETTLE.chunk_id,)))
     assert "".join(answer)
     assert engine.settle(60)
     assert (rows_of(engine, KETTLE), rows_of(engine, TOASTER, FRIDGE)) == (0, 2)
 
 
-def test_what_is_removed_while_it_is_primed_is_not_captured(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_removed_while_it_is_primed_is_not_captured(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = engine.loop.run
 
     def removed_first(*given: Any) -> Any:
@@ -138,7 +155,8 @@ def test_what_is_removed_while_it_is_primed_is_not_captured(engine: Engine, monk
     monkeypatch.setattr(engine.loop, "run", removed_first)
     engine.primer().prime(CHUNKS)
     assert engine.settle(60)
-    assert (rows_of(engine, TOASTER), rows_of(engine, KETTLE, FRIDGE)) == (0, 3)  # the first one twice
+    # the first one twice
+    assert (rows_of(engine, TOASTER), rows_of(engine, KETTLE, FRIDGE)) == (0, 3)
 
 
 def outcomes(answer: Generation) -> dict[str, str]:
@@ -156,10 +174,14 @@ def files(store: ChunkCacheStore) -> list[Path]:
 
 def assert_adds_up(stats: RequestStats) -> None:
     """Every token of the prompt is counted once, and times are in order."""
-    assert stats.tokens_reused + stats.tokens_recomputed + stats.tokens_computed == stats.tokens_prompt
+    assert (
+        stats.tokens_reused + stats.tokens_recomputed + stats.tokens_computed == stats.tokens_prompt
+    )
     assert min(stats.tokens_reused, stats.tokens_recomputed, stats.tokens_computed) >= 0
     assert sum(chunk.recomputed for chunk in stats.chunks) == stats.tokens_recomputed
-    assert stats.ttft_s == pytest.approx(stats.queue_s + stats.plan_s + stats.load_s + stats.prefill_s)
+    assert stats.ttft_s == pytest.approx(
+        stats.queue_s + stats.plan_s + stats.load_s + stats.prefill_s
+    )
     assert 0 < stats.ttft_s <= stats.total_s
     assert 0 < stats.recompute_share <= 1
 
@@ -174,7 +196,9 @@ def test_an_answer_that_is_kept_keeps_no_tensors(engine: Engine, decoder: Decode
         kept = [ask(other) for _ in range(3)]
         assert {chunk.tier for answer in kept for chunk in answer.stats.chunks} == {"disk"}
         gc.collect()
-        assert not [thing for thing in gc.get_objects() if type(thing) in (StoredVariant, PrefillResult)]
+        assert not [
+            thing for thing in gc.get_objects() if type(thing) in (StoredVariant, PrefillResult)
+        ]
         assert all(answer.stats.recompute_share > 0 for answer in kept)
 
 
@@ -204,14 +228,21 @@ def test_another_question_over_the_same_chunks_is_exact_too(engine: Engine) -> N
     history = [("user", "Hello?"), ("assistant", "Hello.")]
     other = ask(engine, question="And the toaster?", history=history)
     assert outcomes(other) == all_of("exact")
-    full = ask(engine, question="And the toaster?", history=history, config=ReuseConfig(reuse=False, capture=False))
+    full = ask(
+        engine,
+        question="And the toaster?",
+        history=history,
+        config=ReuseConfig(reuse=False, capture=False),
+    )
     assert other.text == full.text
     assert outcomes(full) == all_of("computed")
 
 
 def test_moved_chunks_are_reused_and_partly_recomputed(engine: Engine) -> None:
     ask(engine)
-    moved = ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(budget_scope="chunk", selector="cache_craft"))
+    moved = ask(
+        engine, [FRIDGE, KETTLE], config=ReuseConfig(budget_scope="chunk", selector="cache_craft")
+    )
     assert set(outcomes(moved).values()) == {"reused"}
     assert 0 < moved.stats.tokens_recomputed < 0.3 * moved.stats.tokens_prompt
     for chunk in moved.stats.chunks:
@@ -231,27 +262,35 @@ def test_recomputing_every_moved_token_gives_the_full_answer(engine: Engine) -> 
     assert moved.text == full.text
 
 
-def test_a_new_chunk_among_reused_ones_is_computed_and_born_impure(engine: Engine, store: ChunkCacheStore) -> None:
+def test_a_new_chunk_among_reused_ones_is_computed_and_born_impure(
+    engine: Engine, store: ChunkCacheStore
+) -> None:
     ask(engine, [KETTLE, TOASTER])
-    mixed = ask(engine, [FRIDGE, TOASTER, KETTLE])  # laid out the other way round: the best one last
+    # laid out the other way round: the best one last
+    mixed = ask(engine, [FRIDGE, TOASTER, KETTLE])
     assert outcomes(mixed) == {
         KETTLE.chunk_id: "reused",
         TOASTER.chunk_id: "reused",
         FRIDGE.chunk_id: "computed",
     }
     (captured,) = store.rows(RowFilter(chunk_ids=(FRIDGE.chunk_id,)))
-    assert 0 < captured.variant.exact_share < 0.7  # the system segment was exact, the chunks were not
+    # the system segment was exact, the chunks were not
+    assert 0 < captured.variant.exact_share < 0.7
     again = ask(engine, [FRIDGE, TOASTER, KETTLE])
     assert outcomes(again)[FRIDGE.chunk_id] == "reused"
 
 
-def test_an_overhead_of_one_computes_and_bears_a_variant(engine: Engine, store: ChunkCacheStore) -> None:
+def test_an_overhead_of_one_computes_and_bears_a_variant(
+    engine: Engine, store: ChunkCacheStore
+) -> None:
     ask(engine)
     costly = ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(alpha=5.0))
     assert set(outcomes(costly).values()) == {"computed"}
     assert all("CFO is 1" in chunk.reason for chunk in costly.stats.chunks)
     assert len(store.rows(RowFilter(chunk_ids=(KETTLE.chunk_id,)))) == 2
-    assert outcomes(ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(alpha=5.0))) == all_of("exact", [FRIDGE, KETTLE])
+    assert outcomes(ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(alpha=5.0))) == all_of(
+        "exact", [FRIDGE, KETTLE]
+    )
 
 
 def test_reuse_counts_uses(engine: Engine, store: ChunkCacheStore) -> None:
@@ -276,7 +315,11 @@ def test_early_termination_computes_less(engine: Engine) -> None:
         engine,
         order,
         config=ReuseConfig(
-            alpha=0.3, recompute_ratio=0.8, early_termination=True, early_termination_window=1, capture=False
+            alpha=0.3,
+            recompute_ratio=0.8,
+            early_termination=True,
+            early_termination_window=1,
+            capture=False,
         ),
     )
     assert plain.stats.focus_layer is None
@@ -304,13 +347,19 @@ def test_what_was_computed_behind_a_lossy_chunk_cache_is_not_called_exact(
 ) -> None:
     """A store of a lossy codec, opened for lossless captures later on."""
     first, both = [KETTLE], [TOASTER, KETTLE]  # the best one stands last: kettle, toaster
-    with ChunkCacheStore.open(tmp_path / "caches", codec=codec) as store, Engine(decoder, store, config=CONFIG) as one:
+    with (
+        ChunkCacheStore.open(tmp_path / "caches", codec=codec) as store,
+        Engine(decoder, store, config=CONFIG) as one,
+    ):
         ask(one, first)
         again = ask(one, first)
         assert outcomes(again) == {KETTLE.chunk_id: "reused"}
         assert (again.stats.tokens_recomputed, again.stats.chunks[0].beta_prime) == (0, 1.0)
         assert codec in again.stats.chunks[0].reason
-    with ChunkCacheStore.open(tmp_path / "caches", codec="raw") as store, Engine(decoder, store, config=CONFIG) as one:
+    with (
+        ChunkCacheStore.open(tmp_path / "caches", codec="raw") as store,
+        Engine(decoder, store, config=CONFIG) as one,
+    ):
         assert outcomes(ask(one, both)) == {KETTLE.chunk_id: "reused", TOASTER.chunk_id: "computed"}
         (row,) = store.rows(RowFilter(chunk_ids=(TOASTER.chunk_id,)))
         assert (row.variant.codec, row.variant.exact_share < 1.0) == ("raw", True)
@@ -320,12 +369,18 @@ def test_what_was_computed_behind_a_lossy_chunk_cache_is_not_called_exact(
 # -- what must never be served ----------------------------------------------------------------------------------------
 
 
-def test_no_other_namespace_model_or_system_is_served(make_engine: MakeEngine, tiny_decoder: MakeDecoder) -> None:
+def test_no_other_namespace_model_or_system_is_served(
+    make_engine: MakeEngine, tiny_decoder: MakeDecoder
+) -> None:
     ask(make_engine(namespace="a"))
     assert outcomes(ask(make_engine(namespace="b"))) == all_of("computed")
-    assert outcomes(ask(make_engine(namespace="a", decoder=tiny_decoder("Llama", seed=1)))) == all_of("computed")
+    assert outcomes(
+        ask(make_engine(namespace="a", decoder=tiny_decoder("Llama", seed=1)))
+    ) == all_of("computed")
     assert outcomes(ask(make_engine(namespace="a"))) == all_of("exact")
-    assert "exact" not in outcomes(ask(make_engine(namespace="a", system="Answer in verse."))).values()
+    assert (
+        "exact" not in outcomes(ask(make_engine(namespace="a", system="Answer in verse."))).values()
+    )
 
 
 def test_what_is_born_behind_private_text_is_kept_to_its_session(
@@ -337,7 +392,9 @@ def test_what_is_born_behind_private_text_is_kept_to_its_session(
     ask(make_engine(**private), session="ada")
     assert {row.variant.session for row in store.rows()} == {"ada"}
     assert outcomes(ask(make_engine(**private), session="ada")) == all_of("exact")
-    assert outcomes(ask(make_engine(**private), session="bob", config=ReuseConfig(capture=False))) == all_of("computed")
+    assert outcomes(
+        ask(make_engine(**private), session="bob", config=ReuseConfig(capture=False))
+    ) == all_of("computed")
     assert outcomes(ask(make_engine(), config=ReuseConfig(capture=False))) == all_of("computed")
 
 
@@ -355,8 +412,15 @@ def test_sessions_with_the_same_private_instruction_do_not_evict_each_other(
     assert {row.variant.session for row in store.rows()} == {"ada", "bob"}
 
 
-def test_a_session_shares_what_nothing_private_stood_before(engine: Engine, store: ChunkCacheStore) -> None:
-    ask(engine, question="I am Ada. Why?", session="ada", history=[("user", "secret"), ("assistant", "noted")])
+def test_a_session_shares_what_nothing_private_stood_before(
+    engine: Engine, store: ChunkCacheStore
+) -> None:
+    ask(
+        engine,
+        question="I am Ada. Why?",
+        session="ada",
+        history=[("user", "secret"), ("assistant", "noted")],
+    )
     assert {row.variant.session for row in store.rows()} == {None}
     assert outcomes(ask(engine, session="bob")) == all_of("exact")
 
@@ -364,15 +428,26 @@ def test_a_session_shares_what_nothing_private_stood_before(engine: Engine, stor
 OVEN = Chunk("Let the oven cool down for an hour before you wipe it.")
 KNOWN = [KETTLE, TOASTER, FRIDGE]
 SECRETS = ["My name is Ada and I have burnt my hand on the toaster; who pays for that?", "Vinegar?"]
-ORDERS = {"new in front": [FRIDGE, TOASTER, KETTLE, OVEN], "new in the middle": [TOASTER, KETTLE, OVEN, FRIDGE]}
+ORDERS = {
+    "new in front": [FRIDGE, TOASTER, KETTLE, OVEN],
+    "new in the middle": [TOASTER, KETTLE, OVEN, FRIDGE],
+}
 ORDERS |= {"new at the end": [OVEN, TOASTER, FRIDGE, KETTLE]}  # the first one stands last
 
 
 def captured(
-    folder: Path, decoder: Decoder, question: str, order: list[Chunk], config: ReuseConfig, **settings: Any
+    folder: Path,
+    decoder: Decoder,
+    question: str,
+    order: list[Chunk],
+    config: ReuseConfig,
+    **settings: Any,
 ) -> torch.Tensor:
     """The stored variants of the oven chunk, where it was computed among chunks known from another prompt."""
-    with ChunkCacheStore.open(folder, **settings) as store, Engine(decoder, store, config=config) as engine:
+    with (
+        ChunkCacheStore.open(folder, **settings) as store,
+        Engine(decoder, store, config=config) as engine,
+    ):
         ask(engine, KNOWN)
         answer = ask(engine, order, question=question)
         assert outcomes(answer)[OVEN.chunk_id] == "computed"
@@ -390,24 +465,35 @@ def captured(
 def test_no_question_shapes_what_others_are_served(
     selector: str, focus: bool, order: list[Chunk], decoder: Decoder, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"recompute_ratio": 0.3, "probe_min_rows": 0, "early_termination_window": 1}
+    settings: dict[str, Any] = {
+        "recompute_ratio": 0.3,
+        "probe_min_rows": 0,
+        "early_termination_window": 1,
+    }
     config = ReuseConfig(selector=selector, early_termination=focus, **settings)
     one, other = (
-        captured(tmp_path / str(place), decoder, secret, order, config) for place, secret in enumerate(SECRETS)
-    )
-    assert torch.allclose(one, other, rtol=0.0, atol=1e-6 * float(one.abs().max()))
-
-
-def test_no_question_shapes_what_others_are_served_from_a_disk(decoder: Decoder, tmp_path: Path) -> None:
-    config = ReuseConfig(recompute_ratio=0.3, probe_min_rows=0, loading="layerwise")
-    one, other = (
-        captured(tmp_path / str(place), decoder, secret, ORDERS["new at the end"], config, host_bytes=0)
+        captured(tmp_path / str(place), decoder, secret, order, config)
         for place, secret in enumerate(SECRETS)
     )
     assert torch.allclose(one, other, rtol=0.0, atol=1e-6 * float(one.abs().max()))
 
 
-def test_a_question_still_chooses_behind_the_last_chunk_that_is_captured(decoder: Decoder, tmp_path: Path) -> None:
+def test_no_question_shapes_what_others_are_served_from_a_disk(
+    decoder: Decoder, tmp_path: Path
+) -> None:
+    config = ReuseConfig(recompute_ratio=0.3, probe_min_rows=0, loading="layerwise")
+    one, other = (
+        captured(
+            tmp_path / str(place), decoder, secret, ORDERS["new at the end"], config, host_bytes=0
+        )
+        for place, secret in enumerate(SECRETS)
+    )
+    assert torch.allclose(one, other, rtol=0.0, atol=1e-6 * float(one.abs().max()))
+
+
+def test_a_question_still_chooses_behind_the_last_chunk_that_is_captured(
+    decoder: Decoder, tmp_path: Path
+) -> None:
     """And among all, where nothing is captured or what is captured is its session's own."""
     looks = []
     for number, (order, settings) in enumerate(
@@ -435,7 +521,11 @@ def test_what_is_computed_because_its_file_is_damaged_is_not_captured_behind_a_q
     focus: bool, decoder: Decoder, tmp_path: Path
 ) -> None:
     config = ReuseConfig(
-        recompute_ratio=0.3, probe_min_rows=0, loading="layerwise", early_termination=focus, early_termination_window=1
+        recompute_ratio=0.3,
+        probe_min_rows=0,
+        loading="layerwise",
+        early_termination=focus,
+        early_termination_window=1,
     )
     order = [FRIDGE, KETTLE, TOASTER]  # the fridge stands last
     with (
@@ -447,14 +537,18 @@ def test_what_is_computed_because_its_file_is_damaged_is_not_captured_behind_a_q
         ChunkCacheStore.open(tmp_path / "caches") as store,
         Engine(decoder, store, config=config, new_variants="off") as engine,
     ):
-        ask(engine, [KETTLE, TOASTER], config=replace(config, capture=False))  # these are in memory now
+        # these are in memory now
+        ask(engine, [KETTLE, TOASTER], config=replace(config, capture=False))
         (row,) = store.rows(RowFilter(chunk_ids=(FRIDGE.chunk_id,)))
         (path,) = [path for path in files(store) if row.variant.variant_id in path.name]
         content = bytearray(path.read_bytes())
         content[-100] ^= 1  # seen only when the last layer is read
         path.write_bytes(content)
-        found = outcomes(ask(engine, order))  # "reused" where the pass was in its last layer by then
-        assert found | {FRIDGE.chunk_id: "computed"} == all_of("reused") | {FRIDGE.chunk_id: "computed"}
+        # "reused" where the pass was in its last layer by then
+        found = outcomes(ask(engine, order))
+        assert found | {FRIDGE.chunk_id: "computed"} == all_of("reused") | {
+            FRIDGE.chunk_id: "computed"
+        }
         store.flush()
         assert store.rows(RowFilter(chunk_ids=(FRIDGE.chunk_id,))) == []
         assert outcomes(ask(engine, order)) == all_of("reused") | {FRIDGE.chunk_id: "computed"}
@@ -504,7 +598,8 @@ def test_a_damaged_file_is_a_miss_with_a_reason_and_the_answer_stays_right(
     damage: str, decoder: Decoder, tmp_path: Path
 ) -> None:
     with ChunkCacheStore.open(tmp_path / "caches", host_bytes=0) as store:
-        engine = Engine(decoder, store, config=LAYERWISE)  # no part of a chunk is computed in another pass
+        # no part of a chunk is computed in another pass
+        engine = Engine(decoder, store, config=LAYERWISE)
         right = ask(engine).text
         for path in files(store):
             content = bytearray(path.read_bytes())
@@ -517,7 +612,10 @@ def test_a_damaged_file_is_a_miss_with_a_reason_and_the_answer_stays_right(
                 path.write_bytes(content[: len(content) // 2])
         answer = ask(engine)
         assert outcomes(answer) == all_of("computed")
-        assert all(chunk.reason and chunk.reason != "no chunk-cache stored" for chunk in answer.stats.chunks)
+        assert all(
+            chunk.reason and chunk.reason != "no chunk-cache stored"
+            for chunk in answer.stats.chunks
+        )
         assert answer.text == right
         assert_adds_up(answer.stats)
         assert outcomes(ask(engine)) == all_of("exact")  # it was captured again
@@ -551,7 +649,9 @@ def test_a_store_that_takes_nothing_does_not_matter_to_the_answer(
     assert any("larger than the whole byte budget" in record.message for record in caplog.records)
 
 
-def test_a_stream_that_outlives_its_engine_still_ends_well(make_engine: MakeEngine, store: ChunkCacheStore) -> None:
+def test_a_stream_that_outlives_its_engine_still_ends_well(
+    make_engine: MakeEngine, store: ChunkCacheStore
+) -> None:
     engine = make_engine()
     answer = engine.stream(QUESTION, CHUNKS, sampling=SHORT)
     next(answer)
@@ -594,11 +694,17 @@ def test_what_a_generator_gives_is_read_once_and_kept(engine: Engine) -> None:
     full = replace(CONFIG, reuse=False, capture=False)
     expected = ask(engine, config=full, history=turns)
     found = engine.stream(
-        QUESTION, (chunk for chunk in CHUNKS), history=(turn for turn in turns), sampling=SHORT, config=full
+        QUESTION,
+        (chunk for chunk in CHUNKS),
+        history=(turn for turn in turns),
+        sampling=SHORT,
+        config=full,
     )
     assert ("".join(found), outcomes(found)) == (expected.text, all_of("computed"))
     once = engine.score_answer(QUESTION, iter(CHUNKS), max_new_tokens=4, config=full)
-    again = engine.score_answer(QUESTION, iter(CHUNKS), target=iter(once.tokens), max_new_tokens=4, config=full)
+    again = engine.score_answer(
+        QUESTION, iter(CHUNKS), target=iter(once.tokens), max_new_tokens=4, config=full
+    )
     assert (again.text, len(again.stats.chunks)) == (once.text, len(CHUNKS))
     for wrong in (KETTLE, 3, None):
         with pytest.raises(ConfigError, match="chunks must be a list"):
@@ -613,23 +719,32 @@ def test_an_edited_chunk_with_its_old_id_is_computed_under_its_own_id(
     assert replace(carried, text="Another one.").chunk_id == Chunk("Another one.").chunk_id
     ask(engine, [KETTLE])
     edited = Chunk("Put the kettle into the dishwasher.", {}, KETTLE.chunk_id)
-    halves = [edited, Chunk("Never do that.", {}, KETTLE.chunk_id)]  # a splitter after retrieval keeps the metadata
+    # a splitter after retrieval keeps the metadata
+    halves = [edited, Chunk("Never do that.", {}, KETTLE.chunk_id)]
     answers = [ask(engine, halves) for _ in range(2)]
-    expected = ask(engine, [Chunk(chunk.text) for chunk in halves], config=ReuseConfig(reuse=False, capture=False))
+    expected = ask(
+        engine,
+        [Chunk(chunk.text) for chunk in halves],
+        config=ReuseConfig(reuse=False, capture=False),
+    )
     assert [answer.text for answer in answers] == [expected.text] * 2
     for answer, outcome in zip(answers, ("computed", "exact"), strict=True):
         assert {(chunk.chunk_id, chunk.stale_id) for chunk in answer.stats.chunks} == {
             (Chunk(chunk.text).chunk_id, KETTLE.chunk_id) for chunk in halves
         }
         assert {chunk.outcome for chunk in answer.stats.chunks} == {outcome}
-    assert [record.message for record in caplog.records if "was edited after it was retrieved" in record.message] == [
-        caplog.records[0].message
-    ]
+    assert [
+        record.message
+        for record in caplog.records
+        if "was edited after it was retrieved" in record.message
+    ] == [caplog.records[0].message]
     unedited = ask(engine, [KETTLE])
     assert [(chunk.outcome, chunk.stale_id) for chunk in unedited.stats.chunks] == [("exact", "")]
 
 
-def test_a_chunk_longer_than_the_context_is_passed_over_and_the_others_are_used(engine: Engine) -> None:
+def test_a_chunk_longer_than_the_context_is_passed_over_and_the_others_are_used(
+    engine: Engine,
+) -> None:
     glyphs = Chunk("\U00013000" * 3000)  # 12,000 tokens of this tokenizer
     answer = ask(engine, [glyphs, *CHUNKS])
     *kept, last = answer.stats.chunks
@@ -687,12 +802,17 @@ def test_a_seed_gives_the_same_answer_again(engine: Engine) -> None:
 def test_two_threads_get_the_answers_they_would_get_one_after_the_other(
     make_engine: MakeEngine, decoder: Decoder, tmp_path: Path
 ) -> None:
-    asked = [(QUESTION, CHUNKS), ("And the toaster <|end|>?", [TOASTER, KETTLE]), ("How cold?", [FRIDGE])]
+    asked = [
+        (QUESTION, CHUNKS),
+        ("And the toaster <|end|>?", [TOASTER, KETTLE]),
+        ("How cold?", [FRIDGE]),
+    ]
     with ChunkCacheStore.open(tmp_path / "one by one") as other:
         plain = Engine(decoder, other, config=ReuseConfig(reuse=False, capture=False))
         expected = [ask(plain, chunks, question).text for question, chunks in asked]
         plain.close()
-    engine = make_engine(config=ReuseConfig(alpha=0.3, recompute_ratio=1.0))  # every path then gives the full answer
+    # every path then gives the full answer
+    engine = make_engine(config=ReuseConfig(alpha=0.3, recompute_ratio=1.0))
     found: dict[tuple[int, int], str] = {}
 
     def run(thread: int) -> None:
@@ -706,7 +826,9 @@ def test_two_threads_get_the_answers_they_would_get_one_after_the_other(
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert found == {(t, turn): expected[(t + turn) % len(asked)] for t in range(3) for turn in range(4)}
+    assert found == {
+        (t, turn): expected[(t + turn) % len(asked)] for t in range(3) for turn in range(4)
+    }
 
 
 def test_a_question_waits_for_the_births_of_the_one_before(engine: Engine, caplog: Any) -> None:
@@ -724,7 +846,9 @@ def test_a_question_waits_for_the_births_of_the_one_before(engine: Engine, caplo
 
 def test_an_examination_of_its_own_answer_says_what_streaming_says(engine: Engine) -> None:
     streamed = ask(engine, config=replace(CONFIG, reuse=False))
-    own = engine.score_answer(QUESTION, CHUNKS, max_new_tokens=12, config=replace(CONFIG, reuse=False))
+    own = engine.score_answer(
+        QUESTION, CHUNKS, max_new_tokens=12, config=replace(CONFIG, reuse=False)
+    )
     assert own.text == streamed.text
     assert own.logits.argmax(-1).tolist() == list(own.tokens)
     assert 0 < own.stats.ttft_s <= own.stats.total_s
@@ -732,12 +856,18 @@ def test_an_examination_of_its_own_answer_says_what_streaming_says(engine: Engin
 
 
 @pytest.mark.parametrize("same", [0, 1, 5, 12])
-def test_the_answer_does_not_depend_on_the_one_it_is_compared_with(engine: Engine, same: int) -> None:
+def test_the_answer_does_not_depend_on_the_one_it_is_compared_with(
+    engine: Engine, same: int
+) -> None:
     """Up to the first difference the other answer's tokens are taken over; what comes then is decoded anew."""
-    own = engine.score_answer(QUESTION, CHUNKS, max_new_tokens=12, config=replace(CONFIG, reuse=False))
+    own = engine.score_answer(
+        QUESTION, CHUNKS, max_new_tokens=12, config=replace(CONFIG, reuse=False)
+    )
     assert len(own.tokens) == 12
     other = [*own.tokens[:same], *((token + 1) % 250 for token in own.tokens[same:])]
-    led = engine.score_answer(QUESTION, CHUNKS, target=other, max_new_tokens=12, config=replace(CONFIG, reuse=False))
+    led = engine.score_answer(
+        QUESTION, CHUNKS, target=other, max_new_tokens=12, config=replace(CONFIG, reuse=False)
+    )
     assert (led.text, led.tokens) == (own.text, own.tokens)
     assert led.logits.shape == own.logits.shape
     assert torch.allclose(led.logits[: same + 1], own.logits[: same + 1], atol=1e-4)
@@ -760,19 +890,29 @@ def test_a_probe_chooses_what_is_recomputed_and_counts_for_it(engine: Engine) ->
     assert moved.stats.tokens_recomputed == plain.stats.tokens_recomputed  # the same budget
     assert moved.stats.recompute_share > plain.stats.recompute_share  # and what it took to look
     everything = ask(engine, [FRIDGE, TOASTER, KETTLE], config=replace(config, recompute_ratio=1.0))
-    assert everything.text == ask(engine, [FRIDGE, TOASTER, KETTLE], config=replace(config, reuse=False)).text
+    assert (
+        everything.text
+        == ask(engine, [FRIDGE, TOASTER, KETTLE], config=replace(config, reuse=False)).text
+    )
 
 
 REFRESHING = replace(CONFIG, capture=False, recompute_ratio=0.1, refresh_rows=3)
 
 
-def test_tokens_refreshed_while_decoding_are_counted_and_change_the_answers_predictions(engine: Engine) -> None:
+def test_tokens_refreshed_while_decoding_are_counted_and_change_the_answers_predictions(
+    engine: Engine,
+) -> None:
     ask(engine)
-    plain = engine.score_answer(QUESTION, CHUNKS[::-1], config=replace(REFRESHING, refresh_rows=0), max_new_tokens=12)
-    found = engine.score_answer(QUESTION, CHUNKS[::-1], target=plain.tokens, config=REFRESHING, max_new_tokens=12)
+    plain = engine.score_answer(
+        QUESTION, CHUNKS[::-1], config=replace(REFRESHING, refresh_rows=0), max_new_tokens=12
+    )
+    found = engine.score_answer(
+        QUESTION, CHUNKS[::-1], target=plain.tokens, config=REFRESHING, max_new_tokens=12
+    )
     assert plain.stats.tokens_refreshed == 0 < found.stats.tokens_refreshed <= 33
     assert found.stats.tokens_recomputed == plain.stats.tokens_recomputed
-    assert torch.allclose(found.logits[0], plain.logits[0], atol=1e-4)  # the first token comes before any step
+    # the first token comes before any step
+    assert torch.allclose(found.logits[0], plain.logits[0], atol=1e-4)
     assert not torch.allclose(found.logits[2:], plain.logits[2:], atol=1e-4)
 
 
@@ -780,20 +920,32 @@ def test_a_scored_answer_that_refreshes_is_the_one_that_is_streamed(engine: Engi
     ask(engine)
     streamed = ask(engine, CHUNKS[::-1], config=REFRESHING)
     scored = engine.score_answer(QUESTION, CHUNKS[::-1], config=REFRESHING, max_new_tokens=12)
-    forced = engine.score_answer(QUESTION, CHUNKS[::-1], target=scored.tokens, config=REFRESHING, max_new_tokens=12)
+    forced = engine.score_answer(
+        QUESTION, CHUNKS[::-1], target=scored.tokens, config=REFRESHING, max_new_tokens=12
+    )
     assert streamed.stats.tokens_refreshed == scored.stats.tokens_refreshed > 0
-    assert "".join(streamed.pieces) == scored.text == forced.text if hasattr(streamed, "pieces") else True
+    assert (
+        "".join(streamed.pieces) == scored.text == forced.text
+        if hasattr(streamed, "pieces")
+        else True
+    )
     assert torch.allclose(forced.logits, scored.logits, atol=1e-4)
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("ratio", [1.0, 0.1], ids=["everything recomputed", "behind its own prefix"])
+@pytest.mark.parametrize(
+    "ratio", [1.0, 0.1], ids=["everything recomputed", "behind its own prefix"]
+)
 def test_what_is_exact_stays_exact_with_refreshing(engine: Engine, ratio: float) -> None:
     ask(engine)
     order = CHUNKS[::-1] if ratio == 1.0 else CHUNKS
     config = replace(REFRESHING, recompute_ratio=ratio)
-    full = engine.score_answer(QUESTION, order, config=replace(config, reuse=False), max_new_tokens=12)
-    found = engine.score_answer(QUESTION, order, target=full.tokens, config=config, max_new_tokens=12)
+    full = engine.score_answer(
+        QUESTION, order, config=replace(config, reuse=False), max_new_tokens=12
+    )
+    found = engine.score_answer(
+        QUESTION, order, target=full.tokens, config=config, max_new_tokens=12
+    )
     assert found.stats.exact
     assert found.stats.tokens_refreshed == 0
     assert found.text == full.text
@@ -804,7 +956,9 @@ def test_a_small_pass_has_no_probe(engine: Engine) -> None:
     ask(engine)
     config = replace(CONFIG, capture=False, recompute_ratio=0.3)
     shares = {
-        rows: ask(engine, CHUNKS[::-1], config=replace(config, probe_min_rows=rows)).stats.recompute_share
+        rows: ask(
+            engine, CHUNKS[::-1], config=replace(config, probe_min_rows=rows)
+        ).stats.recompute_share
         for rows in (0, 50, 1000)
     }
     assert shares[0] == shares[50] > shares[1000]  # it has some 70 rows
@@ -814,7 +968,8 @@ def test_set_cache_reorders_what_one_prompt_left(engine: Engine) -> None:
     ask(engine)
     config = replace(CONFIG, capture=False, scope="set")
     moved = ask(engine, [TOASTER, KETTLE, FRIDGE], config=config)
-    assert outcomes(moved) == all_of("reused") | {FRIDGE.chunk_id: "exact"}  # the best chunk stands last
+    # the best chunk stands last
+    assert outcomes(moved) == all_of("reused") | {FRIDGE.chunk_id: "exact"}
     assert moved.stats.tokens_recomputed == 0
     assert outcomes(ask(engine, config=config)) == all_of("exact")
 

@@ -37,7 +37,9 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.remote import RemoteConfig
 from cachecraft_rag.types import Chunk, LoadedVariant
 
-CHUNKS = [Chunk(f"Section {n}. The kettle of house {n} boils after {7 * n} minutes.") for n in range(20)]
+CHUNKS = [
+    Chunk(f"Section {n}. The kettle of house {n} boils after {7 * n} minutes.") for n in range(20)
+]
 CONFIG = ReuseConfig(alpha=0.3, loading="layerwise")
 TOKENS = 4
 TENTHS = 10
@@ -79,7 +81,12 @@ class Watched(Answering):
     answers = compared = 0
 
     def _decode(
-        self, request: Request, progress: RequestProgress, output: Prefilled, queue: TokenQueue, **how: Any
+        self,
+        request: Request,
+        progress: RequestProgress,
+        output: Prefilled,
+        queue: TokenQueue,
+        **how: Any,
     ) -> Any:
         last = yield from super()._decode(request, progress, output, queue, **how)
         self.answers += 1
@@ -121,7 +128,9 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.slow
-def test_reuse_does_not_decay_and_nothing_grows(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> None:
+def test_reuse_does_not_decay_and_nothing_grows(
+    tiny_decoder: Callable[..., Decoder], tmp_path: Path
+) -> None:
     limits = {"disk_bytes": 2_400_000, "max_variants": 36, "host_bytes": 400_000}
     remote = None if REMOTE is None else RemoteConfig(REMOTE, lookup_timeout_s=5.0)
     reused: list[float] = []
@@ -129,14 +138,21 @@ def test_reuse_does_not_decay_and_nothing_grows(tiny_decoder: Callable[..., Deco
     resident: list[int] = []
     with (
         ChunkCacheStore.open(tmp_path / "caches", **limits, remote=remote) as store,
-        Engine(tiny_decoder("Llama"), store, config=CONFIG, new_variants=NewVariants(share=2.0, waiting=16)) as engine,
+        Engine(
+            tiny_decoder("Llama"),
+            store,
+            config=CONFIG,
+            new_variants=NewVariants(share=2.0, waiting=16),
+        ) as engine,
     ):
         engine._answering.__class__ = Watched
         watched = cast(Watched, engine._answering)
         for number in range(TENTHS):
             kept = total = 0
             for question, chunks in tenth(number, REQUESTS // TENTHS):
-                answer = engine.stream(question, chunks, sampling=SamplingParams(max_new_tokens=TOKENS))
+                answer = engine.stream(
+                    question, chunks, sampling=SamplingParams(max_new_tokens=TOKENS)
+                )
                 for _ in answer:
                     pass
                 assert engine.settle(300)
@@ -158,5 +174,6 @@ def test_reuse_does_not_decay_and_nothing_grows(tiny_decoder: Callable[..., Deco
     assert "failed" not in made.dropped
     assert reused[-1] >= 0.98 * reused[2], reused
     for now, then in zip(sizes[-1], sizes[2], strict=True):
-        assert now <= then + 10, sizes  # tensors in memory, which is full at both times; descriptors; threads
+        # tensors in memory, which is full at both times; descriptors; threads
+        assert now <= then + 10, sizes
     assert resident[-1] <= 1.05 * resident[2], resident

@@ -89,11 +89,17 @@ def test_the_environment_goes_before_the_file_and_that_before_defaults(file: Pat
     assert (found.sampling().temperature, found.sampling().stop) == (0.5, ("END", "STOP"))
     assert found["store"] == str(file.parent / "caches")
     origins = {key: found.entries[key].origin for key in ("max_variants", "disk_bytes", "readers")}
-    assert origins == {"max_variants": "CACHECRAFT_MAX_VARIANTS", "disk_bytes": str(file), "readers": "default"}
+    assert origins == {
+        "max_variants": "CACHECRAFT_MAX_VARIANTS",
+        "disk_bytes": str(file),
+        "readers": "default",
+    }
     assert found.entries["remote.url"].shown == "redis://***@host/0"
 
 
-def test_the_working_directory_s_file_is_found_and_a_variable_may_name_another(here: Path, file: Path) -> None:
+def test_the_working_directory_s_file_is_found_and_a_variable_may_name_another(
+    here: Path, file: Path
+) -> None:
     (here / "cachecraft.toml").write_text("readers = 9\n")
     assert load_settings(environment={})["readers"] == 9
     assert load_settings(environment={"CACHECRAFT_SETTINGS": str(file)})["top_k"] == 3
@@ -107,7 +113,10 @@ def test_the_working_directory_s_file_is_found_and_a_variable_may_name_another(h
         ("disk_bytes = '5 stones'", "disk_bytes"),
         ("[reuse]\nrecompute_ratio = 2.0", "reuse.recompute_ratio"),
         ("[reuse]\nselector = 'best'", "reuse.selector"),
-        ("[reuse]\nearly_termination = 'gap'", "must be True or False, not 'gap': True is Algorithm 1 as printed"),
+        (
+            "[reuse]\nearly_termination = 'gap'",
+            "must be True or False, not 'gap': True is Algorithm 1 as printed",
+        ),
         ("[remote]\nfailures = 0\nurl = 'redis://host'", "remote.failures"),
         ("[store]\nreaders = 3", "store"),
         ("readers = ", "not valid TOML"),
@@ -118,7 +127,9 @@ def test_the_working_directory_s_file_is_found_and_a_variable_may_name_another(h
         ("x = " + "{a = " * 20_000, "not valid TOML"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named_with_file_and_key(text: str, says: str, file: Path) -> None:
+def test_what_is_wrong_in_a_file_is_named_with_file_and_key(
+    text: str, says: str, file: Path
+) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError) as error:
         load_settings(file, environment={})
@@ -129,19 +140,27 @@ def test_what_is_wrong_in_a_file_is_named_with_file_and_key(text: str, says: str
 def test_what_is_wrong_elsewhere_is_named_too(here: Path, file: Path) -> None:
     for environment, says in (
         ({"CACHECRAFT_READERS": "many"}, "CACHECRAFT_READERS: readers"),
-        ({"CACHECRAFT_REUSE_EARLY_TERMINATION": "gap"}, "not 'gap': True is Algorithm 1 as printed"),
+        (
+            {"CACHECRAFT_REUSE_EARLY_TERMINATION": "gap"},
+            "not 'gap': True is Algorithm 1 as printed",
+        ),
         ({"CACHECRAFT_READER": "3"}, "Did you mean CACHECRAFT_READERS"),
         ({"CACHECRAFT_SETTINGS": "nowhere.toml"}, "no settings file at nowhere.toml"),
     ):
         with pytest.raises(ConfigError, match=says):
             load_settings(environment=environment)
-    with pytest.raises(ConfigError, match=r"CACHECRAFT_REMOTE_FAILURES: remote.failures needs a remote"):
+    with pytest.raises(
+        ConfigError, match=r"CACHECRAFT_REMOTE_FAILURES: remote.failures needs a remote"
+    ):
         load_settings(environment={"CACHECRAFT_REMOTE_FAILURES": "3"}).engine_config()
 
 
 def test_the_nearest_name_comes_before_all_names(file: Path) -> None:
     file.write_text("reader = 3\n")
-    with pytest.raises(ConfigError, match=r"reader: no such setting\. Did you mean readers\? There are .*embeddings"):
+    with pytest.raises(
+        ConfigError,
+        match=r"reader: no such setting\. Did you mean readers\? There are .*embeddings",
+    ):
         load_settings(file, environment={})
 
 
@@ -149,12 +168,17 @@ def test_max_tokens_is_accepted_for_max_new_tokens(file: Path) -> None:
     file.write_text("max_tokens = 7\n")
     assert load_settings(file, environment={}).sampling().max_new_tokens == 7
     found = load_settings(file, environment={"CACHECRAFT_MAX_TOKENS": "9"})
-    assert (found["max_new_tokens"], found.entries["max_new_tokens"].origin) == (9, "CACHECRAFT_MAX_TOKENS")
+    assert (found["max_new_tokens"], found.entries["max_new_tokens"].origin) == (
+        9,
+        "CACHECRAFT_MAX_TOKENS",
+    )
 
 
 def test_flags_go_before_everything_and_are_named_in_errors(file: Path) -> None:
     environment = {"CACHECRAFT_TOP_K": "8", "CACHECRAFT_REUSE_DRIFT": "0.1"}
-    found = load_settings(file, environment=environment, flags={"top_k": "9", "host_bytes": "1 GB", "stop": ["a, b"]})
+    found = load_settings(
+        file, environment=environment, flags={"top_k": "9", "host_bytes": "1 GB", "stop": ["a, b"]}
+    )
     assert (found["top_k"], found["host_bytes"], found["stop"]) == (9, 10**9, ("a, b",))
     assert found.entries["top_k"].origin == "--top-k"
     assert found.flags() == {"top_k": 9, "host_bytes": 10**9, "stop": ("a, b",)}
@@ -238,7 +262,9 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(
 
 def test_showing_limits_sets_none(here: Path) -> None:
     (here / "caches" / "caches").mkdir(parents=True)
-    (here / "cachecraft.toml").write_text('store = "caches"\nmax_variants = 11\nnamespace = "acme"\n')
+    (here / "cachecraft.toml").write_text(
+        'store = "caches"\nmax_variants = 11\nnamespace = "acme"\n'
+    )
     assert json.loads(run("store", "limits", "--json"))["max_variants"] == 100_000
 
 
@@ -254,8 +280,16 @@ def test_showing_limits_sets_none(here: Path) -> None:
         ("host_byte", "host_bytes?"),
     ],
 )
-def test_options_of_other_libraries_are_answered_with_ours_before_the_list(option: str, hint: str) -> None:
-    opens: list[Callable[..., object]] = [EngineConfig().with_options, partial(CacheCraft.from_pretrained, "no/model")]
+def test_options_of_other_libraries_are_answered_with_ours_before_the_list(
+    option: str, hint: str
+) -> None:
+    opens: list[Callable[..., object]] = [
+        EngineConfig().with_options,
+        partial(CacheCraft.from_pretrained, "no/model"),
+    ]
     for made in opens:
-        with pytest.raises(ConfigError, match=rf"{option}: no such option\. Did you mean {re.escape(hint)}.*There are"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"{option}: no such option\. Did you mean {re.escape(hint)}.*There are",
+        ):
             made(**{option: 1})

@@ -62,7 +62,9 @@ def test_above_what_a_noisy_search_finds_everything_tried_holds() -> None:
         assert not any(holds for alpha, holds in tried.items() if alpha < found)
 
 
-def test_no_quality_asked_for_is_the_smallest_alpha(evaluation_engine: Engine, town_dataset: Dataset) -> None:
+def test_no_quality_asked_for_is_the_smallest_alpha(
+    evaluation_engine: Engine, town_dataset: Dataset
+) -> None:
     found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=0.0))
     assert found.calibration.alpha == ALPHAS[0]
     assert found.held
@@ -70,9 +72,13 @@ def test_no_quality_asked_for_is_the_smallest_alpha(evaluation_engine: Engine, t
     assert len(found.curve) <= 4
 
 
-def test_a_quality_that_needs_full_recomputation_does_not_pay(evaluation_engine: Engine, town_dataset: Dataset) -> None:
+def test_a_quality_that_needs_full_recomputation_does_not_pay(
+    evaluation_engine: Engine, town_dataset: Dataset
+) -> None:
     evaluation_engine.config = CRUDE
-    found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=1.0, answer_tokens=24))
+    found = calibrate(
+        evaluation_engine, town_dataset, replace(SETTINGS, quality=1.0, answer_tokens=24)
+    )
     chosen = found.calibration
     assert (chosen.low, chosen.reached, chosen.recomputed) == (1.0, 1.0, 1.0)
     assert found.held
@@ -84,10 +90,14 @@ def test_a_quality_that_needs_full_recomputation_does_not_pay(evaluation_engine:
     assert shares == sorted(shares)
 
 
-def test_recomputing_nearly_everything_does_not_pay(evaluation_engine: Engine, town_dataset: Dataset) -> None:
+def test_recomputing_nearly_everything_does_not_pay(
+    evaluation_engine: Engine, town_dataset: Dataset
+) -> None:
     found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=0.0))
     for recomputed, pays in ((HARDLY_PAYS, True), (HARDLY_PAYS + 0.01, False)):
-        assert Calibrated(replace(found.calibration, recomputed=recomputed), found.curve).pays == pays
+        assert (
+            Calibrated(replace(found.calibration, recomputed=recomputed), found.curve).pays == pays
+        )
 
 
 def test_a_quality_that_no_alpha_reaches_is_reported(
@@ -95,12 +105,16 @@ def test_a_quality_that_no_alpha_reaches_is_reported(
 ) -> None:
     monkeypatch.setattr("cachecraft_rag.evaluation.calibrate.ALPHAS", (0.0, 0.1))
     evaluation_engine.config = CRUDE
-    found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=1.0, answer_tokens=24))
+    found = calibrate(
+        evaluation_engine, town_dataset, replace(SETTINGS, quality=1.0, answer_tokens=24)
+    )
     assert found.calibration.alpha == 0.1
     assert not found.held
 
 
-def test_the_lower_bound_decides_and_not_the_mean(evaluation_engine: Engine, town_dataset: Dataset) -> None:
+def test_the_lower_bound_decides_and_not_the_mean(
+    evaluation_engine: Engine, town_dataset: Dataset
+) -> None:
     evaluation_engine.config = CRUDE
     longer = replace(SETTINGS, answer_tokens=24)
     point = Validation(evaluation_engine, town_dataset, longer, passes=1).at(0.5)
@@ -112,7 +126,9 @@ def test_the_lower_bound_decides_and_not_the_mean(evaluation_engine: Engine, tow
     assert found.calibration.low >= between
 
 
-def test_a_point_is_what_the_engine_does_with_that_alpha(evaluation_engine: Engine, town_dataset: Dataset) -> None:
+def test_a_point_is_what_the_engine_does_with_that_alpha(
+    evaluation_engine: Engine, town_dataset: Dataset
+) -> None:
     """Asked one by one as a user would, with α in the engine's settings."""
     point = Validation(evaluation_engine, town_dataset, SETTINGS, passes=1).at(0.5)
     tops, shares = [], []
@@ -127,12 +143,16 @@ def test_a_point_is_what_the_engine_does_with_that_alpha(evaluation_engine: Engi
         )
         tops.append(float((ours.logits.argmax(-1) == full.logits.argmax(-1)).double().mean()))
         chunks = ours.stats.chunks
-        shares.append(sum(one.recomputed + one.computed for one in chunks) / sum(one.tokens for one in chunks))
+        shares.append(
+            sum(one.recomputed + one.computed for one in chunks) / sum(one.tokens for one in chunks)
+        )
     assert point.recomputed == pytest.approx(np.mean(shares))
     assert point.quality == mean_interval(tops, level=0.9)
 
 
-def test_the_engine_s_own_way_of_choosing_is_calibrated(evaluation_engine: Engine, town_dataset: Dataset) -> None:
+def test_the_engine_s_own_way_of_choosing_is_calibrated(
+    evaluation_engine: Engine, town_dataset: Dataset
+) -> None:
     settings = replace(SETTINGS, quality=0.0)
     evaluation_engine.config = ReuseConfig(
         selector="leading", budget_scope="chunk", drift=0.0, nearest_share=0.0, recompute_ratio=0.9
@@ -146,14 +166,21 @@ def test_the_engine_s_own_way_of_choosing_is_calibrated(evaluation_engine: Engin
     assert [point.quality for point in other.curve] != [point.quality for point in found.curve]
 
 
-def test_origins_decide_how_much_is_recomputed(evaluation_engine: Engine, town_dataset: Dataset) -> None:
-    strangers = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=0.0)).calibration
+def test_origins_decide_how_much_is_recomputed(
+    evaluation_engine: Engine, town_dataset: Dataset
+) -> None:
+    strangers = calibrate(
+        evaluation_engine, town_dataset, replace(SETTINGS, quality=0.0)
+    ).calibration
     origins = Origins(condition_named("neighbours"), evaluation_engine, town_dataset, 0, 1)
     for question in town_dataset.questions:
         origins.before(question)
     variants = evaluation_engine.store.stats().variants
-    found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, origin="neighbours", quality=0.0))
-    assert evaluation_engine.store.stats().variants == variants  # captured once, and nothing else while measuring
+    found = calibrate(
+        evaluation_engine, town_dataset, replace(SETTINGS, origin="neighbours", quality=0.0)
+    )
+    # captured once, and nothing else while measuring
+    assert evaluation_engine.store.stats().variants == variants
     # Some chunks come back behind what they were captured behind, unlike those captured behind strangers.
     assert found.calibration.recomputed < 0.7 * strangers.recomputed
 
@@ -162,11 +189,16 @@ def test_f1_is_relative_to_full_prefill(evaluation_engine: Engine, town_dataset:
     prefill = ReuseConfig(reuse=False, capture=False)
     evaluation_engine.config = CRUDE
     full = [
-        evaluation_engine.score_answer(one.text, one.passages, max_new_tokens=24, config=prefill).text
+        evaluation_engine.score_answer(
+            one.text, one.passages, max_new_tokens=24, config=prefill
+        ).text
         for one in town_dataset.questions
     ]
     assert any(text.split() for text in full)
-    golds = tuple(replace(one, answers=(text,)) for one, text in zip(town_dataset.questions, full, strict=True))
+    golds = tuple(
+        replace(one, answers=(text,))
+        for one, text in zip(town_dataset.questions, full, strict=True)
+    )
     found = calibrate(
         evaluation_engine,
         replace(town_dataset, questions=golds),
@@ -176,11 +208,17 @@ def test_f1_is_relative_to_full_prefill(evaluation_engine: Engine, town_dataset:
     assert found.curve[0].quality.mean < 1.0
 
 
-def test_f1_is_refused_where_it_means_nothing(evaluation_engine: Engine, town_dataset: Dataset) -> None:
+def test_f1_is_refused_where_it_means_nothing(
+    evaluation_engine: Engine, town_dataset: Dataset
+) -> None:
     settings = replace(SETTINGS, metric="f1")
     bare = tuple(replace(one, answers=()) for one in town_dataset.questions[:2])
     with pytest.raises(ConfigError, match=r"2 of 6 questions have none; choose the metric rouge_l"):
-        calibrate(evaluation_engine, replace(town_dataset, questions=bare + town_dataset.questions[2:]), settings)
+        calibrate(
+            evaluation_engine,
+            replace(town_dataset, questions=bare + town_dataset.questions[2:]),
+            settings,
+        )
     unknown = tuple(replace(one, answers=("unsaid words",)) for one in town_dataset.questions[:2])
     with pytest.raises(ConfigError, match="full prefill answers none of these questions"):
         calibrate(evaluation_engine, replace(town_dataset, questions=unknown), settings)
@@ -189,7 +227,9 @@ def test_f1_is_refused_where_it_means_nothing(evaluation_engine: Engine, town_da
 def test_a_check_asks_other_questions(evaluation_engine: Engine, town_dataset: Dataset) -> None:
     first, second = halves(town_dataset, seed=1)
     assert (len(first.questions), len(second.questions)) == (3, 3)
-    assert {one.question_id for part in (first, second) for one in part.questions} == {f"q{i}" for i in range(6)}
+    assert {one.question_id for part in (first, second) for one in part.questions} == {
+        f"q{i}" for i in range(6)
+    }
     assert first.documents == second.documents == town_dataset.documents
     assert halves(town_dataset, seed=1) == (first, second) != halves(town_dataset, seed=2)
     steps: list[Progress] = []
@@ -232,9 +272,13 @@ def test_a_stopped_calibration_resumes_and_finds_the_same(
 
     with pytest.raises(KeyboardInterrupt):
         calibrate(evaluation_engine, town_dataset, settings, folder=tmp_path, progress=stop)
-    assert stopped[-1].done == measured - 2  # nothing is reported behind the interruption, as if all were done
+    # nothing is reported behind the interruption, as if all were done
+    assert stopped[-1].done == measured - 2
     steps: list[Progress] = []
-    assert calibrate(evaluation_engine, town_dataset, settings, folder=tmp_path, progress=steps.append) == whole
+    assert (
+        calibrate(evaluation_engine, town_dataset, settings, folder=tmp_path, progress=steps.append)
+        == whole
+    )
     assert steps[0].done == measured - 2
     other = replace(settings, answer_tokens=4)  # measurements with other settings do not count
     steps.clear()

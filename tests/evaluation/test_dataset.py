@@ -12,7 +12,12 @@ import pytest
 from benchmarks.formats import read as read_published
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation import dataset as module
-from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion, handbook_dataset, load_dataset
+from cachecraft_rag.evaluation.dataset import (
+    Dataset,
+    EvaluationQuestion,
+    handbook_dataset,
+    load_dataset,
+)
 from cachecraft_rag.model.demo_model import handbook_questions
 from cachecraft_rag.types import Chunk
 
@@ -28,7 +33,13 @@ def squad(tmp_path: Path) -> Path:
         for year in YEARS:
             asked = f"Which {name} is of {year}?"
             answer = f"{name} {year}"
-            qas = [{"id": f"{name}-{year}", "question": asked, "answers": [{"text": answer, "answer_start": 4}]}]
+            qas = [
+                {
+                    "id": f"{name}-{year}",
+                    "question": asked,
+                    "answers": [{"text": answer, "answer_start": 4}],
+                }
+            ]
             paragraphs.append({"context": f"The {answer} stands by the river.", "qas": qas})
         articles.append({"title": name, "paragraphs": paragraphs})
     path = tmp_path / "town.json"
@@ -80,7 +91,10 @@ def test_other_documents_fill_up_where_the_article_is_too_short(squad: Path) -> 
         own = [text for text in texts(question) if question.question_id.split("-")[0] in text]
         assert len(own) == 4
         assert len(set(texts(question))) == 10
-    (most,) = {len(question.passages) for question in load_dataset(squad, passages=99, limit=9, seed=3).questions}
+    (most,) = {
+        len(question.passages)
+        for question in load_dataset(squad, passages=99, limit=9, seed=3).questions
+    }
     assert most == 25  # all there are
 
 
@@ -98,7 +112,9 @@ def test_neighbours_and_document_of_a_passage(squad: Path) -> None:
     with pytest.raises(KeyError):
         data.neighbours("nothing")
     question = EvaluationQuestion("q", "?", (bridge[1], data.documents[3][0]), ())
-    assert unrelated(data, question) == tuple(c for place in (0, 2, 4, 5) for c in data.documents[place])
+    assert unrelated(data, question) == tuple(
+        c for place in (0, 2, 4, 5) for c in data.documents[place]
+    )
 
 
 def test_a_large_file_keeps_the_documents_it_needs_and_some_others(
@@ -109,33 +125,49 @@ def test_a_large_file_keeps_the_documents_it_needs_and_some_others(
     assert len(data.documents) == 3
     (question,) = data.questions
     assert question.answers[0] in " ".join(texts(question))
-    assert {str(chunk.metadata["source"]) for chunk in question.passages} == {question.question_id.split("-")[0]}
+    assert {str(chunk.metadata["source"]) for chunk in question.passages} == {
+        question.question_id.split("-")[0]
+    }
     assert len(unrelated(data, question)) >= 8
 
 
 def test_long_passages_are_split_and_the_piece_with_the_answer_comes_along(tmp_path: Path) -> None:
     sentences = [
-        f"In the year {year} the council of the town met for the fortieth time in its hall." for year in range(900)
+        f"In the year {year} the council of the town met for the fortieth time in its hall."
+        for year in range(900)
     ]
     context = " ".join(sentences)
     qas = [
-        {"id": str(year), "question": "Which?", "answers": [{"text": f"year {year}", "answer_start": 0}]}
+        {
+            "id": str(year),
+            "question": "Which?",
+            "answers": [{"text": f"year {year}", "answer_start": 0}],
+        }
         for year in (1, 450, 899)
     ]
     path = tmp_path / "long.json"
-    path.write_text(json.dumps({"data": [{"title": "x", "paragraphs": [{"context": context, "qas": qas}]}]}))
+    path.write_text(
+        json.dumps({"data": [{"title": "x", "paragraphs": [{"context": context, "qas": qas}]}]})
+    )
     data = load_dataset(path, passages=2, limit=None, seed=0)
     (document,) = data.documents
-    assert all(len(chunk.text) <= 4 * module.QuestionFile((), ()).passage_tokens for chunk in document)
+    assert all(
+        len(chunk.text) <= 4 * module.QuestionFile((), ()).passage_tokens for chunk in document
+    )
     assert " ".join(" ".join(chunk.text for chunk in document).split()) == context
     for question in data.questions:
         assert len(question.passages) == 2
-        holds = [bool(re.search(rf"year {question.question_id}\b", text)) for text in texts(question)]
+        holds = [
+            bool(re.search(rf"year {question.question_id}\b", text)) for text in texts(question)
+        ]
         assert sorted(holds) == [False, True]
 
 
 def test_passages_with_the_answer_are_all_included_even_beyond_the_limit(tmp_path: Path) -> None:
-    paragraphs = [{"title": f"Page {i}", "paragraph_text": f"Fact {i}.", "is_supporting": i < 3} for i in range(9)]
+    paragraphs = [
+        {"title": f"Page {i}", "paragraph_text": f"Fact {i}.", "is_supporting": i < 3}
+        for i in range(9)
+    ]
     entry = {"id": "m", "question": "?", "answer": "Fact 2", "paragraphs": paragraphs}
     path = lines(tmp_path / "m.jsonl", entry)
     (question,) = load_dataset(path, passages=2, limit=None, seed=0, read=read_published).questions
@@ -152,26 +184,40 @@ def test_a_retrievers_own_list_keeps_its_order_and_gets_nothing_added(tmp_path: 
         {"id": "open", "question": "What?", "passages": found[:3]},
     )
     for seed in range(3):
-        asked = {q.question_id: texts(q) for q in load_dataset(path, passages=2, limit=None, seed=seed).questions}
+        asked = {
+            q.question_id: texts(q)
+            for q in load_dataset(path, passages=2, limit=None, seed=seed).questions
+        }
         assert asked == {"late": [found[0], found[4]], "open": found[:2]}
-    whole = {q.question_id: texts(q) for q in load_dataset(path, passages=9, limit=None, seed=0).questions}
+    whole = {
+        q.question_id: texts(q)
+        for q in load_dataset(path, passages=9, limit=None, seed=0).questions
+    }
     assert whole == {"late": found, "open": found[:3]}
 
 
 def test_a_summary_gets_segments_of_its_own_article_alone(tmp_path: Path) -> None:
     def article(name: str) -> str:
-        return " ".join(f"Sentence {i} of the {name} article speaks of the weather and the harvest." for i in range(60))
+        return " ".join(
+            f"Sentence {i} of the {name} article speaks of the weather and the harvest."
+            for i in range(60)
+        )
 
     entries = [
-        {"id": name, "document": article(name), "summary": f"A {name}."} for name in ("first", "second", "third")
+        {"id": name, "document": article(name), "summary": f"A {name}."}
+        for name in ("first", "second", "third")
     ]
-    data = load_dataset(lines(tmp_path / "x.jsonl", *entries), passages=5, limit=None, seed=1, read=read_published)
+    data = load_dataset(
+        lines(tmp_path / "x.jsonl", *entries), passages=5, limit=None, seed=1, read=read_published
+    )
     for question in data.questions:
         assert len(question.passages) == 5
         assert all(question.question_id in text for text in texts(question))
     assert {len(document) for document in data.documents} <= set(range(6, 20))
     many = load_dataset(tmp_path / "x.jsonl", passages=50, limit=1, seed=1, read=read_published)
-    assert len(many.questions[0].passages) == len(many.document_of(many.questions[0].passages[0].chunk_id))
+    assert len(many.questions[0].passages) == len(
+        many.document_of(many.questions[0].passages[0].chunk_id)
+    )
 
 
 def test_questions_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -194,8 +240,13 @@ def test_the_handbook_answers_its_questions() -> None:
     for question in data.questions:
         assert len(question.passages) == 3
         pages = {str(chunk.metadata["source"]) for chunk in question.passages}
-        assert {asked.page for asked in handbook_questions() if asked.question == question.text} <= pages
-        assert any(all(re.search(e, t, re.IGNORECASE) for e in expect[question.text]) for t in texts(question))
+        assert {
+            asked.page for asked in handbook_questions() if asked.question == question.text
+        } <= pages
+        assert any(
+            all(re.search(e, t, re.IGNORECASE) for e in expect[question.text])
+            for t in texts(question)
+        )
         assert question.answers == ()
         assert unrelated(data, question)
     assert len(handbook_dataset(passages=3, limit=2, seed=1).questions) == 2

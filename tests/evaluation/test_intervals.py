@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from cachecraft_rag.evaluation import intervals
-from cachecraft_rag.evaluation.intervals import Interval, mean_interval, paired_interval, ratio_interval
+from cachecraft_rag.evaluation.intervals import (
+    Interval,
+    mean_interval,
+    paired_interval,
+    ratio_interval,
+)
 
 
 def width(interval: Interval) -> float:
@@ -16,7 +21,11 @@ def width(interval: Interval) -> float:
 @pytest.mark.parametrize("skewed", [False, True])
 def test_the_mean_is_inside_as_often_as_the_level_says(skewed: bool) -> None:
     random = np.random.default_rng(5)
-    draws = random.exponential(2.0, size=(300, 50)) if skewed else random.normal(2.0, 3.0, size=(300, 50))
+    draws = (
+        random.exponential(2.0, size=(300, 50))
+        if skewed
+        else random.normal(2.0, 3.0, size=(300, 50))
+    )
     for level, fewest, most in ((0.95, 0.89, 0.99), (0.8, 0.72, 0.87)):
         found = [mean_interval(draw, resamples=500, seed=1, level=level) for draw in draws]
         assert fewest <= np.mean([one.low <= 2.0 <= one.high for one in found]) <= most
@@ -50,7 +59,10 @@ def test_the_ratio_is_of_means_and_its_questions_stay_together() -> None:
     assert found.low < 0.5 < found.high
     assert width(found) < width(ratio_interval(random.permutation(a), b)) / 4
     scaled = ratio_interval(3 * a, b)
-    assert (scaled.low, scaled.high) == (pytest.approx(3 * found.low), pytest.approx(3 * found.high))
+    assert (scaled.low, scaled.high) == (
+        pytest.approx(3 * found.low),
+        pytest.approx(3 * found.high),
+    )
 
 
 def test_the_ratio_covers() -> None:
@@ -80,7 +92,8 @@ def test_the_same_seed_gives_the_same_interval_and_another_one_nearly() -> None:
 
 def test_resampling_in_parts_draws_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(9).normal(size=30)
-    monkeypatch.setattr(intervals, "_DRAWS_AT_ONCE", 100)  # three resamples of 30 at once; the generator goes on
+    # three resamples of 30 at once; the generator goes on
+    monkeypatch.setattr(intervals, "_DRAWS_AT_ONCE", 100)
     in_parts = mean_interval(values, resamples=1000)
     monkeypatch.undo()
     assert in_parts == mean_interval(values, resamples=1000)

@@ -38,9 +38,13 @@ def test_only_a_question_s_own_page_answers_it(passages: int) -> None:
     for question in dataset.questions:
         pages = [str(chunk.metadata["source"]) for chunk in question.passages]
         assert len(set(pages)) == passages
-        assert {page.partition("/")[0] for page in pages} == {question.question_id.partition("/")[0]}
+        assert {page.partition("/")[0] for page in pages} == {
+            question.question_id.partition("/")[0]
+        }
         answering = [
-            page for page, chunk in zip(pages, question.passages, strict=True) if is_right(chunk.text, question.answers)
+            page
+            for page, chunk in zip(pages, question.passages, strict=True)
+            if is_right(chunk.text, question.answers)
         ]
         assert answering == [page_of(question.question_id)]
 
@@ -54,7 +58,8 @@ def test_most_questions_have_their_own_page_last() -> None:
 
 def test_passages_depend_on_the_question_alone() -> None:
     every = {
-        question.question_id: question for question in lookalikes_dataset(passages=5, limit=None, seed=0).questions
+        question.question_id: question
+        for question in lookalikes_dataset(passages=5, limit=None, seed=0).questions
     }
     drawn = lookalikes_dataset(half="tune", passages=5, limit=7, seed=3).questions
     assert len(drawn) == 7

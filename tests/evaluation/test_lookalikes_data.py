@@ -22,7 +22,8 @@ class Entry(TypedDict):
 
 ENTRIES: list[Entry] = json.loads((FOLDER / ".questions.json").read_text(encoding="utf-8"))
 PAGES: dict[str, str] = {
-    path.relative_to(FOLDER).as_posix(): path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*/*.md"))
+    path.relative_to(FOLDER).as_posix(): path.read_text(encoding="utf-8")
+    for path in sorted(FOLDER.glob("*/*.md"))
 }
 
 

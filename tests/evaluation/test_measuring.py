@@ -93,16 +93,24 @@ def test_the_budget_is_kept(evaluation_engine: Engine, town_dataset: Dataset, na
     reference = prepared(evaluation_engine, town_dataset)
     tokens = [chunk.tokens for chunk in reference.answer.stats.chunks]
     *others, nearest = tokens
-    assert nearest <= ReuseConfig().nearest_share * sum(tokens), "the nearest chunk is recomputed in full"
+    assert nearest <= ReuseConfig().nearest_share * sum(tokens), (
+        "the nearest chunk is recomputed in full"
+    )
     record = measure(evaluation_engine, reference, trial(name, 0.25))
-    assert record.recomputed == pytest.approx((nearest + sum(math.ceil(count / 4) for count in others)) / sum(tokens))
+    assert record.recomputed == pytest.approx(
+        (nearest + sum(math.ceil(count / 4) for count in others)) / sum(tokens)
+    )
 
 
-def test_measuring_leaves_the_store_as_it_is(evaluation_engine: Engine, town_dataset: Dataset) -> None:
+def test_measuring_leaves_the_store_as_it_is(
+    evaluation_engine: Engine, town_dataset: Dataset
+) -> None:
     reference = prepared(evaluation_engine, town_dataset)
     before = {row.variant.variant_id for row in evaluation_engine.store.rows()}
     for name in ("full_recompute", "prefix_cache", "full_cache", "default"):
-        measure(evaluation_engine, reference, trial(name, 0.2 if METHODS[name].takes_ratio else None))
+        measure(
+            evaluation_engine, reference, trial(name, 0.2 if METHODS[name].takes_ratio else None)
+        )
     evaluation_engine.write_back.wait_for([chunk.chunk_id for chunk in reference.question.passages])
     assert {row.variant.variant_id for row in evaluation_engine.store.rows()} == before
 
@@ -128,7 +136,9 @@ def test_without_gold_answers_there_is_nothing_to_compare_with(
 ) -> None:
     question = replace(town_dataset.questions[0], answers=())
     found = measure(
-        evaluation_engine, reference_of(evaluation_engine, question, answer_tokens=4), trial("full_recompute")
+        evaluation_engine,
+        reference_of(evaluation_engine, question, answer_tokens=4),
+        trial("full_recompute"),
     )
     assert (found.f1, found.reference_f1) == (None, None)
 
@@ -137,7 +147,11 @@ def test_without_gold_answers_there_is_nothing_to_compare_with(
 def halved(question: EvaluationQuestion) -> Iterator[list[Chunk]]:
     """Keep the first half of each chunk and none of the second chunk, and take some time."""
     time.sleep(0.2)
-    yield [Chunk(chunk.text[: len(chunk.text) // 2]) for i, chunk in enumerate(question.passages) if i != 1]
+    yield [
+        Chunk(chunk.text[: len(chunk.text) // 2])
+        for i, chunk in enumerate(question.passages)
+        if i != 1
+    ]
 
 
 def test_a_preparation_s_time_counts_and_its_passages_are_answered_over(
@@ -157,8 +171,13 @@ def test_a_preparation_s_time_counts_and_its_passages_are_answered_over(
 
 
 def test_names_are_known() -> None:
-    assert [method.name for method in methods_named(["default", "full_cache", "default"])] == ["default", "full_cache"]
+    assert [method.name for method in methods_named(["default", "full_cache", "default"])] == [
+        "default",
+        "full_cache",
+    ]
     with pytest.raises(ConfigError, match=r"best: no such method; there are .*full_recompute"):
         methods_named(["best"])
-    with pytest.raises(ConfigError, match=r"full: .*full_recompute \(prefill of the whole prompt\) or full_cache"):
+    with pytest.raises(
+        ConfigError, match=r"full: .*full_recompute \(prefill of the whole prompt\) or full_cache"
+    ):
         methods_named(["full"])

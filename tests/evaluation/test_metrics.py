@@ -20,7 +20,8 @@ from cachecraft_rag.evaluation.metrics import (
 def test_words_lose_case_punctuation_articles_and_spaces_in_this_order() -> None:
     assert normalised_words("  An apple,\tA-Team; the\nthesis ") == ["apple", "ateam", "thesis"]
     assert normalised_words("U.S.A.") == ["usa"]
-    assert normalised_words("«Привет», 日本 — the") == ["«привет»", "日本", "—"]  # punctuation is ASCII's, as in SQuAD
+    # punctuation is ASCII's, as in SQuAD
+    assert normalised_words("«Привет», 日本 — the") == ["«привет»", "日本", "—"]
 
 
 @pytest.mark.parametrize(
@@ -73,15 +74,20 @@ def test_divergence_is_of_the_distributions_and_not_symmetric() -> None:
         other.log_softmax(-1), reference.log_softmax(-1), reduction="batchmean", log_target=True
     )
     assert kl == pytest.approx(float(by_torch), rel=1e-5)
-    assert top1 == sum(int(a.argmax() == b.argmax()) for a, b in zip(reference, other, strict=True)) / 7
+    assert (
+        top1
+        == sum(int(a.argmax() == b.argmax()) for a, b in zip(reference, other, strict=True)) / 7
+    )
     assert divergence(other, reference)[0] != pytest.approx(kl, rel=1e-3)
-    assert divergence(reference, reference + 5.0) == (pytest.approx(0.0, abs=1e-12), 1.0)  # a shift changes nothing
+    # a shift changes nothing
+    assert divergence(reference, reference + 5.0) == (pytest.approx(0.0, abs=1e-12), 1.0)
 
 
 def test_divergence_sees_what_float32_would_lose() -> None:
     reference = torch.zeros(1, 49_152)
     other = reference.clone()
-    other[0, 0] = 1e-3  # variance / 2 of one logit among many: 1e-6 · 1/V · (1 − 1/V) / 2, below float32's rounding
+    # variance / 2 of one logit among many: 1e-6 · 1/V · (1 − 1/V) / 2, below float32's rounding
+    other[0, 0] = 1e-3
     assert divergence(reference, other)[0] == pytest.approx(1e-6 / 49_152 / 2, rel=1e-2)
 
 

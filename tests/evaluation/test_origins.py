@@ -43,17 +43,23 @@ def test_unrelated_chunks_are_drawn_from_other_documents_by_the_seed(town_datase
 
 
 def test_one_document_has_nothing_unrelated(town_dataset: Dataset) -> None:
-    alone = replace(town_dataset, documents=town_dataset.documents[:1], questions=town_dataset.questions[:1])
+    alone = replace(
+        town_dataset, documents=town_dataset.documents[:1], questions=town_dataset.questions[:1]
+    )
     with pytest.raises(ConfigError, match="choose another origin"):
         unrelated(alone, alone.documents[0][0])
 
 
 def test_an_unknown_condition_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="choose one of documents, stream, neighbours, alone, unrelated"):
+    with pytest.raises(
+        ConfigError, match="choose one of documents, stream, neighbours, alone, unrelated"
+    ):
         condition_named("somehow")
 
 
-@pytest.mark.parametrize("name", [name for name, condition in CONDITIONS.items() if condition.origin_prefix])
+@pytest.mark.parametrize(
+    "name", [name for name, condition in CONDITIONS.items() if condition.origin_prefix]
+)
 def test_each_chunk_is_captured_once_after_the_prefix_of_the_condition(
     evaluation_engine: Engine, town_dataset: Dataset, name: str
 ) -> None:
@@ -63,7 +69,9 @@ def test_each_chunk_is_captured_once_after_the_prefix_of_the_condition(
         origins.before(question)
         origins.after(question)
     assert condition.origin_prefix is not None
-    asked = {chunk.chunk_id: chunk for question in town_dataset.questions for chunk in question.passages}
+    asked = {
+        chunk.chunk_id: chunk for question in town_dataset.questions for chunk in question.passages
+    }
     for chunk in asked.values():
         prefix = condition.origin_prefix(town_dataset, chunk, 3)
         assert origin_prefixes(engine, town_dataset, chunk) == [list(prefix)]
@@ -77,18 +85,24 @@ def test_documents_are_captured_as_prime_captures_them(
     for question in town_dataset.questions:
         origins.before(question)
         origins.after(question)
-    captured = sorted((row.variant.variant_id, row.variant.primed) for row in evaluation_engine.store.rows())
+    captured = sorted(
+        (row.variant.variant_id, row.variant.primed) for row in evaluation_engine.store.rows()
+    )
     with (
         ChunkCacheStore.open(tmp_path / "primed") as store,
         Engine(evaluation_engine.decoder, store, new_variants="off") as engine,
     ):
-        texts = [(str(number), list(document)) for number, document in enumerate(town_dataset.documents)]
+        texts = [
+            (str(number), list(document)) for number, document in enumerate(town_dataset.documents)
+        ]
         prime_documents(engine.primer(), texts, skipped=pytest.fail)
         primed = sorted((row.variant.variant_id, row.variant.primed) for row in store.rows())
     assert captured == primed
 
 
-def test_primed_chunks_that_no_question_asks_for_are_not_kept(evaluation_engine: Engine, town_dataset: Dataset) -> None:
+def test_primed_chunks_that_no_question_asks_for_are_not_kept(
+    evaluation_engine: Engine, town_dataset: Dataset
+) -> None:
     few = replace(town_dataset, questions=town_dataset.questions[:1])
     origins = Origins(CONDITIONS["documents"], evaluation_engine, few, 0, 4)
     (question,) = few.questions

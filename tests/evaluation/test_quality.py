@@ -12,7 +12,12 @@ from cachecraft_rag.serving.audits.audit import Audit
 
 
 def audit(name: str, tokens: int, differences: tuple[int, ...] = (), **facts: object) -> Audit:
-    given = {"selector": "question", "recomputed": 0.15, "origin": "primed", "outcomes": {"reused": 5}} | facts
+    given = {
+        "selector": "question",
+        "recomputed": 0.15,
+        "origin": "primed",
+        "outcomes": {"reused": 5},
+    } | facts
     kl = 0.1 * len(differences)
     computed = {"computed_tokens": 100} | given
     return Audit(name, 0.0, tokens, differences, min(1, len(differences)), kl, **computed)  # type: ignore[arg-type]
@@ -61,7 +66,10 @@ def test_answers_are_grouped_by_origin_selector_share_and_termination() -> None:
 def test_agreement_by_place_counts_each_token_once() -> None:
     report = summarise_audits(AUDITS)
     assert report is not None
-    rows = [(group.first, group.last, group.tokens, round(group.agreement, 6)) for group in report.by_position]
+    rows = [
+        (group.first, group.last, group.tokens, round(group.agreement, 6))
+        for group in report.by_position
+    ]
     assert rows == [
         (1, 1, 5, 0.8),
         (2, 4, 15, round(14 / 15, 6)),

@@ -13,7 +13,9 @@ from cachecraft_rag.evaluation.measuring import Record
 from cachecraft_rag.evaluation.records import FILE, VERSION, RecordLog
 
 SETTINGS = {"seed": 1, "origin": "alone", "methods": {"craft@0.15": {"alpha": 0.25}}}
-ONE = Record("q1", "craft", 0.15, 0.02, 0.9, 0.8, None, None, 0.1, 0.4, 0.15, 'a "quoted"\nanswer · \ud83d')
+ONE = Record(
+    "q1", "craft", 0.15, 0.02, 0.9, 0.8, None, None, 0.1, 0.4, 0.15, 'a "quoted"\nanswer · \ud83d'
+)
 TWO = replace(ONE, question_id="q2", f1=0.5, text="plain")
 
 
@@ -62,7 +64,11 @@ def test_a_torn_first_line_is_no_evaluation_yet(tmp_path: Path) -> None:
 
 def test_other_settings_are_named_with_what_to_do(folder: Path) -> None:
     before = lines(folder)
-    other = {"seed": 2, "origin": "alone", "methods": {"craft@0.15": {"alpha": 0.5}, "random@0.15": {}}}
+    other = {
+        "seed": 2,
+        "origin": "alone",
+        "methods": {"craft@0.15": {"alpha": 0.5}, "random@0.15": {}},
+    }
     with pytest.raises(ConfigError) as refused:
         RecordLog(folder, other)
     message = str(refused.value)
@@ -76,7 +82,13 @@ def test_other_settings_are_named_with_what_to_do(folder: Path) -> None:
 
 def test_an_evaluation_of_an_older_version_is_refused_and_kept(folder: Path) -> None:
     path = folder / FILE
-    old = {"settings": {"seed": 1, "births": "alone", "methods": {"craft@0.15": {"births": False, "sharing": "chunk"}}}}
+    old = {
+        "settings": {
+            "seed": 1,
+            "births": "alone",
+            "methods": {"craft@0.15": {"births": False, "sharing": "chunk"}},
+        }
+    }
     path.write_text("\n".join([json.dumps(old), *lines(folder)[1:]]) + "\n", encoding="utf-8")
     before = lines(folder)
     with pytest.raises(ConfigError, match=r"another version of this package.*--out.*--restart"):
@@ -94,7 +106,9 @@ def test_of_many_differences_the_first_are_named(folder: Path) -> None:
 def test_as_long_as_nothing_is_measured_the_settings_may_change(tmp_path: Path) -> None:
     RecordLog(tmp_path, SETTINGS).close()
     RecordLog(tmp_path, {"seed": 2}).close()
-    assert [json.loads(line) for line in lines(tmp_path)] == [{"version": VERSION, "settings": {"seed": 2}}]
+    assert [json.loads(line) for line in lines(tmp_path)] == [
+        {"version": VERSION, "settings": {"seed": 2}}
+    ]
 
 
 def test_restart_discards_measurements(folder: Path) -> None:

@@ -13,7 +13,9 @@ from cachecraft_rag.evaluation.measuring import Record
 from cachecraft_rag.evaluation.report import MEASURES, Report, markdown, summarise
 
 
-def record(question: str, method: str, ratio: float | None, kl: float, *, ttft: float, f1: float | None) -> Record:
+def record(
+    question: str, method: str, ratio: float | None, kl: float, *, ttft: float, f1: float | None
+) -> Record:
     """Full prefill takes 2 s and has an F1 of 0.8."""
     has = f1 is not None
     return Record(
@@ -61,7 +63,14 @@ def test_methods_stand_in_the_registry_s_order(report: Report) -> None:
 
 
 def test_means_by_hand(report: Report) -> None:
-    expected = {"kl": 0.2, "top1": 0.8, "rouge_l": 0.9, "f1": 0.6, "f1_difference": -0.2, "recomputed": 0.15}
+    expected = {
+        "kl": 0.2,
+        "top1": 0.8,
+        "rouge_l": 0.9,
+        "f1": 0.6,
+        "f1_difference": -0.2,
+        "recomputed": 0.15,
+    }
     expected["ttft_ratio"] = math.sqrt(0.25 * 1.0)
     assert expected.keys() == {measure.name for measure in MEASURES}
     for name, mean in expected.items():
@@ -81,7 +90,9 @@ def test_intervals_of_two_questions_reach_from_one_to_the_other(report: Report) 
 
 
 def test_only_questions_that_every_method_answered_count() -> None:
-    assert summarised([*RECORDS, record("c", "leading", 0.15, 9.0, ttft=1.0, f1=0.0)]).questions == 2
+    assert (
+        summarised([*RECORDS, record("c", "leading", 0.15, 9.0, ttft=1.0, f1=0.0)]).questions == 2
+    )
     with pytest.raises(ValueError, match="every method"):
         summarised([RECORDS[0], RECORDS[3]])
 
@@ -90,7 +101,9 @@ def test_without_gold_answers_there_is_no_f1() -> None:
     without = {"f1": None, "reference_f1": None, "right": None, "reference_right": None}
     bare = summarised([replace(made, **without) for made in RECORDS])
     found = bare.as_dict()["methods"]["default@0.15"]
-    assert [found[name] for name in ("f1", "f1_ci", "f1_difference", "right", "lost_net")] == [None] * 5
+    assert [found[name] for name in ("f1", "f1_ci", "f1_difference", "right", "lost_net")] == [
+        None
+    ] * 5
     assert bare.answer_rows(intervals=True) == []
     assert "no gold answers" in markdown(bare, {})
 
@@ -122,12 +135,18 @@ def test_tables_have_a_row_for_each_method(report: Report) -> None:
 
 
 def test_markdown_shows_settings_figures_and_how_to_read_it(report: Report) -> None:
-    page = markdown(report, {"model": "a|b", "warmup": None, "methods": {"default": {}}}, ["quality.png"])
+    page = markdown(
+        report, {"model": "a|b", "warmup": None, "methods": {"default": {}}}, ["quality.png"]
+    )
     assert "![quality](quality.png)" in page
     assert "| model | a\\|b |" in page
     assert "warmup" not in page
     assert all(f"- **{measure.heading}**" in page for measure in MEASURES)
-    widths = {line.count(" | ") for line in page.splitlines() if re.match(r"\| (method|default|full_cache)", line)}
+    widths = {
+        line.count(" | ")
+        for line in page.splitlines()
+        if re.match(r"\| (method|default|full_cache)", line)
+    }
     assert widths == {len(report.headings) - 1, len(report.answer_headings) - 1}
 
 

@@ -32,7 +32,9 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Progress
 
 MakeEngine = Callable[[], AbstractContextManager[Engine]]
-TRIALS = trials_of(methods_named(["full_recompute", "full_cache", "prefix_cache", "default"]), [0.2, 0.5])
+TRIALS = trials_of(
+    methods_named(["full_recompute", "full_cache", "prefix_cache", "default"]), [0.2, 0.5]
+)
 SETTINGS = EvaluationSettings(TRIALS, warmup=2, answer_tokens=6, seed=5)
 
 
@@ -94,7 +96,9 @@ def test_a_stopped_evaluation_goes_on_and_comes_out_the_same(
     assert len(whole) == len(TRIALS) * (4 if origin == "stream" else 6)
 
 
-def test_a_complete_evaluation_computes_nothing(new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path) -> None:
+def test_a_complete_evaluation_computes_nothing(
+    new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path
+) -> None:
     settings = replace(SETTINGS, origin=CONDITIONS["stream"])
     whole = run(new_engine, town_dataset, settings, tmp_path / "out")
     steps: list[Progress] = []
@@ -103,7 +107,9 @@ def test_a_complete_evaluation_computes_nothing(new_engine: MakeEngine, town_dat
     assert steps == [Progress(len(whole), len(whole), "")]
 
 
-def test_methods_take_turns_in_being_first(new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path) -> None:
+def test_methods_take_turns_in_being_first(
+    new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path
+) -> None:
     records = run(new_engine, town_dataset, SETTINGS, tmp_path / "out")
     first: dict[str, str] = {}
     for record in records:
@@ -115,8 +121,12 @@ def test_methods_take_turns_in_being_first(new_engine: MakeEngine, town_dataset:
 def test_captures_of_the_stream_come_from_the_questions_before(
     new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path
 ) -> None:
-    found = run(new_engine, town_dataset, replace(SETTINGS, origin=CONDITIONS["stream"]), tmp_path / "out")
-    computed = {record.question_id: record.recomputed for record in found if record.method == "full_cache"}
+    found = run(
+        new_engine, town_dataset, replace(SETTINGS, origin=CONDITIONS["stream"]), tmp_path / "out"
+    )
+    computed = {
+        record.question_id: record.recomputed for record in found if record.method == "full_cache"
+    }
     # Nothing of full reuse is computed but what no question before has asked for.
     known: set[str] = set()
     for question in town_dataset.questions:
@@ -128,9 +138,16 @@ def test_captures_of_the_stream_come_from_the_questions_before(
     assert any(value > 0 for value in computed.values())
 
 
-def test_a_warm_up_that_takes_all_is_refused(new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path) -> None:
+def test_a_warm_up_that_takes_all_is_refused(
+    new_engine: MakeEngine, town_dataset: Dataset, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="raise --limit or lower --warmup"):
-        run(new_engine, town_dataset, replace(SETTINGS, origin=CONDITIONS["stream"], warmup=6), tmp_path / "out")
+        run(
+            new_engine,
+            town_dataset,
+            replace(SETTINGS, origin=CONDITIONS["stream"], warmup=6),
+            tmp_path / "out",
+        )
 
 
 def test_settings_are_checked() -> None:
@@ -139,23 +156,29 @@ def test_settings_are_checked() -> None:
             replace(SETTINGS, **wrong)
 
 
-def test_every_setting_that_changes_measurements_is_described(new_engine: MakeEngine, town_dataset: Dataset) -> None:
+def test_every_setting_that_changes_measurements_is_described(
+    new_engine: MakeEngine, town_dataset: Dataset
+) -> None:
     other_gold = replace(
-        town_dataset, questions=(replace(town_dataset.questions[0], answers=("1",)), *town_dataset.questions[1:])
+        town_dataset,
+        questions=(replace(town_dataset.questions[0], answers=("1",)), *town_dataset.questions[1:]),
     )
     with new_engine() as engine:
         described = SETTINGS.describe(engine, town_dataset)
         assert json.loads(json.dumps(described))["methods"]["default@0.2"]["recompute_ratio"] == 0.2
         others = [
             SETTINGS.describe(engine, other_gold),
-            SETTINGS.describe(engine, replace(town_dataset, documents=town_dataset.documents[::-1])),
+            SETTINGS.describe(
+                engine, replace(town_dataset, documents=town_dataset.documents[::-1])
+            ),
             replace(SETTINGS, seed=6).describe(engine, town_dataset),
             replace(SETTINGS, origin=CONDITIONS["alone"]).describe(engine, town_dataset),
             replace(SETTINGS, answer_tokens=7).describe(engine, town_dataset),
             replace(SETTINGS, trials=TRIALS[:2]).describe(engine, town_dataset),
         ]
         assert all(other != described for other in others)
-        assert replace(SETTINGS, warmup=3).describe(engine, town_dataset) == described  # there is none
+        # there is none
+        assert replace(SETTINGS, warmup=3).describe(engine, town_dataset) == described
     assert described["fingerprint"] == engine.decoder.fingerprint
 
 
@@ -200,5 +223,7 @@ def test_an_engine_opened_for_evaluation_keeps_the_order_of_passages(
     with open_engine(str(tmp_path / "model"), tmp_path / "out") as engine:
         passages = town_dataset.questions[0].passages
         prompt = engine.prompts.build("Why?", passages)
-        assert [one.segment_id for one in prompt.segments[1:-1]] == [chunk.chunk_id for chunk in passages]
+        assert [one.segment_id for one in prompt.segments[1:-1]] == [
+            chunk.chunk_id for chunk in passages
+        ]
     assert list((tmp_path / "out").iterdir()) == []

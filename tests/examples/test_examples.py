@@ -46,7 +46,9 @@ def run_example(name: str, folder: Path, *, prepare: str = "") -> str:
 
 
 @pytest.mark.slow
-def test_quickstart_reuses_the_captures_of_the_first_question(demo_model: Path, tmp_path: Path) -> None:
+def test_quickstart_reuses_the_captures_of_the_first_question(
+    demo_model: Path, tmp_path: Path
+) -> None:
     printed = run_example("quickstart.py", tmp_path)
     assert "21 documents added" in printed
     reused = [int(tokens) for tokens in re.findall(r"(\d+) reused", printed)]
@@ -78,7 +80,9 @@ def test_a_chain_of_langchains(demo_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_llama_index_with_one_line_swapped_and_without_a_network(demo_model: Path, tmp_path: Path) -> None:
+def test_llama_index_with_one_line_swapped_and_without_a_network(
+    demo_model: Path, tmp_path: Path
+) -> None:
     printed = run_example("llama_index_query_engine.py", tmp_path, prepare=OFFLINE)
     reused = [int(tokens) for tokens in re.findall(r"(\d+) tokens reused", printed)]
     assert len(reused) == 2
@@ -91,12 +95,16 @@ def test_llama_index_with_one_line_swapped_and_without_a_network(demo_model: Pat
 def test_the_guard_against_the_network_bites(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import urllib.request\nurllib.request.urlopen('http://localhost:9/')")
-    done = subprocess.run([sys.executable, "-c", OFFLINE + RUN, script], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE + RUN, script], capture_output=True, text=True, timeout=300
+    )
     assert "not offline: socket" in done.stderr
 
 
 @pytest.mark.parametrize(
-    "path", sorted(set(EXAMPLES.glob("*.py")) - set(EXAMPLES.glob("*_bench.py"))), ids=lambda path: path.name
+    "path",
+    sorted(set(EXAMPLES.glob("*.py")) - set(EXAMPLES.glob("*_bench.py"))),
+    ids=lambda path: path.name,
 )
 def test_examples_are_short_and_use_public_names_alone(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
@@ -105,7 +113,8 @@ def test_examples_are_short_and_use_public_names_alone(path: Path) -> None:
         assert len(source.splitlines()) <= 40
     imported = re.findall(r"^(?:from|import) (cachecraft_rag\S*)", source, re.MULTILINE)
     assert imported or is_app  # a part of an app may need none
-    allowed = PUBLIC | {"cachecraft_rag.cli.first_sentence"} if is_app else PUBLIC  # it cuts answers as the commands do
+    # it cuts answers as the commands do
+    allowed = PUBLIC | {"cachecraft_rag.cli.first_sentence"} if is_app else PUBLIC
     assert set(imported) <= allowed
 
 

@@ -36,7 +36,10 @@ APP = EXAMPLES / "streamlit_app.py"
 KETTLE = (
     "# Kettle Wren K2\n\n## Size\n\nThe Wren K2 holds 1.7 litres and boils them in 4 minutes. {filler}\n\n"
     "## Limescale\n\nDescale the Wren K2 every 8 weeks with 20 grams of citric acid. {filler}\n"
-).format(filler="Keep the base dry, wipe the kettle with a soft cloth and let it cool before you put it away. " * 5)
+).format(
+    filler="Keep the base dry, wipe the kettle with a soft cloth and let it cool before you put it away. "
+    * 5
+)
 QUESTIONS = ("How much water does the Wren K2 hold?", "How often should I descale the Wren K2?")
 
 
@@ -57,7 +60,9 @@ def chunk(number: int, outcome: Any, tokens: int, **facts: Any) -> ChunkStats:
     return ChunkStats(f"chunk{number}", outcome, tokens=tokens, **facts)
 
 
-def answered(*chunks: ChunkStats, system: int = 30, question: int = 20, system_reused: bool = True) -> Answer:
+def answered(
+    *chunks: ChunkStats, system: int = 30, question: int = 20, system_reused: bool = True
+) -> Answer:
     """An answer with these chunks, whose sources are ranked by their numbers."""
     laid_out = [one for one in chunks if one.outcome != "trimmed"]
     recomputed = sum(one.recomputed for one in laid_out)
@@ -81,7 +86,12 @@ def answered(*chunks: ChunkStats, system: int = 30, question: int = 20, system_r
         chunks=chunks,
     )
     sources = tuple(
-        Source(one.chunk_id, f"text of {one.chunk_id}", 0.5, {"heading": f"Part {one.chunk_id}", "source": "a.md"})
+        Source(
+            one.chunk_id,
+            f"text of {one.chunk_id}",
+            0.5,
+            {"heading": f"Part {one.chunk_id}", "source": "a.md"},
+        )
         for one in sorted(chunks, key=lambda one: one.chunk_id)
     )
     return Answer("It is so.", sources, stats)
@@ -106,10 +116,16 @@ def test_names_and_messages_are_shown_as_text() -> None:
     from markdown_it import MarkdownIt
     from streamlit_picture import plain
 
-    (block,) = [token for token in MarkdownIt("gfm-like", {"linkify": False}).parse(plain(MARKED)) if token.children]
+    (block,) = [
+        token
+        for token in MarkdownIt("gfm-like", {"linkify": False}).parse(plain(MARKED))
+        if token.children
+    ]
     assert block.children is not None
     assert {child.type for child in block.children} <= {"text", "text_special"}
-    assert "".join(child.content for child in block.children) == MARKED.replace("\n", " ").replace("\x1b", "")
+    assert "".join(child.content for child in block.children) == MARKED.replace("\n", " ").replace(
+        "\x1b", ""
+    )
     for mark in ("http:", "a@b", ":red[", "www."):  # what Streamlit's own extensions would find
         assert mark not in plain(MARKED)
 
@@ -155,15 +171,25 @@ def test_the_bar_shows_how_each_token_was_obtained() -> None:
         ("1", (("host", 150),)),
         ("Q", (("computed", 20),)),
     ]
-    assert parts(answered(chunk(1, "computed", 10), system_reused=False), 30)[0][2] == (("computed", 30),)
+    assert parts(answered(chunk(1, "computed", 10), system_reused=False), 30)[0][2] == (
+        ("computed", 30),
+    )
     bar = prompt_bar(MIXED, 30)
     elements = Elements()
     elements.feed(bar)
     widths = [attrs["style"] for _, attrs in elements.found if attrs.get("class") == "cc-part"]
     assert widths == [f"flex:{tokens} 1 0" for tokens in (30, 100, 200, 100, 150, 20)]
-    for words in ("computed <em>184</em>", "reused from disk <em>160</em>", "1 passage did not fit", CAPTION):
+    for words in (
+        "computed <em>184</em>",
+        "reused from disk <em>160</em>",
+        "1 passage did not fit",
+        CAPTION,
+    ):
         assert words in bar
-    assert "<strong>2 · Part chunk2</strong><br>160 tokens reused from disk, 40 tokens recomputed" in bar
+    assert (
+        "<strong>2 · Part chunk2</strong><br>160 tokens reused from disk, 40 tokens recomputed"
+        in bar
+    )
     assert not re.search("CFO|β|[0-9a-f]{12}|device", bar)
 
 
@@ -179,8 +205,20 @@ def test_each_kind_has_a_colour_of_its_own_in_both_themes() -> None:
 @pytest.mark.parametrize(
     ("answer", "full_ttft_s", "chips"),
     [
-        (MIXED, 1.0, ["250 ms to the first token", "62% of the prompt reused", "+1.00 s without reuse: 4.0× as long"]),
-        (MIXED, 0.2, ["250 ms to the first token", "62% of the prompt reused", "0.20 s without reuse"]),
+        (
+            MIXED,
+            1.0,
+            [
+                "250 ms to the first token",
+                "62% of the prompt reused",
+                "+1.00 s without reuse: 4.0× as long",
+            ],
+        ),
+        (
+            MIXED,
+            0.2,
+            ["250 ms to the first token", "62% of the prompt reused", "0.20 s without reuse"],
+        ),
         (MIXED, None, ["250 ms to the first token", "62% of the prompt reused"]),
     ],
 )
@@ -219,7 +257,9 @@ def test_the_verdict_says_whether_full_prefill_agrees() -> None:
     assert "Same as full prefill" in verdict(turn, same)
     changed = replace(same, differences=(4, 6))
     assert "agrees with 7 of 9 tokens." in verdict(turn, changed)
-    text = AuditText("How long?", same="It lasts ", reuse="3 years.", full="<b>30 days</b>. Ask us. Now")
+    text = AuditText(
+        "How long?", same="It lasts ", reuse="3 years.", full="<b>30 days</b>. Ask us. Now"
+    )
     page = verdict(turn, replace(changed, text=text))
     assert "it says: <q>It lasts &lt;b&gt;30 days&lt;/b&gt;.</q>" in page
 
@@ -229,12 +269,17 @@ def test_a_document_cannot_put_elements_into_the_page() -> None:
 
     evil = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'"
     metadata = {"heading": evil, "source": evil}
-    hostile = replace(MIXED, sources=tuple(replace(one, text=evil, metadata=metadata) for one in MIXED.sources))
+    hostile = replace(
+        MIXED, sources=tuple(replace(one, text=evil, metadata=metadata) for one in MIXED.sources)
+    )
     elements = Elements()
     elements.feed(prompt_bar(hostile, 30) + sources(hostile))
     assert not {"script", "img"} & {tag for tag, _ in elements.found}
     assert not any(name.startswith("on") for _, attrs in elements.found for name in attrs)
-    assert markdown_safe("$5 to $9 ![x](http://far.away/y)") == "\\$5 to \\$9 !\\[x](http://far.away/y)"
+    assert (
+        markdown_safe("$5 to $9 ![x](http://far.away/y)")
+        == "\\$5 to \\$9 !\\[x](http://far.away/y)"
+    )
     assert "<em>similarity 0.50</em>" in sources(MIXED)
 
 
@@ -259,7 +304,10 @@ def test_conversations_belong_to_their_owner_and_the_longest_unused_goes_first()
         ("1. 29 days\n2. 30 days", "1. 29 days"),
         ("It holds 1.7 litres. And then", "It holds 1.7 litres."),
         ("You have 30. And", "You have 30."),
-        ("Ask Dr. Moll at approx. 9 a.m. or later! Then", "Ask Dr. Moll at approx. 9 a.m. or later!"),
+        (
+            "Ask Dr. Moll at approx. 9 a.m. or later! Then",
+            "Ask Dr. Moll at approx. 9 a.m. or later!",
+        ),
         ("- Rinse it.\n- Dry it.", "- Rinse it."),
         ("Do this:\n\n1. Rinse it. 2. Dry it.", "Do this:\n\n1. Rinse it."),
         ("It is called \u201cWren.\u201d It is", "It is called \u201cWren.\u201d"),
@@ -312,7 +360,9 @@ def visit(store_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
 
 
 def upload(app: AppTest, *files: tuple[str, bytes]) -> None:
-    app.file_uploader[0].set_value([(name, data, "application/octet-stream") for name, data in files]).run()
+    app.file_uploader[0].set_value(
+        [(name, data, "application/octet-stream") for name, data in files]
+    ).run()
     assert not app.exception
 
 
@@ -343,7 +393,9 @@ def stats_of(app: AppTest, turn: int = -1) -> RequestStats:
     return stats
 
 
-def test_from_an_empty_page_to_reused_tokens(visit: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_from_an_empty_page_to_reused_tokens(
+    visit: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("CACHECRAFT_STORE", str(tmp_path))
     app = visit()
     ask(app, QUESTIONS[0])
@@ -351,10 +403,18 @@ def test_from_an_empty_page_to_reused_tokens(visit: Open, monkeypatch: pytest.Mo
         "There is nothing to ask about yet: add a document, or the sample handbook."
     ]
     assert not app.session_state.turns
-    upload(app, ("../../kettle.md", KETTLE.encode()), ("broken.pdf", b"%PDF-1.4 nothing"), ("notes.zip", b"PK\x03\x04"))
+    upload(
+        app,
+        ("../../kettle.md", KETTLE.encode()),
+        ("broken.pdf", b"%PDF-1.4 nothing"),
+        ("notes.zip", b"PK\x03\x04"),
+    )
     problems = " ".join(note.value for note in app.warning)
     assert "**broken.pdf** was not added: is damaged or locked" in problems
-    assert "**notes.zip** was not added: not a kind of file that can be indexed; convert it to one of .txt" in problems
+    assert (
+        "**notes.zip** was not added: not a kind of file that can be indexed; convert it to one of .txt"
+        in problems
+    )
     assert [path.name for path in (tmp_path / "uploads").iterdir()] == ["kettle.md"]
 
     ask(app, QUESTIONS[0])
@@ -388,8 +448,14 @@ def test_an_upload_that_cannot_be_read_spoils_no_later_one(
     app = visit()
     upload(app, ("kettle.md", KETTLE.encode()))
     before = {path.name for path in (store_folder / "uploads").iterdir()}
-    upload(app, ("deep.html", b"<div>" * 100_000 + b"</b>" * 100_000), ("odd.html", b'<meta charset="punycode"><p>Hi'))
-    assert any("deep.html" in warning.value and "nested" in warning.value for warning in app.warning)
+    upload(
+        app,
+        ("deep.html", b"<div>" * 100_000 + b"</b>" * 100_000),
+        ("odd.html", b'<meta charset="punycode"><p>Hi'),
+    )
+    assert any(
+        "deep.html" in warning.value and "nested" in warning.value for warning in app.warning
+    )
 
     def fail(*_: object, **__: object) -> None:
         raise IndexStoreError("the disk is full")
@@ -418,7 +484,9 @@ def test_switches_do_what_they_say(visit: Open) -> None:
     app.slider(key="top_k").set_value(2)
     for name in ("remember", "focus"):
         app.toggle(key=name).set_value(True)
-    picked = next(name for name in app.multiselect(key="picked").options if name.endswith("kettle.md"))
+    picked = next(
+        name for name in app.multiselect(key="picked").options if name.endswith("kettle.md")
+    )
     app.multiselect(key="picked").set_value([picked])
     ask(app, QUESTIONS[0])
     turn = app.session_state.turns[-1]
@@ -459,7 +527,11 @@ def test_a_busy_server_times_no_baseline(visit: Open, monkeypatch: pytest.Monkey
 
 
 def test_the_page_says_which_model_answers(visit: Open) -> None:
-    (welcome,) = [note.value for note in visit().caption if note.value.startswith("Ask questions about your documents")]
+    (welcome,) = [
+        note.value
+        for note in visit().caption
+        if note.value.startswith("Ask questions about your documents")
+    ]
     assert "SmolLM2-135M-Instruct" in welcome
 
 
@@ -483,7 +555,8 @@ def test_what_was_interrupted_can_be_asked_again(visit: Open) -> None:
     app = visit()
     upload(app, ("kettle.md", KETTLE.encode()))
     app.toggle(key="compare").set_value(False)
-    app.session_state.turns.append(Turn(QUESTIONS[0], {}))  # another question came before its first token
+    # another question came before its first token
+    app.session_state.turns.append(Turn(QUESTIONS[0], {}))
     app.run()
     assert not pictures(app)
     app.button(key="again-1").click().run()
@@ -502,11 +575,15 @@ def test_a_question_that_comes_during_an_answer_waits_for_it(visit: Open) -> Non
     app.session_state.answering = turn  # as Streamlit leaves it when it interrupts an answer
     ask(app, QUESTIONS[1])
     turns = app.session_state.turns
-    assert [(turn.question, turn.whole) for turn in turns] == [(question, True) for question in QUESTIONS]
+    assert [(turn.question, turn.whole) for turn in turns] == [
+        (question, True) for question in QUESTIONS
+    ]
     assert not app.session_state.waiting
 
 
-def test_what_cannot_be_answered_is_said_in_a_sentence(visit: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_answered_is_said_in_a_sentence(
+    visit: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     app = visit()
     upload(app, ("kettle.md", KETTLE.encode()))
     ask(app, "why " * 9000)
@@ -525,11 +602,15 @@ def test_the_handbook_is_added_and_removed_as_one(visit: Open) -> None:
     app.button(key="sample").click().run()
     assert len(app.multiselect(key="picked").options) >= 21
     remove(app, "the sample handbook")
-    assert not [name for name in app.multiselect(key="picked").options if name.startswith("handbook/")]
+    assert not [
+        name for name in app.multiselect(key="picked").options if name.startswith("handbook/")
+    ]
     assert app.button(key="sample").label == "Add the sample handbook"  # and it can come back
 
 
-def test_documents_are_fixed_where_the_server_says_so(visit: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_are_fixed_where_the_server_says_so(
+    visit: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     upload(visit(), ("kettle.md", KETTLE.encode()))
     monkeypatch.setenv("CACHECRAFT_READ_ONLY", "1")
     app = visit()
@@ -538,7 +619,9 @@ def test_documents_are_fixed_where_the_server_says_so(visit: Open, monkeypatch: 
     assert app.multiselect(key="picked").options
 
 
-def test_with_a_log_in_configured_nobody_gets_further_without_it(store_folder: Path, visit: Open) -> None:
+def test_with_a_log_in_configured_nobody_gets_further_without_it(
+    store_folder: Path, visit: Open
+) -> None:
     from streamlit.testing.v1 import AppTest
 
     app = AppTest.from_file(str(APP), default_timeout=300)
@@ -637,7 +720,9 @@ def listening_on(port: int) -> set[str] | None:
         for line in Path(table).read_text().splitlines()[1:]:
             address, number = line.split()[1].split(":")
             if int(number, 16) == port and line.split()[3] == "0A":  # LISTEN
-                words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
+                words = [
+                    bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)
+                ]
                 found.add(socket.inet_ntop(family, b"".join(words)))
     return found
 
@@ -712,9 +797,14 @@ def test_the_main_story_in_a_browser(chrome: Chrome, page: str, tmp_path: Path) 
         type_here(question, Keys.ENTER)
 
     def timed(count: int) -> None:
-        wait_for(lambda: len([chip for chip in all_of(".cc-chip") if "without reuse" in chip.text]) == count)
+        wait_for(
+            lambda: (
+                len([chip for chip in all_of(".cc-chip") if "without reuse" in chip.text]) == count
+            )
+        )
 
-    chrome.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})  # a headless page may have no focus
+    # a headless page may have no focus
+    chrome.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
     # A phone: the side bar is hidden there.
     size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -729,8 +819,12 @@ def test_the_main_story_in_a_browser(chrome: Chrome, page: str, tmp_path: Path) 
     timed(1)
     ask_here(QUESTIONS[1])
     timed(2)
+    wait_for(lambda: len(all_of(".cc-bar")) == 2)  # Streamlit keeps what it replaces for a moment
     newest, first = all_of(".cc-bar")
-    assert [len(bar.find_elements(By.CSS_SELECTOR, ".cc-host")) > 0 for bar in (newest, first)] == [True, False]
+    assert [len(bar.find_elements(By.CSS_SELECTOR, ".cc-host")) > 0 for bar in (newest, first)] == [
+        True,
+        False,
+    ]
     widths = [part.size["width"] for part in newest.find_elements(By.CSS_SELECTOR, ".cc-part")]
     assert min(widths) > 0
     assert sum(widths) == pytest.approx(newest.size["width"], rel=0.1)
@@ -740,13 +834,16 @@ def test_the_main_story_in_a_browser(chrome: Chrome, page: str, tmp_path: Path) 
     wait_for(lambda: len(all_of(".cc-verdict")) == 2)  # without a reload
     assert "Same as full prefill" in all_of(".cc-verdict")[1].text
 
-    chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size | {"width": 1280, "mobile": False})
+    chrome.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", size | {"width": 1280, "mobile": False}
+    )
     chrome.refresh()  # a reload keeps the conversation
     wait_for(lambda: len(all_of(".cc-bar")) == 2)
 
     def tip() -> Any:
         part = all_of(".cc-part")[1]
-        chrome.execute_script("arguments[0].focus()", part)  # again, where Streamlit has drawn it anew since
+        # again, where Streamlit has drawn it anew since
+        chrome.execute_script("arguments[0].focus()", part)
         return part.find_element(By.CSS_SELECTOR, ".cc-tip").text
 
     wait_for(lambda: "tokens reused from memory" in tip())
@@ -770,6 +867,8 @@ def hosts_asked(chrome: Chrome) -> set[str]:
     messages = [json.loads(entry["message"])["message"] for entry in chrome.get_log("performance")]
     urls = [message["params"].get("request", {}).get("url", "") for message in messages]
     urls += [
-        message["params"].get("url", "") for message in messages if message["method"] == "Network.webSocketCreated"
+        message["params"].get("url", "")
+        for message in messages
+        if message["method"] == "Network.webSocketCreated"
     ]
     return {str(urlsplit(url).hostname) for url in urls if url.startswith(("http", "ws"))}

@@ -22,7 +22,8 @@ from pathlib import Path
 import pytest
 
 ITEM_SECONDS = 2.0  # of the processor, so that a busy machine does not count as a hang
-ITEM_WAIT_SECONDS = 300.0  # of the clock, behind which a stack is printed and the run ends: it waits for ever
+# of the clock, behind which a stack is printed and the run ends: it waits for ever
+ITEM_WAIT_SECONDS = 300.0
 GROWTH_BYTES = 100 * 10**6
 WARM_UP = 200  # items until all libraries are loaded and their caches filled
 
@@ -72,9 +73,12 @@ class Fuzz:
             seconds = self._consume(number, item, consume)
             if seconds > self.slowest[0]:
                 self.slowest = (seconds, number)
-            if self.full and seconds > ITEM_SECONDS:  # once more: it may have been the garbage collector's turn
+            # once more: it may have been the garbage collector's turn
+            if self.full and seconds > ITEM_SECONDS:
                 again = self._consume(number, item, consume)
-                assert again <= ITEM_SECONDS, f"item {number} takes {again:.1f} s: {self._kept(item)}"
+                assert again <= ITEM_SECONDS, (
+                    f"item {number} takes {again:.1f} s: {self._kept(item)}"
+                )
         growth = max(_peak_bytes(), _resident_bytes()) - before
         told = ", ".join(f"{number} {word}" for word, number in self.outcomes.most_common())
         print(
@@ -135,11 +139,15 @@ def mutated(rng: random.Random, samples: Sequence[bytes], tokens: Sequence[bytes
                 data[start:stop] = other[at : at + rng.choice((8, 64, 512))]
             case 6 if tokens:
                 # Seldom so many that only a parser of linear time gets through.
-                data[start:start] = rng.choice(tokens) * rng.choice((1, 1, 1, 1, 2, 5, 30, 300, 3000))
+                data[start:start] = rng.choice(tokens) * rng.choice(
+                    (1, 1, 1, 1, 2, 5, 30, 300, 3000)
+                )
             case 7 if tokens:
                 data[start:stop] = rng.choice(tokens)
             case 8:
-                digits = str(rng.choice((0, -1, 255, 2**31, 2**63, 10**20, rng.randrange(10**6)))).encode()
+                digits = str(
+                    rng.choice((0, -1, 255, 2**31, 2**63, 10**20, rng.randrange(10**6)))
+                ).encode()
                 data[start:stop] = digits
     return bytes(data)
 

@@ -91,11 +91,17 @@ OLD_HTML = (
     '<html><head><meta http-equiv="Content-Type" content="text/html; charset=iso-8859-1"></head><body bgcolor=white>'
     "<center><font size=7>Wärme – naïve</font></center><p>One<p>Two<hr>Three</body></html>"
 ).encode("cp1252")
-LABELS = (b"utf-8 utf-16 utf-32 undefined punycode idna shift_jis iso-2022-jp gb18030 big5 utf-7 rot13 hz mbcs").split()
+LABELS = (
+    b"utf-8 utf-16 utf-32 undefined punycode idna shift_jis iso-2022-jp gb18030 big5 utf-7 rot13 hz mbcs"
+).split()
 MARKUP_TOKENS = (
     *(b'<meta charset="%s">' % label for label in LABELS),
-    *(b"<a <b> <p> <div> <ul><li> <pre> <table><td> <script> <title> <svg> <math> <select> <textarea>").split(),
-    *(b"</p> </div> </b> </ </script> <!-- --> <![CDATA[ ]]> <![x[ <? ?> <!DOCTYPE <> & &# &#x &amp; &#xD800;").split(),
+    *(
+        b"<a <b> <p> <div> <ul><li> <pre> <table><td> <script> <title> <svg> <math> <select> <textarea>"
+    ).split(),
+    *(
+        b"</p> </div> </b> </ </script> <!-- --> <![CDATA[ ]]> <![x[ <? ?> <!DOCTYPE <> & &# &#x &amp; &#xD800;"
+    ).split(),
     *(b'a= a=" \' > < hidden style="display:none"').split(),
 )
 TEXT_TOKENS = (
@@ -108,12 +114,38 @@ PDF_TOKENS = (
     *(
         b"obj endobj stream endstream xref trailer startxref %%EOF << >> [ ] ( ) <0> /Kids /Parent /Count /Length"
     ).split(),
-    *(b"/Type/Page /Type/Pages /Contents /Font /Encoding /ToUnicode /Filter/FlateDecode /Filter/LZWDecode").split(),
+    *(
+        b"/Type/Page /Type/Pages /Contents /Font /Encoding /ToUnicode /Filter/FlateDecode /Filter/LZWDecode"
+    ).split(),
     *(
         b"/Filter/ASCII85Decode /Filter/RunLengthDecode /DecodeParms /Predictor /Columns /ObjStm /Encrypt /Length"
     ).split(),
-    *(b" 1 0 R ", b" 2 0 R ", b" 3 0 R ", b" 4 0 R ", b" 0 ", b"\n", b"null", b"true", b"-1", b"1e99"),
-    *(b" Tj ", b" TJ ", b" BT ", b" ET ", b" Do ", b" cm ", b" Tf ", b" q ", b" Q ", b" BI ", b" ID ", b" EI "),
+    *(
+        b" 1 0 R ",
+        b" 2 0 R ",
+        b" 3 0 R ",
+        b" 4 0 R ",
+        b" 0 ",
+        b"\n",
+        b"null",
+        b"true",
+        b"-1",
+        b"1e99",
+    ),
+    *(
+        b" Tj ",
+        b" TJ ",
+        b" BT ",
+        b" ET ",
+        b" Do ",
+        b" cm ",
+        b" Tf ",
+        b" q ",
+        b" Q ",
+        b" BI ",
+        b" ID ",
+        b" EI ",
+    ),
 )
 
 
@@ -121,9 +153,13 @@ def pdf_bytes(*pages: str, compressed: bool = False, password: str | None = None
     """A PDF with some lines of text on each page."""
     writer = PdfWriter()
     font = DictionaryObject(
-        {NameObject("/Type"): NameObject("/Font"), NameObject("/Subtype"): NameObject("/Type1"),
-         NameObject("/BaseFont"): NameObject("/Helvetica"), NameObject("/Encoding"): NameObject("/WinAnsiEncoding")}
-    )  # fmt: skip
+        {
+            NameObject("/Type"): NameObject("/Font"),
+            NameObject("/Subtype"): NameObject("/Type1"),
+            NameObject("/BaseFont"): NameObject("/Helvetica"),
+            NameObject("/Encoding"): NameObject("/WinAnsiEncoding"),
+        }
+    )
     for text in pages:
         page = writer.add_blank_page(width=600, height=800)
         page[NameObject("/Resources")] = DictionaryObject(
@@ -132,7 +168,9 @@ def pdf_bytes(*pages: str, compressed: bool = False, password: str | None = None
         stream = DecodedStreamObject()
         lines = "".join(f"({line}) Tj 0 -14 Td " for line in text.split("\n"))
         stream.set_data(f"BT /F1 12 Tf 72 700 Td {lines} [(Wre) -120 (n)] TJ ET".encode("cp1252"))
-        page[NameObject("/Contents")] = writer._add_object(stream.flate_encode() if compressed else stream)
+        page[NameObject("/Contents")] = writer._add_object(
+            stream.flate_encode() if compressed else stream
+        )
     writer.add_metadata({"/Title": "Kettle"})
     if password is not None:
         writer.encrypt(password, algorithm="RC4-128")
@@ -152,17 +190,26 @@ def docx_bytes(document: bytes) -> bytes:
     return buffer.getvalue()
 
 
-DOCX = "".join(f"<w:p><w:r><w:t>Descale the kettle every {n} weeks.</w:t></w:r></w:p>" for n in range(40))
+DOCX = "".join(
+    f"<w:p><w:r><w:t>Descale the kettle every {n} weeks.</w:t></w:r></w:p>" for n in range(40)
+)
 DOCX = (
     '<w:document xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main">'
     f"<w:body>{DOCX}</w:body></w:document>"
 )
-TABLE = "name;litres;text\n" + "".join(f'Wren K{n};1.{n};"Descale; then\nrinse."\n' for n in range(20))
-ENTRIES = json.dumps([{"name": f"Wren K{n}", "size": {"litres": n / 7}, "parts": ["lid", None]} for n in range(20)])
+TABLE = "name;litres;text\n" + "".join(
+    f'Wren K{n};1.{n};"Descale; then\nrinse."\n' for n in range(20)
+)
+ENTRIES = json.dumps(
+    [{"name": f"Wren K{n}", "size": {"litres": n / 7}, "parts": ["lid", None]} for n in range(20)]
+)
 PDF_TEXT = "The Wren K2 holds two litres.\nDescale it every month\nwith citric acid."
 SAMPLES: dict[str, tuple[list[bytes], tuple[bytes, ...]]] = {
     ".html": ([HTML.encode(), OLD_HTML, HTML.encode("utf-16")], (*MARKUP_TOKENS, *TEXT_TOKENS)),
-    ".md": ([MARKDOWN.encode(), MARKDOWN.replace("\n", "\r\n").encode()], (*TEXT_TOKENS, *MARKUP_TOKENS)),
+    ".md": (
+        [MARKDOWN.encode(), MARKDOWN.replace("\n", "\r\n").encode()],
+        (*TEXT_TOKENS, *MARKUP_TOKENS),
+    ),
     ".txt": ([TEXT.encode(), TEXT.encode("cp1252", "replace"), TEXT.encode("utf-16")], TEXT_TOKENS),
     ".rst": ([RST.encode()], TEXT_TOKENS),
     ".pdf": (
@@ -173,12 +220,19 @@ SAMPLES: dict[str, tuple[list[bytes], tuple[bytes, ...]]] = {
         ],
         PDF_TOKENS,
     ),
-    ".csv": ([TABLE.encode(), TABLE.replace(";", "\t").encode("utf-16")], (b'"', b";", b"\n", *TEXT_TOKENS)),
+    ".csv": (
+        [TABLE.encode(), TABLE.replace(";", "\t").encode("utf-16")],
+        (b'"', b";", b"\n", *TEXT_TOKENS),
+    ),
     ".json": ([ENTRIES.encode()], (b"{", b"[", b'"', b"\\u", b"null", b"1e999", *TEXT_TOKENS)),
-    ".docx": ([DOCX.encode()], (b"<w:p>", b"</w:p>", b"w:tbl", b"&#0;", b"xmlns", b"Heading1", b"PK")),
-}  # fmt: skip
+    ".docx": (
+        [DOCX.encode()],
+        (b"<w:p>", b"</w:p>", b"w:tbl", b"&#0;", b"xmlns", b"Heading1", b"PK"),
+    ),
+}
 SHARES = {
-    **{".html": 40_000, ".md": 25_000, ".txt": 10_000, ".rst": 10_000, ".pdf": 15_000},  # 10⁵ of these
+    # 10⁵ of these
+    **{".html": 40_000, ".md": 25_000, ".txt": 10_000, ".rst": 10_000, ".pdf": 15_000},
     **{".csv": 10_000, ".json": 10_000, ".docx": 10_000},
 }
 
@@ -205,7 +259,9 @@ def quiet_pdf() -> None:
 
 
 @pytest.mark.parametrize("suffix", SAMPLES)
-def test_documents_are_read_or_are_problems(suffix: str, fuzz: Any, count_tokens: Callable[[str], int]) -> None:
+def test_documents_are_read_or_are_problems(
+    suffix: str, fuzz: Any, count_tokens: Callable[[str], int]
+) -> None:
     file = SourceFile(Path(f"docs/page{suffix}"), f"docs/page{suffix}")
     model = ModelTokens("bytes.1024", lambda text: len(text.encode()), 1024)
 

@@ -29,7 +29,13 @@ def compiled_only(self: Any, grid: object) -> Callable[..., None]:
 
     def launch(*arguments: object, **constants: object) -> None:
         kernel = self.run(*arguments, grid=grid, warmup=True, **constants)
-        tensor_cores = "wgmma" if "wgmma.mma" in kernel.asm["ptx"] else "mma" if "mma.sync" in kernel.asm["ptx"] else ""
+        tensor_cores = (
+            "wgmma"
+            if "wgmma.mma" in kernel.asm["ptx"]
+            else "mma"
+            if "mma.sync" in kernel.asm["ptx"]
+            else ""
+        )
         print(self.__name__, len(kernel.asm["cubin"]), kernel.metadata.shared, tensor_cores)
 
     return launch
@@ -51,13 +57,26 @@ def run(capability: int) -> None:
     q, k = torch.zeros(rows, 8, 128, dtype=kind), torch.zeros(keys, 2, 128, dtype=kind)
     visible, bounds = Visibility(torch.arange(rows) * 3), torch.arange(0, keys + 1, 512)
     attend(q, k, k, visible, scale=0.1, bounds=bounds, splits=4)
-    attend(q, k, k, Visibility(visible.positions, 100, torch.tensor([3])), scale=0.1, softcap=5.0, splits=1)
+    attend(
+        q,
+        k,
+        k,
+        Visibility(visible.positions, 100, torch.tensor([3])),
+        scale=0.1,
+        softcap=5.0,
+        splits=1,
+    )
     received(q, k, torch.zeros(rows, 8), visible, scale=0.1)
     cos = torch.zeros(keys, 96, dtype=kind)
-    merged, chunk = torch.zeros(4, 2, keys, 2, 128, dtype=kind), torch.zeros(4, 2, 512, 2, 128, dtype=kind)
+    merged, chunk = (
+        torch.zeros(4, 2, keys, 2, 128, dtype=kind),
+        torch.zeros(4, 2, 512, 2, 128, dtype=kind),
+    )
     place(merged, chunk, 5, cos=cos, sin=cos)
     rotate(q, cos[:rows], cos[:rows])
-    shift_stale(merged[0], torch.zeros(4, 2, 2, 128), torch.zeros(keys, dtype=torch.int32), cos=cos, sin=cos)
+    shift_stale(
+        merged[0], torch.zeros(4, 2, 2, 128), torch.zeros(keys, dtype=torch.int32), cos=cos, sin=cos
+    )
 
 
 if __name__ == "__main__":

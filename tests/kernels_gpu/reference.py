@@ -30,7 +30,9 @@ def attend(
     weights = scored.softmax(-1).nan_to_num(0.0)[..., : k.shape[0]]  # a row that sees nothing
     out = mass = None
     if v is not None:
-        out = torch.einsum("rhk,khd->rhd", weights, v.double().repeat_interleave(q.shape[1] // k.shape[-2], dim=1))
+        out = torch.einsum(
+            "rhk,khd->rhd", weights, v.double().repeat_interleave(q.shape[1] // k.shape[-2], dim=1)
+        )
     if bounds is not None:
         others = _without_own(weights, visible.positions).mean(1)
         mass = torch.stack([others[:, a:b].sum(1) for a, b in pairwise(bounds.tolist())], dim=1)
@@ -38,7 +40,13 @@ def attend(
 
 
 def received(
-    q: Tensor, k: Tensor, lse: Tensor, visible: Visibility, *, scale: float, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    visible: Visibility,
+    *,
+    scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """`kernels.gpu.received.received` by matrices `[rows, heads, keys]`."""
     scored = _scores(q, k, visible, scale=scale, softcap=softcap)
@@ -51,7 +59,8 @@ def combine(
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """`kernels.gpu.combine.combine`."""
     lse = lses.logsumexp(0)
-    weight = (lses - lse).exp().nan_to_num(0.0)[..., None]  # -inf less -inf: a row that sees nothing
+    # -inf less -inf: a row that sees nothing
+    weight = (lses - lse).exp().nan_to_num(0.0)[..., None]
     out = None if parts is None else (parts * weight).sum(0).to(dtype)
     return out, lse, None if masses is None else (masses * weight).sum(0)
 
@@ -83,7 +92,9 @@ def shift_stale(merged: Tensor, shifts: Tensor, owner: Tensor, *, cos: Tensor, s
     merged[1, stale] = (merged[1, stale].double() + change[:, 1]).to(merged.dtype)
 
 
-def _scores(q: Tensor, k: Tensor, visible: Visibility, *, scale: float, softcap: float | None) -> Tensor:
+def _scores(
+    q: Tensor, k: Tensor, visible: Visibility, *, scale: float, softcap: float | None
+) -> Tensor:
     """float64 `[rows, heads, keys]`; -inf where a row does not see a key."""
     keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = torch.einsum("rhd,khd->rhk", q.double(), keys) * scale

@@ -28,7 +28,9 @@ def on_device(values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-def assert_as_the_reference(q: Tensor, k: Tensor, v: Tensor | None, visible: Visibility, **how: Any) -> Attended:
+def assert_as_the_reference(
+    q: Tensor, k: Tensor, v: Tensor | None, visible: Visibility, **how: Any
+) -> Attended:
     """Attention and what keys receive equal their references; returns what was found."""
     launch = {name: how.pop(name) for name in ("splits", "tiling") if name in how}
     found = attend(q, k, v, visible, **how, **launch)
@@ -47,7 +49,9 @@ def assert_as_the_reference(q: Tensor, k: Tensor, v: Tensor | None, visible: Vis
     keys = received(q, k, expected.lse.float(), visible, **how, tiling=tiling)
     right = reference.received(q, k, expected.lse, visible, **how)
     assert keys.shape == right.shape
-    assert torch.allclose(keys.double(), right, atol=tolerance * max(1, len(q) // 8), rtol=tolerance)
+    assert torch.allclose(
+        keys.double(), right, atol=tolerance * max(1, len(q) // 8), rtol=tolerance
+    )
     return found
 
 
@@ -65,7 +69,11 @@ CASES: dict[str, dict[str, Any]] = {
     "soft cap": {"positions": [0, 5, 30], "softcap": 2.0},
     "soft cap and window": {"positions": [3, 5, 30], "softcap": 2.0, "window": 4},
     "absent keys": {"positions": [9, 20, 36], "absent": [0, 1, 2, 8, 10, 33]},
-    "absent keys in a window": {"positions": [9, 20, 36], "absent": [0, 1, 2, 8, 10, 33], "window": 5},
+    "absent keys in a window": {
+        "positions": [9, 20, 36],
+        "absent": [0, 1, 2, 8, 10, 33],
+        "window": 5,
+    },
     "a row that sees nothing": {"positions": [2, 20], "absent": [0, 1, 2]},
     "sinks": {"positions": [0, 5, 30], "sinks": [0.5, -1.0, 2.0, 0.0]},
     "sinks, soft cap and window": {
@@ -79,7 +87,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def tensors(case: dict[str, Any], dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor, Tensor, Visibility]:
+def tensors(
+    case: dict[str, Any], dtype: torch.dtype, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Visibility]:
     heads, kv_heads, keys = case.get("heads", 4), case.get("kv_heads", 2), case.get("keys", 37)
     absent = on_device(case["absent"]) if "absent" in case else None
     visible = Visibility(on_device(case["positions"]), window=case.get("window"), absent=absent)
@@ -95,7 +105,8 @@ def tensors(case: dict[str, Any], dtype: torch.dtype, head_dim: int) -> tuple[Te
 def test_every_feature(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     q, k, v, visible = tensors(case, dtype, 16)
-    bounds = on_device([0, 4, 4, 9, len(k)] if len(k) > 9 else [0, 0, len(k)])  # one segment is empty
+    # one segment is empty
+    bounds = on_device([0, 4, 4, 9, len(k)] if len(k) > 9 else [0, 0, len(k)])
     sinks = on_device(case["sinks"], torch.float32) if "sinks" in case else None
     how = {"scale": 0.3, "softcap": case.get("softcap"), "sinks": sinks, "bounds": bounds}
     found = assert_as_the_reference(q, k, v, visible, **how, tiling=SMALL)
@@ -104,12 +115,19 @@ def test_every_feature(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("splits", [2, 8])
-@pytest.mark.parametrize("name", ["one row", "one key", "several tiles", "soft cap and window", "absent keys", "sinks"])
+@pytest.mark.parametrize(
+    "name", ["one row", "one key", "several tiles", "soft cap and window", "absent keys", "sinks"]
+)
 def test_keys_split_among_programs(name: str, splits: int) -> None:
     q, k, v, visible = tensors(CASES[name], torch.float32, 16)
     case = CASES[name]
     sinks = on_device(case["sinks"], torch.float32) if "sinks" in case else None
-    how = {"scale": 0.3, "softcap": case.get("softcap"), "sinks": sinks, "bounds": on_device([0, 1, len(k)])}
+    how = {
+        "scale": 0.3,
+        "softcap": case.get("softcap"),
+        "sinks": sinks,
+        "bounds": on_device([0, 1, len(k)]),
+    }
     assert_as_the_reference(q, k, v, visible, **how, tiling=SMALL, splits=splits)
 
 
@@ -118,7 +136,9 @@ def test_head_dims_with_the_tiles_that_are_used(head_dim: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         case = {"positions": [0, 3, 40, 69], "keys": 70}
         q, k, v, visible = tensors(case, dtype, head_dim)
-        assert_as_the_reference(q, k, v, visible, scale=head_dim**-0.5, bounds=on_device([0, 33, 70]))
+        assert_as_the_reference(
+            q, k, v, visible, scale=head_dim**-0.5, bounds=on_device([0, 33, 70])
+        )
 
 
 def test_without_values_and_without_bounds() -> None:
@@ -136,7 +156,9 @@ def test_without_values_and_without_bounds() -> None:
 def test_more_segments_than_one_launch_sums_up() -> None:
     case = {"positions": [0, 100, 299], "keys": 300, "heads": 2, "kv_heads": 1}
     q, k, v, visible = tensors(case, torch.float32, 16)
-    found = assert_as_the_reference(q, k, v, visible, scale=0.3, bounds=torch.arange(0, 301, 2, device=DEVICE))
+    found = assert_as_the_reference(
+        q, k, v, visible, scale=0.3, bounds=torch.arange(0, 301, 2, device=DEVICE)
+    )
     assert found.mass is not None
     assert found.mass.shape[1] == 150 > MOST_SEGMENTS
 
@@ -161,10 +183,16 @@ def test_views_as_the_layers_hand_them_over() -> None:
 
 
 def test_combine_is_its_reference() -> None:
-    parts, lses, masses = noise(4, 3, 2, 16), noise(4, 3, 2, seed=1), noise(4, 3, 2, 5, seed=2).abs()
+    parts, lses, masses = (
+        noise(4, 3, 2, 16),
+        noise(4, 3, 2, seed=1),
+        noise(4, 3, 2, 5, seed=2).abs(),
+    )
     lses[1:, 0], lses[:, 1, 0] = -torch.inf, -torch.inf  # one part has it all; nobody has anything
     found = combine(parts, lses, masses, dtype=torch.float32)
-    expected = reference.combine(parts.double(), lses.double(), masses.double(), dtype=torch.float64)
+    expected = reference.combine(
+        parts.double(), lses.double(), masses.double(), dtype=torch.float64
+    )
     for ours, right in zip(found, expected, strict=True):
         assert ours is not None
         assert right is not None
@@ -172,7 +200,8 @@ def test_combine_is_its_reference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pairs", "kind", "rows"), [(1, torch.bfloat16, 16), (5000, torch.bfloat16, 128), (40, torch.float32, 32)]
+    ("pairs", "kind", "rows"),
+    [(1, torch.bfloat16, 16), (5000, torch.bfloat16, 128), (40, torch.float32, 32)],
 )
 def test_tiles_are_no_larger_than_the_rows(pairs: int, kind: torch.dtype, rows: int) -> None:
     assert Tiling.of(torch.empty(1, 1, 128, dtype=kind), pairs=pairs).rows == rows

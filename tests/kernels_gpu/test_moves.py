@@ -14,7 +14,15 @@ from tests.kernels_gpu import reference
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(1, 1, 2, 2), (7, 3, 6, 6), (5, 4, 80, 20), (33, 2, 64, 64), (3, 2, 10, 2), (4, 1, 96, 96), (5, 2, 8, 0)]
+SHAPES = [
+    (1, 1, 2, 2),
+    (7, 3, 6, 6),
+    (5, 4, 80, 20),
+    (33, 2, 64, 64),
+    (3, 2, 10, 2),
+    (4, 1, 96, 96),
+    (5, 2, 8, 0),
+]
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -67,7 +75,11 @@ def test_place(tokens: int, heads: int, head_dim: int, width: int, dtype: torch.
 
 
 def test_place_into_one_layer_of_a_larger_buffer() -> None:
-    buffer, chunk, (cos, sin) = noise(4, 2, 9, 2, 8), noise(4, 2, 6, 2, 8, seed=1), turns(9, 8, torch.float32)
+    buffer, chunk, (cos, sin) = (
+        noise(4, 2, 9, 2, 8),
+        noise(4, 2, 6, 2, 8, seed=1),
+        turns(9, 8, torch.float32),
+    )
     expected = buffer.clone()
     reference.place(expected[2:3], chunk[1:2, :, 1:5], 3, cos=cos, sin=sin)
     place(buffer[2:3], chunk[1:2, :, 1:5], 3, cos=cos, sin=sin)
@@ -76,7 +88,10 @@ def test_place_into_one_layer_of_a_larger_buffer() -> None:
 
 def test_place_takes_a_ranks_own_heads() -> None:
     chunk, (cos, sin) = noise(2, 2, 6, 4, 8), turns(9, 8, torch.float32)
-    found, expected = torch.zeros(2, 2, 9, 2, 8, device=DEVICE), torch.zeros(2, 2, 9, 2, 8, device=DEVICE)
+    found, expected = (
+        torch.zeros(2, 2, 9, 2, 8, device=DEVICE),
+        torch.zeros(2, 2, 9, 2, 8, device=DEVICE),
+    )
     place(found, chunk[:, :, :, 2:], 1, cos=cos, sin=sin)
     reference.place(expected, chunk[:, :, :, 2:], 1, cos=cos, sin=sin)
     assert near(found, expected)
@@ -95,7 +110,10 @@ def test_an_empty_chunk_changes_nothing() -> None:
 def test_drift(tokens: int, heads: int, head_dim: int, width: int, dtype: torch.dtype) -> None:
     keys = tokens + 6
     cos, sin = turns(keys, width, dtype)
-    found, shifts = noise(2, keys, heads, head_dim, dtype=dtype), noise(2, 2, heads, head_dim, seed=1)
+    found, shifts = (
+        noise(2, keys, heads, head_dim, dtype=dtype),
+        noise(2, 2, heads, head_dim, seed=1),
+    )
     owner = torch.tensor(([-1, 0, 0, 1, -1, 1, 0] * 6)[:keys], dtype=torch.int32, device=DEVICE)
     before, expected = found.clone(), found.double()
     shift_stale(found, shifts, owner, cos=cos, sin=sin)
@@ -106,7 +124,11 @@ def test_drift(tokens: int, heads: int, head_dim: int, width: int, dtype: torch.
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
-    merged, chunk, (cos, sin) = noise(1, 2, 9, 2, 8), noise(1, 2, 4, 2, 8), turns(9, 8, torch.float32)
+    merged, chunk, (cos, sin) = (
+        noise(1, 2, 9, 2, 8),
+        noise(1, 2, 4, 2, 8),
+        turns(9, 8, torch.float32),
+    )
     wrong = [
         (merged, noise(1, 2, 4, 3, 8), 0),
         (merged, noise(2, 2, 4, 2, 8), 0),
@@ -125,9 +147,21 @@ def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(ValueError, match="side by side"):
         rotate(noise(9, 8, 2).transpose(1, 2), cos, sin)
     with pytest.raises(ValueError, match="owners"):
-        shift_stale(merged[0], noise(1, 2, 2, 8), torch.zeros(3, dtype=torch.int32, device=DEVICE), cos=cos, sin=sin)
+        shift_stale(
+            merged[0],
+            noise(1, 2, 2, 8),
+            torch.zeros(3, dtype=torch.int32, device=DEVICE),
+            cos=cos,
+            sin=sin,
+        )
     with pytest.raises(ValueError, match="changes"):
-        shift_stale(merged[0], noise(1, 2, 3, 8), torch.zeros(9, dtype=torch.int32, device=DEVICE), cos=cos, sin=sin)
+        shift_stale(
+            merged[0],
+            noise(1, 2, 3, 8),
+            torch.zeros(9, dtype=torch.int32, device=DEVICE),
+            cos=cos,
+            sin=sin,
+        )
 
 
 def test_only_the_named_layers_are_placed() -> None:

@@ -26,7 +26,16 @@ QUESTION = range(BOUNDS[-2], BOUNDS[-1])
 IDS = torch.randint(0, 256, (BOUNDS[-1],), generator=torch.Generator().manual_seed(0)).tolist()
 MODELS = [
     ("Llama", {}),
-    ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    (
+        "Phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+    ),
     ("Gemma2", {"sliding_window": 9, "attn_logit_softcapping": 5.0}),
 ]
 
@@ -48,7 +57,9 @@ def in_torch(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Tensor]) -> Tens
 
 def captured(decoder: Decoder) -> PrefillResult:
     """A prefill that computes everything and captures the system segment and the chunks."""
-    return prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=(0, 1, 2)))
+    return prefill(
+        decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=(0, 1, 2))
+    )
 
 
 def resident(found: PrefillResult, *, moved: bool) -> list[ResidentKV]:
@@ -64,11 +75,16 @@ def test_the_kernels_of_this_process_are_tritons() -> None:
     assert (DEVICE == "cuda") != (os.environ.get("TRITON_INTERPRET") == "1")
 
 
-def test_recomputing_everything_and_exact_reuse_are_the_models_own_forward(decoder: Decoder) -> None:
+def test_recomputing_everything_and_exact_reuse_are_the_models_own_forward(
+    decoder: Decoder,
+) -> None:
     whole = captured(decoder)
     own = decoder.own_logits(IDS)[0]
     assert (decoder.next_logits(whole.hidden) - own).abs().max() <= 1e-3
-    reused = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=QUESTION), resident=resident(whole, moved=False)))
+    reused = prefill(
+        decoder,
+        PrefillJob(IDS, Rows.of(BOUNDS, new=QUESTION), resident=resident(whole, moved=False)),
+    )
     assert reused.row_layers == 2 * len(QUESTION)
     assert (decoder.next_logits(reused.hidden) - own).abs().max() <= 1e-3
 
@@ -98,7 +114,9 @@ def test_drift_and_probe_are_as_in_torch(decoder: Decoder, monkeypatch: pytest.M
     for run in (hidden, looked):
         found = run()
         assert torch.allclose(found, in_torch(monkeypatch, run), atol=1e-4)
-    assert not torch.allclose(hidden(), in_torch(monkeypatch, lambda: undrifted(decoder, job)), atol=1e-4)
+    assert not torch.allclose(
+        hidden(), in_torch(monkeypatch, lambda: undrifted(decoder, job)), atol=1e-4
+    )
 
 
 def undrifted(decoder: Decoder, job: PrefillJob) -> Tensor:
@@ -106,7 +124,9 @@ def undrifted(decoder: Decoder, job: PrefillJob) -> Tensor:
     return torch.cat((found.hidden.flatten(), found.buffer.kv.flatten()))
 
 
-def test_statistics_of_captures_and_focus_are_as_in_torch(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_of_captures_and_focus_are_as_in_torch(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = captured(decoder)
 
     def statistics() -> Tensor:
@@ -119,7 +139,8 @@ def test_statistics_of_captures_and_focus_are_as_in_torch(decoder: Decoder, monk
         return torch.tensor((*found.inter, found.intra, found.cci, *found.token_scores.inter))
 
     assert torch.allclose(statistics(), in_torch(monkeypatch, statistics), atol=1e-5)
-    rows = Rows.of([0, 4, 15, 20, 24, 30], new=QUESTION, recomputed=[5, 16, 21])  # of two chunks, none is dropped
+    # of two chunks, none is dropped
+    rows = Rows.of([0, 4, 15, 20, 24, 30], new=QUESTION, recomputed=[5, 16, 21])
     chunks = resident(whole, moved=False)
     early = EarlyTermination(1)
     job = PrefillJob(IDS, rows, resident=chunks, early_termination=early)

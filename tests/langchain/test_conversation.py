@@ -32,13 +32,20 @@ HISTORY = [HumanMessage(FIRST), AIMessage("Every six weeks.")]
 HOW_LONG = "Descaling the Heron H5 takes twenty minutes with the liquid from Brindle."
 LEAVE = "A request for leave takes long: it is answered within ten days, and that is the rule."
 DOCUMENTS = [
-    Document("The Heron H5 must be descaled every six weeks, or when its orange light is on.", metadata={"page": 1}),
+    Document(
+        "The Heron H5 must be descaled every six weeks, or when its orange light is on.",
+        metadata={"page": 1},
+    ),
     Document(HOW_LONG, metadata={"page": 2}),
     Document(
-        "The water filter of the Heron H5 lies behind the tank and is replaced twice a year.", metadata={"page": 3}
+        "The water filter of the Heron H5 lies behind the tank and is replaced twice a year.",
+        metadata={"page": 3},
     ),
     Document(LEAVE, metadata={"page": 4}),
-    Document("How long a journey takes is written on the form for travel, and that is signed.", metadata={"page": 5}),
+    Document(
+        "How long a journey takes is written on the form for travel, and that is signed.",
+        metadata={"page": 5},
+    ),
 ]
 
 
@@ -49,7 +56,9 @@ def embeddings() -> CacheCraftEmbeddings:
 
 @pytest.fixture
 def vectors(embeddings: CacheCraftEmbeddings, tmp_path: Path) -> Iterator[CacheCraftVectorStore]:
-    with CacheCraftVectorStore.from_documents(DOCUMENTS, embeddings, folder=tmp_path / "index") as store:
+    with CacheCraftVectorStore.from_documents(
+        DOCUMENTS, embeddings, folder=tmp_path / "index"
+    ) as store:
         yield store
 
 
@@ -61,31 +70,44 @@ def engine(tiny_decoder: Callable[..., Any], tmp_path: Path) -> Iterator[Engine]
     """
     with (
         ChunkCacheStore.open(tmp_path / "caches") as store,
-        Engine(tiny_decoder("Llama", seed=4), store, new_variants="off", config=ReuseConfig(nearest_share=0.0)) as made,
+        Engine(
+            tiny_decoder("Llama", seed=4),
+            store,
+            new_variants="off",
+            config=ReuseConfig(nearest_share=0.0),
+        ) as made,
     ):
         yield made
 
 
 @pytest.fixture
 def generator(engine: Engine) -> CacheCraftGenerator:
-    return CacheCraftGenerator(llm=ChatCacheCraft(engine=engine, max_tokens=12, temperature=0.3, seed=1))
+    return CacheCraftGenerator(
+        llm=ChatCacheCraft(engine=engine, max_tokens=12, temperature=0.3, seed=1)
+    )
 
 
 class NoVectors(InMemoryVectorStore):
     """A store that cannot search by vector."""
 
-    def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
+    def similarity_search_by_vector(
+        self, embedding: list[float], k: int = 4, **kwargs: Any
+    ) -> list[Document]:
         raise NotImplementedError
 
 
-def retrievers(embeddings: Embeddings, vectors: CacheCraftVectorStore, k: int = 3) -> dict[str, Runnable[str, Any]]:
+def retrievers(
+    embeddings: Embeddings, vectors: CacheCraftVectorStore, k: int = 3
+) -> dict[str, Runnable[str, Any]]:
     """Every kind of retriever, over the same documents."""
     in_memory = InMemoryVectorStore.from_documents(DOCUMENTS, embeddings)
     return {
         "LangChain's store": in_memory.as_retriever(search_kwargs={"k": k}),
         "our store": vectors.as_retriever(search_kwargs={"k": k}),
         "mmr": vectors.as_retriever(search_type="mmr", search_kwargs={"k": k, "lambda_mult": 0.9}),
-        "a store without vectors": NoVectors.from_documents(DOCUMENTS, embeddings).as_retriever(search_kwargs={"k": k}),
+        "a store without vectors": NoVectors.from_documents(DOCUMENTS, embeddings).as_retriever(
+            search_kwargs={"k": k}
+        ),
         "a function": RunnableLambda(lambda text: in_memory.similarity_search(text, k=k)),
     }
 
@@ -134,7 +156,11 @@ def test_a_chain_over_any_retriever_finds_and_reuses_on_the_second_turn(
 
     def ask(given: dict[str, Any]) -> dict[str, Any]:
         config: Any = {"callbacks": [statistics]}
-        return asyncio.run(chain.ainvoke(given, config)) if asynchronous else chain.invoke(given, config)
+        return (
+            asyncio.run(chain.ainvoke(given, config))
+            if asynchronous
+            else chain.invoke(given, config)
+        )
 
     first = ask({"input": FIRST})
     settle(engine)
@@ -143,7 +169,8 @@ def test_a_chain_over_any_retriever_finds_and_reuses_on_the_second_turn(
     assert retriever.invoke(FOLLOW_UP)[0].page_content == LEAVE  # what it finds alone
     found = [document.page_content for document in second["context"]]
     by_vector = kind in ("LangChain's store", "our store", "our retriever")
-    assert HOW_LONG in found[: 2 if by_vector else 3]  # merged lists also have what each search alone puts first
+    # merged lists also have what each search alone puts first
+    assert HOW_LONG in found[: 2 if by_vector else 3]
     assert len(found) == len(set(found)) == 3
     before, after = statistics.of
     assert before["tokens_reused"] == 0
@@ -160,7 +187,9 @@ def test_a_conversation_kept_by_langchain(
     """README's chain with LangChain's own message history around it."""
     history = InMemoryChatMessageHistory()
     chain = RunnableWithMessageHistory(
-        create_retrieval_chain(ConversationRetriever(vectors.as_retriever(search_kwargs={"k": 3})), generator),
+        create_retrieval_chain(
+            ConversationRetriever(vectors.as_retriever(search_kwargs={"k": 3})), generator
+        ),
         lambda: history,
         input_messages_key="input",
         history_messages_key="chat_history",
@@ -182,7 +211,11 @@ def test_langchains_own_history_aware_retriever_works_with_our_model(
 ) -> None:
     """The model itself rewrites the question; the chunks it finds again are reused."""
     prompt = ChatPromptTemplate.from_messages(
-        [("system", "Rewrite the question."), MessagesPlaceholder("chat_history"), ("human", "{input}")]
+        [
+            ("system", "Rewrite the question."),
+            MessagesPlaceholder("chat_history"),
+            ("human", "{input}"),
+        ]
     )
     every = vectors.as_retriever(search_kwargs={"k": len(DOCUMENTS)})
     aware = create_history_aware_retriever(generator.llm, every, prompt)
@@ -213,14 +246,19 @@ def test_the_stores_own_documents_are_not_changed_and_prompts_keep_the_note(
     embeddings: CacheCraftEmbeddings, engine: Engine
 ) -> None:
     store = InMemoryVectorStore.from_documents(DOCUMENTS, embeddings)
-    found = ConversationRetriever(store.as_retriever()).invoke({"input": FOLLOW_UP, "chat_history": HISTORY})
+    found = ConversationRetriever(store.as_retriever()).invoke(
+        {"input": FOLLOW_UP, "chat_history": HISTORY}
+    )
     assert all(document.metadata["cachecraft_searched"] for document in found)
     assert "cachecraft_searched" not in store.similarity_search(FIRST, k=1)[0].metadata
     prompted = CacheCraftGenerator(
-        llm=ChatCacheCraft(engine=engine, max_tokens=4), document_prompt=PromptTemplate.from_template("{page_content}!")
+        llm=ChatCacheCraft(engine=engine, max_tokens=4),
+        document_prompt=PromptTemplate.from_template("{page_content}!"),
     )
     statistics = Statistics()
-    prompted.invoke({"input": FOLLOW_UP, "context": found, "chat_history": HISTORY}, {"callbacks": [statistics]})
+    prompted.invoke(
+        {"input": FOLLOW_UP, "context": found, "chat_history": HISTORY}, {"callbacks": [statistics]}
+    )
     assert statistics.of[0]["searched"] == (FOLLOW_UP, f"{FIRST} {FOLLOW_UP}")
 
 
@@ -232,7 +270,9 @@ def test_the_stores_own_documents_are_not_changed_and_prompts_keep_the_note(
         [AIMessage("Good day! What is it?"), *HISTORY],
     ],
 )
-def test_every_form_of_history_is_read(vectors: CacheCraftVectorStore, history: list[BaseMessage]) -> None:
+def test_every_form_of_history_is_read(
+    vectors: CacheCraftVectorStore, history: list[BaseMessage]
+) -> None:
     retriever = ConversationRetriever(vectors.as_retriever(search_kwargs={"k": 3}))
     found = retriever.invoke({"input": FOLLOW_UP, "chat_history": history})
     assert found[0].metadata["cachecraft_searched"] == [FOLLOW_UP, f"{FIRST} {FOLLOW_UP}"]

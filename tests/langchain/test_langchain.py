@@ -111,15 +111,27 @@ def details(message: BaseMessage) -> dict[str, int]:
     [
         ([HumanMessage("q")], ["q"]),
         ([HumanMessage([{"type": "text", "text": "in parts"}])], ["in parts"]),
-        ([SystemMessage("rule"), HumanMessage("a"), AIMessage("b"), HumanMessage("q")], ["rule\n\na", "b", "q"]),
+        (
+            [SystemMessage("rule"), HumanMessage("a"), AIMessage("b"), HumanMessage("q")],
+            ["rule\n\na", "b", "q"],
+        ),
         ([SystemMessage("rule"), SystemMessage("rule"), HumanMessage("q")], ["rule\n\nrule\n\nq"]),
         ([SystemMessage("all there is")], ["all there is"]),
         ([AIMessage("hello"), HumanMessage("q")], ["", "hello", "q"]),
-        ([HumanMessage("a"), HumanMessage("b"), AIMessage("c"), HumanMessage("q")], ["a\n\nb", "c", "q"]),
-        ([HumanMessage("a"), AIMessage("b"), AIMessage("c"), HumanMessage("q")], ["a", "b\n\nc", "q"]),
-        ([ChatMessage("a", role="user"), ChatMessage("b", role="assistant"), HumanMessage("q")], ["a", "b", "q"]),
+        (
+            [HumanMessage("a"), HumanMessage("b"), AIMessage("c"), HumanMessage("q")],
+            ["a\n\nb", "c", "q"],
+        ),
+        (
+            [HumanMessage("a"), AIMessage("b"), AIMessage("c"), HumanMessage("q")],
+            ["a", "b\n\nc", "q"],
+        ),
+        (
+            [ChatMessage("a", role="user"), ChatMessage("b", role="assistant"), HumanMessage("q")],
+            ["a", "b", "q"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_messages_become_turns(messages: list[BaseMessage], turns: list[str]) -> None:
     history, question = conversation(messages)
     assert [text for _, text in history] + [question] == turns
@@ -130,8 +142,14 @@ def test_messages_become_turns(messages: list[BaseMessage], turns: list[str]) ->
     ("messages", "complaint"),
     [
         ([HumanMessage("a"), AIMessage("b")], "last message must be the user's"),
-        ([HumanMessage("a"), ChatMessage("b", role="critic"), HumanMessage("c")], "no critic messages"),
-        ([HumanMessage("a"), AIMessage("", tool_calls=[CALL]), HumanMessage("c")], "no ToolMessage with the result"),
+        (
+            [HumanMessage("a"), ChatMessage("b", role="critic"), HumanMessage("c")],
+            "no critic messages",
+        ),
+        (
+            [HumanMessage("a"), AIMessage("", tool_calls=[CALL]), HumanMessage("c")],
+            "no ToolMessage with the result",
+        ),
         (
             [HumanMessage([{"type": "image", "url": "https://example.org/a.png"}])],
             "text only, and a message holds image",
@@ -152,9 +170,18 @@ def test_calls_and_results_become_turns_in_the_order_of_the_calls() -> None:
         ToolMessage("first", tool_call_id="one"),
     ]
     made = '[{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {}}]'
-    turns = [("user", "a"), ("assistant", "Let me see."), ("calls", made), ("result", "first"), ("result", "second")]
+    turns = [
+        ("user", "a"),
+        ("assistant", "Let me see."),
+        ("calls", made),
+        ("result", "first"),
+        ("result", "second"),
+    ]
     assert conversation(messages) == (turns, "")
-    assert conversation([*messages, AIMessage("b"), HumanMessage("c")]) == ([*turns, ("assistant", "b")], "c")
+    assert conversation([*messages, AIMessage("b"), HumanMessage("c")]) == (
+        [*turns, ("assistant", "b")],
+        "c",
+    )
 
 
 def test_an_assistant_that_begins_or_says_nothing_is_no_trouble(chat: ChatCacheCraft) -> None:
@@ -185,13 +212,21 @@ def test_settings_of_the_model_and_of_a_call(engine: Engine) -> None:
     whole = chat.invoke("q").text
     assert chat.invoke("q").text == whole
     assert chat.invoke("q", seed=4).text != whole
-    assert chat.bind(max_tokens=2).invoke("q").response_metadata["cachecraft"]["tokens_generated"] == 2
+    assert (
+        chat.bind(max_tokens=2).invoke("q").response_metadata["cachecraft"]["tokens_generated"] == 2
+    )
     mark = whole[len(whole) // 2]
     bound = ChatCacheCraft(engine=engine, max_tokens=30, temperature=0.3, seed=3, stop=[mark])
-    for stopped in (chat.invoke("q", stop=[mark]), chat.bind(stop=[mark]).invoke("q"), bound.invoke("q")):
+    for stopped in (
+        chat.invoke("q", stop=[mark]),
+        chat.bind(stop=[mark]).invoke("q"),
+        bound.invoke("q"),
+    ):
         assert stopped.text == whole.partition(mark)[0]
         assert stopped.response_metadata["finish_reason"] == "stop"
-    full = ChatCacheCraft(engine=engine, max_tokens=2, reuse=ReuseConfig(reuse=False, capture=False))
+    full = ChatCacheCraft(
+        engine=engine, max_tokens=2, reuse=ReuseConfig(reuse=False, capture=False)
+    )
     full.invoke("q", documents=DOCUMENTS)
     assert details(full.invoke("q", documents=DOCUMENTS)) == {"cache_read": 0, "cache_creation": 0}
 
@@ -206,11 +241,16 @@ def test_what_langchain_does_with_models_in_general(chat: ChatCacheCraft, engine
     assert trim_messages(long, max_tokens=30, token_counter=chat, strategy="last") == long[1:]
 
 
-def test_langchains_own_chain_reuses_passages_that_come_again(decoder: Decoder, store: ChunkCacheStore) -> None:
+def test_langchains_own_chain_reuses_passages_that_come_again(
+    decoder: Decoder, store: ChunkCacheStore
+) -> None:
     """In another order, beside others."""
-    prompt = ChatPromptTemplate.from_messages([("system", "Answer from this:\n\n{context}"), ("human", "{input}")])
+    prompt = ChatPromptTemplate.from_messages(
+        [("system", "Answer from this:\n\n{context}"), ("human", "{input}")]
+    )
     passages = [
-        f"The {name} is descaled every {len(name)} weeks, " + f"never before the {name} is cold. " * 3
+        f"The {name} is descaled every {len(name)} weeks, "
+        + f"never before the {name} is cold. " * 3
         for name in ("kettle", "dishwasher", "coffee machine", "steam iron", "washing machine")
     ]
     turn: list[Document] = []
@@ -236,8 +276,11 @@ def test_langchains_own_chain_reuses_passages_that_come_again(decoder: Decoder, 
 def test_settings_that_do_not_exist_are_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match="temprature"):
         ChatCacheCraft(engine=engine, temprature=0.1)
-    chat = ChatCacheCraft(engine=engine, timeout=30, max_retries=2, api_key="none")  # of servers: no meaning here
-    with pytest.raises(ConfigError, match=r"document: no setting .* documents, json_schema, max_tokens"):
+    # of servers: no meaning here
+    chat = ChatCacheCraft(engine=engine, timeout=30, max_retries=2, api_key="none")
+    with pytest.raises(
+        ConfigError, match=r"document: no setting .* documents, json_schema, max_tokens"
+    ):
         chat.invoke("q", document=DOCUMENTS)
     with pytest.raises(ConfigError, match="stop must be a list"):
         chat.invoke("q", stop="END")  # would be three stop strings
@@ -252,14 +295,18 @@ def test_settings_that_do_not_exist_are_refused(engine: Engine) -> None:
 @pytest.mark.parametrize("made", [ChatCacheCraft, CacheCraftGenerator])
 def test_names_of_settings_are_checked_before_a_model_is_loaded(made: Any, tmp_path: Path) -> None:
     missing = str(tmp_path / "no-model")
-    with pytest.raises(ConfigError, match=r"max_new_tokens, stor: no such setting; .*max_tokens.*namespace.*store"):
+    with pytest.raises(
+        ConfigError, match=r"max_new_tokens, stor: no such setting; .*max_tokens.*namespace.*store"
+    ):
         made.from_pretrained(missing, stor="x", max_new_tokens=5)
     with pytest.raises(ConfigError, match="engine: no such setting"):
         made.from_pretrained(missing, engine=None)
     with pytest.raises(ConfigError, match="config"):
         made.from_pretrained(missing, config={"namespace": "n"})
     with pytest.raises(ModelNotFoundError):  # these exist, so the model is looked for
-        made.from_pretrained(missing, store=tmp_path, max_tokens=5, namespace="n", reuse=None, timeout=3)
+        made.from_pretrained(
+            missing, store=tmp_path, max_tokens=5, namespace="n", reuse=None, timeout=3
+        )
 
 
 def test_langchains_cache_of_answers_tells_documents_and_tenants_apart(
@@ -273,7 +320,8 @@ def test_langchains_cache_of_answers_tells_documents_and_tenants_apart(
             for documents in (DOCUMENTS[:1], DOCUMENTS[1:]):
                 seen.add(chat.invoke("q", documents=documents).id)
         assert len(cache._cache) == 4
-        assert chat.invoke("q", documents=DOCUMENTS[1:]).usage_metadata["total_cost"] == 0  # served by LangChain
+        # served by LangChain
+        assert chat.invoke("q", documents=DOCUMENTS[1:]).usage_metadata["total_cost"] == 0
     assert len(seen) == 4
 
 
@@ -282,9 +330,13 @@ async def test_leaving_early_stops_the_computing(
 ) -> None:
     passes, embed = list[int](), engine.decoder.embed
     monkeypatch.setattr(engine.decoder, "embed", lambda ids: passes.append(len(ids)) or embed(ids))
-    async with aclosing(chat.astream("q", documents=DOCUMENTS, max_tokens=1500, temperature=0)) as chunks:  # type: ignore[type-var]
+    async with aclosing(
+        chat.astream("q", documents=DOCUMENTS, max_tokens=1500, temperature=0)
+    ) as chunks:  # type: ignore[type-var]
         assert (await anext(chunks)).text
-    task = asyncio.create_task(chat.ainvoke("q", documents=DOCUMENTS, max_tokens=1500, temperature=0))
+    task = asyncio.create_task(
+        chat.ainvoke("q", documents=DOCUMENTS, max_tokens=1500, temperature=0)
+    )
     await asyncio.sleep(0.1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -294,10 +346,13 @@ async def test_leaving_early_stops_the_computing(
     assert (await asyncio.wait_for(chat.ainvoke("q"), 60)).text
 
 
-async def test_sixteen_streams_at_once_are_the_answers_of_one_after_the_other(engine: Engine) -> None:
+async def test_sixteen_streams_at_once_are_the_answers_of_one_after_the_other(
+    engine: Engine,
+) -> None:
     def ask(number: int, **settings: Any) -> dict[str, Any]:
         turned = number % len(TEXTS)
-        documents = DOCUMENTS[turned:] + DOCUMENTS[:turned]  # chunks at places where most were not captured
+        # chunks at places where most were not captured
+        documents = DOCUMENTS[turned:] + DOCUMENTS[:turned]
         return {"input": f"Question {number}?", "documents": documents, "seed": number, **settings}
 
     bearing = ChatCacheCraft(engine=engine, max_tokens=24, temperature=0.3)
@@ -305,10 +360,14 @@ async def test_sixteen_streams_at_once_are_the_answers_of_one_after_the_other(en
         await bearing.ainvoke(**ask(number))
     settle(engine)
     # From here on the store stays as it is: what is reused decides, by a little, what is answered.
-    chat = ChatCacheCraft(engine=engine, max_tokens=24, temperature=0.3, reuse=ReuseConfig(capture=False))
+    chat = ChatCacheCraft(
+        engine=engine, max_tokens=24, temperature=0.3, reuse=ReuseConfig(capture=False)
+    )
     alone = [await chat.ainvoke(**ask(number)) for number in range(16)]
     assert all(details(message)["cache_read"] > 0 for message in alone)
-    assert any(message.response_metadata["cachecraft"]["tokens_recomputed"] > 0 for message in alone)
+    assert any(
+        message.response_metadata["cachecraft"]["tokens_recomputed"] > 0 for message in alone
+    )
     assert len({message.text for message in alone}) == 16
     arrivals: list[int] = []
 
@@ -337,21 +396,27 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FaissStore
     """The texts in an index of ours."""
     embedder = Embedder()
     with FaissStore.open(
-        tmp_path_factory.mktemp("index"), dim=embedder.dim, embedder_fingerprint=embedder.fingerprint
+        tmp_path_factory.mktemp("index"),
+        dim=embedder.dim,
+        embedder_fingerprint=embedder.fingerprint,
     ) as made:
         made.upsert("texts", [Chunk(text) for text in TEXTS], embedder.encode_document(TEXTS))
         yield made, embedder
 
 
 @pytest.fixture(params=["chat model", "facade"])
-def asking(request: pytest.FixtureRequest, index: tuple[FaissStore, Embedder]) -> Callable[[Engine], Ask]:
+def asking(
+    request: pytest.FixtureRequest, index: tuple[FaissStore, Embedder]
+) -> Callable[[Engine], Ask]:
     """`asking(engine)(history, session)` asks one and the same question and returns the answer's numbers and text."""
 
     def through_chat_model(engine: Engine) -> Ask:
         chat = ChatCacheCraft(engine=engine, max_tokens=8)
 
         def ask(history: Sequence[BaseMessage] = (), session: str | None = None) -> dict[str, Any]:
-            answer = chat.invoke([*history, HumanMessage("How long?")], documents=DOCUMENTS, session=session)
+            answer = chat.invoke(
+                [*history, HumanMessage("How long?")], documents=DOCUMENTS, session=session
+            )
             return answer.response_metadata["cachecraft"] | {"text": answer.text}
 
         return ask
@@ -363,7 +428,9 @@ def asking(request: pytest.FixtureRequest, index: tuple[FaissStore, Embedder]) -
             turns, _ = conversation([*history, HumanMessage("How long?")])
             sampling = SamplingParams(max_new_tokens=8)
             # Searching with the conversation may rank other chunks first, as another question may: not meant here.
-            answer = rag.ask("How long?", history=turns, session=session, sampling=sampling, search_history=False)
+            answer = rag.ask(
+                "How long?", history=turns, session=session, sampling=sampling, search_history=False
+            )
             return answer.stats.as_dict() | {"text": answer.text}
 
         return ask
@@ -378,7 +445,10 @@ def contents(engine: Engine, session: str | None) -> dict[str, tuple[str | None,
     found = engine.store.lookup(engine.namespace, engine.decoder.fingerprint, ids, session=session)
     variants = [variant for of_segment in found.values() for variant in of_segment]
     loaded = map(engine.store.load, variants)
-    return {v.variant_id: (v.session, x.kv.numpy().tobytes()) for v, x in zip(variants, loaded, strict=True)}
+    return {
+        v.variant_id: (v.session, x.kv.numpy().tobytes())
+        for v, x in zip(variants, loaded, strict=True)
+    }
 
 
 def test_a_conversation_shapes_nothing_that_others_are_served(
@@ -396,17 +466,21 @@ def test_a_conversation_shapes_nothing_that_others_are_served(
         left_by_alice = contents(shared, "bob")
         assert len(left_by_alice) == len(TEXTS) + 1
         assert {session for session, _ in left_by_alice.values()} == {None}
-        assert left_by_alice == contents(alone, "bob")  # to the bit what another conversation leaves
+        # to the bit what another conversation leaves
+        assert left_by_alice == contents(alone, "bob")
         bob, bob_alone = asking(shared)((), "bob"), asking(alone)((), "bob")
         assert bob["tokens_reused"] == bob_alone["tokens_reused"] > 0
         assert bob["text"] == bob_alone["text"]
-        assert asking(shared)(SECRET, "alice")["tokens_reused"] > 0  # her second turn reuses them, too
+        # her second turn reuses them, too
+        assert asking(shared)(SECRET, "alice")["tokens_reused"] > 0
 
 
 def test_captures_behind_private_text_are_kept_to_their_session(
     asking: Callable[[Engine], Ask], decoder: Decoder, store: ChunkCacheStore
 ) -> None:
-    with Engine(decoder, store, system="You speak with Alice, whose PIN is 4711.", private_system=True) as engine:
+    with Engine(
+        decoder, store, system="You speak with Alice, whose PIN is 4711.", private_system=True
+    ) as engine:
         asking(engine)()  # no session could be served the captures, so they are not stored
         assert contents(engine, None) == {}
         asking(engine)(SECRET, "alice")
@@ -422,15 +496,21 @@ def test_captures_behind_private_text_are_kept_to_their_session(
 def test_another_namespace_is_served_nothing(
     asking: Callable[[Engine], Ask], decoder: Decoder, store: ChunkCacheStore
 ) -> None:
-    with Engine(decoder, store, namespace="acme") as acme, Engine(decoder, store, namespace="globex") as globex:
+    with (
+        Engine(decoder, store, namespace="acme") as acme,
+        Engine(decoder, store, namespace="globex") as globex,
+    ):
         asking(acme)(SECRET, "alice")
         assert len(contents(acme, "alice")) == len(TEXTS) + 1
         assert contents(globex, "alice") == {}
-        assert asking(globex)(SECRET, "alice")["tokens_reused"] == 0  # not even under the same session's name
+        # not even under the same session's name
+        assert asking(globex)(SECRET, "alice")["tokens_reused"] == 0
         assert asking(acme)((), "bob")["tokens_reused"] > 0
 
 
-def test_captures_count_only_where_they_are_stored(decoder: Decoder, store: ChunkCacheStore) -> None:
+def test_captures_count_only_where_they_are_stored(
+    decoder: Decoder, store: ChunkCacheStore
+) -> None:
     with Engine(decoder, store, system="You speak with Alice.", private_system=True) as engine:
         chat = ChatCacheCraft(engine=engine, max_tokens=2)
         assert details(chat.invoke("q", documents=DOCUMENTS))["cache_creation"] == 0
@@ -443,7 +523,9 @@ INPUT = {"input": "How long is the warranty?", "context": DOCUMENTS}
 
 
 async def test_every_way_of_calling_gives_the_same_answer(generator: CacheCraftGenerator) -> None:
-    generator = CacheCraftGenerator(llm=generator.llm.model_copy(update={"reuse": ReuseConfig(reuse=False)}))
+    generator = CacheCraftGenerator(
+        llm=generator.llm.model_copy(update={"reuse": ReuseConfig(reuse=False)})
+    )
     answer = generator.invoke(INPUT)
     assert answer
     assert await generator.ainvoke(INPUT) == answer
@@ -458,7 +540,9 @@ async def test_every_way_of_calling_gives_the_same_answer(generator: CacheCraftG
     assert asked.text == answer
 
 
-async def test_events_show_the_generator_and_the_model_within(generator: CacheCraftGenerator) -> None:
+async def test_events_show_the_generator_and_the_model_within(
+    generator: CacheCraftGenerator,
+) -> None:
     events = [event async for event in generator.astream_events(INPUT, version="v2")]
     assert [event["event"] for event in events if "stream" not in event["event"]] == [
         "on_chain_start",
@@ -467,7 +551,9 @@ async def test_events_show_the_generator_and_the_model_within(generator: CacheCr
         "on_chain_end",
     ]
     pieces = [event["data"]["chunk"] for event in events if event["event"] == "on_chain_stream"]
-    tokens = [event["data"]["chunk"].text for event in events if event["event"] == "on_chat_model_stream"]
+    tokens = [
+        event["data"]["chunk"].text for event in events if event["event"] == "on_chat_model_stream"
+    ]
     assert "".join(tokens) == "".join(pieces) == events[-1]["data"]["output"]
     ended = next(event for event in events if event["event"] == "on_chat_model_end")
     assert details(ended["data"]["output"])["cache_creation"] > 0
@@ -504,7 +590,10 @@ async def test_callbacks_fire_sync_and_async(generator: CacheCraftGenerator) -> 
     async def astreamed(config: Any) -> list[str]:
         return [piece async for piece in generator.astream(INPUT, config)]
 
-    for call in (partial(generator.invoke, INPUT), lambda config: list(generator.stream(INPUT, config))):
+    for call in (
+        partial(generator.invoke, INPUT),
+        lambda config: list(generator.stream(INPUT, config)),
+    ):
         seen = Seen()
         call({"callbacks": [seen]})
         assert [name for name in seen.names if name != "token"] == whole
@@ -529,8 +618,12 @@ def test_usage_reaches_langchains_own_counter(generator: CacheCraftGenerator) ->
 
 async def test_pipes(chat: ChatCacheCraft) -> None:
     generator = CacheCraftGenerator(llm=chat, input_key="question")
-    find = RunnableLambda(lambda question: [text for text in DOCUMENTS if "warranty" in text.page_content])
-    chain = {"context": find, "question": RunnablePassthrough()} | generator | RunnableLambda(str.upper)
+    find = RunnableLambda(
+        lambda question: [text for text in DOCUMENTS if "warranty" in text.page_content]
+    )
+    chain = (
+        {"context": find, "question": RunnablePassthrough()} | generator | RunnableLambda(str.upper)
+    )
     question = "How long is the warranty?"
     answer = chain.invoke(question)
     assert answer
@@ -542,14 +635,20 @@ async def test_pipes(chat: ChatCacheCraft) -> None:
         return "".join([piece async for piece in pieces])
 
     assert (await whole(parts.astream(question))).upper() == answer
-    plain = ChatPromptTemplate.from_messages([("system", "Rhyme."), ("human", "{question}")]) | chat | StrOutputParser()
+    plain = (
+        ChatPromptTemplate.from_messages([("system", "Rhyme."), ("human", "{question}")])
+        | chat
+        | StrOutputParser()
+    )
     assert plain.invoke({"question": question})
 
 
 def test_history_and_document_prompt(chat: ChatCacheCraft) -> None:
     prompt = PromptTemplate.from_template("{source}: {page_content}")
     generator = CacheCraftGenerator(llm=chat, document_prompt=prompt)
-    documents = [Document(text, metadata={"source": f"page {place}"}) for place, text in enumerate(TEXTS)]
+    documents = [
+        Document(text, metadata={"source": f"page {place}"}) for place, text in enumerate(TEXTS)
+    ]
     said = [("human", "My PIN is 4711."), ("ai", "I shall keep it to myself.")]
     answer = generator.invoke({"input": "And now?", "context": documents, "chat_history": said})
     seen = [Document(f"page {place}: {text}") for place, text in enumerate(TEXTS)]
@@ -558,14 +657,20 @@ def test_history_and_document_prompt(chat: ChatCacheCraft) -> None:
     assert details(again)["cache_read"] > 0  # the same texts, so the same chunks
 
 
-@pytest.mark.filterwarnings("ignore:.*MessageHistory.* deprecated")  # and yet it is what most applications have
+# and yet it is what most applications have
+@pytest.mark.filterwarnings("ignore:.*MessageHistory.* deprecated")
 def test_langchain_keeps_the_conversations(generator: CacheCraftGenerator) -> None:
     kept: dict[str, InMemoryChatMessageHistory] = defaultdict(InMemoryChatMessageHistory)
     talking = RunnableWithMessageHistory(
-        generator, lambda session_id: kept[session_id], input_messages_key="input", history_messages_key="chat_history"
+        generator,
+        lambda session_id: kept[session_id],
+        input_messages_key="input",
+        history_messages_key="chat_history",
     )
     for name in ("alice", "bob", "alice"):
-        talking.invoke({"input": f"I am {name}", "context": DOCUMENTS}, {"configurable": {"session_id": name}})
+        talking.invoke(
+            {"input": f"I am {name}", "context": DOCUMENTS}, {"configurable": {"session_id": name}}
+        )
     assert [message.text for message in kept["alice"].messages][::2] == ["I am alice"] * 2
     assert len(kept["bob"].messages) == 2
 
@@ -587,9 +692,18 @@ def test_inputs_that_are_wrong_say_what_to_do(generator: CacheCraftGenerator) ->
         ({"input": "q", "context": TEXTS}, "'context' must be a list"),
         ({"input": None, "context": []}, "'input' must be the question, a text, not None"),
         ({"input": 7, "context": []}, "'input' must be the question"),
-        ({"input": "q", "context": [], "chat_history": "hello"}, "'chat_history' must be a list of messages"),
-        ({"input": "q", "context": [], "chat_history": HumanMessage("hello")}, "'chat_history' must be a list"),
-        ({"input": "q", "context": [], "chat_history": {"role": "user", "content": "hello"}}, "'chat_history' must"),
+        (
+            {"input": "q", "context": [], "chat_history": "hello"},
+            "'chat_history' must be a list of messages",
+        ),
+        (
+            {"input": "q", "context": [], "chat_history": HumanMessage("hello")},
+            "'chat_history' must be a list",
+        ),
+        (
+            {"input": "q", "context": [], "chat_history": {"role": "user", "content": "hello"}},
+            "'chat_history' must",
+        ),
         ({"input": "q", "context": [], "chat_history": 5}, "'chat_history' must"),
     ],
 )
@@ -607,9 +721,15 @@ async def test_inputs_of_the_wrong_kind_say_what_to_pass(
 # --- as users have it ---
 
 
-def test_from_pretrained_takes_the_generators_own_settings(demo_model: Path, tmp_path: Path) -> None:
+def test_from_pretrained_takes_the_generators_own_settings(
+    demo_model: Path, tmp_path: Path
+) -> None:
     prompt = PromptTemplate.from_template("Note: {page_content}")
-    settings: dict[str, Any] = {"input_key": "question", "context_key": "found", "history_key": "before"}
+    settings: dict[str, Any] = {
+        "input_key": "question",
+        "context_key": "found",
+        "history_key": "before",
+    }
     settings |= {"document_prompt": prompt, "store": tmp_path, "max_tokens": 2}
     config = EngineConfig(namespace="acme", system="Answer.")
     with CacheCraftGenerator.from_pretrained(
@@ -635,7 +755,8 @@ def test_the_one_line_swap(demo_model: Path, handbook: Path, tmp_path: Path) -> 
     """An index built the ordinary way, with no class of ours but the embeddings, and `create_retrieval_chain`."""
     pages = [handbook / name for name in ("kettle-wren-k2.md", "descaling.md", "warranty.md")]
     pieces = RecursiveCharacterTextSplitter(chunk_size=500, chunk_overlap=0).create_documents(
-        [page.read_text(encoding="utf-8") for page in pages], [{"source": page.name} for page in pages]
+        [page.read_text(encoding="utf-8") for page in pages],
+        [{"source": page.name} for page in pages],
     )
     vectors = InMemoryVectorStore.from_documents(pieces, CacheCraftEmbeddings())
     with CacheCraftGenerator.from_pretrained(
@@ -643,23 +764,32 @@ def test_the_one_line_swap(demo_model: Path, handbook: Path, tmp_path: Path) -> 
     ) as generator:
         chain = create_retrieval_chain(vectors.as_retriever(search_kwargs={"k": 3}), generator)
         reused = []
-        for question in ("How often should I descale the Wren K2 kettle?", "How do I descale the Wren K2 kettle?"):
+        for question in (
+            "How often should I descale the Wren K2 kettle?",
+            "How do I descale the Wren K2 kettle?",
+        ):
             with get_usage_metadata_callback() as counter:
                 result = chain.invoke({"input": question})
             assert result["answer"]
             assert len(result["context"]) == 3
             (usage,) = counter.usage_metadata.values()
             reused.append(usage["input_token_details"]["cache_read"])
-        streamed = [part["answer"] for part in chain.stream({"input": question}) if "answer" in part]
+        streamed = [
+            part["answer"] for part in chain.stream({"input": question}) if "answer" in part
+        ]
         assert len(streamed) > 3
         assert "".join(streamed) == result["answer"]
     assert reused[0] == 0 < reused[1]
 
 
-@pytest.mark.parametrize("module", ["cachecraft_rag.langchain.chat_model", "cachecraft_rag.retrievers.langchain"])
+@pytest.mark.parametrize(
+    "module", ["cachecraft_rag.langchain.chat_model", "cachecraft_rag.retrievers.langchain"]
+)
 def test_without_langchain_the_error_says_what_to_install(module: str, tmp_path: Path) -> None:
     code = f"import sys; sys.modules['langchain_core'] = None; import {module}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 1
     assert "type: pip install 'cachecraft-rag[langchain]'" in done.stderr.splitlines()[-1]
 
@@ -672,26 +802,37 @@ class LookUps:
         self._find = engine.store.find
         engine.store.find = self  # type: ignore[method-assign,assignment]
 
-    def __call__(self, namespace: str, fingerprint: str, chunk_ids: list[str], **options: Any) -> Any:
+    def __call__(
+        self, namespace: str, fingerprint: str, chunk_ids: list[str], **options: Any
+    ) -> Any:
         self.asked += chunk_ids
         return self._find(namespace, fingerprint, chunk_ids, **options)
 
 
-def test_a_stores_chunk_id_is_what_the_look_up_is_asked_for(chat: ChatCacheCraft, tmp_path: Path) -> None:
+def test_a_stores_chunk_id_is_what_the_look_up_is_asked_for(
+    chat: ChatCacheCraft, tmp_path: Path
+) -> None:
     look_ups = LookUps(chat.engine)
-    with CacheCraftVectorStore.from_texts(TEXTS, DeterministicFakeEmbedding(size=8), folder=tmp_path) as vectors:
+    with CacheCraftVectorStore.from_texts(
+        TEXTS, DeterministicFakeEmbedding(size=8), folder=tmp_path
+    ) as vectors:
         retriever = vectors.as_retriever()
         chain = create_retrieval_chain(retriever, CacheCraftGenerator(llm=chat))
         result = chain.invoke({"input": "Why?"})
         by_hand = vectors.similarity_search("Why?")
         chat.invoke("Why not?", documents=by_hand)
-        assert vectors.get_by_ids([str(by_hand[0].id)])[0].metadata[CHUNK_ID_KEY] == by_hand[0].metadata[CHUNK_ID_KEY]
+        assert (
+            vectors.get_by_ids([str(by_hand[0].id)])[0].metadata[CHUNK_ID_KEY]
+            == by_hand[0].metadata[CHUNK_ID_KEY]
+        )
     for documents in (result["context"], by_hand):
         assert [document.metadata[CHUNK_ID_KEY] for document in documents] == [
             chunk_id_of(document.page_content) for document in documents
         ]
         # The very objects: nothing between the vector store and the look-up made the ids again.
-        assert {id(document.metadata[CHUNK_ID_KEY]) for document in documents} <= set(map(id, look_ups.asked))
+        assert {id(document.metadata[CHUNK_ID_KEY]) for document in documents} <= set(
+            map(id, look_ups.asked)
+        )
 
 
 def test_an_edited_document_is_computed_and_its_old_id_is_named(
@@ -706,14 +847,21 @@ def test_an_edited_document_is_computed_and_its_old_id_is_named(
     for given in ([edited, noted[1]], [strange]):
         generator.invoke({"input": "Why?", "context": given})
     outcome = edited.metadata[OUTCOME_KEY]
-    assert (outcome["chunk_id"], outcome["stale_id"]) == (chunk_id_of("It is shorter now."), chunk_id_of(TEXTS[0]))
+    assert (outcome["chunk_id"], outcome["stale_id"]) == (
+        chunk_id_of("It is shorter now."),
+        chunk_id_of(TEXTS[0]),
+    )
     assert outcome["outcome"] == "computed"
-    assert (noted[1].metadata[OUTCOME_KEY]["outcome"], noted[1].metadata[OUTCOME_KEY]["stale_id"]) == ("reused", "")
+    assert (
+        noted[1].metadata[OUTCOME_KEY]["outcome"],
+        noted[1].metadata[OUTCOME_KEY]["stale_id"],
+    ) == ("reused", "")
     assert strange.metadata[OUTCOME_KEY]["stale_id"] == "1"
     assert len([record for record in caplog.records if record.name == "cachecraft_rag.prompt"]) == 1
     plain = chat.engine.stream("Why?", [Chunk(TEXTS[0])], sampling=SamplingParams(max_new_tokens=4))
     list(plain)
-    assert [chunk.outcome for chunk in plain.stats.chunks] == ["reused"]  # the edit did not touch what it had
+    # the edit did not touch what it had
+    assert [chunk.outcome for chunk in plain.stats.chunks] == ["reused"]
 
 
 def test_the_context_of_a_chain_says_what_became_of_each_passage(chat: ChatCacheCraft) -> None:
@@ -721,13 +869,17 @@ def test_the_context_of_a_chain_says_what_became_of_each_passage(chat: ChatCache
     prompt = PromptTemplate.from_template("Note: {page_content}")
     retriever = RunnableLambda(lambda _question: [document.model_copy() for document in documents])
     for document_prompt, form in ((None, "{}"), (prompt, "Note: {}")):
-        chain = create_retrieval_chain(retriever, CacheCraftGenerator(llm=chat, document_prompt=document_prompt))
+        chain = create_retrieval_chain(
+            retriever, CacheCraftGenerator(llm=chat, document_prompt=document_prompt)
+        )
         streamed: dict[str, Any] = {}
         for part in chain.stream({"input": "Why?"}):
             streamed |= part
         for context in (streamed["context"], chain.invoke({"input": "Why?"})["context"]):
             noted = [document.metadata[OUTCOME_KEY] for document in context]
-            assert [outcome["chunk_id"] for outcome in noted] == [chunk_id_of(form.format(text)) for text in TEXTS]
+            assert [outcome["chunk_id"] for outcome in noted] == [
+                chunk_id_of(form.format(text)) for text in TEXTS
+            ]
             settle(chat.engine)
         assert {outcome["outcome"] for outcome in noted} == {"exact"}
     assert all(document.metadata == {} for document in documents)
@@ -745,11 +897,18 @@ def test_the_numbers_say_which_document_is_which_chunk(chat: ChatCacheCraft) -> 
         def on_llm_end(self, response: Any, **kwargs: Any) -> None:
             seen.append(response.generations[0][0].message.response_metadata["cachecraft"])
 
-    documents = [Document(text, id=f"page {place}") for place, text in enumerate(TEXTS)] + [Document("No id.")]
+    documents = [Document(text, id=f"page {place}") for place, text in enumerate(TEXTS)] + [
+        Document("No id.")
+    ]
     for document_prompt, form in ((None, "{}"), (prompt, "Note: {}")):
         generator = CacheCraftGenerator(llm=chat, document_prompt=document_prompt)
         generator.invoke({"input": "Why?", "context": documents}, {"callbacks": [Listener()]})
         numbers = seen.pop()
-        expected = [{"id": one.id, "chunk_id": chunk_id_of(form.format(one.page_content))} for one in documents]
+        expected = [
+            {"id": one.id, "chunk_id": chunk_id_of(form.format(one.page_content))}
+            for one in documents
+        ]
         assert numbers["documents"] == expected
-        assert {one["chunk_id"] for one in expected} == {chunk["chunk_id"] for chunk in numbers["chunks"]}
+        assert {one["chunk_id"] for one in expected} == {
+            chunk["chunk_id"] for chunk in numbers["chunks"]
+        }

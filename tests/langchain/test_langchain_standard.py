@@ -72,11 +72,15 @@ class TestChatModelIntegration(OnDemoModel, ChatModelIntegrationTests):
     def supports_anthropic_inputs(self) -> bool:
         return True
 
-    @pytest.mark.xfail(reason="135 million parameters call no tool unless they must; tests/langchain/test_tools.py")
+    @pytest.mark.xfail(
+        reason="135 million parameters call no tool unless they must; tests/langchain/test_tools.py"
+    )
     def test_agent_loop(self, model: BaseChatModel) -> None:
         super().test_agent_loop(model)
 
-    @pytest.mark.xfail(reason="they also repeat themselves in a free text until max_tokens, so the call is not whole")
+    @pytest.mark.xfail(
+        reason="they also repeat themselves in a free text until max_tokens, so the call is not whole"
+    )
     def test_unicode_tool_call_integration(self, model: BaseChatModel, **options: Any) -> None:
         super().test_unicode_tool_call_integration(model)
 

@@ -21,7 +21,10 @@ from cachecraft_rag.store import ChunkCacheStore
 if TYPE_CHECKING:
     from cachecraft_rag.model.decoder import Decoder
 
-DOCUMENTS = [Document("The Wren K2 holds 1.7 litres."), Document("Descale the Wren K2 every 8 weeks.")]
+DOCUMENTS = [
+    Document("The Wren K2 holds 1.7 litres."),
+    Document("Descale the Wren K2 every 8 weeks."),
+]
 
 
 @tool
@@ -89,10 +92,14 @@ def test_the_loop_of_an_agent_goes_on_behind_results(chat: ChatCacheCraft) -> No
     first = model.invoke([asked], documents=DOCUMENTS)
     assert len(first.tool_calls) == 1
     results = [ToolMessage("8", tool_call_id=call["id"]) for call in first.tool_calls]
-    second = chat.bind_tools([litres, weeks]).invoke([asked, first, *results], documents=DOCUMENTS, max_tokens=5)
+    second = chat.bind_tools([litres, weeks]).invoke(
+        [asked, first, *results], documents=DOCUMENTS, max_tokens=5
+    )
     stats = second.response_metadata["cachecraft"]
     assert stats["tokens_generated"] == 5
-    assert {chunk["outcome"] for chunk in stats["chunks"]} == {"exact"}, "behind the same tools chunks are reused"
+    assert {chunk["outcome"] for chunk in stats["chunks"]} == {"exact"}, (
+        "behind the same tools chunks are reused"
+    )
 
 
 def test_without_a_choice_the_model_may_answer_in_text(chat: ChatCacheCraft) -> None:
@@ -106,7 +113,9 @@ def test_without_a_choice_the_model_may_answer_in_text(chat: ChatCacheCraft) -> 
         assert answer.usage_metadata["input_tokens"] > plain.usage_metadata["input_tokens"]
 
 
-@pytest.mark.parametrize("choice", ["other", {"type": "function", "function": {"name": "other"}}, 5])
+@pytest.mark.parametrize(
+    "choice", ["other", {"type": "function", "function": {"name": "other"}}, 5]
+)
 def test_a_choice_must_be_one_of_the_tools(chat: ChatCacheCraft, choice: Any) -> None:
     with pytest.raises(ConfigError, match="litres, weeks"):
         chat.bind_tools([litres, weeks], tool_choice=choice)
@@ -114,11 +123,15 @@ def test_a_choice_must_be_one_of_the_tools(chat: ChatCacheCraft, choice: Any) ->
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
 def test_answers_keep_to_a_schema(chat: ChatCacheCraft, method: Any) -> None:
-    found = chat.with_structured_output(Answer, method=method).invoke("How much?", documents=DOCUMENTS)
+    found = chat.with_structured_output(Answer, method=method).invoke(
+        "How much?", documents=DOCUMENTS
+    )
     assert isinstance(found, Answer)
     assert found.litres <= 99
     for schema in (Typed, {"title": "Typed", **Answer.model_json_schema()}):
-        known = chat.with_structured_output(schema, method=method).invoke("How much?", documents=DOCUMENTS)
+        known = chat.with_structured_output(schema, method=method).invoke(
+            "How much?", documents=DOCUMENTS
+        )
         assert isinstance(known["sure"], bool)
 
 

@@ -19,5 +19,8 @@ def decoder(decoder_of_letters: Callable[..., Decoder]) -> Decoder:
 @pytest.fixture
 def engine(decoder: Decoder, tmp_path: Path) -> Iterator[Engine]:
     """It captures nothing between answers: what is reused decides, by a little, what is said."""
-    with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(decoder, store, new_variants="off") as made:
+    with (
+        ChunkCacheStore.open(tmp_path / "caches") as store,
+        Engine(decoder, store, new_variants="off") as made,
+    ):
         yield made

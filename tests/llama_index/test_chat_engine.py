@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 from llama_index.core import Document, MockEmbedding, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
-from llama_index.core.chat_engine.types import AgentChatResponse, BaseChatEngine, StreamingAgentChatResponse
+from llama_index.core.chat_engine.types import (
+    AgentChatResponse,
+    BaseChatEngine,
+    StreamingAgentChatResponse,
+)
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.memory import ChatMemoryBuffer
@@ -22,7 +26,11 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index import CacheCraftChatEngine, CacheCraftLLM
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
-from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraftRetriever, ConversationQuery
+from cachecraft_rag.retrievers.llama_index import (
+    CacheCraftEmbedding,
+    CacheCraftRetriever,
+    ConversationQuery,
+)
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Document as OwnDocument
 
@@ -113,7 +121,8 @@ def test_the_second_turn_finds_what_the_follow_up_means_and_reuses_it(
     stats = second.metadata["cachecraft"]
     assert stats["searched"] == (FOLLOW_UP, f"{FIRST} {FOLLOW_UP}")
     assert names(second)[0] == "how long"
-    assert index.as_retriever().retrieve(FOLLOW_UP)[0].node.ref_doc_id == "leave"  # what it finds alone
+    # what it finds alone
+    assert index.as_retriever().retrieve(FOLLOW_UP)[0].node.ref_doc_id == "leave"
 
     repeated = set(before["chunk_ids"].values()) & set(stats["chunk_ids"].values())
     chunks = [chunk for chunk in stats["chunks"] if chunk["chunk_id"] in repeated]
@@ -124,52 +133,77 @@ def test_the_second_turn_finds_what_the_follow_up_means_and_reuses_it(
     roles = [(said.role, said.content) for said in chat.chat_history]
     assert [role for role, _ in roles] == [MessageRole.USER, MessageRole.ASSISTANT] * 2
     assert [text for _, text in roles[::2]] == [FIRST, FOLLOW_UP]
-    assert [str(text).strip() for _, text in roles[1::2]] == [str(first).strip(), str(second).strip()]
+    assert [str(text).strip() for _, text in roles[1::2]] == [
+        str(first).strip(),
+        str(second).strip(),
+    ]
     assert second.sources[0].tool_name == "retriever"
     assert second.sources[0].raw_output == second.source_nodes
 
 
-def test_llama_indexs_own_query_engine_reuses_passages_that_come_again(decoder: Decoder, tmp_path: Path) -> None:
+def test_llama_indexs_own_query_engine_reuses_passages_that_come_again(
+    decoder: Decoder, tmp_path: Path
+) -> None:
     """In another order, beside others."""
     passages = [
-        f"The {name} is descaled every {len(name)} weeks, " + f"never before the {name} is cold. " * 3
+        f"The {name} is descaled every {len(name)} weeks, "
+        + f"never before the {name} is cold. " * 3
         for name in ("kettle", "dishwasher", "coffee machine", "steam iron", "washing machine")
     ]
     shares = []
     with ChunkCacheStore.open(tmp_path / "own") as store, Engine(decoder, store) as engine:
         for order in ((0, 1, 2), (3, 2, 0, 1), (1, 4, 0, 2)):
-            nodes = [TextNode(id_=str(rank), text=passages[place]) for rank, place in enumerate(order)]
+            nodes = [
+                TextNode(id_=str(rank), text=passages[place]) for rank, place in enumerate(order)
+            ]
             index = VectorStoreIndex(nodes, embed_model=MockEmbedding(embed_dim=4))
             llm = CacheCraftLLM(engine, sampling=SHORT)
             before = reused_tokens(engine)
             response = index.as_query_engine(llm=llm, similarity_top_k=4).query(FIRST)
-            assert [found.text for found in response.source_nodes] == [passages[place] for place in order]
+            assert [found.text for found in response.source_nodes] == [
+                passages[place] for place in order
+            ]
             instruction = len(engine.prompts.system.token_ids) if shares else 0
-            shares.append((reused_tokens(engine) - before - instruction) / sum(map(len, passages[:3])))
+            shares.append(
+                (reused_tokens(engine) - before - instruction) / sum(map(len, passages[:3]))
+            )
             assert engine.settle(60)
     assert shares[:2] == [0.0, 0.0]
     assert shares[2] >= 0.75
 
 
 def reused_tokens(engine: Engine) -> float:
-    return float(engine.request_counts.registry.get_sample_value("cachecraft_tokens_total", {"kind": "reused"}) or 0)
+    return float(
+        engine.request_counts.registry.get_sample_value(
+            "cachecraft_tokens_total", {"kind": "reused"}
+        )
+        or 0
+    )
 
 
 def test_our_own_index_prefers_the_chunks_of_the_turn_before(
     engine: Engine, embedding: CacheCraftEmbedding, tmp_path: Any
 ) -> None:
     embedder = embedding.embedder
-    with FaissStore.open(tmp_path / "index", dim=embedder.dim, embedder_fingerprint=embedder.fingerprint) as own:
+    with FaissStore.open(
+        tmp_path / "index", dim=embedder.dim, embedder_fingerprint=embedder.fingerprint
+    ) as own:
         rag = CacheCraft(engine, own, embedder)
         rag.add_documents([OwnDocument(name, text) for name, text in TEXTS.items()])
-        chat = CacheCraftChatEngine.from_defaults(CacheCraftRetriever(rag, top_k=2), engine=engine, sampling=SHORT)
+        chat = CacheCraftChatEngine.from_defaults(
+            CacheCraftRetriever(rag, top_k=2), engine=engine, sampling=SHORT
+        )
         chat.chat(FIRST)
         second = chat.chat(FOLLOW_UP)
         history = [("user", FIRST), ("assistant", str(chat.chat_history[1].content))]
         expected = rag.retrieve(FOLLOW_UP, top_k=2, history=history)  # type: ignore[arg-type]
-        assert [found.node.node_id for found in second.source_nodes] == [hit.chunk_id for hit in expected]
+        assert [found.node.node_id for found in second.source_nodes] == [
+            hit.chunk_id for hit in expected
+        ]
         assert second.metadata is not None
-        assert set(second.metadata["cachecraft"]["chunk_ids"].values()) == {hit.chunk_id for hit in expected}
+        assert set(second.metadata["cachecraft"]["chunk_ids"].values()) == {
+            hit.chunk_id for hit in expected
+        }
 
 
 def test_a_first_question_is_a_plain_query_and_a_follow_up_one_for_any_retriever() -> None:
@@ -179,14 +213,23 @@ def test_a_first_question_is_a_plain_query_and_a_follow_up_one_for_any_retriever
     assert query.embedding_strs == [FOLLOW_UP, f"{FIRST} {FOLLOW_UP}"]
 
 
-def test_postprocessors_session_and_instruction_are_the_query_engines(index: VectorStoreIndex, engine: Engine) -> None:
-    chat = chat_of(index, engine, node_postprocessors=[SimilarityPostprocessor(similarity_cutoff=2.0)], session="ann")
+def test_postprocessors_session_and_instruction_are_the_query_engines(
+    index: VectorStoreIndex, engine: Engine
+) -> None:
+    chat = chat_of(
+        index,
+        engine,
+        node_postprocessors=[SimilarityPostprocessor(similarity_cutoff=2.0)],
+        session="ann",
+    )
     response = chat.chat(FIRST)
     assert response.source_nodes == []
     assert chat._llm.session == "ann"
 
 
-def test_a_stream_that_is_closed_is_remembered_as_far_as_it_was_read(index: VectorStoreIndex, engine: Engine) -> None:
+def test_a_stream_that_is_closed_is_remembered_as_far_as_it_was_read(
+    index: VectorStoreIndex, engine: Engine
+) -> None:
     chat = chat_of(index, engine)
     response = chat.stream_chat(FIRST)
     pieces = response.response_gen
@@ -202,8 +245,13 @@ def test_a_stream_that_is_closed_is_remembered_as_far_as_it_was_read(index: Vect
     assert len(chat.chat_history) == 2  # nothing was said
 
 
-def test_history_may_be_given_replaced_and_forgotten(index: VectorStoreIndex, engine: Engine) -> None:
-    earlier = [ChatMessage(role="user", content=FIRST), ChatMessage(role="assistant", content="Every six weeks.")]
+def test_history_may_be_given_replaced_and_forgotten(
+    index: VectorStoreIndex, engine: Engine
+) -> None:
+    earlier = [
+        ChatMessage(role="user", content=FIRST),
+        ChatMessage(role="assistant", content="Every six weeks."),
+    ]
     chat = chat_of(index, engine, chat_history=earlier)
     assert names(chat.chat(FOLLOW_UP))[0] == "how long"
     assert len(chat.chat_history) == 4
@@ -214,7 +262,11 @@ def test_history_may_be_given_replaced_and_forgotten(index: VectorStoreIndex, en
     chat.reset()
     assert chat.chat_history == []
     # A memory that was cut off may begin with an answer, and may hold instructions.
-    cut = [ChatMessage(role="assistant", content="Yes."), ChatMessage(role="system", content="Be kind."), *earlier]
+    cut = [
+        ChatMessage(role="assistant", content="Yes."),
+        ChatMessage(role="system", content="Be kind."),
+        *earlier,
+    ]
     response = chat.chat(FOLLOW_UP, chat_history=cut)
     assert isinstance(response, AgentChatResponse)
     assert response.metadata is not None
@@ -238,8 +290,18 @@ def test_streams_send_llama_indexs_events_and_ours(
         ask(chat_of(index, engine), FIRST)
     finally:
         root.event_handlers.remove(recorder)
-    wanted = ["RetrievalStartEvent", "RetrievalEndEvent", "StreamChatStartEvent", "LLMChatStartEvent"]
-    wanted += ["LLMChatInProgressEvent", "LLMChatEndEvent", "CacheCraftAnswerStatsEvent", "StreamChatEndEvent"]
+    wanted = [
+        "RetrievalStartEvent",
+        "RetrievalEndEvent",
+        "StreamChatStartEvent",
+        "LLMChatStartEvent",
+    ]
+    wanted += [
+        "LLMChatInProgressEvent",
+        "LLMChatEndEvent",
+        "CacheCraftAnswerStatsEvent",
+        "StreamChatEndEvent",
+    ]
     seen = list(dict.fromkeys(recorder.events))
     assert [name for name in seen if name in wanted] == wanted
 
@@ -251,7 +313,10 @@ def test_streams_send_llama_indexs_events_and_ours(
         ({"system_prompt": "Be kind."}, "the instruction by `system`"),
         ({"memory": "long"}, "memory must be a BaseMemory"),
         (
-            {"memory": ChatMemoryBuffer.from_defaults(token_limit=9, tokenizer_fn=list), "chat_history": []},
+            {
+                "memory": ChatMemoryBuffer.from_defaults(token_limit=9, tokenizer_fn=list),
+                "chat_history": [],
+            },
             "give memory",
         ),
         ({"similarity_topk": 3}, "similarity_topk"),
@@ -266,7 +331,9 @@ def test_wrong_options_are_refused(
         CacheCraftChatEngine(index)  # type: ignore[arg-type]
 
 
-def test_an_empty_message_is_refused_and_not_remembered(index: VectorStoreIndex, engine: Engine) -> None:
+def test_an_empty_message_is_refused_and_not_remembered(
+    index: VectorStoreIndex, engine: Engine
+) -> None:
     chat = chat_of(index, engine)
     with pytest.raises(ConfigError, match="the question is empty"):
         chat.chat("  ")

@@ -28,8 +28,12 @@ class Weeks(BaseModel):
 
 
 def query_engine_of(engine: Engine, **options: Any) -> CacheCraftQueryEngine:
-    index = VectorStoreIndex.from_documents([Document(text=text) for text in TEXTS], embed_model=MockEmbedding(4))
-    return CacheCraftQueryEngine.from_index(index, **({"engine": engine, "sampling": LONG} | options))
+    index = VectorStoreIndex.from_documents(
+        [Document(text=text) for text in TEXTS], embed_model=MockEmbedding(4)
+    )
+    return CacheCraftQueryEngine.from_index(
+        index, **({"engine": engine, "sampling": LONG} | options)
+    )
 
 
 def asked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -45,14 +49,22 @@ def asked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return questions
 
 
-def test_a_template_says_how_the_question_is_put(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_says_how_the_question_is_put(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     questions = asked(engine, monkeypatch)
     made = query_engine_of(engine, text_qa_template=PIRATE)
     first, second = made.query("How?"), made.query("When?")
     assert questions == ["Answer like a pirate: How?", "Answer like a pirate: When?"]
     assert {chunk["outcome"] for chunk in second.metadata["cachecraft"]["chunks"]} == {"exact"}
     assert first.source_nodes
-    made.update_prompts({"response_synthesizer:text_qa_template": PromptTemplate("{context_str} {query_str} Briefly!")})
+    made.update_prompts(
+        {
+            "response_synthesizer:text_qa_template": PromptTemplate(
+                "{context_str} {query_str} Briefly!"
+            )
+        }
+    )
     asyncio.run(made.aquery("Why?"))
     assert questions[-1] == "Why? Briefly!"
     assert list(made.get_prompts()) == ["response_synthesizer:text_qa_template"]
@@ -61,14 +73,19 @@ def test_a_template_says_how_the_question_is_put(engine: Engine, monkeypatch: py
 @pytest.mark.parametrize(
     ("template", "advice"),
     [
-        ("You are a pirate.\n{context_str}\n{query_str}", r"system=.*begin the template with \{context_str\}"),
+        (
+            "You are a pirate.\n{context_str}\n{query_str}",
+            r"system=.*begin the template with \{context_str\}",
+        ),
         ("{query_str}\n{context_str}", "system"),
         ("{query_str}", "needs {context_str}"),
         ("{context_str}", "{query_str} after it"),
         ("{context_str} {query_str} {context_str}", "once"),
     ],
 )
-def test_a_template_that_does_not_fit_says_what_does(engine: Engine, template: str, advice: str) -> None:
+def test_a_template_that_does_not_fit_says_what_does(
+    engine: Engine, template: str, advice: str
+) -> None:
     with pytest.raises(ConfigError, match=advice):
         CacheCraftSynthesizer(engine, text_qa_template=PromptTemplate(template))
 
@@ -84,7 +101,9 @@ def test_modes_of_one_pass_are_taken_and_others_refused(engine: Engine) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_answers_keep_to_an_output_class(engine: Engine, asynchronous: bool) -> None:
     made = query_engine_of(engine, output_cls=Weeks, text_qa_template=PIRATE)
-    response: Any = asyncio.run(made.aquery("How often?")) if asynchronous else made.query("How often?")
+    response: Any = (
+        asyncio.run(made.aquery("How often?")) if asynchronous else made.query("How often?")
+    )
     assert isinstance(response, PydanticResponse)
     assert isinstance(response.response, Weeks)
     assert response.metadata is not None
@@ -94,7 +113,9 @@ def test_answers_keep_to_an_output_class(engine: Engine, asynchronous: bool) -> 
 
 def test_an_output_class_of_an_answer_that_is_cut_or_streamed(engine: Engine) -> None:
     with pytest.raises(ConfigError, match="allow it more max_tokens"):
-        query_engine_of(engine, output_cls=Weeks, sampling=SamplingParams(max_new_tokens=3)).query("How often?")
+        query_engine_of(engine, output_cls=Weeks, sampling=SamplingParams(max_new_tokens=3)).query(
+            "How often?"
+        )
     for options in ({"output_cls": Weeks, "streaming": True}, {"output_cls": dict}):
         with pytest.raises(ConfigError, match="output_cls"):
             query_engine_of(engine, **options)

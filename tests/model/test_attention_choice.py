@@ -37,7 +37,9 @@ class SlowPaths:
         return self.now
 
 
-def choose(folder: Path, clock: Callable[[], float], dtype: torch.dtype = torch.float32) -> AttentionPaths:
+def choose(
+    folder: Path, clock: Callable[[], float], dtype: torch.dtype = torch.float32
+) -> AttentionPaths:
     return measured_paths(dtype, **HEADS, folder=folder, clock=clock)
 
 
@@ -54,13 +56,17 @@ def test_the_fastest_is_taken_and_kept(tmp_path: Path, monkeypatch: pytest.Monke
     assert list(tmp_path.iterdir()) == [tmp_path / FILE_NAME]
 
 
-def test_a_path_that_is_hardly_faster_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_is_hardly_faster_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = choose(tmp_path, SlowPaths(monkeypatch, {"folded blocks of 288": 9.6}))
     assert found.names == {shape: paths_for(shape)[0] for shape in ("few", "some", "front")}
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"KEY": {"few": "blocks"}}', '{"KEY": 3}'])
-def test_a_damaged_file_is_measured_again(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_is_measured_again(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = machine_key(torch.float32, **HEADS)
     (tmp_path / FILE_NAME).write_text(content.replace("KEY", key))
     clock = SlowPaths(monkeypatch, {"products": 1.0})
@@ -68,7 +74,9 @@ def test_a_damaged_file_is_measured_again(content: str, tmp_path: Path, monkeypa
     assert json.loads((tmp_path / FILE_NAME).read_text())[key]["some"] == "products"
 
 
-def test_a_path_unknown_to_this_version_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_unknown_to_this_version_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = machine_key(torch.float32, **HEADS)
     kept = {"few": "blocks", "some": "a newer one", "front": "causal"}
     (tmp_path / FILE_NAME).write_text(json.dumps({key: kept}))

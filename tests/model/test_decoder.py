@@ -56,7 +56,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Rwkv", {"attention_hidden_size": 32}, "one running state"),
     ("Qwen3Next", HYBRID | {"num_experts": 2, "num_experts_per_tok": 1}, "one running state"),
     ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "one running state"),
-    ("GPTJ", {"n_embd": 32, "n_head": 2, "n_layer": 2, "rotary_dim": 8}, "not laid out like Llama's"),
+    (
+        "GPTJ",
+        {"n_embd": 32, "n_head": 2, "n_layer": 2, "rotary_dim": 8},
+        "not laid out like Llama's",
+    ),
 ]
 EXACT: list[tuple[str, dict[str, Any]]] = [
     ("Gemma", {"head_dim": 16}),
@@ -85,23 +89,33 @@ def small_model(family: str, **settings: Any) -> Any:
     config_class = getattr(transformers, f"{family}Config")
     known = {*config_class().to_dict(), *config_class.attribute_map}
     config = config_class(**{k: v for k, v in (SMALL | settings).items() if k in known})
-    head = {"Rwkv": "RwkvForCausalLM", "GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM")
+    head = {"Rwkv": "RwkvForCausalLM", "GPT2": "GPT2LMHeadModel"}.get(
+        family, f"{family}ForCausalLM"
+    )
     return getattr(transformers, head)(config)
 
 
-@pytest.mark.parametrize(("family", "settings", "reason"), REFUSED, ids=[f"{row[0]} {row[2]}" for row in REFUSED])
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"), REFUSED, ids=[f"{row[0]} {row[2]}" for row in REFUSED]
+)
 def test_models_without_keys_that_move_are_refused_by_name_and_reason(
     family: str, settings: dict[str, Any], reason: str, byte_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     model = small_model(family, **settings)
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
         Decoder(model, byte_tokenizer, name="acme/base-1b")
-    assert str(caught.value).startswith(f"acme/base-1b ({model.config.model_type}) cannot be served")
+    assert str(caught.value).startswith(
+        f"acme/base-1b ({model.config.model_type}) cannot be served"
+    )
     assert "Use a decoder-only model" in str(caught.value)
 
 
-def test_an_encoder_decoder_is_refused_from_its_folder(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    config = transformers.T5Config(vocab_size=260, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+def test_an_encoder_decoder_is_refused_from_its_folder(
+    tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = transformers.T5Config(
+        vocab_size=260, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2
+    )
     model = transformers.T5ForConditionalGeneration(config)
     with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
         Decoder(model, byte_tokenizer, name="t5")
@@ -118,19 +132,24 @@ def test_a_dtype_that_no_layout_knows_is_refused(byte_tokenizer: PreTrainedToken
 
 def test_an_adapter_that_is_not_merged_is_refused(byte_tokenizer: PreTrainedTokenizerFast) -> None:
     model = small_model("Llama")
-    model._hf_peft_config_loaded = True  # what transformers sets when it loads one; peft itself is not needed here
+    # what transformers sets when it loads one; peft itself is not needed here
+    model._hf_peft_config_loaded = True
     with pytest.raises(UnsupportedModelError, match="merge the adapter"):
         Decoder(model, byte_tokenizer, name="adapted")
 
 
 @pytest.mark.parametrize(("family", "settings"), EXACT, ids=[row[0] for row in EXACT])
-def test_models_of_the_same_build_are_exact(family: str, settings: dict[str, Any], tiny_decoder: MakeDecoder) -> None:
+def test_models_of_the_same_build_are_exact(
+    family: str, settings: dict[str, Any], tiny_decoder: MakeDecoder
+) -> None:
     decoder = tiny_decoder(family, **settings)
     assert self_check(decoder) <= 2e-6
     ids = torch.randint(3, 256, (100,), generator=torch.Generator().manual_seed(1)).tolist()
     full = prefill(decoder, PrefillJob(ids, Rows.of([0, 60, 100], new=range(100)), captures=[0]))
     reused = [ResidentKV(0, full.recorder.captures[0].kv)]
-    partial = prefill(decoder, PrefillJob(ids, Rows.of([0, 60, 100], new=range(60, 100)), resident=reused))
+    partial = prefill(
+        decoder, PrefillJob(ids, Rows.of([0, 60, 100], new=range(60, 100)), resident=reused)
+    )
     own = decoder.own_logits(ids)[0]
     for output in (full, partial):
         assert (decoder.next_logits(output.hidden) - own).abs().max() <= 1e-3
@@ -152,9 +171,16 @@ def test_a_direct_call_of_the_model_says_where_it_belongs(tiny_decoder: MakeDeco
         decoder.model(input_ids=torch.tensor([[1, 2]]))
 
 
-def test_longrope_is_served_where_one_set_of_frequencies_holds(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_longrope_is_served_where_one_set_of_frequencies_holds(
+    byte_tokenizer: PreTrainedTokenizerFast,
+) -> None:
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 64,
+        **factors,
+    }
     model = small_model("Phi3", rope_parameters=rope, original_max_position_embeddings=64)
     decoder = Decoder(model, byte_tokenizer, name="phi-3")
     assert model.config.max_position_embeddings == 128
@@ -187,12 +213,16 @@ def test_loading_names_what_is_missing_or_misspelt(tmp_path: Path, saved: Path) 
     with pytest.raises(ConfigError, match="'fp16'; choose one of auto, float32"):
         Decoder.load(str(saved), dtype="fp16")
     for device in ("gpu", "cuda:99"):
-        with pytest.raises(ConfigError, match=f"cannot use the device '{device}' .*; choose cpu, cuda"):
+        with pytest.raises(
+            ConfigError, match=f"cannot use the device '{device}' .*; choose cpu, cuda"
+        ):
             Decoder.load(str(saved), device=device)
 
 
 @pytest.mark.parametrize("own", ["float32", "bfloat16"])
-def test_auto_is_the_checkpoints_own_dtype(own: str, tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_auto_is_the_checkpoints_own_dtype(
+    own: str, tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
     small_model("Llama").to(getattr(torch, own)).save_pretrained(tmp_path)
     byte_tokenizer.save_pretrained(tmp_path)
     decoder = Decoder.load(str(tmp_path), device="cpu")
@@ -202,13 +232,20 @@ def test_auto_is_the_checkpoints_own_dtype(own: str, tmp_path: Path, byte_tokeni
 
 @pytest.mark.parametrize("own", ["float32", "bfloat16", "float16"])
 def test_auto_is_bfloat16_instead_of_float32_where_the_cpu_computes_it(
-    own: str, tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    own: str,
+    tmp_path: Path,
+    byte_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("cachecraft_rag.model.decoder.computes_bfloat16", lambda: True)
     small_model("Llama").to(getattr(torch, own)).save_pretrained(tmp_path)
     byte_tokenizer.save_pretrained(tmp_path)
     chosen = "bfloat16" if own == "float32" else own
-    assert load_checked(str(tmp_path), device="cpu").layout.dtype == layout_named(str(tmp_path)).dtype == chosen
+    assert (
+        load_checked(str(tmp_path), device="cpu").layout.dtype
+        == layout_named(str(tmp_path)).dtype
+        == chosen
+    )
     assert Decoder.load(str(tmp_path), dtype="float32", device="cpu").layout.dtype == "float32"
 
 
@@ -238,14 +275,17 @@ def test_what_another_dtype_stored_is_kept_for_it(
     def outcome() -> str:
         model, chunk = str(tmp_path / "model"), Chunk("The kettle is descaled every 8 weeks.")
         sampling = SamplingParams(max_new_tokens=2)
-        with Engine.from_pretrained(model, store=tmp_path / "store", device="cpu", new_variants="off") as engine:
+        with Engine.from_pretrained(
+            model, store=tmp_path / "store", device="cpu", new_variants="off"
+        ) as engine:
             answer = engine.stream("When?", [chunk], sampling=sampling)
             for _ in answer:
                 pass
             return answer.stats.chunks[0].outcome
 
     assert [outcome(), outcome()] == ["computed", "exact"]
-    monkeypatch.setattr("cachecraft_rag.model.decoder.computes_bfloat16", lambda: True)  # as after an update
+    # as after an update
+    monkeypatch.setattr("cachecraft_rag.model.decoder.computes_bfloat16", lambda: True)
     assert [outcome(), outcome()] == ["computed", "exact"]
     monkeypatch.undo()
     monkeypatch.setattr("cachecraft_rag.model.decoder.computes_bfloat16", lambda: False)
@@ -265,7 +305,11 @@ def test_the_fingerprint_is_the_same_in_another_process_and_folder(
     elsewhere = saved.rename(tmp_path.parent / f"{tmp_path.name}-moved")
     env = os.environ | {"PYTHONHASHSEED": "7"}
     there = subprocess.run(
-        [sys.executable, "-c", code, str(elsewhere)], check=True, capture_output=True, text=True, env=env
+        [sys.executable, "-c", code, str(elsewhere)],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=env,
     )
     decoder = Decoder.load(str(elsewhere), dtype="float32")
     assert there.stdout.strip() == decoder.fingerprint
@@ -290,7 +334,9 @@ def one_weight(model: Any, _: Any) -> Any:
 def merged_adapter(model: Any, _: Any) -> None:
     """Change a weight as merging a LoRA does."""
     with torch.no_grad():
-        model.model.layers[0].self_attn.v_proj.weight += 0.01 * torch.ones(32, 2) @ torch.ones(2, 32)
+        model.model.layers[0].self_attn.v_proj.weight += (
+            0.01 * torch.ones(32, 2) @ torch.ones(2, 32)
+        )
 
 
 def other_rope(model: Any, _: Any) -> None:
@@ -318,7 +364,9 @@ def other_tokenizer(_: Any, tokenizer: Any) -> None:
     [one_weight, merged_adapter, other_rope, other_norm, other_dtype, other_tokenizer],
     ids=lambda f: f.__name__,
 )
-def test_the_fingerprint_tells_apart(change: Callable[[Any, Any], None], byte_tokenizer: Any) -> None:
+def test_the_fingerprint_tells_apart(
+    change: Callable[[Any, Any], None], byte_tokenizer: Any
+) -> None:
     torch.manual_seed(0)
     model = small_model("Llama")
     changed, tokenizer = copy.deepcopy(model), copy.deepcopy(byte_tokenizer)

@@ -46,7 +46,12 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.add_eos_token_id(2)
     writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     draw = np.random.default_rng(0)
-    shapes = {"token_embd": (300, 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
+    shapes = {
+        "token_embd": (300, 32),
+        "output_norm": (32,),
+        "blk.0.attn_norm": (32,),
+        "blk.0.ffn_norm": (32,),
+    }
     shapes |= {f"blk.0.ffn_{part}": (32, 32) for part in ("gate", "up", "down")}
     shapes |= {
         "blk.0.attn_q": (32, 32),
@@ -73,7 +78,9 @@ def test_conversion_keeps_weights_tokenizer_and_template(tiny_gguf: Path, tmp_pa
     assert module.is_complete(target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
     assert model.dtype == torch.float32
-    stored = {tensor.name: torch.tensor(tensor.data) for tensor in gguf.GGUFReader(tiny_gguf).tensors}
+    stored = {
+        tensor.name: torch.tensor(tensor.data) for tensor in gguf.GGUFReader(tiny_gguf).tensors
+    }
     assert torch.equal(model.model.embed_tokens.weight, stored["token_embd.weight"])
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, stored["blk.0.ffn_up.weight"])
     tokenizer = AutoTokenizer.from_pretrained(target)
@@ -170,9 +177,13 @@ def test_without_wheel_and_hub_the_error_names_the_command(
     assert "asking the model hub" in caplog.text
 
 
-def test_without_the_gguf_reader_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_gguf_reader_the_error_names_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ModelNotFoundError, match=r"needs gguf; install with: pip install 'cachecraft-rag\[demo\]'"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"needs gguf; install with: pip install 'cachecraft-rag\[demo\]'"
+    ):
         module.demo_model_folder()
 
 
@@ -195,7 +206,9 @@ def test_demo_model_answers(demo_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo_model)
     model = AutoModelForCausalLM.from_pretrained(demo_model)
     messages = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     output = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
 
@@ -213,7 +226,9 @@ def test_handbook_pages_have_the_promised_size(handbook: Path) -> None:
 def test_handbook_refers_only_to_pages_that_exist(handbook: Path) -> None:
     texts = [page.read_text(encoding="utf-8") for page in handbook.glob("*.md")]
     titles = {text.splitlines()[0].removeprefix("# ").lower() for text in texts}
-    named = [name for text in texts for name in re.findall(r"see ([A-Z][a-z]+(?: [a-z]+)*)[.,;]", text)]
+    named = [
+        name for text in texts for name in re.findall(r"see ([A-Z][a-z]+(?: [a-z]+)*)[.,;]", text)
+    ]
     assert len(named) >= 20
     for name in named:
         assert any(name.lower().startswith(title) for title in titles), name
@@ -227,6 +242,8 @@ def test_questions_are_answered_by_their_page(handbook: Path) -> None:
         text = " ".join((handbook / entry.page).read_text(encoding="utf-8").split())
         assert entry.expect
         for pattern in entry.expect:
-            assert re.search(pattern, text, re.IGNORECASE), f"{entry.page} does not hold {pattern!r}"
+            assert re.search(pattern, text, re.IGNORECASE), (
+                f"{entry.page} does not hold {pattern!r}"
+            )
     raw = json.loads((handbook / ".questions.json").read_text(encoding="utf-8"))
     assert [entry["question"] for entry in raw] == [entry.question for entry in questions]

@@ -35,7 +35,11 @@ def folder(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> Path:
     """A checkpoint that was saved an hour ago."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
     )
     place = tmp_path / "checkpoint"
     LlamaForCausalLM(config).save_pretrained(place)
@@ -55,7 +59,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     for name in ("_read_safetensors", "_whole"):
         real: Callable[[Path], Any] = getattr(fingerprint, name)
-        monkeypatch.setattr(fingerprint, name, lambda path, real=real: (names.append(path.name), real(path))[1])
+        monkeypatch.setattr(
+            fingerprint, name, lambda path, real=real: (names.append(path.name), real(path))[1]
+        )
     return names
 
 
@@ -76,9 +82,13 @@ def test_it_begins_with_its_version(folder: Path) -> None:
 
 def test_it_is_frozen(tmp_path: Path) -> None:
     """A checkpoint written by hand has the fingerprint it had when this rule was made."""
-    header = json.dumps({"a.weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    header = json.dumps(
+        {"a.weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+    ).encode()
     (tmp_path / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + bytes(range(8)))
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "rope_theta": 1e4, "transformers_version": "5"}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "rope_theta": 1e4, "transformers_version": "5"}'
+    )
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}, "padding": null}')
     assert of(tmp_path) == "2-9320b1b8e7611c595f8cfe573339d605"
 
@@ -90,9 +100,17 @@ def test_it_is_the_same_in_every_process_and_the_decoders(folder: Path) -> None:
     )
     env = os.environ | {"PYTHONHASHSEED": "7"}
     there = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], check=True, capture_output=True, text=True, env=env
+        [sys.executable, "-c", code, str(folder)],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=env,
     )
-    assert there.stdout.strip() == of(folder) == Decoder.load(str(folder), dtype="float32", device="cpu").fingerprint
+    assert (
+        there.stdout.strip()
+        == of(folder)
+        == Decoder.load(str(folder), dtype="float32", device="cpu").fingerprint
+    )
 
 
 def test_weights_in_other_shards_are_the_same_weights(folder: Path) -> None:
@@ -104,7 +122,8 @@ def test_weights_in_other_shards_are_the_same_weights(folder: Path) -> None:
         save_file({name: tensors[name] for name in names if places[name] == shard}, folder / shard)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     (folder / WEIGHTS).unlink()
-    save_file(tensors, folder / "consolidated.safetensors")  # the same once more, as some repositories have it
+    # the same once more, as some repositories have it
+    save_file(tensors, folder / "consolidated.safetensors")
     assert of(folder) == before
 
 
@@ -153,7 +172,11 @@ def test_the_dtype_in_use_is_part_of_it(folder: Path) -> None:
 def test_what_shapes_no_number_is_no_part_of_it(folder: Path) -> None:
     before = of(folder)
     change_json(
-        folder / "config.json", transformers_version="99", _name_or_path="x", architectures=["Y"], torch_dtype="float16"
+        folder / "config.json",
+        transformers_version="99",
+        _name_or_path="x",
+        architectures=["Y"],
+        torch_dtype="float16",
     )
     change_json(folder / "tokenizer.json", padding={"strategy": "BatchLongest"}, truncation=None)
     assert of(folder) == before
@@ -182,8 +205,12 @@ def test_the_same_size_and_another_time_is_another_file(folder: Path, read: list
     assert read == [WEIGHTS] * 2
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}", b"[1]", b'{"stamp": 1, "tensors": 2}', None], ids=repr)
-def test_a_damaged_cache_is_made_again(damage: bytes | None, folder: Path, own_cache: Path, read: list[str]) -> None:
+@pytest.mark.parametrize(
+    "damage", [b"", b"{}", b"[1]", b'{"stamp": 1, "tensors": 2}', None], ids=repr
+)
+def test_a_damaged_cache_is_made_again(
+    damage: bytes | None, folder: Path, own_cache: Path, read: list[str]
+) -> None:
     before = of(folder)
     (kept,) = own_cache.rglob("*.json")
     entry = json.loads(kept.read_text())

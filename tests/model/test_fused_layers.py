@@ -15,7 +15,9 @@ from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.kernels.cpu.library import SETTING, available
 from cachecraft_rag.model.decoder import Decoder
 
-pytestmark = pytest.mark.skipif(not available(), reason="the compiled kernels were not built: no C compiler")
+pytestmark = pytest.mark.skipif(
+    not available(), reason="the compiled kernels were not built: no C compiler"
+)
 FUSED = ["Llama", "Mistral", "Qwen2", "Qwen3"]
 ODD = {"hidden_size": 36, "intermediate_size": 50, "head_dim": 6}  # no width fills a vector
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-1}
@@ -38,15 +40,26 @@ def answers(decoder: Decoder, *, steps: int = 3) -> list[Tensor]:
     found, buffers = [], []
     for ids in prompts:
         length = len(ids) - steps
-        done = prefill(decoder, PrefillJob(ids[:length], Rows.of([0, 5, length], new=range(length)), capacity=len(ids)))
+        done = prefill(
+            decoder,
+            PrefillJob(ids[:length], Rows.of([0, 5, length], new=range(length)), capacity=len(ids)),
+        )
         found.append(decoder.next_logits(done.hidden))
         buffers.append(done.buffer)
     for step in range(steps - 1):
         places = [len(ids) - steps + step for ids in prompts]
-        joint = [DecodeStep(*one) for one in zip(buffers, [ids[at] for ids, at in zip(prompts, places, strict=True)],
-                                                 places, strict=True)]  # fmt: skip
+        joint = [
+            DecodeStep(*one)
+            for one in zip(
+                buffers,
+                [ids[at] for ids, at in zip(prompts, places, strict=True)],
+                places,
+                strict=True,
+            )
+        ]
         found.extend(decoder.logits(extend_all(decoder, joint)))
-    for ids, buffer in zip(prompts, buffers, strict=True):  # two rows of one answer: the second one sees the first
+    # two rows of one answer: the second one sees the first
+    for ids, buffer in zip(prompts, buffers, strict=True):
         found.append(decoder.next_logits(extend(decoder, buffer, ids[-2:], len(ids) - 2)))
     return found
 
@@ -54,7 +67,12 @@ def answers(decoder: Decoder, *, steps: int = 3) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [*((name, {}) for name in FUSED), ("Mistral", {"sliding_window": 8}), ("Qwen3", ODD), ("Llama", ODD)],
+    [
+        *((name, {}) for name in FUSED),
+        ("Mistral", {"sliding_window": 8}),
+        ("Qwen3", ODD),
+        ("Llama", ODD),
+    ],
 )
 def test_fused_layers_are_the_models_own(
     family: str,
@@ -88,11 +106,15 @@ def test_a_layer_with_hooks_runs_as_it_is(tiny_decoder: MakeDecoder) -> None:
     assert seen.count("mlp") == seen.count("self_attn") == seen.count("mlp.down_proj")
 
 
-def test_weights_that_are_replaced_are_followed(tiny_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_replaced_are_followed(
+    tiny_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = tiny_decoder("Qwen2", seed=7)
     before = answers(decoder)
     attention = decoder.model.model.layers[1].self_attn
-    attention.k_proj.weight = torch.nn.Parameter(attention.k_proj.weight.detach().flip(0).contiguous())
+    attention.k_proj.weight = torch.nn.Parameter(
+        attention.k_proj.weight.detach().flip(0).contiguous()
+    )
     attention.v_proj.bias = torch.nn.Parameter(attention.v_proj.bias.detach() + 1.0)
     mlp = decoder.model.model.layers[0].mlp
     mlp.up_proj = torch.nn.Sequential(mlp.up_proj)  # no plain product any more

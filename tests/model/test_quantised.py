@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TorchAoConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TorchAoConfig,
+)
 
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
@@ -55,7 +61,9 @@ def quantised(plain: Path, byte_tokenizer: PreTrainedTokenizerFast) -> Callable[
     def make(kind: str) -> Path:
         folder = plain.with_name(kind)
         config = TorchAoConfig(getattr(quantization, kind)())
-        model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(
+            plain, quantization_config=config, dtype=torch.bfloat16
+        )
         model.save_pretrained(folder)
         byte_tokenizer.save_pretrained(folder)
         return folder
@@ -64,13 +72,17 @@ def quantised(plain: Path, byte_tokenizer: PreTrainedTokenizerFast) -> Callable[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_quantised_checkpoint_passes_the_self_check(kind: str, quantised: Callable[[str], Path]) -> None:
+def test_a_quantised_checkpoint_passes_the_self_check(
+    kind: str, quantised: Callable[[str], Path]
+) -> None:
     decoder = load_checked(str(quantised(kind)), device="cpu")
     assert type(decoder.model.model.layers[0].self_attn.q_proj.weight) is not torch.nn.Parameter
     assert decoder.layout.dtype == "bfloat16"
 
 
-def test_the_fingerprint_of_a_quantised_model_given_as_an_object(quantised: Callable[[str], Path]) -> None:
+def test_the_fingerprint_of_a_quantised_model_given_as_an_object(
+    quantised: Callable[[str], Path],
+) -> None:
     decoder = Decoder.load(str(quantised(KINDS[0])), device="cpu")
     first = Decoder(decoder.model, decoder.tokenizer, name="first").fingerprint
     assert Decoder(decoder.model, decoder.tokenizer, name="second").fingerprint == first
@@ -85,7 +97,9 @@ def test_a_store_is_never_shared_between_quantisations(
     def outcome(model: Path) -> str:
         chunk = Chunk("The kettle is descaled every 8 weeks.")
         store = tmp_path / "store"
-        with Engine.from_pretrained(str(model), store=store, device="cpu", new_variants="off") as engine:
+        with Engine.from_pretrained(
+            str(model), store=store, device="cpu", new_variants="off"
+        ) as engine:
             answer = engine.stream("When?", [chunk], sampling=SamplingParams(max_new_tokens=2))
             for _ in answer:
                 pass
@@ -115,8 +129,12 @@ def change_bits(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     tensors[name] = tensors[name] ^ 1
 
 
-@pytest.mark.parametrize("change", [change_config, change_scale, change_bits], ids=lambda change: change.__name__)
-def test_the_fingerprint_tells_quantisations_apart(plain: Path, change: Callable[[Path, Any], None]) -> None:
+@pytest.mark.parametrize(
+    "change", [change_config, change_scale, change_bits], ids=lambda change: change.__name__
+)
+def test_the_fingerprint_tells_quantisations_apart(
+    plain: Path, change: Callable[[Path, Any], None]
+) -> None:
     def fingerprint(folder: Path) -> str | None:
         return checkpoint_fingerprint(folder, dtype="bfloat16")
 
@@ -146,7 +164,9 @@ def test_a_weight_that_is_no_plain_tensor_is_left_to_its_module() -> None:
         """A weight that stands for twice its stored numbers, as quantised ones stand for others."""
 
         @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             with torch._C.DisableTorchFunctionSubclass():
                 out = func(*args, **(kwargs or {}))
                 return 2 * out if func is torch.nn.functional.linear else out

@@ -27,7 +27,9 @@ def tampered(decoder: Decoder, change: Callable[[Any], None]) -> Decoder:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Gemma2"])
-def test_sound_models_pass_with_an_error_of_rounding(family: str, tiny_decoder: MakeDecoder) -> None:
+def test_sound_models_pass_with_an_error_of_rounding(
+    family: str, tiny_decoder: MakeDecoder
+) -> None:
     assert self_check(tiny_decoder(family)) <= 2e-6
     assert self_check(tiny_decoder(family, dtype="bfloat16")) <= 0.03
 
@@ -46,7 +48,9 @@ def test_one_layer_that_forgets_its_rotary_embedding_in_passes_is_refused(
         form = decoder.survey.kinds[kinds[2]].form
         unrotated = RotaryKind(None, RotationForm(form.head_dim, rotary_dim=0))
         kinds[2] = 1
-        decoder.survey = replace(decoder.survey, kinds=[*decoder.survey.kinds, unrotated], kind_of=kinds)
+        decoder.survey = replace(
+            decoder.survey, kinds=[*decoder.survey.kinds, unrotated], kind_of=kinds
+        )
 
     decoder = tampered(tiny_decoder("Llama", dtype=dtype), lambda model: None)
     forget_rotation(decoder)
@@ -59,7 +63,9 @@ def test_attention_sinks_are_served(tiny_decoder: MakeDecoder) -> None:
     assert self_check(decoder) <= 2e-6
 
 
-def test_forgotten_attention_sinks_are_refused(tiny_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgotten_attention_sinks_are_refused(
+    tiny_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def without_sinks(*args: Any, sinks: Any = None, **named: Any) -> Any:
         return attention(*args, **named)
 
@@ -68,7 +74,9 @@ def test_forgotten_attention_sinks_are_refused(tiny_decoder: MakeDecoder, monkey
         self_check(tiny_decoder("GraniteSWA", num_hidden_layers=2, head_dim=16))
 
 
-def test_an_attention_that_the_model_computes_by_itself_is_refused(tiny_decoder: MakeDecoder) -> None:
+def test_an_attention_that_the_model_computes_by_itself_is_refused(
+    tiny_decoder: MakeDecoder,
+) -> None:
     def compute_alone(model: Any) -> None:
         attention = model.model.layers[1].self_attn
 
@@ -87,7 +95,9 @@ def test_a_tampered_attention_is_refused(tiny_decoder: MakeDecoder) -> None:
         attention = model.model.layers[1].self_attn
 
         class Odd(type(attention)):  # type: ignore[misc]
-            def forward(self, hidden_states: Any, position_embeddings: Any, *args: Any, **named: Any) -> Any:
+            def forward(
+                self, hidden_states: Any, position_embeddings: Any, *args: Any, **named: Any
+            ) -> Any:
                 cos, sin = position_embeddings
                 return super().forward(hidden_states, (cos + 0.1, sin), *args, **named)
 
@@ -106,7 +116,9 @@ def test_not_a_number_anywhere_is_refused(tiny_decoder: MakeDecoder) -> None:
         self_check(tampered(tiny_decoder("Llama"), spoil))
 
 
-def test_a_window_that_the_probe_is_too_short_to_see_is_checked_by_name(tiny_decoder: MakeDecoder) -> None:
+def test_a_window_that_the_probe_is_too_short_to_see_is_checked_by_name(
+    tiny_decoder: MakeDecoder,
+) -> None:
     def forget_window(model: Any) -> None:
         model.model.layers[0].self_attn.sliding_window = None
 

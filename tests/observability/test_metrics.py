@@ -29,11 +29,14 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk
 from tests.engines import Asking, Turn, waiting
 
-CHUNKS = [Chunk(f"{thing} number {n}: empty it before you clean it with vinegar.") for n, thing in
-          enumerate(("The kettle", "The toaster", "The fridge", "The oven", "The washer"))]  # fmt: skip
+CHUNKS = [
+    Chunk(f"{thing} number {n}: empty it before you clean it with vinegar.")
+    for n, thing in enumerate(("The kettle", "The toaster", "The fridge", "The oven", "The washer"))
+]
 QUESTION = "How do I clean Gundula's kettle?"
 SHORT = SamplingParams(max_new_tokens=4)
-LAYERWISE = ReuseConfig(alpha=0.3, loading="layerwise")  # takes what is stored, also where computing is faster
+# takes what is stored, also where computing is faster
+LAYERWISE = ReuseConfig(alpha=0.3, loading="layerwise")
 
 
 class Sample(NamedTuple):
@@ -58,9 +61,11 @@ def by(samples: list[Sample], *labels: str) -> dict[Any, float]:
     """Sums by these labels, without what was never seen."""
     sums: Counter[Any] = Counter()
     for sample in samples:
-        sums[tuple(sample.labels[label] for label in labels) if len(labels) > 1 else sample.labels[labels[0]]] += (
-            sample.value
-        )
+        sums[
+            tuple(sample.labels[label] for label in labels)
+            if len(labels) > 1
+            else sample.labels[labels[0]]
+        ] += sample.value
     return {name: value for name, value in sums.items() if value}
 
 
@@ -69,7 +74,10 @@ def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
     """A tiny Llama that writes letters, so that each token is a piece of the answer."""
     random = tiny_decoder("Llama")
     model, tokenizer = copy.deepcopy(random.model), random.tokenizer
-    letters = [tokenizer.decode([token]).isalpha() and tokenizer.decode([token]).isascii() for token in range(260)]
+    letters = [
+        tokenizer.decode([token]).isalpha() and tokenizer.decode([token]).isascii()
+        for token in range(260)
+    ]
     with torch.no_grad():
         model.lm_head.weight[~torch.tensor(letters)] = 0.0
     return Decoder(model, tokenizer, name="tiny Llama of letters")
@@ -137,7 +145,9 @@ def test_requests_that_wait_and_that_are_turned_away(decoder: Decoder, tmp_path:
         assert by(found["cachecraft_turned_away_total"], "reason") == {"full": 1}
         assert [sample.value for sample in found["cachecraft_waiting_requests"]] == [1]
         assert by(found["cachecraft_requests_total"], "outcome") == {"failed": 1}
-        assert by(found["cachecraft_chunks_total"], "outcome", "reason") == {("failed", "failed"): 3}
+        assert by(found["cachecraft_chunks_total"], "outcome", "reason") == {
+            ("failed", "failed"): 3
+        }
         first.ended()
         second.ended()
         found = scrape(server.port)
@@ -145,20 +155,29 @@ def test_requests_that_wait_and_that_are_turned_away(decoder: Decoder, tmp_path:
     assert by(found["cachecraft_requests_total"], "outcome") == {"failed": 1, "length": 2}
 
 
-def test_sums_over_reasons_are_the_requests_and_their_chunks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_over_reasons_are_the_requests_and_their_chunks(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mixture(engine, monkeypatch)
     with serve_metrics(engine, 0) as server:
         found = scrape(server.port)
         again = scrape(server.port)
     assert again.keys() == found.keys()
-    assert by(found["cachecraft_requests_total"], "outcome") == {"length": 6, "closed": 1, "failed": 1, "refused": 1}
+    assert by(found["cachecraft_requests_total"], "outcome") == {
+        "length": 6,
+        "closed": 1,
+        "failed": 1,
+        "refused": 1,
+    }
     chunks = by(found["cachecraft_chunks_total"], "outcome", "reason")
     assert sum(chunks.values()) == 3 + 3 + 3 + 3 + 3 + 1 + 4 + 3
     assert chunks["failed", "failed"] == 3
     assert chunks["computed", "reuse_off"] == 3
     assert chunks["computed", "not_loaded"] >= 1
     assert chunks["computed", "not_stored"] >= 3 + 1
-    assert sum(count for (outcome, _), count in chunks.items() if outcome in ("exact", "reused")) >= 6
+    assert (
+        sum(count for (outcome, _), count in chunks.items() if outcome in ("exact", "reused")) >= 6
+    )
     stats = engine.store.stats()
     captures = by(found["cachecraft_captures_total"], "outcome", "reason")
     assert captures["dropped", "queue_full"] == stats.captures["queue_full"] >= 1
@@ -188,23 +207,41 @@ def test_times_and_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
         for name, seconds in (("ttft", stats.ttft_s), ("request", stats.total_s)):
             assert found[f"cachecraft_{name}_seconds_count"] == [Sample({}, 1.0)]
             assert found[f"cachecraft_{name}_seconds_sum"][0].value == pytest.approx(seconds)
-            buckets = {sample.labels["le"]: sample.value for sample in found[f"cachecraft_{name}_seconds_bucket"]}
+            buckets = {
+                sample.labels["le"]: sample.value
+                for sample in found[f"cachecraft_{name}_seconds_bucket"]
+            }
             assert buckets["+Inf"] == 1
             assert all(count == (seconds <= float(end)) for end, count in buckets.items())
-        assert found["cachecraft_decode_rows_sum"] == found["cachecraft_decode_rows_count"] == [Sample({}, 3.0)]
-        assert {sample.value for sample in found["cachecraft_decode_rows_bucket"]} == {3.0}  # steps of one row each
+        assert (
+            found["cachecraft_decode_rows_sum"]
+            == found["cachecraft_decode_rows_count"]
+            == [Sample({}, 3.0)]
+        )
+        # steps of one row each
+        assert {sample.value for sample in found["cachecraft_decode_rows_bucket"]} == {3.0}
         mixture(engine, monkeypatch)
         found = scrape(server.port)
-        assert found["cachecraft_request_seconds_count"][0].value == 1 + 8  # all but the refused one
+        # all but the refused one
+        assert found["cachecraft_request_seconds_count"][0].value == 1 + 8
         assert found["cachecraft_ttft_seconds_count"][0].value == 1 + 7  # nor the failed one
 
 
 def test_dashboard_and_alerts_ask_for_what_is_there(decoder: Decoder, tmp_path: Path) -> None:
     folder = Path(__file__).resolve().parents[2] / "examples/monitoring"
     panels = json.loads((folder / "dashboard.json").read_text())["panels"]
-    rules = [rule for group in yaml.safe_load((folder / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
-    asked = [target["expr"] for panel in panels for target in panel["targets"]] + [rule["expr"] for rule in rules]
-    with ChunkCacheStore.open(tmp_path / "caches", remote="memory://") as store, Engine(decoder, store) as opened:
+    rules = [
+        rule
+        for group in yaml.safe_load((folder / "alerts.yml").read_text())["groups"]
+        for rule in group["rules"]
+    ]
+    asked = [target["expr"] for panel in panels for target in panel["targets"]] + [
+        rule["expr"] for rule in rules
+    ]
+    with (
+        ChunkCacheStore.open(tmp_path / "caches", remote="memory://") as store,
+        Engine(decoder, store) as opened,
+    ):
         ask(opened, CHUNKS[0])
         registry = CollectorRegistry()
         registry.register(EngineCollector(opened))
@@ -213,16 +250,25 @@ def test_dashboard_and_alerts_ask_for_what_is_there(decoder: Decoder, tmp_path: 
     for sample in (sample for family in families for sample in family.samples):
         there.setdefault(sample.name, []).append(sample.labels)
     # Counters of what has not happened yet, and their labels.
-    there |= {"cachecraft_load_failures_total": [{"tier": "", "reason": ""}], "cachecraft_loads_total": [{"tier": ""}]}
+    there |= {
+        "cachecraft_load_failures_total": [{"tier": "", "reason": ""}],
+        "cachecraft_loads_total": [{"tier": ""}],
+    }
     assert len(set(asked)) == len(asked) >= 15
     for expression in asked:
         assert expression.count("(") == expression.count(")")
-        grouped = {label for labels in re.findall(r"by \(([^)]*)\)", expression) for label in labels.split(", ")}
+        grouped = {
+            label
+            for labels in re.findall(r"by \(([^)]*)\)", expression)
+            for label in labels.split(", ")
+        }
         found = re.findall(r"\b(cachecraft_\w+)(?:\{(\w+)(=~|!=|=)\"([^\"]*)\"\})?", expression)
         assert found, expression
         for name, label, _sign, values in found:
             assert name in there, name
-            assert not label or {one[label] for one in there[name]} >= set(values.split("|")), expression
+            assert not label or {one[label] for one in there[name]} >= set(values.split("|")), (
+                expression
+            )
             assert grouped - {"instance"} <= there[name][0].keys(), expression
 
 
@@ -246,7 +292,10 @@ def test_an_application_registers_the_collector_in_its_own_registry(engine: Engi
 
 
 def test_a_port_that_is_taken_is_an_error_with_advice(engine: Engine) -> None:
-    with serve_metrics(engine, 0) as server, pytest.raises(ConfigError, match="choose another port"):
+    with (
+        serve_metrics(engine, 0) as server,
+        pytest.raises(ConfigError, match="choose another port"),
+    ):
         serve_metrics(engine, server.port)
     with pytest.raises(ConfigError, match="port"):
         serve_metrics(engine, 70_000)
@@ -271,8 +320,16 @@ def test_every_request_is_one_line_of_json_without_private_text(
         value("cachecraft_chunks_total", {"outcome": outcome, "reason": reason}) == count
         for (outcome, reason), count in logged.items()
     )
-    reasons = {(line["event"], line["reason"]) for line in found if line.get("event", "request") != "request"}
-    assert {("load_failed", "damaged"), ("load_failed", "missing"), ("eviction", "damaged")} <= reasons
+    reasons = {
+        (line["event"], line["reason"])
+        for line in found
+        if line.get("event", "request") != "request"
+    }
+    assert {
+        ("load_failed", "damaged"),
+        ("load_failed", "missing"),
+        ("eviction", "damaged"),
+    } <= reasons
     assert ("capture_dropped", "queue_full") in reasons
     text = "\n".join(lines)
     assert not any(private in text for private in ("Gundula", "vinegar", "toaster"))
@@ -280,7 +337,12 @@ def test_every_request_is_one_line_of_json_without_private_text(
 
 def test_a_record_of_anything_else_is_json_too() -> None:
     record = logging.makeLogRecord(
-        {"msg": "said %s", "args": ("so",), "levelname": "INFO", "cachecraft": {"nan": float("nan")}}
+        {
+            "msg": "said %s",
+            "args": ("so",),
+            "levelname": "INFO",
+            "cachecraft": {"nan": float("nan")},
+        }
     )
     found = json.loads(JsonFormatter().format(record))
     assert (found["message"], found["nan"]) == ("said so", None)

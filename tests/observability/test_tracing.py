@@ -137,7 +137,9 @@ def test_a_request_has_a_span_for_each_part(engine: Engine, exporter: InMemorySp
         "cachecraft.chunk.recomputed": tuple(chunk.recomputed for chunk in stats.chunks),
         "cachecraft.chunk.computed": (0, 0),
     }
-    assert attributes(spans[f"{prefill} > cachecraft.load"]) == {"cachecraft.tiers": ("host", "host")}
+    assert attributes(spans[f"{prefill} > cachecraft.load"]) == {
+        "cachecraft.tiers": ("host", "host")
+    }
     assert attributes(spans[f"{name} > cachecraft.decode"]) == {
         "gen_ai.usage.output_tokens": stats.tokens_generated,
         "cachecraft.tokens.refreshed": stats.tokens_refreshed,
@@ -145,7 +147,9 @@ def test_a_request_has_a_span_for_each_part(engine: Engine, exporter: InMemorySp
     assert spans[name].status.is_ok or spans[name].status.is_unset
 
 
-def test_the_parts_begin_and_end_where_the_statistics_say(engine: Engine, exporter: InMemorySpanExporter) -> None:
+def test_the_parts_begin_and_end_where_the_statistics_say(
+    engine: Engine, exporter: InMemorySpanExporter
+) -> None:
     for _ in range(2):
         exporter.clear()
         generation = engine.stream(QUESTION, CHUNKS, sampling=SHORT)
@@ -154,12 +158,18 @@ def test_the_parts_begin_and_end_where_the_statistics_say(engine: Engine, export
     stats = generation.stats
     spans = {span.name: span for span in exporter.get_finished_spans()}
     root = spans[f"chat {engine.decoder.name}"]
-    plan, prefill, load, decode = (spans[f"cachecraft.{part}"] for part in ("plan", "prefill", "load", "decode"))
+    plan, prefill, load, decode = (
+        spans[f"cachecraft.{part}"] for part in ("plan", "prefill", "load", "decode")
+    )
     assert plan.start_time == root.start_time
     assert prefill.start_time == load.start_time == plan.end_time
     assert decode.start_time == prefill.end_time
     assert decode.end_time == root.end_time
-    lengths = {root: stats.total_s, plan: stats.queue_s + stats.plan_s, prefill: stats.load_s + stats.prefill_s}
+    lengths = {
+        root: stats.total_s,
+        plan: stats.queue_s + stats.plan_s,
+        prefill: stats.load_s + stats.prefill_s,
+    }
     for span, length in (lengths | {load: stats.load_s}).items():
         assert seconds(span) == pytest.approx(length, abs=1e-6), span.name
 
@@ -170,7 +180,8 @@ def test_an_applications_span_is_the_parent_in_threads_and_event_loops(
     tracer = trace.get_tracer("application")
     with tracer.start_as_current_span("in a thread"):
         generation = engine.stream(QUESTION, CHUNKS, sampling=SHORT)
-    thread = threading.Thread(target=list, args=(generation,))  # read where another span, or none, is current
+    # read where another span, or none, is current
+    thread = threading.Thread(target=list, args=(generation,))
     thread.start()
     thread.join()
 
@@ -184,7 +195,10 @@ def test_an_applications_span_is_the_parent_in_threads_and_event_loops(
     spans = exporter.get_finished_spans()
     names = {span.context.span_id: span.name for span in spans}
     roots = [span for span in spans if span.name.startswith("chat ")]
-    assert [names[span.parent.span_id] for span in roots if span.parent is not None] == ["in a thread", "in a loop"]
+    assert [names[span.parent.span_id] for span in roots if span.parent is not None] == [
+        "in a thread",
+        "in a loop",
+    ]
 
 
 @pytest.fixture
@@ -193,11 +207,15 @@ def rag(engine: Engine, tmp_path: Path) -> Iterator[CacheCraft]:
     with open_index(tmp_path / "store", embedder) as index:
         assert isinstance(index, FaissStore)
         opened = CacheCraft(engine, index, embedder)
-        opened.add_documents([Document(f"page {place}", text) for place, text in enumerate(PASSAGES)])
+        opened.add_documents(
+            [Document(f"page {place}", text) for place, text in enumerate(PASSAGES)]
+        )
         yield opened
 
 
-def test_retrieval_comes_first_in_the_trace_of_its_request(rag: CacheCraft, exporter: InMemorySpanExporter) -> None:
+def test_retrieval_comes_first_in_the_trace_of_its_request(
+    rag: CacheCraft, exporter: InMemorySpanExporter
+) -> None:
     rag.ask(QUESTION, top_k=2, sampling=SHORT)
     asyncio.run(rag.aask(QUESTION, top_k=1, sampling=SHORT))
     spans = exporter.get_finished_spans()
@@ -208,7 +226,9 @@ def test_retrieval_comes_first_in_the_trace_of_its_request(rag: CacheCraft, expo
     assert len(traces) == 2
     for number, paths in zip((2, 1), traces, strict=True):
         name = f"chat {rag.engine.decoder.name}"
-        root, retrieval, plan = (paths[path] for path in (name, f"{name} > retrieval", f"{name} > cachecraft.plan"))
+        root, retrieval, plan = (
+            paths[path] for path in (name, f"{name} > retrieval", f"{name} > cachecraft.plan")
+        )
         assert attributes(retrieval) == {
             "gen_ai.operation.name": "retrieval",
             "gen_ai.provider.name": "cachecraft",
@@ -220,7 +240,8 @@ def test_retrieval_comes_first_in_the_trace_of_its_request(rag: CacheCraft, expo
         assert plan.start_time is not None
         assert retrieval.end_time <= plan.start_time
     exporter.clear()
-    "".join(rag.engine.stream(QUESTION, CHUNKS, sampling=SHORT))  # the retrieval before it is not its own
+    # the retrieval before it is not its own
+    "".join(rag.engine.stream(QUESTION, CHUNKS, sampling=SHORT))
     assert "retrieval" not in {span.name for span in exporter.get_finished_spans()}
 
 
@@ -230,7 +251,15 @@ def test_no_text_is_in_a_span(rag: CacheCraft, exporter: InMemorySpanExporter) -
     assert len(answer.text.strip()) >= 4
     written = json.dumps([json.loads(span.to_json()) for span in exporter.get_finished_spans()])
     assert answer.stats.request_id in written
-    for text in ("Gundula", "kettle", "weeks", "toaster", "She is out", "session of ann", answer.text.strip()):
+    for text in (
+        "Gundula",
+        "kettle",
+        "weeks",
+        "toaster",
+        "She is out",
+        "session of ann",
+        answer.text.strip(),
+    ):
         assert text not in written
 
 
@@ -293,7 +322,9 @@ with Engine.from_pretrained("model", store="store") as engine:
 
 
 @pytest.fixture(scope="module")
-def model(decoder_of_letters: Callable[..., Decoder], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(
+    decoder_of_letters: Callable[..., Decoder], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A folder with a tiny model."""
     folder = tmp_path_factory.mktemp("model")
     decoder = decoder_of_letters()
@@ -314,9 +345,15 @@ def model(decoder_of_letters: Callable[..., Decoder], tmp_path_factory: pytest.T
     ],
     ids=["not imported", "not installed", "no provider"],
 )
-def test_without_a_provider_answers_need_nothing_of_opentelemetry(model: Path, before: str, after: str) -> None:
-    code = ASK.format(before=before, after=f"{after}\nassert 'opentelemetry.sdk' not in sys.modules")
-    done = subprocess.run([sys.executable, "-c", code], cwd=model, capture_output=True, text=True, timeout=300)
+def test_without_a_provider_answers_need_nothing_of_opentelemetry(
+    model: Path, before: str, after: str
+) -> None:
+    code = ASK.format(
+        before=before, after=f"{after}\nassert 'opentelemetry.sdk' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=model, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -386,12 +423,21 @@ def test_a_collector_receives_the_trace_of_a_command(model: Path) -> None:
     with Collector() as collector:
         ask = ("ask", QUESTION, *options, "--max-tokens", "4", "--json")
         done = command(model, *ask, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url)
-        off = command(model, *ask, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, OTEL_TRACES_EXPORTER="none")
+        off = command(
+            model, *ask, OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, OTEL_TRACES_EXPORTER="none"
+        )
     assert done.returncode == off.returncode == 0, done.stderr + off.stderr
     stats = json.loads(done.stdout)["stats"]
     resources = [resource for message in collector.received for resource in message.resource_spans]
-    assert {plain(resource.resource.attributes)["service.name"] for resource in resources} == {"cachecraft"}
-    spans = {span.name: span for resource in resources for scope in resource.scope_spans for span in scope.spans}
+    assert {plain(resource.resource.attributes)["service.name"] for resource in resources} == {
+        "cachecraft"
+    }
+    spans = {
+        span.name: span
+        for resource in resources
+        for scope in resource.scope_spans
+        for span in scope.spans
+    }
     root = spans["chat model"]
     assert plain(root.attributes)["gen_ai.response.id"] == stats["request_id"]
     assert plain(root.attributes)["gen_ai.usage.input_tokens"] == stats["tokens_prompt"]
@@ -400,10 +446,16 @@ def test_a_collector_receives_the_trace_of_a_command(model: Path) -> None:
     }
     assert {span.trace_id for span in spans.values()} == {root.trace_id}
     assert spans["retrieval"].parent_span_id == root.span_id
-    assert not any(text.encode() in message.SerializeToString() for message in collector.received for text in PASSAGES)
+    assert not any(
+        text.encode() in message.SerializeToString()
+        for message in collector.received
+        for text in PASSAGES
+    )
 
 
-def test_a_collector_that_cannot_be_used_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collector_that_cannot_be_used_is_an_error_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     provider = trace.get_tracer_provider()
     configure_tracing()  # no endpoint is named
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")

@@ -68,7 +68,9 @@ def test_what_is_damaged_is_as_if_it_were_not_there(tmp_path: Path, text: str) -
 
 
 @pytest.mark.parametrize("alpha", [-1, "much", "0.5", None])
-def test_an_impossible_alpha_is_not_used(tmp_path: Path, alpha: object, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_impossible_alpha_is_not_used(
+    tmp_path: Path, alpha: object, caplog: pytest.LogCaptureFixture
+) -> None:
     save_calibration(tmp_path, "a", FOUND)
     path = tmp_path / CALIBRATION_FILE
     path.write_text(json.dumps({"a": json.loads(path.read_text())["a"] | {"alpha": alpha}}))
@@ -93,12 +95,15 @@ def test_an_engine_takes_it_up_and_says_so(
 
     def recomputed(config: ReuseConfig) -> int:
         with Engine.from_pretrained(model, store=store, reuse=config) as engine:
-            return engine.score_answer("What?", chunks[::-1], max_new_tokens=2).stats.tokens_recomputed
+            return engine.score_answer(
+                "What?", chunks[::-1], max_new_tokens=2
+            ).stats.tokens_recomputed
 
     with Engine.from_pretrained(model, store=store) as engine:
         fingerprint = engine.decoder.fingerprint
         engine.score_answer("What?", chunks, max_new_tokens=2)
-    as_always = ReuseConfig(capture=False, loading="layerwise")  # what is stored is taken, however fast it is
+    # what is stored is taken, however fast it is
+    as_always = ReuseConfig(capture=False, loading="layerwise")
     plain = recomputed(as_always)
     assert plain > 0
     save_calibration(store, fingerprint, FOUND)
@@ -106,8 +111,10 @@ def test_an_engine_takes_it_up_and_says_so(
         assert recomputed(as_always) == recomputed(replace(as_always, alpha=FOUND.alpha)) > plain
     assert "calibrated for rouge_l ≥ 0.95 on 50 questions of own.jsonl" in caplog.text
     assert recomputed(replace(as_always, alpha=DEFAULT_ALPHA)) == plain  # what is given goes before
-    assert recomputed(replace(as_always, drift=0.0)) == plain  # it was found with another way of choosing
+    # it was found with another way of choosing
+    assert recomputed(replace(as_always, drift=0.0)) == plain
     assert recomputed(replace(as_always, recompute_ratio=0.15)) == recomputed(
         replace(as_always, recompute_ratio=0.15, alpha=DEFAULT_ALPHA)
     )
-    assert not FOUND.fits(replace(as_always, early_termination=True))  # which would recompute less than was promised
+    # which would recompute less than was promised
+    assert not FOUND.fits(replace(as_always, early_termination=True))

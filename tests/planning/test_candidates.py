@@ -96,7 +96,10 @@ def test_of_equals_the_latest_comes_first() -> None:
 
 def test_a_beginning_that_prompts_share_counts_for_all_of_them() -> None:
     waiting = Candidates(10)
-    one, other = candidate("a", "b", "c", fixed={2: 5}), candidate("a", "b", "d", fixed={2: 5, 3: 1})
+    one, other = (
+        candidate("a", "b", "c", fixed={2: 5}),
+        candidate("a", "b", "d", fixed={2: 5, 3: 1}),
+    )
     waiting.add(one)
     waiting.add(other)
     assert (waiting.value(one), waiting.value(other)) == (10, 11)
@@ -113,7 +116,9 @@ def test_sessions_do_not_share() -> None:
 
 def test_of_more_than_may_wait_the_least_valuable_goes() -> None:
     waiting = Candidates(2)
-    small, large, middle = (candidate(name, fixed={1: n}) for name, n in (("a", 1), ("b", 9), ("c", 5)))
+    small, large, middle = (
+        candidate(name, fixed={1: n}) for name, n in (("a", 1), ("b", 9), ("c", 5))
+    )
     assert waiting.add(small) is None
     assert waiting.add(large) is None
     assert waiting.add(middle) == small

@@ -14,7 +14,8 @@ from cachecraft_rag.planning.early_termination import FocusMonitor, focused_coun
 @pytest.mark.parametrize(
     ("scores", "count"),
     [
-        ([9.0, 1.0, 0.9, 0.8], 1),  # p = .976, .012, .012: the first gap is not among those that are looked at
+        # p = .976, .012, .012: the first gap is not among those that are looked at
+        ([9.0, 1.0, 0.9, 0.8], 1),
         ([9.0, 8.9, 1.0, 0.9], 2),  # p = .012, .975, .012; -p·log p of gaps 2 and 3: .024, .054
         ([5.0, 4.0, 3.0, 0.0], 1),  # p = .2, .2, .6; .32 and .31: the largest gap loses
         ([3.0, 2.0, 1.0], 1),
@@ -43,7 +44,9 @@ def test_the_first_layer_whose_window_agrees_decides() -> None:
     monitor = FocusMonitor(3, window=3)
     seen = [
         monitor.observe(layer, mass)
-        for layer, mass in enumerate([[1.0, 5.0, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0]])
+        for layer, mass in enumerate(
+            [[1.0, 5.0, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0]]
+        )
     ]
     # cumulative: 1 5 0 → {1}; 10 5 0 → tie of gaps: {0}; 19 5 0 → {0}; 28 5 0 → {0}
     assert seen == [False, False, False, True]
@@ -65,7 +68,9 @@ def test_scores_add_up_over_layers() -> None:
 def test_a_window_that_never_agrees_never_decides() -> None:
     monitor = FocusMonitor(3, window=2)
     for layer in range(8):
-        assert not monitor.observe(layer, [4.0**layer, 0.0, 0.0] if layer % 2 else [0.0, 4.0**layer, 0.0])
+        assert not monitor.observe(
+            layer, [4.0**layer, 0.0, 0.0] if layer % 2 else [0.0, 4.0**layer, 0.0]
+        )
     assert monitor.focused is None
     assert monitor.layer is None
 

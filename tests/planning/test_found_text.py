@@ -10,11 +10,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachecraft_rag.planning.found_text import LEAST, MOST, TokenKinds, find_segments, marks, text_mark, window_hashes
+from cachecraft_rag.planning.found_text import (
+    LEAST,
+    MOST,
+    TokenKinds,
+    find_segments,
+    marks,
+    text_mark,
+    window_hashes,
+)
 
 # Ids 0–99 are words, then: two kinds of line ends, a dash, a dot that ends a paragraph, the two halves of a tag.
 KINDS = TokenKinds.of(
-    [*(f"\u0120word{i}" for i in range(100)), "\u010a", "\u010a\u010a", "-", ".\u010a\u010a", "<", ">", "[", "]:", '"']
+    [
+        *(f"\u0120word{i}" for i in range(100)),
+        "\u010a",
+        "\u010a\u010a",
+        "-",
+        ".\u010a\u010a",
+        "<",
+        ">",
+        "[",
+        "]:",
+        '"',
+    ]
 )
 LINE, BLANK, DASH, DOT, OPEN, CLOSE, BRACKET, UNBRACKET, QUOTE = range(100, 109)
 
@@ -29,7 +48,17 @@ def contents(ids: list[int]) -> list[tuple[int, ...]]:
 
 def test_the_marks_of_vocabularies_are_understood() -> None:
     kinds = TokenKinds.of(
-        ["\u010a", "<0x0A>", ".\u010a\u010a", "\u2581word", "\u0120", "</", "/>\u010d\u010a", None, "\u4e2d"]
+        [
+            "\u010a",
+            "<0x0A>",
+            ".\u010a\u010a",
+            "\u2581word",
+            "\u0120",
+            "</",
+            "/>\u010d\u010a",
+            None,
+            "\u4e2d",
+        ]
     )
     assert kinds.newlines.tolist() == [1, 1, 2, 0, 0, 0, 1, 0, 0]
     assert kinds.words.tolist() == [False, False, False, True, False, False, False, False, True]
@@ -40,7 +69,9 @@ def test_the_marks_of_vocabularies_are_understood() -> None:
 def test_long_lines_are_passages() -> None:
     rng = random.Random(0)
     passages = [words(rng, length) for length in (100, 130, 256)]
-    assert contents([*passages[0], LINE, *passages[1], LINE, 7, 8, LINE, *passages[2]]) == [*map(tuple, passages)]
+    assert contents([*passages[0], LINE, *passages[1], LINE, 7, 8, LINE, *passages[2]]) == [
+        *map(tuple, passages)
+    ]
 
 
 def test_strings_in_json_are_passages() -> None:
@@ -54,7 +85,9 @@ def test_strings_in_json_are_passages() -> None:
 
 
 @given(st.lists(st.integers(0, 105), max_size=1500), st.integers(0, 2**32))
-def test_segments_are_in_order_and_of_the_lengths_that_are_allowed(some: list[int], seed: int) -> None:
+def test_segments_are_in_order_and_of_the_lengths_that_are_allowed(
+    some: list[int], seed: int
+) -> None:
     rng = random.Random(seed)
     ids = some + words(rng, rng.randrange(1500)) + some
     found = find_segments(ids, KINDS)
@@ -63,8 +96,17 @@ def test_segments_are_in_order_and_of_the_lengths_that_are_allowed(some: list[in
     assert not found or (found[0].start >= 0 and found[-1].stop <= len(ids))
 
 
-@pytest.mark.parametrize("separator", [[BLANK], [DOT], [LINE, LINE], [LINE, DASH, DASH, LINE], [OPEN, 7, CLOSE],
-                                        [LINE, BRACKET, 7, 8, UNBRACKET, LINE]])  # fmt: skip
+@pytest.mark.parametrize(
+    "separator",
+    [
+        [BLANK],
+        [DOT],
+        [LINE, LINE],
+        [LINE, DASH, DASH, LINE],
+        [OPEN, 7, CLOSE],
+        [LINE, BRACKET, 7, 8, UNBRACKET, LINE],
+    ],
+)
 @pytest.mark.parametrize("length", [64, 100, 256, 300, 900])
 def test_a_passage_between_firm_ends_gives_the_same_segments_among_any_others(
     separator: list[int], length: int

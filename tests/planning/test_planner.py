@@ -15,7 +15,13 @@ import numpy as np
 import pytest
 
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.planning.planner import Plan, SegmentPlan, exact_shares, make_plan, with_selection
+from cachecraft_rag.planning.planner import (
+    Plan,
+    SegmentPlan,
+    exact_shares,
+    make_plan,
+    with_selection,
+)
 from cachecraft_rag.planning.reasons import Reason, explain
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog.catalog import _INSERT, Catalog, _scope_of
@@ -38,11 +44,17 @@ def hash_of(name: str) -> int:
 def prompt_of(*names: str, system: str = SYSTEM) -> Prompt:
     """system, the named chunks, and a question."""
     return Prompt(
-        (Segment("system", system, (1, 2)), *(segment(n) for n in names), Segment("question", "q", (3,), True))
+        (
+            Segment("system", system, (1, 2)),
+            *(segment(n) for n in names),
+            Segment("question", "q", (3,), True),
+        )
     )
 
 
-def variant(name: str, *before: str, inter: tuple[float, ...] | None = None, **changes: Any) -> Variant:
+def variant(
+    name: str, *before: str, inter: tuple[float, ...] | None = None, **changes: Any
+) -> Variant:
     """A stored chunk-cache, captured behind the system and the named chunks, to which it attended alike."""
     prefix = (changes.pop("system", SYSTEM), *before)
     key = VariantKey("default", "model", name, prefix)
@@ -64,7 +76,9 @@ def variant(name: str, *before: str, inter: tuple[float, ...] | None = None, **c
     return dataclasses.replace(made, **changes)
 
 
-def plan_last(prompt: Prompt, *variants: Variant, config: ReuseConfig = CONFIG, **lost: str) -> SegmentPlan:
+def plan_last(
+    prompt: Prompt, *variants: Variant, config: ReuseConfig = CONFIG, **lost: str
+) -> SegmentPlan:
     """The plan of the last chunk."""
     name = prompt.segments[-2].segment_id
     return make_plan(prompt, {name: variants}, config, lost=lost).segments[-2]
@@ -92,7 +106,12 @@ def test_the_system_segment_is_exact_behind_nothing() -> None:
     key = VariantKey("default", "model", SYSTEM, ())
     digest_of_it = Segment("system", SYSTEM, (1, 2)).tokens_digest
     own = dataclasses.replace(
-        variant("x"), key=key, variant_id=key.variant_id, inter=(), tokens=2, tokens_digest=digest_of_it
+        variant("x"),
+        key=key,
+        variant_id=key.variant_id,
+        inter=(),
+        tokens=2,
+        tokens_digest=digest_of_it,
     )
     assert make_plan(prompt_of("a"), {SYSTEM: [own]}, CONFIG).segments[0].outcome == "exact"
 
@@ -123,7 +142,8 @@ def test_a_primed_variant_wins_unless_another_really_overlaps() -> None:
     other, third = variant("c", "y"), variant("c", "y", "a", "z")
     assert plan_last(prompt_of("a", "b", "d", "c"), other, primed).variant == primed
     assert plan_last(prompt_of("a", "b", "d", "c"), other, primed, third).variant == third
-    assert plan_last(prompt_of("a", "c"), primed).cfo == pytest.approx(0.5 * 0.7)  # it is recomputed like any other
+    # it is recomputed like any other
+    assert plan_last(prompt_of("a", "c"), primed).cfo == pytest.approx(0.5 * 0.7)
 
 
 def test_a_variant_captured_alone_wins_at_the_front_only() -> None:
@@ -135,7 +155,8 @@ def test_a_variant_captured_alone_wins_at_the_front_only() -> None:
 
 def test_a_primed_variant_that_cannot_be_fixed_does_not_win() -> None:
     primed, other = variant("c", "x", cci=0.7, primed=True), variant("c", "y")
-    found = plan_last(prompt_of("a", "c"), primed, other, config=ReuseConfig(alpha=1.5))  # CFO 1 and 0.9
+    # CFO 1 and 0.9
+    found = plan_last(prompt_of("a", "c"), primed, other, config=ReuseConfig(alpha=1.5))
     assert (found.outcome, found.variant) == ("reused", other)
 
 
@@ -149,7 +170,10 @@ def test_an_overhead_of_one_means_computing() -> None:
     found = plan_last(prompt_of("a", "c"), variant("c", "x"), config=ReuseConfig(alpha=2.0))
     assert (found.outcome, found.variant, found.cfo) == ("computed", None, 1.0)
     assert found.reason == Reason.NOT_WORTH_FIXING
-    assert plan_last(prompt_of("a", "c"), variant("c", "x"), config=ReuseConfig(alpha=1.6)).outcome == "reused"
+    assert (
+        plan_last(prompt_of("a", "c"), variant("c", "x"), config=ReuseConfig(alpha=1.6)).outcome
+        == "reused"
+    )
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
@@ -158,11 +182,17 @@ def test_with_a_fixed_ratio_alpha_decides_nothing(ratio: float) -> None:
     stored = {"c": offers}
     plans = [
         with_selection(make_plan(prompt_of("a", "c"), stored, config), {}, config)
-        for config in (ReuseConfig(alpha=alpha, recompute_ratio=ratio) for alpha in (None, 0.0, 0.5, 1.6, 50.0))
+        for config in (
+            ReuseConfig(alpha=alpha, recompute_ratio=ratio) for alpha in (None, 0.0, 0.5, 1.6, 50.0)
+        )
     ]
     assert all(plan == plans[0] for plan in plans)
     found = plans[0].segments[-2]
-    assert (found.outcome, found.variant, len(found.recompute)) == ("reused", offers[1], math.ceil(ratio * 10))
+    assert (found.outcome, found.variant, len(found.recompute)) == (
+        "reused",
+        offers[1],
+        math.ceil(ratio * 10),
+    )
 
 
 # -- what a codec loses -----------------------------------------------------------------------------------------------
@@ -171,9 +201,19 @@ def test_with_a_fixed_ratio_alpha_decides_nothing(ratio: float) -> None:
 @pytest.mark.parametrize("codec", ["int8", "entropy", "of a later version"])
 def test_what_a_lossy_codec_kept_is_never_exact_and_needs_no_fixing(codec: str) -> None:
     own, moved = variant("c", "a", codec=codec), variant("c", "b")
-    for config in (CONFIG, ReuseConfig(alpha=0.0), ReuseConfig(recompute_ratio=0.5), ReuseConfig(scope="prefix")):
+    for config in (
+        CONFIG,
+        ReuseConfig(alpha=0.0),
+        ReuseConfig(recompute_ratio=0.5),
+        ReuseConfig(scope="prefix"),
+    ):
         found = plan_last(prompt_of("a", "c"), moved, own, config=config)
-        assert (found.outcome, found.variant, found.adjusted, found.cfo) == ("reused", own, 1.0, 0.0)
+        assert (found.outcome, found.variant, found.adjusted, found.cfo) == (
+            "reused",
+            own,
+            1.0,
+            0.0,
+        )
         assert found.reason == Reason.LOSSY_CODEC
         assert codec in explain(found.reason, found.detail)
         assert with_selection(Plan((found,)), {}, config).segments[0].recompute == ()
@@ -209,14 +249,17 @@ def test_what_was_computed_behind_a_lossy_codec_is_not_exact() -> None:
     assert shares[3] == pytest.approx(shares[2])
     found = plan_last(prompt_of("a", "c"), variant("c", "a", exact_share=shares[2]))
     assert found.outcome == "reused"
-    assert found.cfo == pytest.approx(0.0, abs=0.01)  # as good as exact, for all that matters to planning
+    # as good as exact, for all that matters to planning
+    assert found.cfo == pytest.approx(0.0, abs=0.01)
     assert plan_last(prompt_of("a", "c"), variant("c", "a", exact_share=0.5, codec="int8")).to_fix
 
 
 def test_behind_another_instruction_no_overlap_counts() -> None:
     found = plan_last(prompt_of("a", "c", system=OTHER_SYSTEM), variant("c", "a"))
     assert (found.beta, found.cfo) == (0.0, pytest.approx(0.3))
-    back = plan_last(prompt_of("a", "c", system=OTHER_SYSTEM), variant("c", "a", system=OTHER_SYSTEM))
+    back = plan_last(
+        prompt_of("a", "c", system=OTHER_SYSTEM), variant("c", "a", system=OTHER_SYSTEM)
+    )
     assert back.outcome == "exact"
 
 
@@ -240,10 +283,17 @@ def test_other_token_ids_are_never_served() -> None:
 
 def test_a_lost_variant_gives_way_to_the_next_and_then_to_its_reason() -> None:
     first, second = variant("c", "a"), variant("c", "x")
-    assert plan_last(prompt_of("a", "c"), first, second, **{first.variant_id: "checksum"}).variant == second
+    assert (
+        plan_last(prompt_of("a", "c"), first, second, **{first.variant_id: "checksum"}).variant
+        == second
+    )
     lost = {first.variant_id: "checksum", second.variant_id: "file missing"}
     found = plan_last(prompt_of("a", "c"), first, second, **lost)
-    assert (found.outcome, found.reason, found.detail) == ("computed", Reason.NOT_LOADED, "checksum")
+    assert (found.outcome, found.reason, found.detail) == (
+        "computed",
+        Reason.NOT_LOADED,
+        "checksum",
+    )
 
 
 # -- tokens to recompute ----------------------------------------------------------------------------------------------
@@ -251,7 +301,9 @@ def test_a_lost_variant_gives_way_to_the_next_and_then_to_its_reason() -> None:
 
 def selected(found: SegmentPlan, scores: Any = None, **config: Any) -> tuple[int, ...]:
     assert found.variant is not None
-    known = {found.variant.variant_id: scores if isinstance(scores, TokenScores) else TokenScores(scores)}
+    known = {
+        found.variant.variant_id: scores if isinstance(scores, TokenScores) else TokenScores(scores)
+    }
     return with_selection(Plan((found,)), known, ReuseConfig(**config)).segments[0].recompute
 
 
@@ -269,7 +321,10 @@ def test_a_fixed_ratio_replaces_the_overhead_but_leaves_exact_chunks_alone() -> 
     assert len(selected(reused, recompute_ratio=0.15)) == 2
     assert selected(reused, recompute_ratio=0.0) == ()
     assert len(selected(reused, recompute_ratio=1.0)) == 10
-    assert selected(SegmentPlan("exact", variant=variant("c", "a"), cfo=0.0), recompute_ratio=0.5) == ()
+    assert (
+        selected(SegmentPlan("exact", variant=variant("c", "a"), cfo=0.0), recompute_ratio=0.5)
+        == ()
+    )
 
 
 def test_without_token_scores_the_leading_tokens_are_recomputed() -> None:
@@ -281,7 +336,12 @@ def test_without_token_scores_the_leading_tokens_are_recomputed() -> None:
 def test_the_share_of_exact_context() -> None:
     exact, reused, computed = SegmentPlan("exact"), SegmentPlan("reused"), SegmentPlan("computed")
     assert exact_shares(Plan((computed, computed, exact, computed)), [7, 11, 13, 3]) == [1.0] * 4
-    assert exact_shares(Plan((exact, reused, reused, computed)), [10, 10, 20, 5]) == [1.0, 1.0, 0.5, 0.25]
+    assert exact_shares(Plan((exact, reused, reused, computed)), [10, 10, 20, 5]) == [
+        1.0,
+        1.0,
+        0.5,
+        0.25,
+    ]
     # the third is computed behind 1/2 exact context and hands that half on
     assert exact_shares(Plan((exact, reused, computed, computed)), [10, 10, 20, 5])[3] == 0.5
 
@@ -316,12 +376,15 @@ def full_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChunkCacheS
                     unused = (*columns, sum_of_scores(given), 0.0, 0.0)
                     connection.execute(_INSERT, (_scope_of(connection, row), *unused))
                     if given is not None:
-                        connection.execute("INSERT INTO token_scores VALUES (?,?)", (row.variant_id, scores))
+                        connection.execute(
+                            "INSERT INTO token_scores VALUES (?,?)", (row.variant_id, scores)
+                        )
         yield store
 
 
 def test_planning_20_chunks_of_8_variants_scans_nothing_of_10_000_in_the_catalog(
-    full_store: ChunkCacheStore, sqlite_steps: Callable[[Catalog], AbstractContextManager[list[int]]]
+    full_store: ChunkCacheStore,
+    sqlite_steps: Callable[[Catalog], AbstractContextManager[list[int]]],
 ) -> None:
     assert full_store.stats().variants == CHUNKS * VARIANTS
     rng = random.Random(1)
@@ -330,9 +393,14 @@ def test_planning_20_chunks_of_8_variants_scans_nothing_of_10_000_in_the_catalog
         names = [digest("chunk", str(n)) for n in rng.sample(range(100), 20)]
         chunks = [Segment("chunk", name, tuple(range(400))) for name in names]
         for chunk in chunks:
-            object.__setattr__(chunk, "tokens_digest", digest(chunk.segment_id))  # what the rows above say
+            # what the rows above say
+            object.__setattr__(chunk, "tokens_digest", digest(chunk.segment_id))
         prompt = Prompt(
-            (Segment("system", digest(SYSTEM), (1,)), *chunks, Segment("question", digest("q"), (2,), True))
+            (
+                Segment("system", digest(SYSTEM), (1,)),
+                *chunks,
+                Segment("question", digest("q"), (2,), True),
+            )
         )
         with sqlite_steps(catalog) as planning:
             stored = full_store.lookup("default", "model", [digest(SYSTEM), *names])
@@ -386,7 +454,10 @@ def test_set_cache_takes_the_longest_first_chunks_in_any_order() -> None:
 
 def test_set_cache_prefers_the_same_order_and_needs_the_whole_chain() -> None:
     chain, other = stored_chain("a", "b"), stored_chain("b", "a")
-    assert [outcome for outcome, _ in plan_of(prompt_of("a", "b"), [*other, *chain], SET)] == ["exact", "exact"]
+    assert [outcome for outcome, _ in plan_of(prompt_of("a", "b"), [*other, *chain], SET)] == [
+        "exact",
+        "exact",
+    ]
     assert plan_of(prompt_of("a", "b"), other[1:], SET) == [("computed", None)] * 2
     lost = {other[0].variant_id: "gone"}
     assert plan_of(prompt_of("a", "b"), other, SET, **lost) == [("computed", None)] * 2
@@ -406,11 +477,22 @@ def moved(*names: str) -> dict[str, list[Variant]]:
     return {name: [variant(name, "elsewhere")] for name in names}
 
 
-@pytest.mark.parametrize(("share", "is_in_full"), [(0.25, True), (0.24, False), (0.0, False), (1.0, True)])
-def test_the_nearest_chunk_is_recomputed_in_full_if_it_is_a_small_part(share: float, is_in_full: bool) -> None:
+@pytest.mark.parametrize(
+    ("share", "is_in_full"), [(0.25, True), (0.24, False), (0.0, False), (1.0, True)]
+)
+def test_the_nearest_chunk_is_recomputed_in_full_if_it_is_a_small_part(
+    share: float, is_in_full: bool
+) -> None:
     prompt = prompt_of("a", "b", "c", "d")  # four chunks of equal length
     config = ReuseConfig(recompute_ratio=0.1, nearest_share=share)
-    assert in_full_of(prompt, moved("a", "b", "c", "d"), config) == [False, False, False, False, is_in_full, False]
+    assert in_full_of(prompt, moved("a", "b", "c", "d"), config) == [
+        False,
+        False,
+        False,
+        False,
+        is_in_full,
+        False,
+    ]
 
     plan = with_selection(make_plan(prompt, moved("a", "b", "c", "d"), config), {}, config)
     counts = [len(planned.recompute) for planned in plan.segments]

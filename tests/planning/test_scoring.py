@@ -33,7 +33,8 @@ def prefixes(draw: st.DrawFn) -> tuple[list[float], list[str], dict[str, int]]:
     ("inter", "old", "new", "beta"),
     [
         ([0.3, 0.1], ["a", "b"], {"a": 1, "c": 2}, 0.75),  # .3 / .4
-        ([0.3, 0.1], ["a", "b"], {"b": 2, "a": 7}, 1.0),  # all there, elsewhere: that is γ's concern
+        # all there, elsewhere: that is γ's concern
+        ([0.3, 0.1], ["a", "b"], {"b": 2, "a": 7}, 1.0),
         ([0.3, 0.1], ["a", "b"], {}, 0.0),
         ([0.3, 0.1], ["a", "b"], {"c": 1}, 0.0),
         ([], [], {}, 1.0),  # trap 3: 0/0
@@ -41,7 +42,9 @@ def prefixes(draw: st.DrawFn) -> tuple[list[float], list[str], dict[str, int]]:
         ([0.0, 0.0], ["a", "b"], {"c": 1}, 1.0),  # it looked at nothing of what is gone
     ],
 )
-def test_prefix_overlap_eq_6(inter: list[float], old: list[str], new: dict[str, int], beta: float) -> None:
+def test_prefix_overlap_eq_6(
+    inter: list[float], old: list[str], new: dict[str, int], beta: float
+) -> None:
     assert prefix_overlap(inter, old, new) == pytest.approx(beta)
 
 
@@ -63,7 +66,8 @@ def test_an_overlap_needs_a_number_for_each_chunk() -> None:
     ],
 )
 def test_order_penalty_eq_7(old: str, new: str, gamma: float) -> None:
-    places = {chunk: 10 * place for place, chunk in enumerate(new)}  # places need not be next to each other
+    # places need not be next to each other
+    places = {chunk: 10 * place for place, chunk in enumerate(new)}
     assert order_penalty(list(old), places) == pytest.approx(gamma)
 
 
@@ -88,14 +92,25 @@ def test_context_impact_is_never_below_one_half() -> None:
 def test_context_impact_of_a_single_token() -> None:
     assert context_impact(inter=[0.5], prefix_tokens=[10], intra=0.0, tokens=1) == 1.0
     assert context_impact(inter=[], prefix_tokens=[], intra=0.0, tokens=1) == 0.5
-    assert context_impact(inter=[1e9], prefix_tokens=[1], intra=1e-9, tokens=1) == pytest.approx(1.0)  # no overflow
+    # no overflow
+    assert context_impact(inter=[1e9], prefix_tokens=[1], intra=1e-9, tokens=1) == pytest.approx(
+        1.0
+    )
 
 
 @pytest.mark.parametrize(
     ("alpha", "cci", "adjusted", "cfo"),
-    [(1.0, 0.6, 0.5, 0.3), (3.0, 0.6, 0.0, 1.0), (0.0, 1.0, 0.0, 0.0), (2.0, 0.6, 1.0, 0.0), (2.0, 0.5, 0.0, 1.0)],
+    [
+        (1.0, 0.6, 0.5, 0.3),
+        (3.0, 0.6, 0.0, 1.0),
+        (0.0, 1.0, 0.0, 0.0),
+        (2.0, 0.6, 1.0, 0.0),
+        (2.0, 0.5, 0.0, 1.0),
+    ],
 )
-def test_fix_overhead_eq_12_is_clipped(alpha: float, cci: float, adjusted: float, cfo: float) -> None:
+def test_fix_overhead_eq_12_is_clipped(
+    alpha: float, cci: float, adjusted: float, cfo: float
+) -> None:
     assert fix_overhead(alpha=alpha, cci=cci, adjusted=adjusted) == pytest.approx(cfo)
 
 
@@ -116,7 +131,9 @@ def test_every_score_is_a_share(
 
 
 @given(prefixes())
-def test_the_same_prefix_again_needs_no_fixing(prefix: tuple[list[float], list[str], dict[str, int]]) -> None:
+def test_the_same_prefix_again_needs_no_fixing(
+    prefix: tuple[list[float], list[str], dict[str, int]],
+) -> None:
     inter, old, _ = prefix
     same = {name: place for place, name in enumerate(old)}
     adjusted = adjusted_overlap(prefix_overlap(inter, old, same), order_penalty(old, same))

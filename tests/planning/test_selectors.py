@@ -21,12 +21,16 @@ def facts_of(scores: list[float], *, seed: int = 0) -> TokenFacts:
     return TokenFacts(len(scores), seed, token_inter=np.array(scores, dtype=np.float32))
 
 
-@given(SCORES, st.integers(-2, 80), st.sampled_from(sorted(SELECTORS)), st.booleans(), st.booleans())
+@given(
+    SCORES, st.integers(-2, 80), st.sampled_from(sorted(SELECTORS)), st.booleans(), st.booleans()
+)
 def test_a_selection_is_ascending_distinct_and_of_the_budgets_size(
     scores: list[float], budget: int, name: str, known: bool, seen: bool
 ) -> None:
     array = np.array(scores, dtype=np.float32)
-    facts = TokenFacts(len(scores), 3, token_inter=array if known else None, probed=array[::-1] if seen else None)
+    facts = TokenFacts(
+        len(scores), 3, token_inter=array if known else None, probed=array[::-1] if seen else None
+    )
     chosen = select([facts], [budget], selector_named(name))[0]
     assert len(chosen) == max(0, min(budget, len(scores)))
     assert (np.diff(chosen) > 0).all()
@@ -42,7 +46,9 @@ def test_no_token_is_taken_before_one_with_a_higher_score(scores: list[float]) -
         assert not chosen or min(scores[t] for t in chosen) >= max(scores[t] for t in left)
 
 
-@given(st.lists(SCORES, min_size=1, max_size=5), st.floats(0, 1), st.sampled_from(sorted(SELECTORS)))
+@given(
+    st.lists(SCORES, min_size=1, max_size=5), st.floats(0, 1), st.sampled_from(sorted(SELECTORS))
+)
 def test_sharing_spends_the_same_budget(chunks: list[list[float]], ratio: float, name: str) -> None:
     facts = [facts_of(scores, seed=place) for place, scores in enumerate(chunks)]
     budgets = [int(ratio * len(scores)) for scores in chunks]
@@ -57,16 +63,17 @@ def test_what_is_done_is_not_chosen_again() -> None:
     done = [frozenset({0, 1}), frozenset({0})]
     own = select(facts, [1, 1], SELECTORS["cache_craft"], done=done)
     assert [chosen.tolist() for chosen in own] == [[2], [1]]
-    shared = select(
-        facts, [2, 1], SELECTORS["cache_craft"], budget_scope="prompt", done=done
-    )  # both budgets are half a chunk
+    # Both budgets are half a chunk.
+    shared = select(facts, [2, 1], SELECTORS["cache_craft"], budget_scope="prompt", done=done)
     assert [chosen.tolist() for chosen in shared] == [[2, 3], [1]]
 
 
 def test_what_one_chunk_has_overspent_the_others_do_without() -> None:
     facts = [facts_of([0.9, 0.8, 0.7, 0.6]), facts_of([0.5, 0.4, 0.3, 0.2])]
     done = [frozenset({0, 1, 2}), frozenset()]
-    shared = select(facts, [2, 2], SELECTORS["cache_craft"], budget_scope="prompt", done=done, spent=[3, 0])
+    shared = select(
+        facts, [2, 2], SELECTORS["cache_craft"], budget_scope="prompt", done=done, spent=[3, 0]
+    )
     assert [chosen.tolist() for chosen in shared] == [[3], []]  # four in all, three are gone
     own = select(facts, [2, 2], SELECTORS["cache_craft"], done=done, spent=[3, 0])
     assert [chosen.tolist() for chosen in own] == [[], [0, 1]]

@@ -25,7 +25,10 @@ from tests.serving.test_step_loop import FULL, decoded, held
 
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 150}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "maximum": 150},
+    },
     "required": ["name", "age"],
 }
 
@@ -39,12 +42,18 @@ def test_answers_keep_to_a_schema_also_while_others_are_decoded(
     free = SamplingParams(max_new_tokens=60, temperature=temperature, seed=3)
     kept = SamplingParams(max_new_tokens=120, temperature=temperature, seed=3, json_schema=PERSON)
     with ChunkCacheStore.open(tmp_path) as store, Engine(tiny_decoder("Llama"), store) as engine:
-        questions = [(f"Who is number {number}?", kept if number % 2 else free) for number in range(6)]
+        questions = [
+            (f"Who is number {number}?", kept if number % 2 else free) for number in range(6)
+        ]
         alone = [
-            "".join(engine.stream(question, chunks, sampling=sampling, config=FULL)) for question, sampling in questions
+            "".join(engine.stream(question, chunks, sampling=sampling, config=FULL))
+            for question, sampling in questions
         ]
         with held(engine):
-            together = [Asking(engine, chunks, question, sampling=one, config=FULL) for question, one in questions]
+            together = [
+                Asking(engine, chunks, question, sampling=one, config=FULL)
+                for question, one in questions
+            ]
             until(lambda: engine.loop._inbox.qsize() >= len(together))
         ended = [one.ended() for one in together]
         rows, forwards, _ = decoded(engine)
@@ -80,7 +89,8 @@ def test_what_is_no_schema_is_refused(schema: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "schema", [{"type": "nonsense"}, {"properties": {"a": {"$ref": "#/no"}}}, {"not": {"type": "string"}}]
+    "schema",
+    [{"type": "nonsense"}, {"properties": {"a": {"$ref": "#/no"}}}, {"not": {"type": "string"}}],
 )
 def test_a_schema_that_cannot_be_kept_to_is_refused_at_once(
     tiny_decoder: Callable[..., Decoder], tmp_path: Path, schema: Any
@@ -96,14 +106,23 @@ def test_a_schema_that_cannot_be_kept_to_is_refused_at_once(
 def test_nothing_but_the_end_follows_the_json(byte_tokenizer: Any) -> None:
     constraint = Constraints(byte_tokenizer, 300, {256, 258}).json('{"const": 1}')
     logits = torch.zeros(300)
-    assert constraint.mask(logits).isfinite().nonzero().flatten().tolist() == byte_tokenizer("1")["input_ids"]
+    assert (
+        constraint.mask(logits).isfinite().nonzero().flatten().tolist()
+        == byte_tokenizer("1")["input_ids"]
+    )
     constraint.take(byte_tokenizer("1")["input_ids"][0])
     assert constraint.mask(logits).isfinite().nonzero().flatten().tolist() == [256, 258]
 
 
-NODE = {"type": "object", "properties": {"name": {"type": "string"}, "next": {"$ref": "#/$defs/node"}}}
+NODE = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "next": {"$ref": "#/$defs/node"}},
+}
 ENDLESS: dict[str, Any] = {
-    "a node that requires the next": {"$ref": "#/$defs/node", "$defs": {"node": NODE | {"required": ["next"]}}},
+    "a node that requires the next": {
+        "$ref": "#/$defs/node",
+        "$defs": {"node": NODE | {"required": ["next"]}},
+    },
     "itself": {"$ref": "#"},
     "a list with at least one such list": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
     "two that require each other": {

@@ -76,7 +76,12 @@ def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
 @pytest.fixture
 def make_engine(decoder: Decoder, store: ChunkCacheStore) -> Iterator[MakeEngine]:
     with ExitStack() as opened:
-        given = {"decoder": decoder, "store": store, "config": CONFIG, "new_variants": NewVariants(share=1e9)}
+        given = {
+            "decoder": decoder,
+            "store": store,
+            "config": CONFIG,
+            "new_variants": NewVariants(share=1e9),
+        }
         yield lambda **settings: opened.enter_context(Engine(**(given | settings)))
 
 
@@ -138,7 +143,9 @@ def test_recomputing_everything_is_the_model_itself_and_nothing_is_not(engine: E
         ask(engine, prompt_of(*(PASSAGES[place] for place in order)))
     prompt = prompt_of(PASSAGES[1], PASSAGES[2], PASSAGES[0])
     full = logits_of(engine, prompt, plain_prompts="off")
-    torch.testing.assert_close(logits_of(engine, prompt, recompute_ratio=1.0), full, atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        logits_of(engine, prompt, recompute_ratio=1.0), full, atol=1e-3, rtol=0
+    )
     stale = (logits_of(engine, prompt, recompute_ratio=0.0) - full).abs().max()
     half = (logits_of(engine, prompt, recompute_ratio=0.5) - full).abs().max()
     assert 1e-3 < half < stale
@@ -152,7 +159,9 @@ def test_chunks_captured_as_documents_are_recognised_at_once(engine: Engine) -> 
     outcomes = {one.chunk_id: one.outcome for one in answer.stats.chunks}
     assert [outcomes[chunk.chunk_id] for chunk in (chunks[2], chunks[0])] == ["reused", "reused"]
     engine.store.evict(RowFilter(chunk_ids=(chunks[0].chunk_id,)))
-    outcomes = {one.chunk_id: one.outcome for one in ask(engine, prompt_of(*PASSAGES[:4])).stats.chunks}
+    outcomes = {
+        one.chunk_id: one.outcome for one in ask(engine, prompt_of(*PASSAGES[:4])).stats.chunks
+    }
     assert chunks[0].chunk_id not in outcomes
     assert outcomes[chunks[2].chunk_id] == "reused"
 
@@ -161,9 +170,8 @@ def test_short_prompts_the_last_words_and_answers_are_computed(engine: Engine) -
     for _ in range(3):
         short = ask(engine, PASSAGES[0][:200])
         assert short.stats.chunks == ()
-    last = (
-        prompt_of(*PASSAGES[:2]).rsplit("\n-----", 1)[0] + "\n-----\n" + PASSAGES[2]
-    )  # a passage in place of a question
+    # A passage in place of a question.
+    last = prompt_of(*PASSAGES[:2]).rsplit("\n-----", 1)[0] + "\n-----\n" + PASSAGES[2]
     assert len(ask(engine, last).stats.chunks) == 2
     history = [
         ("user", "Hello."),
@@ -183,7 +191,9 @@ def test_a_passage_that_a_prompt_holds_twice_is_reused_twice(engine: Engine) -> 
     answer = ask(engine, prompt, settle=False)
     assert [one.outcome for one in answer.stats.chunks] == ["reused"] * 5
     full = logits_of(engine, prompt, plain_prompts="off")
-    torch.testing.assert_close(logits_of(engine, prompt, recompute_ratio=1.0), full, atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        logits_of(engine, prompt, recompute_ratio=1.0), full, atol=1e-3, rtol=0
+    )
     for _ in range(3):
         again = ask(engine, prompt)
     outcomes = [one.outcome for one in again.stats.chunks]
@@ -206,7 +216,9 @@ def turns_of(number: int, shown: list[str], canary: str = "") -> list[Turn]:
     ]
 
 
-def converse(engine: Engine, seed: int, *, session: str | None = None, canary: str = "") -> list[tuple[int, int]]:
+def converse(
+    engine: Engine, seed: int, *, session: str | None = None, canary: str = ""
+) -> list[tuple[int, int]]:
     """A conversation of six turns with results of a tool; returns, for each, the tokens of passages that appear for the
     third time or later, and those of them that chunk-caches served.
     """
@@ -220,12 +232,18 @@ def converse(engine: Engine, seed: int, *, session: str | None = None, canary: s
     for number in range(6):
         shown = rng.sample(TWENTY, 8)
         history += turns_of(number, shown, canary)
-        in_prompt = [text for turn in history if turn[0] == "result" for text in turn[1].split("\n\n")]
+        in_prompt = [
+            text for turn in history if turn[0] == "result" for text in turn[1].split("\n\n")
+        ]
         answer = ask(engine, "", history=history, tools=[TOOL], session=session)
         times.update(set(in_prompt))
         known = {names[text] for text in in_prompt if times[text] >= 3}
         old = sum(len(ids[text]) for text in in_prompt if times[text] >= 3)
-        served = [one for one in answer.stats.chunks if one.chunk_id in known and one.outcome in ("exact", "reused")]
+        served = [
+            one
+            for one in answer.stats.chunks
+            if one.chunk_id in known and one.outcome in ("exact", "reused")
+        ]
         counts.append((old, sum(one.tokens for one in served)))
         history.append(("assistant", f"The answer to number {number}."))
     return counts
@@ -236,7 +254,9 @@ def long_decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
     return tiny_decoder("Llama", max_position_embeddings=16384)
 
 
-def test_results_of_tools_are_reused_from_the_third_time_on(make_engine: MakeEngine, long_decoder: Decoder) -> None:
+def test_results_of_tools_are_reused_from_the_third_time_on(
+    make_engine: MakeEngine, long_decoder: Decoder
+) -> None:
     engine = make_engine(decoder=long_decoder)
     counts = converse(engine, seed=1)
     assert counts[0] == (0, 0)
@@ -245,7 +265,9 @@ def test_results_of_tools_are_reused_from_the_third_time_on(make_engine: MakeEng
         assert kept >= 0.75 * old
 
 
-def test_the_earlier_turns_of_a_session_become_exact(make_engine: MakeEngine, long_decoder: Decoder) -> None:
+def test_the_earlier_turns_of_a_session_become_exact(
+    make_engine: MakeEngine, long_decoder: Decoder
+) -> None:
     engine = make_engine(decoder=long_decoder)
     history: list[Turn] = []
     for number in range(4):
@@ -253,7 +275,8 @@ def test_the_earlier_turns_of_a_session_become_exact(make_engine: MakeEngine, lo
         answer = ask(engine, "", history=history, tools=[TOOL], session="ada")
         history.append(("assistant", f"The answer to number {number}."))
     outcomes = [one.outcome for one in answer.stats.chunks]
-    assert outcomes[:9] == ["exact"] * 9  # of the first two turns; the end of a last message is not searched
+    # of the first two turns; the end of a last message is not searched
+    assert outcomes[:9] == ["exact"] * 9
     assert "exact" not in outcomes[10:]
 
 
@@ -295,7 +318,12 @@ def test_sessions_keep_what_is_found_to_themselves(engine: Engine) -> None:
 
 def test_what_is_captured_for_everybody_stands_behind_nobodys_text(engine: Engine) -> None:
     for order in ((0, 1, 2), (2, 0, 1), (2, 0, 1), (1, 2, 0)):
-        ask(engine, prompt_of(*(PASSAGES[place] for place in order), question="My name is Canary-4711, who am I?"))
+        ask(
+            engine,
+            prompt_of(
+                *(PASSAGES[place] for place in order), question="My name is Canary-4711, who am I?"
+            ),
+        )
     system, stand_in = engine.prompts.system.segment_id, engine.prompts.stand_in.segment_id
     rows = [one.variant for one in engine.store.rows(RowFilter(), limit=1000)]
     shared = [one for one in rows if one.session is None]
@@ -311,7 +339,11 @@ def test_no_request_shows_the_text_of_another(engine: Engine) -> None:
         ask(engine, prompt_of(*PASSAGES[:3], question=canary), session="ada")
         ask(engine, canary + "\n\n" + prompt_of(*PASSAGES[:3]), session="ada")
     before = make_answer(engine, PASSAGES[2], PASSAGES[0])
-    for text in (str(before.stats.as_dict()), str(engine.store.counts()), str(list(engine.request_counts.collect()))):
+    for text in (
+        str(before.stats.as_dict()),
+        str(engine.store.counts()),
+        str(list(engine.request_counts.collect())),
+    ):
         assert "Canary" not in text
         assert "kettle" not in text.lower().replace("kettle?", "")
     assert reused(before) == 0.0
@@ -355,18 +387,25 @@ def odd_prompts(count: int) -> Iterator[str]:
             )
         elif kind == 1:
             yield (
-                rng.choice(["a", "\n", "ab\n", "- ", "<a>", "\u0000", "\ud83d", "0", "===\n", PASSAGES[0]]) * length
+                rng.choice(
+                    ["a", "\n", "ab\n", "- ", "<a>", "\u0000", "\ud83d", "0", "===\n", PASSAGES[0]]
+                )
+                * length
             )[:length] or "a"
         elif kind == 2:
             yield json.dumps(
-                {rng.choice(WORDS): rng.choices(pool, k=3) for _ in range(4)}, indent=rng.choice((None, 1))
+                {rng.choice(WORDS): rng.choices(pool, k=3) for _ in range(4)},
+                indent=rng.choice((None, 1)),
             )
         elif kind == 3:
             yield "\n".join(
-                f"def {rng.choice(WORDS)}_{i}(a, b):\n    return a < b > {i}\n" for i in range(length // 40 + 1)
+                f"def {rng.choice(WORDS)}_{i}(a, b):\n    return a < b > {i}\n"
+                for i in range(length // 40 + 1)
             )
         elif kind == 4:
-            yield "\n\n".join(f"Q: {rng.choice(pool)}\nA: {rng.choice(WORDS)}" for _ in range(rng.randrange(1, 7)))
+            yield "\n\n".join(
+                f"Q: {rng.choice(pool)}\nA: {rng.choice(WORDS)}" for _ in range(rng.randrange(1, 7))
+            )
         elif kind == 5:
             yield " ".join(rng.choices(WORDS, k=length // 7 + 1))
         else:
@@ -375,7 +414,11 @@ def odd_prompts(count: int) -> Iterator[str]:
 
 def test_odd_prompts_raise_nothing_and_claim_nothing_wrong(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    prompts = [one for one in odd_prompts(PROMPTS) if one.strip() and len(one.encode("utf-8", "replace")) < 3900]
+    prompts = [
+        one
+        for one in odd_prompts(PROMPTS)
+        if one.strip() and len(one.encode("utf-8", "replace")) < 3900
+    ]
     rng = random.Random(11)
     compared = 0
     for place, prompt in enumerate(prompts):
@@ -383,7 +426,10 @@ def test_odd_prompts_raise_nothing_and_claim_nothing_wrong(make_engine: MakeEngi
         text = rng.choice(prompts[: place + 1]) if again else prompt
         answer = ask(engine, text, settle=place % 5 == 0)
         stats = answer.stats
-        assert stats.tokens_reused + stats.tokens_recomputed + stats.tokens_computed == stats.tokens_prompt
+        assert (
+            stats.tokens_reused + stats.tokens_recomputed + stats.tokens_computed
+            == stats.tokens_prompt
+        )
         if stats.tokens_reused and place % 4 == 0:
             assert engine.settle(60)
             scored = engine.score_answer(text, (), target=[65, 66], max_new_tokens=2)
@@ -394,14 +440,18 @@ def test_odd_prompts_raise_nothing_and_claim_nothing_wrong(make_engine: MakeEngi
     assert compared >= 3
 
 
-def test_prompts_of_any_kind_keep_their_tokens_and_name_equal_segments_alike(engine: Engine) -> None:
+def test_prompts_of_any_kind_keep_their_tokens_and_name_equal_segments_alike(
+    engine: Engine,
+) -> None:
     list(engine.stream("Which?", [Chunk(text) for text in PASSAGES], sampling=SHORT))
     assert engine.settle(60)
     engine.prompts._context_length = 200_000  # the model is not asked
     found = 0
     for place, prompt in enumerate(one for one in odd_prompts(6 * PROMPTS) if one.strip()):
         session = "ada" if place % 2 else None
-        built = engine.prompts.build(prompt, (), recognise=engine._recogniser(session), private=session is not None)
+        built = engine.prompts.build(
+            prompt, (), recognise=engine._recogniser(session), private=session is not None
+        )
         assert built.token_ids == engine.prompts.build(prompt, ()).token_ids
         assert len({(one.segment_id, one.token_ids) for one in built.segments}) == len(
             {one.segment_id for one in built.segments}
@@ -409,7 +459,9 @@ def test_prompts_of_any_kind_keep_their_tokens_and_name_equal_segments_alike(eng
         kinds = [one.kind for one in built.segments]
         assert (kinds[0], kinds[-1]) == ("system", "question")
         assert all(
-            one.private for one in built.segments if one.kind == "question" or (session is not None and one.found)
+            one.private
+            for one in built.segments
+            if one.kind == "question" or (session is not None and one.found)
         )
         found += any(one.found for one in built.segments)
     assert found > PROMPTS

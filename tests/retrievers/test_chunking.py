@@ -57,7 +57,9 @@ def test_the_file_name_is_no_heading():
 def test_a_section_that_fits_with_its_subsections_stays_whole():
     text = "# K2\n\nA kettle.\n\n## Care\n\nRinse it.\n\n## Parts\n\nA lid."
     chunks = split(Document("k2.md", text), count_tokens=words, limit=40)
-    assert [chunk.text for chunk in chunks] == ["K2\n\nA kettle.\n\n## Care\n\nRinse it.\n\n## Parts\n\nA lid."]
+    assert [chunk.text for chunk in chunks] == [
+        "K2\n\nA kettle.\n\n## Care\n\nRinse it.\n\n## Parts\n\nA lid."
+    ]
 
 
 def test_sections_side_by_side_are_not_joined_even_where_they_fit():
@@ -68,11 +70,18 @@ def test_sections_side_by_side_are_not_joined_even_where_they_fit():
 def test_an_edit_changes_only_the_chunks_of_its_section():
     def text(middle: str) -> str:
         return "\n\n".join(
-            f"## {name}\n\n{body}" for name, body in zip("ABC", ("one " * 30, middle, "three " * 30), strict=True)
+            f"## {name}\n\n{body}"
+            for name, body in zip("ABC", ("one " * 30, middle, "three " * 30), strict=True)
         )
 
-    before = {chunk.chunk_id for chunk in split(Document("d", text("two " * 30)), count_tokens=words, limit=20)}
-    after = {chunk.chunk_id for chunk in split(Document("d", text("2 " * 31)), count_tokens=words, limit=20)}
+    before = {
+        chunk.chunk_id
+        for chunk in split(Document("d", text("two " * 30)), count_tokens=words, limit=20)
+    }
+    after = {
+        chunk.chunk_id
+        for chunk in split(Document("d", text("2 " * 31)), count_tokens=words, limit=20)
+    }
     assert len(before) > 4
     assert {"A", "C"} == {
         chunk.metadata["heading"]
@@ -98,18 +107,28 @@ def test_headings_in_code_quotes_and_front_matter_do_not_count():
 
 
 def test_plain_text_has_no_headings():
-    chunks = split(Document("d", "# a comment\n\ntext", {"format": "text"}), count_tokens=words, limit=40)
-    assert [(chunk.text, chunk.metadata["heading"]) for chunk in chunks] == [("# a comment\n\ntext", "")]
+    chunks = split(
+        Document("d", "# a comment\n\ntext", {"format": "text"}), count_tokens=words, limit=40
+    )
+    assert [(chunk.text, chunk.metadata["heading"]) for chunk in chunks] == [
+        ("# a comment\n\ntext", "")
+    ]
 
 
 def test_a_heading_without_text_is_kept():
-    chunks = split(Document("d", "# Empty\n\n# Full\n\ntext\n\n# Last"), count_tokens=words, limit=40)
+    chunks = split(
+        Document("d", "# Empty\n\n# Full\n\ntext\n\n# Last"), count_tokens=words, limit=40
+    )
     assert [chunk.text for chunk in chunks] == ["Empty", "Full\n\ntext", "Last"]
 
 
 def test_a_path_that_is_too_long_loses_its_outer_headings_but_not_their_words():
     outer = " ".join(f"outer{number}" for number in range(12))
-    chunks = split(Document("d", f"# {outer}\n\n## Inner\n\n{sentences(9, 'it')}"), count_tokens=words, limit=20)
+    chunks = split(
+        Document("d", f"# {outer}\n\n## Inner\n\n{sentences(9, 'it')}"),
+        count_tokens=words,
+        limit=20,
+    )
     assert [chunk.metadata["heading"] for chunk in chunks] == ["Inner"] * len(chunks)
     assert outer in chunks[0].text
     assert chunks[-1].text.endswith("it.")
@@ -117,7 +136,9 @@ def test_a_path_that_is_too_long_loses_its_outer_headings_but_not_their_words():
 
 def test_pages_are_counted_by_form_feeds():
     text = f"{sentences(6, 'one')}\f{sentences(6, 'two')}\f\f{sentences(6, 'four')}"
-    chunks = split(Document("d.pdf", text, {"format": "text", "pages": 4}), count_tokens=words, limit=35)
+    chunks = split(
+        Document("d.pdf", text, {"format": "text", "pages": 4}), count_tokens=words, limit=35
+    )
     assert [chunk.metadata["page"] for chunk in chunks if "Sentence 0" in chunk.text] == [1, 2, 4]
     assert not any("\f" in chunk.text for chunk in chunks)
 
@@ -131,10 +152,15 @@ def test_a_limit_without_room_is_refused():
         split(Document("d", "text"), count_tokens=words, limit=SMALLEST_LIMIT - 1)
 
 
-@pytest.mark.parametrize("text", ["x" * 20_000, "สวัสดีครับ" * 2_000, "QUJD" * 5_000], ids=["word", "thai", "base64"])
+@pytest.mark.parametrize(
+    "text", ["x" * 20_000, "สวัสดีครับ" * 2_000, "QUJD" * 5_000], ids=["word", "thai", "base64"]
+)
 def test_text_that_the_embedder_has_no_words_for_is_still_cut(minilm: Tokenizer, text: str):
-    assert len(minilm.encode(text).ids) < 10  # to BERT a word of more than 100 characters is one unknown token
-    chunks = split(Document("d", text), count_tokens=lambda part: len(minilm.encode(part).ids), limit=256)
+    # to BERT a word of more than 100 characters is one unknown token
+    assert len(minilm.encode(text).ids) < 10
+    chunks = split(
+        Document("d", text), count_tokens=lambda part: len(minilm.encode(part).ids), limit=256
+    )
     assert max(len(chunk.text) for chunk in chunks) <= 256 * CHARACTERS_PER_TOKEN
     assert "".join(chunk.text for chunk in chunks) == text
 
@@ -150,7 +176,9 @@ def test_a_model_bounds_its_own_tokens(minilm: Tokenizer):
     document = Document("d", text)
     alone = split(document, count_tokens=lambda part: len(minilm.encode(part).ids), limit=256)
     assert max(model.count(chunk.text) for chunk in alone) > 10_000
-    chunks = split(document, count_tokens=lambda part: len(minilm.encode(part).ids), limit=256, model=model)
+    chunks = split(
+        document, count_tokens=lambda part: len(minilm.encode(part).ids), limit=256, model=model
+    )
     assert max(model.count(chunk.text) for chunk in chunks) <= 512
     assert sum(chunk.text.count(glyphs(1)) for chunk in chunks) >= text.count(glyphs(1))
     assert chunks[-1].text.endswith("Rinse it.")
@@ -158,16 +186,21 @@ def test_a_model_bounds_its_own_tokens(minilm: Tokenizer):
 
 
 def test_a_model_with_room_changes_no_chunk(minilm: Tokenizer):
-    document = Document("d", f"# A\n\n{sentences(200, 'kettles')}\n\n## B\n\n{sentences(90, 'scale')}")
+    document = Document(
+        "d", f"# A\n\n{sentences(200, 'kettles')}\n\n## B\n\n{sentences(90, 'scale')}"
+    )
     count = lambda part: len(minilm.encode(part).ids)  # noqa: E731
     model = ModelTokens("bytes", lambda text: len(text.encode()), 4096)
-    assert split(document, count_tokens=count, limit=256, model=model) == split(document, count_tokens=count, limit=256)
+    assert split(document, count_tokens=count, limit=256, model=model) == split(
+        document, count_tokens=count, limit=256
+    )
 
 
 def test_a_models_tokens_are_those_of_its_tokenizer(byte_tokenizer: PreTrainedTokenizerFast):
     model = ModelTokens.of(byte_tokenizer, context_length=2048)
     assert model.limit == 512
-    assert model.count("<|user|>né") == len("<|user|>né".encode())  # a document's special tokens are text
+    # a document's special tokens are text
+    assert model.count("<|user|>né") == len("<|user|>né".encode())
     assert ModelTokens.of(byte_tokenizer, context_length=1 << 20).limit == 1024
     assert ModelTokens.of(byte_tokenizer, context_length=1 << 20).name != model.name
     byte_tokenizer("so long", truncation=True, max_length=2)
@@ -187,7 +220,11 @@ def test_counting_is_linear_in_the_text(unit: str, format: str):
     work = []
     for length in (50_000, 400_000):
         counted = 0
-        split(Document("d", unit * (length // len(unit)), {"format": format}), count_tokens=count, limit=200)
+        split(
+            Document("d", unit * (length // len(unit)), {"format": format}),
+            count_tokens=count,
+            limit=200,
+        )
         work.append(counted / length)
     assert work[0] < 60
     assert work[1] < work[0] * 1.2
@@ -196,12 +233,16 @@ def test_counting_is_linear_in_the_text(unit: str, format: str):
 @pytest.mark.parametrize("repeats", range(4, 40))
 def test_the_splitters_pieces_that_are_too_long_are_cut_again(minilm: Tokenizer, repeats: int):
     text = "1." * repeats + "led once."  # of 8 the splitter alone makes a piece of 17 tokens
-    chunks = split(Document("d", text), count_tokens=lambda part: len(minilm.encode(part).ids), limit=16)
+    chunks = split(
+        Document("d", text), count_tokens=lambda part: len(minilm.encode(part).ids), limit=16
+    )
     assert max(len(minilm.encode(chunk.text).ids) for chunk in chunks) <= 16
     assert visible("".join(chunk.text for chunk in chunks)) == visible(text)
 
 
-@pytest.mark.parametrize("unit", ["x", "word ", "A sentence. ", "line of words\n", "a paragraph\n\n"])
+@pytest.mark.parametrize(
+    "unit", ["x", "word ", "A sentence. ", "line of words\n", "a paragraph\n\n"]
+)
 def test_nothing_is_lost_between_the_blocks_of_a_long_text(unit: str):
     text = unit * (150_000 // len(unit))
     chunks = split(Document("d", text, {"format": "text"}), count_tokens=words, limit=200)
@@ -218,18 +259,49 @@ def test_nothing_is_lost_between_the_blocks_of_a_long_text(unit: str):
 LINES = st.one_of(
     st.sampled_from(
         [
-            "# Kettle", "## Descaling the *K2*", "### `x` #", "#", "Title", "=====", "---", "```", "~~~py", "> quote",
-            "- item", "  - nested", "1. one", "| a | b |", "|---|---|", "    code", "", "", "\t", "<div>", "</div>",
-            "<!--", "[a]: b", "Wörter für Ümläute.", "你好。世界！", "مرحبا", "👩‍👩‍👧‍👦🏳️‍🌈", "e\u0301\u0323",
-            "a\u2028b\x0bc\x1cd", "\ud800", "x" * 300, "\\", "*" * 9,
+            "# Kettle",
+            "## Descaling the *K2*",
+            "### `x` #",
+            "#",
+            "Title",
+            "=====",
+            "---",
+            "```",
+            "~~~py",
+            "> quote",
+            "- item",
+            "  - nested",
+            "1. one",
+            "| a | b |",
+            "|---|---|",
+            "    code",
+            "",
+            "",
+            "\t",
+            "<div>",
+            "</div>",
+            "<!--",
+            "[a]: b",
+            "Wörter für Ümläute.",
+            "你好。世界！",
+            "مرحبا",
+            "👩‍👩‍👧‍👦🏳️‍🌈",
+            "e\u0301\u0323",
+            "a\u2028b\x0bc\x1cd",
+            "\ud800",
+            "x" * 300,
+            "\\",
+            "*" * 9,
         ]
     ),
     st.text(max_size=60),
-    st.lists(st.sampled_from(["the", "kettle", "boils.", "Rests!", "Is it?", "U.S.A."]), max_size=60).map(" ".join),
-)  # fmt: skip
-TEXTS = st.lists(st.tuples(LINES, st.sampled_from(["\n", "\n\n", "\r\n", "\r\n\r\n", "\r", "\f"])), max_size=25).map(
-    lambda lines: "".join(line + end for line, end in lines)
+    st.lists(
+        st.sampled_from(["the", "kettle", "boils.", "Rests!", "Is it?", "U.S.A."]), max_size=60
+    ).map(" ".join),
 )
+TEXTS = st.lists(
+    st.tuples(LINES, st.sampled_from(["\n", "\n\n", "\r\n", "\r\n\r\n", "\r", "\f"])), max_size=25
+).map(lambda lines: "".join(line + end for line, end in lines))
 
 
 def visible(text: str) -> str:
@@ -244,7 +316,9 @@ def body_of(document: Document, chunk: Chunk) -> str:
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS, limit=st.integers(SMALLEST_LIMIT, 80), markdown=st.booleans())
 @example(text="# A\r\r## B\r\n\r\ntext", limit=16, markdown=True)
-def test_nothing_is_lost_and_no_chunk_is_over_the_limit(minilm: Tokenizer, text: str, limit: int, markdown: bool):
+def test_nothing_is_lost_and_no_chunk_is_over_the_limit(
+    minilm: Tokenizer, text: str, limit: int, markdown: bool
+):
     def count(part: str) -> int:
         return len(minilm.encode(part).ids)
 
@@ -257,7 +331,9 @@ def test_nothing_is_lost_and_no_chunk_is_over_the_limit(minilm: Tokenizer, text:
         skipped = text[at : chunk.metadata["start"]]
         for line in re.split(r"\r\n?|\n|\f", skipped):
             title = visible(re.sub(r"^#+\s|^#+$|\s#+\s*$|^[=-]+\s*$", "", line.strip()))
-            assert title in visible(chunk.text), "what no chunk's text holds must be a heading, and stand in the path"
+            assert title in visible(chunk.text), (
+                "what no chunk's text holds must be a heading, and stand in the path"
+            )
         assert visible(body_of(document, chunk)) in visible(chunk.text)
         at = chunk.metadata["end"]
     assert not visible(text[at:])

@@ -60,7 +60,9 @@ def embedder() -> Embedder:
 
 
 @pytest.fixture(scope="module")
-def handbook_index(embedder: Embedder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Retriever]:
+def handbook_index(
+    embedder: Embedder, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Retriever]:
     with open_index(tmp_path_factory.mktemp("handbook"), embedder) as index:
         index_folder(handbook_folder(), index, embedder)
         yield Retriever(index, embedder)
@@ -70,9 +72,18 @@ def test_search_texts_leave_answers_out_and_bound_what_was_pasted() -> None:
     assert search_texts(FIRST) == (FIRST,)
     assert search_texts(FOLLOW_UP, HISTORY) == (FOLLOW_UP, f"{FIRST} {FOLLOW_UP}")
     assert search_texts(FOLLOW_UP, [("user", " "), ("assistant", "What?")]) == (FOLLOW_UP,)
-    long = [*HISTORY, ("user", "Second?"), ("assistant", "Yes."), ("user", "Third?"), ("assistant", "No.")]
+    long = [
+        *HISTORY,
+        ("user", "Second?"),
+        ("assistant", "Yes."),
+        ("user", "Third?"),
+        ("assistant", "No."),
+    ]
     assert search_texts(FOLLOW_UP, long)[1] == f"Second? Third? {FOLLOW_UP}"  # type: ignore[arg-type]
-    pasted: list[Turn] = [("user", "word " * 5000 + "Which kettle is this?"), ("assistant", "The Wren.")]
+    pasted: list[Turn] = [
+        ("user", "word " * 5000 + "Which kettle is this?"),
+        ("assistant", "The Wren."),
+    ]
     text = search_texts(FOLLOW_UP, pasted)[1]
     assert text.endswith(f"word Which kettle is this? {FOLLOW_UP}")
     assert text.startswith("word ")
@@ -87,7 +98,8 @@ def test_a_first_question_costs_nothing(embedder: Embedder, handbook_index: Retr
     assert index.searches == 1
     assert first == handbook_index.index.search(embedder.encode_query([FIRST])[0], 5)
     retriever.retrieve(FOLLOW_UP, history=HISTORY)
-    assert counting.asked[1:] == [[FOLLOW_UP, f"{FIRST} {FOLLOW_UP}", FIRST]]  # one call of the embedding model
+    # one call of the embedding model
+    assert counting.asked[1:] == [[FOLLOW_UP, f"{FIRST} {FOLLOW_UP}", FIRST]]
 
 
 def test_filters_hold_for_follow_ups_too(handbook_index: Retriever) -> None:
@@ -119,7 +131,9 @@ class Planar:
 
 
 @pytest.mark.parametrize(("gap", "kept"), [(TIE / 2, True), (TIE * 3, False)])
-def test_chunks_of_the_turn_before_are_preferred_where_they_tie(tmp_path: Path, gap: float, kept: bool) -> None:
+def test_chunks_of_the_turn_before_are_preferred_where_they_tie(
+    tmp_path: Path, gap: float, kept: bool
+) -> None:
     """Two chunks on either side of a follow-up; the turn before found the one that is `gap` farther from it."""
     near, far = 30.0, float(np.degrees(np.arccos(np.cos(np.radians(30.0)) - gap)))
     embedder = Planar({"first": -far, "then": 0.0, "first then": 0.0})
@@ -130,11 +144,17 @@ def test_chunks_of_the_turn_before_are_preferred_where_they_tie(tmp_path: Path, 
         retriever = Retriever(index, embedder)  # type: ignore[arg-type]
         assert [hit.text for hit in retriever.retrieve("first", top_k=1)] == ["far"]
         assert [hit.text for hit in retriever.retrieve("then", top_k=1)] == ["near"]
-        found = retriever.retrieve("then", top_k=1, history=[("user", "first"), ("assistant", "yes")])
+        found = retriever.retrieve(
+            "then", top_k=1, history=[("user", "first"), ("assistant", "yes")]
+        )
         assert [hit.text for hit in found] == (["far"] if kept else ["near"])
 
 
 def test_a_preference_never_costs_hits(embedder: Embedder, tmp_path: Path) -> None:
     with open_index(tmp_path, embedder) as index:
-        index_documents([Document("a", "Descale the kettle."), Document("b", "The train leaves.")], index, embedder)
+        index_documents(
+            [Document("a", "Descale the kettle."), Document("b", "The train leaves.")],
+            index,
+            embedder,
+        )
         assert len(Retriever(index, embedder).retrieve(FOLLOW_UP, history=HISTORY, top_k=5)) == 2

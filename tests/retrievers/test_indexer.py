@@ -87,31 +87,45 @@ def doc_ids(store: FaissStore) -> list[str]:
 # --- a folder and its changes ---
 
 
-def test_a_folder_is_indexed_and_its_chunks_are_found(folder: Path, store: FaissStore, embedder: Embedder):
+def test_a_folder_is_indexed_and_its_chunks_are_found(
+    folder: Path, store: FaissStore, embedder: Embedder
+):
     report = index_folder(folder, store, embedder)
     assert report.added == ("docs/kettle.md", "docs/more/grinder.txt", "docs/toaster.md")
     assert (report.updated, report.unchanged, report.removed, report.problems) == ((), (), (), ())
     assert report.chunks_embedded == store.stats().chunks == 3
     assert report.seconds > 0
     hit = store.search(embedder.encode_query(["How do I descale it?"])[0], 1)[0]
-    assert hit.text == "Kettle K2\n\nThe kettle holds two litres.\n\nDescale it every month with citric acid."
+    assert (
+        hit.text
+        == "Kettle K2\n\nThe kettle holds two litres.\n\nDescale it every month with citric acid."
+    )
     assert hit.metadata["source"] == "docs/kettle.md"
     assert hit.metadata["heading"] == "Kettle K2"
 
 
-def test_a_second_run_embeds_nothing(folder: Path, store: FaissStore, embedder: Embedder, seen: CountingModel):
+def test_a_second_run_embeds_nothing(
+    folder: Path, store: FaissStore, embedder: Embedder, seen: CountingModel
+):
     index_folder(folder, store, embedder)
     seen.taken()
     before = store.stats()
     report = index_folder(folder, store, embedder)
     assert report.unchanged == ("docs/kettle.md", "docs/more/grinder.txt", "docs/toaster.md")
-    assert (report.added, report.updated, report.removed, report.removed_chunk_ids) == ((), (), (), ())
+    assert (report.added, report.updated, report.removed, report.removed_chunk_ids) == (
+        (),
+        (),
+        (),
+        (),
+    )
     assert seen.taken() == []
     assert store.stats().generation == before.generation
 
 
 def long_page(changed: str = "") -> str:
-    sections = [f"## Section {number}\n\n" + f"Part {number} of the kettle. " * 60 for number in range(4)]
+    sections = [
+        f"## Section {number}\n\n" + f"Part {number} of the kettle. " * 60 for number in range(4)
+    ]
     return "# Kettle\n\n" + "\n\n".join(sections) + changed
 
 
@@ -125,14 +139,20 @@ def test_after_one_file_changed_only_its_new_chunks_are_embedded(
     write(folder, "kettle.md", long_page("\n\n## Warranty\n\nTwo years."))
     report = index_folder(folder, store, embedder)
     assert seen.taken() == ["Kettle > Warranty\n\nTwo years."]
-    assert (report.updated, len(report.unchanged), report.chunks_embedded) == (("docs/kettle.md",), 2, 1)
+    assert (report.updated, len(report.unchanged), report.chunks_embedded) == (
+        ("docs/kettle.md",),
+        2,
+        1,
+    )
     assert report.chunks_reused == len(old) > 3
     assert report.removed_chunk_ids == ()
     write(folder, "kettle.md", "# Kettle\n\nIt is no longer made.")
     report = index_folder(folder, store, embedder)
     assert seen.taken() == ["Kettle\n\nIt is no longer made."]
     assert old < set(report.removed_chunk_ids)
-    assert not old & {hit.chunk_id for hit in store.search(embedder.encode_query(["kettle"])[0], 100)}
+    assert not old & {
+        hit.chunk_id for hit in store.search(embedder.encode_query(["kettle"])[0], 100)
+    }
 
 
 def test_a_deleted_files_chunks_are_never_retrieved_again(
@@ -143,11 +163,15 @@ def test_a_deleted_files_chunks_are_never_retrieved_again(
     (folder / "kettle.md").unlink()
     report = index_folder(folder, store, embedder)
     assert (report.removed, set(report.removed_chunk_ids)) == (("docs/kettle.md",), kettle)
-    assert not any("Kettle" in text for text in found(store, embedder, "How do I descale the kettle?"))
+    assert not any(
+        "Kettle" in text for text in found(store, embedder, "How do I descale the kettle?")
+    )
     store.close()
     with open_store(tmp_path / "index", embedder) as again:
         assert len(found(again, embedder, "How do I descale the kettle?")) == 2
-        assert not any("Kettle" in text for text in found(again, embedder, "How do I descale the kettle?"))
+        assert not any(
+            "Kettle" in text for text in found(again, embedder, "How do I descale the kettle?")
+        )
 
 
 def test_a_chunk_that_two_files_share_outlives_one_of_them(
@@ -162,7 +186,9 @@ def test_a_chunk_that_two_files_share_outlives_one_of_them(
     assert hit.metadata["source"] == "docs/kettle.md"
 
 
-def test_a_renamed_file_is_not_embedded_again(folder: Path, store: FaissStore, embedder: Embedder, seen: CountingModel):
+def test_a_renamed_file_is_not_embedded_again(
+    folder: Path, store: FaissStore, embedder: Embedder, seen: CountingModel
+):
     index_folder(folder, store, embedder)
     seen.taken()
     (folder / "toaster.md").rename(folder / "a-toaster.md")
@@ -174,13 +200,19 @@ def test_a_renamed_file_is_not_embedded_again(folder: Path, store: FaissStore, e
 def test_another_chunk_size_splits_anew(folder: Path, store: FaissStore, embedder: Embedder):
     write(folder, "kettle.md", long_page())
     index_folder(folder, store, embedder)
-    assert max(embedder.count_tokens(chunk.text) for chunk in store.chunks_of("docs/kettle.md")) > 100
+    assert (
+        max(embedder.count_tokens(chunk.text) for chunk in store.chunks_of("docs/kettle.md")) > 100
+    )
     report = index_folder(folder, store, embedder, chunk_tokens=64)
     assert len(report.updated) == 3
-    assert max(embedder.count_tokens(chunk.text) for chunk in store.chunks_of("docs/kettle.md")) <= 64
+    assert (
+        max(embedder.count_tokens(chunk.text) for chunk in store.chunks_of("docs/kettle.md")) <= 64
+    )
 
 
-def test_chunks_fit_the_embedder_whatever_is_asked_for(folder: Path, store: FaissStore, embedder: Embedder):
+def test_chunks_fit_the_embedder_whatever_is_asked_for(
+    folder: Path, store: FaissStore, embedder: Embedder
+):
     write(folder, "kettle.md", "The kettle boils water. " * 300)
     index_folder(folder, store, embedder, chunk_tokens=4096)
     counts = [embedder.count_tokens(chunk.text) for chunk in store.chunks_of("docs/kettle.md")]
@@ -190,7 +222,9 @@ def test_chunks_fit_the_embedder_whatever_is_asked_for(folder: Path, store: Fais
 # --- files that cannot be read ---
 
 
-def test_bad_files_are_reported_and_the_rest_is_indexed(folder: Path, store: FaissStore, embedder: Embedder):
+def test_bad_files_are_reported_and_the_rest_is_indexed(
+    folder: Path, store: FaissStore, embedder: Embedder
+):
     write(folder, "empty.md", "")
     write(folder, "photo.png", "not text")
     report = index_folder(folder, store, embedder)
@@ -233,9 +267,13 @@ def test_a_splitter_that_fails_is_a_problem_of_its_document(
     monkeypatch.setattr(embedder, "count_tokens", count)
     report = index_folder(folder, store, embedder)
     assert report.added == ("docs/kettle.md", "docs/more/grinder.txt")
-    assert [(problem.doc_id, problem.kind) for problem in report.problems] == [("docs/toaster.md", "unreadable")]
+    assert [(problem.doc_id, problem.kind) for problem in report.problems] == [
+        ("docs/toaster.md", "unreadable")
+    ]
     assert "RecursionError: too deep" in report.problems[0].reason
-    report = index_documents([Document("t", "A toaster."), Document("k", "A kettle.")], store, embedder)
+    report = index_documents(
+        [Document("t", "A toaster."), Document("k", "A kettle.")], store, embedder
+    )
     assert (report.added, report.problems[0].doc_id) == (("k",), "t")
 
 
@@ -245,7 +283,9 @@ def test_a_link_out_of_the_folder_is_not_indexed_unless_asked_for(
     write(tmp_path / "private", "diary.md", "My diary.")
     (folder / "private").symlink_to(tmp_path / "private")
     report = index_folder(folder, store, embedder)
-    assert [(problem.doc_id, problem.kind) for problem in report.problems] == [("docs/private", "outside")]
+    assert [(problem.doc_id, problem.kind) for problem in report.problems] == [
+        ("docs/private", "outside")
+    ]
     assert "docs/private/diary.md" in index_folder(folder, store, embedder, follow_links=True).added
     assert index_folder(folder, store, embedder).removed == ("docs/private/diary.md",)
 
@@ -266,13 +306,19 @@ def test_an_index_made_without_a_model_is_split_anew_only_where_chunks_are_too_l
         assert (report.updated, len(report.unchanged)) == (("docs/glyphs.md",), 3)
         assert all(model.fits(chunk.text) for chunk in store.chunks_of("docs/glyphs.md"))
         assert all("Glyphs" in text for text in seen.taken())
-        for again in (model, None, ModelTokens("other.1024", lambda text: len(text.encode()), 1024)):
+        for again in (
+            model,
+            None,
+            ModelTokens("other.1024", lambda text: len(text.encode()), 1024),
+        ):
             assert len(index_folder(folder, store, embedder, model=again).unchanged) == 4
         strict = ModelTokens("strict.128", lambda text: len(text.encode()), 128)
         assert index_folder(folder, store, embedder, model=strict).updated == ("docs/glyphs.md",)
 
 
-def test_a_file_that_was_emptied_loses_its_chunks(folder: Path, store: FaissStore, embedder: Embedder):
+def test_a_file_that_was_emptied_loses_its_chunks(
+    folder: Path, store: FaissStore, embedder: Embedder
+):
     index_folder(folder, store, embedder)
     write(folder, "kettle.md", "")
     report = index_folder(folder, store, embedder)
@@ -306,7 +352,9 @@ def test_a_missing_folder_removes_nothing(folder: Path, store: FaissStore, embed
 # --- several folders ---
 
 
-def test_folders_of_the_same_name_do_not_overwrite_one_another(tmp_path: Path, store: FaissStore, embedder: Embedder):
+def test_folders_of_the_same_name_do_not_overwrite_one_another(
+    tmp_path: Path, store: FaissStore, embedder: Embedder
+):
     for place in ("a", "b"):
         write(tmp_path / place / "docs", "page.md", f"This is the page of {place}.")
         index_folder(tmp_path / place / "docs", store, embedder)
@@ -318,13 +366,19 @@ def test_folders_of_the_same_name_do_not_overwrite_one_another(tmp_path: Path, s
     assert index_folder(tmp_path / "b/docs", store, embedder).unchanged == ("docs-2/page.md",)
 
 
-def test_a_folder_below_an_indexed_one_belongs_to_it(folder: Path, store: FaissStore, embedder: Embedder):
+def test_a_folder_below_an_indexed_one_belongs_to_it(
+    folder: Path, store: FaissStore, embedder: Embedder
+):
     index_folder(folder, store, embedder)
     write(folder, "more/new.txt", "A new page about ovens.")
     (folder / "more/grinder.txt").unlink()
     report = index_folder(folder / "more", store, embedder)
     assert (report.added, report.removed) == (("docs/more/new.txt",), ("docs/more/grinder.txt",))
-    assert index_folder(folder, store, embedder).unchanged == ("docs/kettle.md", "docs/more/new.txt", "docs/toaster.md")
+    assert index_folder(folder, store, embedder).unchanged == (
+        "docs/kettle.md",
+        "docs/more/new.txt",
+        "docs/toaster.md",
+    )
 
 
 def test_a_folder_around_an_indexed_one_takes_over_its_documents(
@@ -342,7 +396,9 @@ def test_a_folder_around_an_indexed_one_takes_over_its_documents(
     assert not any("grinder" in text for text in found(store, embedder, "grinder"))
 
 
-def test_a_hidden_folder_that_was_named_is_not_taken_over(tmp_path: Path, store: FaissStore, embedder: Embedder):
+def test_a_hidden_folder_that_was_named_is_not_taken_over(
+    tmp_path: Path, store: FaissStore, embedder: Embedder
+):
     write(tmp_path / "docs/.notes", "a.md", "A note.")
     write(tmp_path / "docs", "b.md", "A page.")
     index_folder(tmp_path / "docs/.notes", store, embedder)
@@ -374,7 +430,9 @@ def test_a_relative_path_is_the_same_folder(
 # --- documents in memory ---
 
 
-def test_documents_in_memory_are_added_and_updated(store: FaissStore, embedder: Embedder, seen: CountingModel):
+def test_documents_in_memory_are_added_and_updated(
+    store: FaissStore, embedder: Embedder, seen: CountingModel
+):
     first = Document("faq/1", "# Fridge\n\nKeep the fridge at four degrees.", {"lang": "en"})
     assert index_documents([first], store, embedder).added == ("faq/1",)
     assert index_documents([first], store, embedder).unchanged == ("faq/1",)
@@ -385,7 +443,9 @@ def test_documents_in_memory_are_added_and_updated(store: FaissStore, embedder: 
     assert store.chunks_of("faq/1")[0].metadata["lang"] == "de"
 
 
-def test_folders_and_documents_in_memory_leave_each_other_alone(folder: Path, store: FaissStore, embedder: Embedder):
+def test_folders_and_documents_in_memory_leave_each_other_alone(
+    folder: Path, store: FaissStore, embedder: Embedder
+):
     index_documents([Document("docs/memo", "A memo about fridges.")], store, embedder)
     assert index_folder(folder, store, embedder).added[0] == "docs-2/kettle.md"
     assert index_folder(folder, store, embedder).removed == ()
@@ -401,7 +461,11 @@ def test_a_run_that_is_cut_off_is_completed_by_the_next(
     tmp_path: Path, folder: Path, embedder: Embedder, seen: CountingModel
 ):
     for number in range(12):
-        write(folder, f"page{number:02}.md", "\n\n".join(f"# Part {number}.{part}\n\nText." for part in range(40)))
+        write(
+            folder,
+            f"page{number:02}.md",
+            "\n\n".join(f"# Part {number}.{part}\n\nText." for part in range(40)),
+        )
 
     class Killed(BaseException):
         pass
@@ -430,14 +494,18 @@ def test_progress_tells_files_and_chunks(folder: Path, store: FaissStore, embedd
     steps: list[Progress] = []
     report = index_folder(folder, store, embedder, progress=steps.append)
     names = ("docs/kettle.md", "docs/more/grinder.txt", "docs/toaster.md")
-    assert steps[:3] == [Progress(done, 3, f"reading {name}") for done, name in enumerate(names, start=1)]
+    assert steps[:3] == [
+        Progress(done, 3, f"reading {name}") for done, name in enumerate(names, start=1)
+    ]
     assert steps[3:] == [Progress(3, 3, f"{report.chunks_embedded} chunks embedded")]
 
 
 def test_a_store_of_another_model_is_refused_before_anything_is_read(
     tmp_path: Path, folder: Path, embedder: Embedder, seen: CountingModel
 ):
-    with FaissStore.open(tmp_path / "other", dim=embedder.dim, embedder_fingerprint="other@0") as store:
+    with FaissStore.open(
+        tmp_path / "other", dim=embedder.dim, embedder_fingerprint="other@0"
+    ) as store:
         with pytest.raises(IndexStoreError, match="another embedding model than all-MiniLM-L6-v2"):
             index_folder(folder, store, embedder)
         assert (store.documents(), seen.taken()) == ([], [])

@@ -61,7 +61,9 @@ def ids(documents: list[Document]) -> list[str | None]:
     return [document.id for document in documents]
 
 
-def test_scores_are_cosines_whatever_the_length_of_the_vectors(store: CacheCraftVectorStore) -> None:
+def test_scores_are_cosines_whatever_the_length_of_the_vectors(
+    store: CacheCraftVectorStore,
+) -> None:
     store.add_texts(["0 east", "60 north-east", "180 west"], ids=["e", "n", "w"])
     found = store.similarity_search_with_score("0", k=3)
     assert [document.id for document, _ in found] == ["e", "n", "w"]
@@ -99,17 +101,29 @@ def test_marginal_relevance_prefers_what_is_unlike(store: CacheCraftVectorStore)
 
 
 def test_metadata_of_any_shape_comes_back_and_can_be_filtered(store: CacheCraftVectorStore) -> None:
-    first = {"page": 3, "draft": False, "authors": ["Ida", "Moll"], "place": {"room": 7}, "none": None}
-    store.add_documents([Document("0 a", metadata=first, id="1"), Document("1 b", metadata={"page": 4}, id="2")])
+    first = {
+        "page": 3,
+        "draft": False,
+        "authors": ["Ida", "Moll"],
+        "place": {"room": 7},
+        "none": None,
+    }
+    store.add_documents(
+        [Document("0 a", metadata=first, id="1"), Document("1 b", metadata={"page": 4}, id="2")]
+    )
     assert store.get_by_ids(["1"])[0].metadata == first
     assert ids(store.similarity_search("0", filter={"page": 4})) == ["2"]
-    assert ids(store.similarity_search("0", filter=lambda values: "Moll" in values.get("authors", []))) == ["1"]
+    assert ids(
+        store.similarity_search("0", filter=lambda values: "Moll" in values.get("authors", []))
+    ) == ["1"]
     with pytest.raises(ConfigError, match="JSON"):
         store.add_documents([Document("2 c", metadata={"day": date(2026, 1, 1)})])
     assert len(store.similarity_search("0", k=9)) == 2
 
 
-def test_documents_carry_their_chunk_id_and_equal_what_was_added(store: CacheCraftVectorStore) -> None:
+def test_documents_carry_their_chunk_id_and_equal_what_was_added(
+    store: CacheCraftVectorStore,
+) -> None:
     added = Document("0 a", metadata={"page": 3}, id="1")
     store.add_documents([added])
     (back,) = store.similarity_search("0")
@@ -126,19 +140,26 @@ def test_documents_carry_their_chunk_id_and_equal_what_was_added(store: CacheCra
 def test_one_text_under_two_ids_is_one_chunk_that_stays_until_both_are_gone(
     store: CacheCraftVectorStore, embedding: Directions
 ) -> None:
-    store.add_texts(["0 the same", "0 the same"], [{"of": "first"}, {"of": "second"}], ids=["1", "2"])
+    store.add_texts(
+        ["0 the same", "0 the same"], [{"of": "first"}, {"of": "second"}], ids=["1", "2"]
+    )
     assert embedding.embedded == ["0 the same"]
     assert ids(store.similarity_search("0", k=9)) == ["1"]
     assert ids(store.similarity_search("0", k=9, filter={"of": "second"})) == ["2"]
     store.delete(["1"])
-    assert store.similarity_search("0", k=9) == [Document("0 the same", id="2", metadata={"of": "second"})]
+    assert store.similarity_search("0", k=9) == [
+        Document("0 the same", id="2", metadata={"of": "second"})
+    ]
     store.delete(["2"])
     assert store.similarity_search("0", k=9) == []
 
 
-def test_what_is_added_after_a_deletion_is_not_mistaken_for_what_was_deleted(store: CacheCraftVectorStore) -> None:
+def test_what_is_added_after_a_deletion_is_not_mistaken_for_what_was_deleted(
+    store: CacheCraftVectorStore,
+) -> None:
     store.add_texts(
-        [f"{angle} leaflet" for angle in range(0, 100, 10)], ids=[str(angle) for angle in range(0, 100, 10)]
+        [f"{angle} leaflet" for angle in range(0, 100, 10)],
+        ids=[str(angle) for angle in range(0, 100, 10)],
     )
     store.delete(["0", "50", "90"])
     store.add_texts(["52 new"], ids=["new"])
@@ -148,11 +169,16 @@ def test_what_is_added_after_a_deletion_is_not_mistaken_for_what_was_deleted(sto
     assert store.similarity_search("51", k=9) == []
 
 
-def test_an_upsert_embeds_only_what_is_new(store: CacheCraftVectorStore, embedding: Directions) -> None:
+def test_an_upsert_embeds_only_what_is_new(
+    store: CacheCraftVectorStore, embedding: Directions
+) -> None:
     store.add_texts(["0 a", "1 b"], ids=["a", "b"])
     store.add_texts(["0 a", "2 c"], [{"page": 1}, {}], ids=["a", "b"])
     assert embedding.embedded == ["0 a", "1 b", "2 c"]
-    assert store.get_by_ids(["a", "b"]) == [Document("0 a", id="a", metadata={"page": 1}), Document("2 c", id="b")]
+    assert store.get_by_ids(["a", "b"]) == [
+        Document("0 a", id="a", metadata={"page": 1}),
+        Document("2 c", id="b"),
+    ]
     assert len({*store.add_texts(["3 d", "4 e"])}) == 2  # ids of their own
     with pytest.raises(ConfigError, match="1 ids for 2 documents"):
         store.add_documents([Document("a"), Document("b")], ids=["1"])
@@ -173,39 +199,59 @@ def test_a_store_made_from_documents_deletes_chunk_caches_too(
     embedding: Directions, tiny_decoder: Callable[..., Decoder], tmp_path: Path
 ) -> None:
     documents = [Document("0 kept", id="a"), Document("1 gone", id="b")]
-    with ChunkCacheStore.open(tmp_path / "caches") as caches, Engine(tiny_decoder("Llama"), caches) as engine:
-        made = CacheCraftVectorStore.from_documents(documents, embedding, folder=tmp_path / "index", caches=caches)
+    with (
+        ChunkCacheStore.open(tmp_path / "caches") as caches,
+        Engine(tiny_decoder("Llama"), caches) as engine,
+    ):
+        made = CacheCraftVectorStore.from_documents(
+            documents, embedding, folder=tmp_path / "index", caches=caches
+        )
         with made as store:
-            ChatCacheCraft(engine=engine, max_tokens=2).invoke("What?", documents=store.similarity_search("0", k=2))
+            ChatCacheCraft(engine=engine, max_tokens=2).invoke(
+                "What?", documents=store.similarity_search("0", k=2)
+            )
             assert engine.settle()
             store.delete(["b"])
         kept = {row.variant.key.chunk_id for row in caches.rows()}
         assert chunk_id_of("0 kept") in kept
         assert chunk_id_of("1 gone") not in kept
     with pytest.raises(ConfigError, match=r"cashes: no such option. Did you mean caches\?"):
-        CacheCraftVectorStore.from_documents(documents, embedding, folder=tmp_path / "index", cashes=None)
+        CacheCraftVectorStore.from_documents(
+            documents, embedding, folder=tmp_path / "index", cashes=None
+        )
 
 
 def test_over_the_facades_index(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> None:
     """Chunks that the facade indexed are found by chunk id, answered over, and deleted with its chunk-caches."""
     embedder = Embedder()
     with (
-        FaissStore.open(tmp_path / "index", dim=embedder.dim, embedder_fingerprint=embedder.fingerprint) as index,
+        FaissStore.open(
+            tmp_path / "index", dim=embedder.dim, embedder_fingerprint=embedder.fingerprint
+        ) as index,
         ChunkCacheStore.open(tmp_path / "caches") as caches,
         Engine(tiny_decoder("Llama"), caches) as engine,
     ):
         rag = CacheCraft(engine, index, embedder)
-        texts = ["The Wren K2 is a kettle that holds 1.7 litres.", "The Heron V5 is a vacuum cleaner without a cable."]
-        rag.add_documents([OwnDocument(str(place), text, {"place": place}) for place, text in enumerate(texts)])
+        texts = [
+            "The Wren K2 is a kettle that holds 1.7 litres.",
+            "The Heron V5 is a vacuum cleaner without a cable.",
+        ]
+        rag.add_documents(
+            [OwnDocument(str(place), text, {"place": place}) for place, text in enumerate(texts)]
+        )
         store = CacheCraftVectorStore.from_rag(rag)
         store.close()  # the index is the facade's and stays open
         question = "How much does the kettle hold?"
         found = store.as_retriever().invoke(question)
         assert ids(found) == [hit.chunk_id for hit in rag.retrieve(question)]
-        assert (found[0].metadata["place"], found[0].metadata["cachecraft_chunk_id"]) == (0, found[0].id)
+        assert (found[0].metadata["place"], found[0].metadata["cachecraft_chunk_id"]) == (
+            0,
+            found[0].id,
+        )
         ChatCacheCraft(engine=engine, max_tokens=2).invoke(question, documents=found)
         answer = rag.ask(question)
-        assert {chunk.outcome for chunk in answer.stats.chunks} == {"exact"}  # the same chunks by either way
+        # the same chunks by either way
+        assert {chunk.outcome for chunk in answer.stats.chunks} == {"exact"}
         kettle = chunk_id_of(found[0].page_content)
         assert store.get_by_ids([kettle, "nothing"])[0].page_content == found[0].page_content
         caches.flush()
@@ -219,11 +265,16 @@ def test_over_the_facades_index(tiny_decoder: Callable[..., Decoder], tmp_path: 
 def test_an_upsert_by_deletion_and_addition_keeps_what_did_not_change(
     embedding: Directions, tiny_decoder: Callable[..., Decoder], tmp_path: Path
 ) -> None:
-    with ChunkCacheStore.open(tmp_path / "caches") as caches, Engine(tiny_decoder("Llama"), caches) as engine:
+    with (
+        ChunkCacheStore.open(tmp_path / "caches") as caches,
+        Engine(tiny_decoder("Llama"), caches) as engine,
+    ):
         index = FaissStore.open(tmp_path / "index", dim=2, embedder_fingerprint="directions@1")
         with index, CacheCraftVectorStore(index, embedding, caches=caches) as store:
             store.add_texts(["0 same", "1 old"], ids=["a", "b"])
-            ChatCacheCraft(engine=engine, max_tokens=2).invoke("What?", documents=store.similarity_search("0"))
+            ChatCacheCraft(engine=engine, max_tokens=2).invoke(
+                "What?", documents=store.similarity_search("0")
+            )
             assert engine.settle()
             store.delete(["a", "b"])
             store.add_texts(["1 new", "0 same"], ids=["a", "b"])

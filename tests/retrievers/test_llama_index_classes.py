@@ -15,7 +15,13 @@ from llama_index.core import Document, SimpleDirectoryReader, StorageContext, Ve
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core.schema import (
+    BaseNode,
+    MetadataMode,
+    NodeRelationship,
+    RelatedNodeInfo,
+    TextNode,
+)
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import (
@@ -34,7 +40,14 @@ from cachecraft_rag.retrievers.index.removal import Evictions
 from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraftVectorStore
 from cachecraft_rag.retrievers.retriever import Retriever, open_index
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import CHUNK_ID_KEY, Capture, KVLayout, TokenScores, VariantKey, chunk_id_of
+from cachecraft_rag.types import (
+    CHUNK_ID_KEY,
+    Capture,
+    KVLayout,
+    TokenScores,
+    VariantKey,
+    chunk_id_of,
+)
 
 DIM = 16
 
@@ -105,10 +118,13 @@ def test_a_node_comes_back_as_it_was(store: CacheCraftVectorStore) -> None:
     assert back.next_node is not None
     assert store.client is not None
     (chunk,) = store.client.places()
-    assert chunk.chunk_id == chunk_id_of(back.get_content(metadata_mode="llm"))  # the id of its chunk-cache
+    # the id of its chunk-cache
+    assert chunk.chunk_id == chunk_id_of(back.get_content(metadata_mode="llm"))
 
 
-def test_before_the_first_node_there_is_nothing_and_no_folder(store: CacheCraftVectorStore, tmp_path: Path) -> None:
+def test_before_the_first_node_there_is_nothing_and_no_folder(
+    store: CacheCraftVectorStore, tmp_path: Path
+) -> None:
     assert found(store, "kettle") == []
     assert store.get_nodes() == []
     store.delete("d")
@@ -144,12 +160,17 @@ def test_nodes_are_deleted_by_id_and_by_filter(store: CacheCraftVectorStore) -> 
     store.delete_nodes(["n0", "unknown"])
     store.delete_nodes(["n1", "n2"], MetadataFilters(filters=[MetadataFilter(key="page", value=2)]))
     store.delete_nodes(
-        filters=MetadataFilters(filters=[MetadataFilter(key="page", value=4, operator=FilterOperator.GT)])
+        filters=MetadataFilters(
+            filters=[MetadataFilter(key="page", value=4, operator=FilterOperator.GT)]
+        )
     )
     assert [node.node_id for node in store.get_nodes()] == ["n1", "n3", "n4"]
     with pytest.raises(ConfigError, match="clear"):
         store.delete_nodes()
-    for call in (lambda: store.delete("n1", node_id="n1"), lambda: store.delete_nodes(["n1"], filter=None)):
+    for call in (
+        lambda: store.delete("n1", node_id="n1"),
+        lambda: store.delete_nodes(["n1"], filter=None),
+    ):
         with pytest.raises(ConfigError, match="no such option"):
             call()
     store.clear()
@@ -157,13 +178,18 @@ def test_nodes_are_deleted_by_id_and_by_filter(store: CacheCraftVectorStore) -> 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_after_any_adding_and_deleting_no_search_finds_the_wrong_chunk(store: CacheCraftVectorStore, seed: int) -> None:
+def test_after_any_adding_and_deleting_no_search_finds_the_wrong_chunk(
+    store: CacheCraftVectorStore, seed: int
+) -> None:
     dice, reference = random.Random(seed), SimpleVectorStore()
     nodes: dict[str, TextNode] = {}
     for step in range(60):
         doc = f"d{dice.randrange(6)}"
         if dice.random() < 0.6:
-            fresh = [node_of(f"n{dice.randrange(40)}", f"text {step} {at}", document=doc) for at in range(3)]
+            fresh = [
+                node_of(f"n{dice.randrange(40)}", f"text {step} {at}", document=doc)
+                for at in range(3)
+            ]
             batch = list({node.node_id: node for node in fresh}.values())
             store.add(batch)
             reference.add(batch)
@@ -179,7 +205,9 @@ def test_after_any_adding_and_deleting_no_search_finds_the_wrong_chunk(store: Ca
         ours, theirs = store.query(query), reference.query(query)
         assert ours.ids == theirs.ids
         assert ours.similarities == pytest.approx(theirs.similarities, abs=1e-5)
-        assert [node.get_content() for node in ours.nodes] == [nodes[name].text for name in theirs.ids]
+        assert [node.get_content() for node in ours.nodes] == [
+            nodes[name].text for name in theirs.ids
+        ]
     assert len(ours.ids) == 5
 
 
@@ -187,7 +215,9 @@ def test_after_any_adding_and_deleting_no_search_finds_the_wrong_chunk(store: Ca
 
 FILTERS = [
     MetadataFilters(filters=[MetadataFilter(key="kind", value="a")]),
-    MetadataFilters(filters=[MetadataFilter(key="kind", value="a"), MetadataFilter(key="kind", value="b")]),
+    MetadataFilters(
+        filters=[MetadataFilter(key="kind", value="a"), MetadataFilter(key="kind", value="b")]
+    ),
     MetadataFilters(
         filters=[
             MetadataFilter(key="page", value=7, operator=FilterOperator.GTE),
@@ -196,9 +226,15 @@ FILTERS = [
         condition=FilterCondition.OR,
     ),
     MetadataFilters(filters=[MetadataFilter(key="kind", value="a")], condition=FilterCondition.NOT),
-    MetadataFilters(filters=[MetadataFilter(key="kind", value=["a", "c"], operator=FilterOperator.IN)]),
-    MetadataFilters(filters=[MetadataFilter(key="tags", value="even", operator=FilterOperator.CONTAINS)]),
-    MetadataFilters(filters=[MetadataFilter(key="rare", value=None, operator=FilterOperator.IS_EMPTY)]),
+    MetadataFilters(
+        filters=[MetadataFilter(key="kind", value=["a", "c"], operator=FilterOperator.IN)]
+    ),
+    MetadataFilters(
+        filters=[MetadataFilter(key="tags", value="even", operator=FilterOperator.CONTAINS)]
+    ),
+    MetadataFilters(
+        filters=[MetadataFilter(key="rare", value=None, operator=FilterOperator.IS_EMPTY)]
+    ),
     MetadataFilters(filters=[MetadataFilter(key="ref_doc_id", value="d1")]),
     MetadataFilters(filters=[]),
 ]
@@ -228,22 +264,32 @@ def test_filters_let_through_what_llama_indexs_own_store_does(
     reference = SimpleVectorStore()
     store.add(pages)
     reference.add(pages)
-    query = VectorStoreQuery(query_embedding=vector_of("text 1"), similarity_top_k=20, filters=filters)
+    query = VectorStoreQuery(
+        query_embedding=vector_of("text 1"), similarity_top_k=20, filters=filters
+    )
     assert store.query(query).ids == reference.query(query).ids
 
 
-def test_filters_may_be_nested_and_joined_with_ids(store: CacheCraftVectorStore, pages: list[TextNode]) -> None:
+def test_filters_may_be_nested_and_joined_with_ids(
+    store: CacheCraftVectorStore, pages: list[TextNode]
+) -> None:
     store.add(pages)
     low = MetadataFilter(key="page", value=3, operator=FilterOperator.LT)
-    nested = MetadataFilters(filters=[low, MetadataFilters(filters=[MetadataFilter(key="kind", value="a")])])
+    nested = MetadataFilters(
+        filters=[low, MetadataFilters(filters=[MetadataFilter(key="kind", value="a")])]
+    )
     assert found(store, "text 1", 20, filters=nested) == ["n0"]
-    assert sorted(found(store, "text 1", 20, filters=MetadataFilters(filters=[low]), node_ids=["n1", "n9"])) == ["n1"]
+    assert sorted(
+        found(store, "text 1", 20, filters=MetadataFilters(filters=[low]), node_ids=["n1", "n9"])
+    ) == ["n1"]
     assert set(found(store, "text 1", 20, doc_ids=["d1"])) == {f"n{at}" for at in range(1, 12, 2)}
-    assert len(found(store, "text 1", 20, node_ids=[])) == 12  # how an index without nodes of its own asks for all
+    # how an index without nodes of its own asks for all
+    assert len(found(store, "text 1", 20, node_ids=[])) == 12
 
 
 @pytest.mark.parametrize(
-    ("condition", "passes"), [(FilterCondition.AND, True), (FilterCondition.OR, False), (FilterCondition.NOT, True)]
+    ("condition", "passes"),
+    [(FilterCondition.AND, True), (FilterCondition.OR, False), (FilterCondition.NOT, True)],
 )
 def test_a_nested_group_without_filters_is_all_or_any_of_nothing(
     store: CacheCraftVectorStore, condition: FilterCondition, passes: bool
@@ -279,7 +325,11 @@ def test_what_cannot_be_searched_is_refused(store: CacheCraftVectorStore) -> Non
 def test_everything_works_in_an_event_loop(store: CacheCraftVectorStore) -> None:
     async def use() -> None:
         await store.async_add(
-            [node_of("n1", "kettle"), node_of("n2", "toaster"), node_of("n3", "fridge", document="e")]
+            [
+                node_of("n1", "kettle"),
+                node_of("n2", "toaster"),
+                node_of("n3", "fridge", document="e"),
+            ]
         )
         query = VectorStoreQuery(query_embedding=vector_of("toaster"), similarity_top_k=1)
         assert (await store.aquery(query)).ids == ["n2"]
@@ -329,15 +379,21 @@ def test_another_embedding_model_is_refused(tmp_path: Path) -> None:
     unnamed.close()
 
 
-def test_an_index_that_names_its_embedding_model_is_opened_by_the_facade_too(tmp_path: Path) -> None:
+def test_an_index_that_names_its_embedding_model_is_opened_by_the_facade_too(
+    tmp_path: Path,
+) -> None:
     embedding = CacheCraftEmbedding()
     with CacheCraftVectorStore(tmp_path / "named" / "index", embedding=embedding) as vectors:
-        VectorStoreIndex.from_vector_store(vectors, embed_model=embedding).insert(Document(text="Descale the kettle."))
+        VectorStoreIndex.from_vector_store(vectors, embed_model=embedding).insert(
+            Document(text="Descale the kettle.")
+        )
     with open_index(tmp_path / "named", embedding.embedder) as index:
         (hit,) = Retriever(index, embedding.embedder).retrieve("kettle")
         assert hit.text == "Descale the kettle."
     with CacheCraftVectorStore(tmp_path / "nameless" / "index") as vectors:
-        VectorStoreIndex.from_vector_store(vectors, embed_model=embedding).insert(Document(text="Descale the kettle."))
+        VectorStoreIndex.from_vector_store(vectors, embed_model=embedding).insert(
+            Document(text="Descale the kettle.")
+        )
     with pytest.raises(IndexStoreError, match=r"embedding=CacheCraftEmbedding\(\)"):
         open_index(tmp_path / "nameless", embedding.embedder)
 
@@ -348,13 +404,15 @@ def test_a_folder_that_is_moved_keeps_its_chunks(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "kettle.md").write_text("Descale the kettle every 8 weeks.")
         pages = SimpleDirectoryReader(str(tmp_path / folder)).load_data()
-        assert folder in pages[0].get_content(metadata_mode=MetadataMode.LLM)  # LlamaIndex's default
+        # LlamaIndex's default
+        assert folder in pages[0].get_content(metadata_mode=MetadataMode.LLM)
         node = pages[0].model_copy(update={"embedding": vector_of("kettle")})
         with CacheCraftVectorStore(tmp_path / f"index-{folder}") as vectors:
             vectors.add([node])
             assert vectors.client is not None
             chunks.append(vectors.client.places()[0])
-            assert vectors.get_nodes()[0].metadata["file_path"].endswith("kettle.md")  # it is still there to read
+            # it is still there to read
+            assert vectors.get_nodes()[0].metadata["file_path"].endswith("kettle.md")
     assert chunks[0].chunk_id == chunks[1].chunk_id
     assert "kettle.md" not in chunks[0].text
 
@@ -374,7 +432,9 @@ def ingest(pipeline: IngestionPipeline, **texts: str) -> Sequence[BaseNode]:
     return pipeline.run(documents=[Document(id_=name, text=text) for name, text in texts.items()])
 
 
-@pytest.mark.parametrize("strategy", [DocstoreStrategy.UPSERTS, DocstoreStrategy.UPSERTS_AND_DELETE])
+@pytest.mark.parametrize(
+    "strategy", [DocstoreStrategy.UPSERTS, DocstoreStrategy.UPSERTS_AND_DELETE]
+)
 def test_a_pipeline_with_upserts(store: CacheCraftVectorStore, strategy: DocstoreStrategy) -> None:
     embedding = TextEmbedding()
     pipeline = IngestionPipeline(
@@ -384,11 +444,16 @@ def test_a_pipeline_with_upserts(store: CacheCraftVectorStore, strategy: Docstor
         docstore_strategy=strategy,
         disable_cache=True,
     )
-    assert len(ingest(pipeline, kettle="Descale it.", toaster="Empty the tray.", shared="Descale it.")) == 3
+    assert (
+        len(ingest(pipeline, kettle="Descale it.", toaster="Empty the tray.", shared="Descale it."))
+        == 3
+    )
     embedding.seen.clear()
     ingest(pipeline, kettle="Fill it.", toaster="Empty the tray.", shared="Descale it.")
     assert embedding.seen == ["Fill it."]
-    (hit,) = store.query(VectorStoreQuery(query_embedding=vector_of("Descale it."), similarity_top_k=1)).nodes
+    (hit,) = store.query(
+        VectorStoreQuery(query_embedding=vector_of("Descale it."), similarity_top_k=1)
+    ).nodes
     assert hit.ref_doc_id == "shared"
     ingest(pipeline, kettle="Fill it.")
     left = {node.ref_doc_id: node.get_content() for node in store.get_nodes()}
@@ -427,7 +492,9 @@ def caches(tmp_path: Path) -> Iterator[ChunkCacheStore]:
         yield opened
 
 
-def test_chunk_caches_leave_with_the_last_node_that_has_their_chunk(caches: ChunkCacheStore, tmp_path: Path) -> None:
+def test_chunk_caches_leave_with_the_last_node_that_has_their_chunk(
+    caches: ChunkCacheStore, tmp_path: Path
+) -> None:
     capture(caches, "shared", "only a", "elsewhere")
     with CacheCraftVectorStore(tmp_path / "index", caches=caches) as store:
         store.add([node_of("a1", "shared", document="a"), node_of("a2", "only a", document="a")])
@@ -439,7 +506,9 @@ def test_chunk_caches_leave_with_the_last_node_that_has_their_chunk(caches: Chun
     assert cached(caches) == {chunk_id_of("elsewhere")}
 
 
-def test_an_upsert_keeps_the_chunk_caches_of_what_did_not_change(caches: ChunkCacheStore, tmp_path: Path) -> None:
+def test_an_upsert_keeps_the_chunk_caches_of_what_did_not_change(
+    caches: ChunkCacheStore, tmp_path: Path
+) -> None:
     with CacheCraftVectorStore(tmp_path / "index", caches=caches) as store:
         pipeline = IngestionPipeline(
             transformations=[SentenceSplitter(chunk_size=24, chunk_overlap=0), TextEmbedding()],
@@ -448,7 +517,9 @@ def test_an_upsert_keeps_the_chunk_caches_of_what_did_not_change(caches: ChunkCa
             docstore_strategy=DocstoreStrategy.UPSERTS,
         )
         same = "Keep the base of the kettle dry and let it cool before you put it away. "
-        before = ingest(pipeline, kettle=f"{same}Descale it every 8 weeks with citric acid, 20 grams of it.")
+        before = ingest(
+            pipeline, kettle=f"{same}Descale it every 8 weeks with citric acid, 20 grams of it."
+        )
         texts = [node.get_content(metadata_mode=MetadataMode.LLM) for node in before]
         assert len(texts) == 2
         capture(caches, *texts)
@@ -490,8 +561,12 @@ def test_the_embedding_model_is_the_packages_own() -> None:
     expected = embedder.encode_document(texts)
     assert np.allclose(embedding.get_text_embedding_batch(texts), expected)
     assert np.allclose(embedding.get_text_embedding(texts[1]), expected[1], atol=1e-5)
-    assert np.allclose(embedding.get_query_embedding(texts[0]), embedder.encode_query(texts[:1])[0], atol=1e-5)
+    assert np.allclose(
+        embedding.get_query_embedding(texts[0]), embedder.encode_query(texts[:1])[0], atol=1e-5
+    )
     assert np.allclose(asyncio.run(embedding.aget_text_embedding_batch(texts)), expected, atol=1e-5)
-    assert np.allclose(asyncio.run(embedding.aget_query_embedding(texts[0])), expected[0], atol=1e-5)
+    assert np.allclose(
+        asyncio.run(embedding.aget_query_embedding(texts[0])), expected[0], atol=1e-5
+    )
     assert embedding.model_name == embedder.name
     assert embedding.embedder is embedder

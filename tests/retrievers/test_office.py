@@ -48,7 +48,9 @@ def docx_bytes(body: str = BODY, **parts: bytes) -> bytes:
             'Type="http://schemas.openxmlformats.org/officeDocument/2006/relationships/officeDocument" '
             'Target="word/document.xml"/></Relationships>',
         )
-        archive.writestr("word/document.xml", f"<w:document {W}><w:body>{body}</w:body></w:document>")
+        archive.writestr(
+            "word/document.xml", f"<w:document {W}><w:body>{body}</w:body></w:document>"
+        )
         archive.writestr(
             "word/styles.xml",
             f'<w:styles {W}><w:style w:type="paragraph" w:styleId="Heading1"><w:name w:val="heading 1"/></w:style>'
@@ -60,7 +62,9 @@ def docx_bytes(body: str = BODY, **parts: bytes) -> bytes:
 
 
 def read(name: str, data: bytes | str) -> Document:
-    return parse_document(SourceFile(Path(name), name), data if isinstance(data, bytes) else data.encode())
+    return parse_document(
+        SourceFile(Path(name), name), data if isinstance(data, bytes) else data.encode()
+    )
 
 
 def test_a_word_file_keeps_its_headings_and_tables() -> None:
@@ -95,9 +99,12 @@ def test_a_word_file_that_unpacks_to_more_than_the_limit_is_not_unpacked() -> No
 @pytest.mark.parametrize(("name", "sign"), [("a.csv", ","), ("b.csv", ";"), ("c.tsv", "\t")])
 def test_each_row_of_a_table_names_its_columns(name: str, sign: str) -> None:
     table = "\r\n".join(
-        sign.join(row) for row in [("name", "size", ""), ("Wren K2", '"1.7 litres"', "x"), ("Otter C6", "", "")]
+        sign.join(row)
+        for row in [("name", "size", ""), ("Wren K2", '"1.7 litres"', "x"), ("Otter C6", "", "")]
     )
-    assert read(name, table).text == "name: Wren K2\nsize: 1.7 litres\ncolumn 3: x\n\nname: Otter C6"
+    assert (
+        read(name, table).text == "name: Wren K2\nsize: 1.7 litres\ncolumn 3: x\n\nname: Otter C6"
+    )
 
 
 def test_long_names_do_not_multiply_a_text() -> None:
@@ -105,7 +112,13 @@ def test_long_names_do_not_multiply_a_text() -> None:
     table = read("a.csv", f"{name},litres\n" + "K2,1.7\n" * rows).text
     assert name in table  # once
     assert len(table) < 350 * rows
-    nested = '{"' + '":{"'.join("k" * 100 for _ in range(200)) + '":' + str(list(range(rows))) + "}" * 200
+    nested = (
+        '{"'
+        + '":{"'.join("k" * 100 for _ in range(200))
+        + '":'
+        + str(list(range(rows)))
+        + "}" * 200
+    )
     for text in (json.dumps({name: list(range(rows))}), nested):
         found = read("a.json", text).text
         assert len(found) < 350 * rows
@@ -121,7 +134,10 @@ def test_cells_may_hold_separators_lines_and_long_texts() -> None:
 
 
 def test_json_and_json_lines_are_paths_with_values() -> None:
-    entries = [{"name": "Wren K2", "size": {"litres": 1.7, "new": True}}, {"parts": ["lid", None, "jug"]}]
+    entries = [
+        {"name": "Wren K2", "size": {"litres": 1.7, "new": True}},
+        {"parts": ["lid", None, "jug"]},
+    ]
     expected = "name: Wren K2\nsize.litres: 1.7\nsize.new: true\n\nparts: lid\nparts: jug"
     assert read("a.json", json.dumps(entries)).text == expected
     assert read("a.jsonl", "\n".join(map(json.dumps, entries))).text == expected

@@ -69,12 +69,16 @@ def test_removal_keeps_recall(index: VectorIndex, monkeypatch: pytest.MonkeyPatc
         assert recall(index) >= 0.98
 
 
-def test_vectors_of_another_kind_are_learned_when_they_outnumber_the_old(index: VectorIndex) -> None:
+def test_vectors_of_another_kind_are_learned_when_they_outnumber_the_old(
+    index: VectorIndex,
+) -> None:
     recall(index)
     before = index._coarse
     one_corner = unit_vectors(MANY + 1, 5) * 0.02
     one_corner[:, 0] += 1.0
-    index.add(numbers_of(MANY + 1, 6), one_corner / np.linalg.norm(one_corner, axis=1, keepdims=True))
+    index.add(
+        numbers_of(MANY + 1, 6), one_corner / np.linalg.norm(one_corner, axis=1, keepdims=True)
+    )
     assert recall(index) >= 0.98
     assert index._coarse is not before
 
@@ -116,5 +120,8 @@ def test_an_odd_number_of_dimensions_is_compared_whole() -> None:
     index = VectorIndex(7)
     index.add(numbers_of(3000, 1), unit_vectors(3000, 2, dim=7))
     query = unit_vectors(1, 3, dim=7)[0]
-    assert index.search(query, 5, None)[0].tolist() == index.search(query, 5, None, exact=True)[0].tolist()
+    assert (
+        index.search(query, 5, None)[0].tolist()
+        == index.search(query, 5, None, exact=True)[0].tolist()
+    )
     assert index._coarse is None

@@ -42,7 +42,9 @@ def test_a_new_chunk_that_many_wait_for_is_computed_once(engine: Engine, count: 
     with Turn(engine, [KETTLE, TOASTER]) as first:
         asked = [Asking(engine, [KETTLE, TOASTER], f"{QUESTION} ({n})") for n in range(count - 1)]
         waiting(engine, count - 1)
-    assert [one.outcomes for one in [first, *asked]] == [["computed"] * 2] + [["exact"] * 2] * (count - 1)
+    assert [one.outcomes for one in [first, *asked]] == [["computed"] * 2] + [["exact"] * 2] * (
+        count - 1
+    )
     assert chunks_stored(engine) == sorted([KETTLE.chunk_id, TOASTER.chunk_id])
     assert all(one.ended().stats.queue_s > 0.0 for one in asked)
     assert len(engine._admission) == 0
@@ -50,7 +52,9 @@ def test_a_new_chunk_that_many_wait_for_is_computed_once(engine: Engine, count: 
 
 def turned_away(engine: Engine, reason: str) -> float | None:
     """Requests that got no turn."""
-    return engine.request_counts.registry.get_sample_value("cachecraft_turned_away_total", {"reason": reason})
+    return engine.request_counts.registry.get_sample_value(
+        "cachecraft_turned_away_total", {"reason": reason}
+    )
 
 
 def test_a_capture_does_not_wait_for_the_end_of_its_answer(engine: Engine) -> None:
@@ -90,7 +94,9 @@ def test_private_captures_are_waited_for_by_their_own_session_only(make_engine: 
         answer.close()
 
 
-def test_when_the_first_one_fails_the_next_one_computes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_first_one_fails_the_next_one_computes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer = engine.decoder.layer
 
     def fail(*args: Any, **settings: Any) -> Any:
@@ -130,7 +136,8 @@ def test_the_next_one_loads_while_it_waits(make_engine: MakeEngine, gone: bool) 
     engine._answering.loader.begin = lambda stored: begun.append(begin(stored)) or begun[-1]  # type: ignore[method-assign]
     with Turn(engine, [TOASTER]) as first:
         other = Asking(engine, [KETTLE], QUESTION)
-        until(lambda: bool(begun) and begun[0].depth() == engine.decoder.layout.layers)  # all of it is there already
+        # all of it is there already
+        until(lambda: bool(begun) and begun[0].depth() == engine.decoder.layout.layers)
         if gone:
             engine.store.evict(RowFilter(chunk_ids=(KETTLE.chunk_id,)))
     assert other.outcomes == (["computed"] if gone else ["exact"])
@@ -176,13 +183,20 @@ def test_an_answer_that_is_closed_while_it_waits_leaves_the_line(engine: Engine)
         waiting(engine, 2)
         closed.answer.close()
         closed.ended()  # though the first one still has the turn
-        assert (closed.error, closed.answer.text, closed.answer.stats.finish) == (None, "", "closed")
+        assert (closed.error, closed.answer.text, closed.answer.stats.finish) == (
+            None,
+            "",
+            "closed",
+        )
         assert closed.outcomes == ["failed"]
         waiting(engine, 1)
     assert (first.outcomes, last.outcomes) == (["computed"], ["exact"])
     engine.settle()
     value = engine.request_counts.registry.get_sample_value
-    ends = {end: value("cachecraft_requests_total", {"outcome": end}) for end in ("length", "closed", "failed", "end")}
+    ends = {
+        end: value("cachecraft_requests_total", {"outcome": end})
+        for end in ("length", "closed", "failed", "end")
+    }
     assert (sum(ends.values()), ends["closed"]) == (3, 1)  # type: ignore[arg-type]
     assert value("cachecraft_chunks_total", {"outcome": "failed", "reason": "failed"}) == 1
     assert not engine._answering._captures

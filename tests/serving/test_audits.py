@@ -42,7 +42,9 @@ MOVED = CHUNKS[::-1]
 QUESTION = "How do I descale the kettle?"
 SAMPLING = SamplingParams(max_new_tokens=24)
 # Nothing is recomputed, so that answers differ from full prefill's.
-CONFIG = ReuseConfig(recompute_ratio=0.0, drift=0.0, nearest_share=0.0, loading="layerwise", capture=True)
+CONFIG = ReuseConfig(
+    recompute_ratio=0.0, drift=0.0, nearest_share=0.0, loading="layerwise", capture=True
+)
 
 MakeEngine = Callable[..., Engine]
 
@@ -55,7 +57,13 @@ def decoder(decoder_of_letters: Callable[..., Decoder]) -> Decoder:
 @pytest.fixture
 def make_engine(decoder: Decoder, store: ChunkCacheStore) -> Iterator[MakeEngine]:
     with ExitStack() as opened:
-        given = {"decoder": decoder, "store": store, "config": CONFIG, "new_variants": "off", "audit": "idle"}
+        given = {
+            "decoder": decoder,
+            "store": store,
+            "config": CONFIG,
+            "new_variants": "off",
+            "audit": "idle",
+        }
         yield lambda **settings: opened.enter_context(Engine(**(given | settings)))
 
 
@@ -106,7 +114,9 @@ def divergence_of_likeliest(full: torch.Tensor, reuse: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("question", [QUESTION, "Where is the tray?", "How cold?", "What is it?"])
-def test_an_audit_equals_an_offline_comparison_token_for_token(engine: Engine, question: str) -> None:
+def test_an_audit_equals_an_offline_comparison_token_for_token(
+    engine: Engine, question: str
+) -> None:
     ask(engine, CHUNKS)
     answer = ask(engine, MOVED, question=question, config=replace(CONFIG, capture=False))
     audit = audit_of(engine, answer)
@@ -114,7 +124,9 @@ def test_an_audit_equals_an_offline_comparison_token_for_token(engine: Engine, q
 
     def scored(config: ReuseConfig) -> torch.Tensor:
         config = replace(config, capture=False)
-        target = engine.score_answer(question, MOVED, target=tokens, max_new_tokens=len(tokens), config=config)
+        target = engine.score_answer(
+            question, MOVED, target=tokens, max_new_tokens=len(tokens), config=config
+        )
         return target.logits
 
     full = scored(ReuseConfig.full_prefill())
@@ -135,7 +147,10 @@ def test_some_answers_differ_and_their_audits_say_where(engine: Engine) -> None:
     """The comparison above is not one of equal answers only."""
     ask(engine, CHUNKS)
     config = replace(CONFIG, capture=False)
-    audits = [audit_of(engine, ask(engine, MOVED, question=f"Question {n}?", config=config)) for n in range(8)]
+    audits = [
+        audit_of(engine, ask(engine, MOVED, question=f"Question {n}?", config=config))
+        for n in range(8)
+    ]
     assert any(audit.differences for audit in audits)
     for audit in audits:
         assert audit.is_same == (not audit.differences)
@@ -173,7 +188,8 @@ def test_sampled_answers_compare_the_likeliest_tokens(engine: Engine) -> None:
 
 def test_stored_prefixes_make_an_audit_cheaper(make_engine: MakeEngine) -> None:
     """New variants are captured first; the audit then computes the question and the answer only."""
-    recomputing = ReuseConfig(alpha=0.3, loading="layerwise")  # only chunks that were recomputed are captured again
+    # only chunks that were recomputed are captured again
+    recomputing = ReuseConfig(alpha=0.3, loading="layerwise")
     engine = make_engine(new_variants=NewVariants(share=1e9), config=recomputing)
     ask(engine, CHUNKS)
     answer = ask(engine, MOVED)
@@ -181,7 +197,9 @@ def test_stored_prefixes_make_an_audit_cheaper(make_engine: MakeEngine) -> None:
     stored = audit_of(engine, answer).computed_tokens
     engine.close()
 
-    without = make_engine(store=engine.store, new_variants="off", namespace="other", config=recomputing)
+    without = make_engine(
+        store=engine.store, new_variants="off", namespace="other", config=recomputing
+    )
     ask(without, CHUNKS)
     computed = audit_of(without, ask(without, MOVED)).computed_tokens
     assert stored < computed
@@ -190,7 +208,9 @@ def test_stored_prefixes_make_an_audit_cheaper(make_engine: MakeEngine) -> None:
 # -- what is audited --------------------------------------------------------------------------------------------------
 
 
-def test_off_notes_nothing_and_makes_no_file(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_notes_nothing_and_makes_no_file(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Predictions, "note", lambda *_: pytest.fail("a prediction was noted"))
     engine = make_engine(audit="off")
     ask(engine, CHUNKS)
@@ -225,7 +245,10 @@ def test_full_prefill_is_not_audited(engine: Engine) -> None:
 def test_of_a_closed_answer_the_part_that_was_read_is_audited(engine: Engine) -> None:
     ask(engine, CHUNKS)
     closed = engine.stream(
-        QUESTION, MOVED, sampling=SamplingParams(max_new_tokens=200), config=replace(CONFIG, capture=False)
+        QUESTION,
+        MOVED,
+        sampling=SamplingParams(max_new_tokens=200),
+        config=replace(CONFIG, capture=False),
     )
     text = next(closed) + next(closed)
     closed.close()
@@ -233,14 +256,17 @@ def test_of_a_closed_answer_the_part_that_was_read_is_audited(engine: Engine) ->
     audit = audit_of(engine, closed)
     assert audit.tokens == closed.stats.tokens_generated == len(text)  # a token for each letter
 
-    unread = engine.stream(QUESTION, MOVED, sampling=SAMPLING, config=replace(CONFIG, capture=False))
+    unread = engine.stream(
+        QUESTION, MOVED, sampling=SAMPLING, config=replace(CONFIG, capture=False)
+    )
     unread.close()
     assert engine.settle(60)
     assert engine.audit_of(unread.stats.request_id) is None
 
 
 @pytest.mark.parametrize(
-    ("audit", "share"), [("off", 0.0), ("idle", 1.0), ("0.25", 0.25), (0.5, 0.5), (Audits(0.1), 0.1)]
+    ("audit", "share"),
+    [("off", 0.0), ("idle", 1.0), ("0.25", 0.25), (0.5, 0.5), (Audits(0.1), 0.1)],
 )
 def test_words_and_shares(audit: object, share: float) -> None:
     assert EngineConfig(audit=audit).audit.share == share  # type: ignore[arg-type,union-attr]
@@ -279,7 +305,10 @@ def test_the_oldest_of_too_many_waiting_answers_is_dropped(make_engine: MakeEngi
     ask(engine, CHUNKS)
     config = replace(CONFIG, capture=False)
     with answering(engine):
-        answers = [ask(engine, MOVED, settle=False, config=config, question=f"Number {n}?") for n in range(5)]
+        answers = [
+            ask(engine, MOVED, settle=False, config=config, question=f"Number {n}?")
+            for n in range(5)
+        ]
         # The first has begun and waits for the loop to be idle; of the others two may wait.
         until(lambda: metric(engine, "audits_dropped_total", reason="too_many_waiting") == 2)
     assert engine.settle(60)
@@ -320,7 +349,9 @@ def test_closing_gives_up_what_waits(make_engine: MakeEngine, layers: Layers) ->
     assert metric(engine, "audits_dropped_total", reason="closed") == 2
 
 
-def test_a_failed_audit_is_counted_and_the_next_one_runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_audit_is_counted_and_the_next_one_runs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ask(engine, CHUNKS)
     config = replace(CONFIG, capture=False)
     with monkeypatch.context() as patch:
@@ -351,7 +382,9 @@ def test_results_survive_the_engine_and_are_bounded(make_engine: MakeEngine) -> 
 def test_no_text_is_kept_unless_asked_for(make_engine: MakeEngine) -> None:
     engine = make_engine()
     ask(engine, CHUNKS)
-    answer = ask(engine, MOVED, question="a very private question", config=replace(CONFIG, capture=False))
+    answer = ask(
+        engine, MOVED, question="a very private question", config=replace(CONFIG, capture=False)
+    )
     audit = audit_of(engine, answer)
     engine.close()
 
@@ -377,7 +410,9 @@ def test_text_that_was_asked_for_says_what_full_prefill_answers(make_engine: Mak
         assert audit.text is not None
         assert question in audit.text.question
         assert audit.text.same + audit.text.reuse == answer.text
-        full = engine.score_answer(question, MOVED, max_new_tokens=24, config=ReuseConfig.full_prefill())
+        full = engine.score_answer(
+            question, MOVED, max_new_tokens=24, config=ReuseConfig.full_prefill()
+        )
         if audit.is_same:
             assert answer.text == full.text
         else:
@@ -457,7 +492,10 @@ def test_near_ties_are_counted(make_engine: MakeEngine, monkeypatch: pytest.Monk
     engine = make_engine()
     ask(engine, CHUNKS)
     config = replace(CONFIG, capture=False)
-    audits = [audit_of(engine, ask(engine, MOVED, question=f"Question {n}?", config=config)) for n in range(6)]
+    audits = [
+        audit_of(engine, ask(engine, MOVED, question=f"Question {n}?", config=config))
+        for n in range(6)
+    ]
     assert sum(audit.near_ties for audit in audits) > 0
     for audit in audits:
         assert audit.near_ties == len(audit.differences)
@@ -467,7 +505,9 @@ def test_near_ties_are_counted(make_engine: MakeEngine, monkeypatch: pytest.Monk
 def test_answers_with_a_grammar_are_not_audited(engine: Engine) -> None:
     """The predictions that are compared know nothing of it."""
     ask(engine, CHUNKS)
-    sampling = SamplingParams(max_new_tokens=24, json_schema={"type": "integer", "maximum": 99, "minimum": 10})
+    sampling = SamplingParams(
+        max_new_tokens=24, json_schema={"type": "integer", "maximum": 99, "minimum": 10}
+    )
     answer = ask(engine, MOVED, sampling=sampling, config=replace(CONFIG, capture=False))
     assert answer.text
     assert engine.audit_of(answer.stats.request_id) is None

@@ -40,8 +40,10 @@ CHUNKS = [
 ORDERS = [list(order) for order in permutations(CHUNKS)]
 QUESTION = "How do I descale the kettle?"
 SHORT = SamplingParams(max_new_tokens=4)
-LONG = SamplingParams(max_new_tokens=80)  # not all of it is computed before its reader has read a part
-CONFIG = ReuseConfig(alpha=0.3, loading="layerwise")  # takes what is stored, also where computing is faster
+# not all of it is computed before its reader has read a part
+LONG = SamplingParams(max_new_tokens=80)
+# takes what is stored, also where computing is faster
+CONFIG = ReuseConfig(alpha=0.3, loading="layerwise")
 UNLIMITED = NewVariants(share=1e9)
 
 MakeEngine = Callable[..., Engine]
@@ -75,7 +77,9 @@ def ask(engine: Engine, chunks: list[Chunk], *, settle: bool = True, **how: Any)
 
 
 def variants_of(engine: Engine, chunk: Chunk, session: str | None = None) -> list[Variant]:
-    found = engine.store.lookup(engine.namespace, engine.decoder.fingerprint, [chunk.chunk_id], session=session)
+    found = engine.store.lookup(
+        engine.namespace, engine.decoder.fingerprint, [chunk.chunk_id], session=session
+    )
     return found[chunk.chunk_id]
 
 
@@ -140,7 +144,9 @@ def test_repeated_questions_grow_variants_and_recompute_less_and_less(engine: En
 
 def test_without_them_everything_is_fixed_again_and_again(make_engine: MakeEngine) -> None:
     engine = make_engine(new_variants="off")
-    recomputed = [sum(ask(engine, order).stats.tokens_recomputed for order in ORDERS) for _ in range(2)]
+    recomputed = [
+        sum(ask(engine, order).stats.tokens_recomputed for order in ORDERS) for _ in range(2)
+    ]
     assert recomputed[1] == recomputed[0] > 0
     assert [len(variants_of(engine, chunk)) for chunk in CHUNKS] == [1, 1, 1]
     assert engine.new_variants.stats.captured == 0
@@ -171,7 +177,9 @@ def test_a_new_variant_is_exact(engine: Engine, decoder: Decoder) -> None:
     prompt = engine.prompts.build(QUESTION, order, reserve=4)
     bounds = prompt.bounds
     rows = Rows.of(bounds[:-1], new=range(bounds[-2]))
-    full = prefill(decoder, PrefillJob(prompt.token_ids[: bounds[-2]], rows, captures=range(len(bounds) - 2)))
+    full = prefill(
+        decoder, PrefillJob(prompt.token_ids[: bounds[-2]], rows, captures=range(len(bounds) - 2))
+    )
     names = [segment.segment_id for segment in prompt.segments[:-1]]
     for place, capture in enumerate(full.recorder.captures):
         offers = engine.look_up([prompt.segments[place]]).variants[names[place]]
@@ -190,7 +198,8 @@ def test_a_new_variant_is_exact(engine: Engine, decoder: Decoder) -> None:
 def test_an_inexact_capture_is_replaced_by_an_exact_one(engine: Engine) -> None:
     ask(engine, CHUNKS[:2])
     new = Chunk("The oven door comes off if you pull both levers.")
-    order = [new, CHUNKS[1], CHUNKS[0]]  # in the prompt the new one comes last, behind two that were moved
+    # in the prompt the new one comes last, behind two that were moved
+    order = [new, CHUNKS[1], CHUNKS[0]]
     ask(engine, order)
     (first,) = variants_of(engine, new)
     assert first.exact_share < 1.0
@@ -200,7 +209,9 @@ def test_an_inexact_capture_is_replaced_by_an_exact_one(engine: Engine) -> None:
     assert {chunk.outcome for chunk in ask(engine, order).stats.chunks} == {"exact"}
 
 
-def test_from_a_lossy_codec_no_chunk_is_reused_for_a_new_variant(make_engine: MakeEngine, tmp_path: Path) -> None:
+def test_from_a_lossy_codec_no_chunk_is_reused_for_a_new_variant(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
     with ChunkCacheStore.open(tmp_path / "lossy", codec="int8", host_bytes=0) as store:
         engine = make_engine(store=store)
         ask(engine, ORDERS[0])
@@ -209,8 +220,13 @@ def test_from_a_lossy_codec_no_chunk_is_reused_for_a_new_variant(make_engine: Ma
         stats = engine.new_variants.stats
         chunks = [chunk.chunk_id for chunk in ORDERS[1]]
         exact = len(engine.prompts.system.token_ids)  # which is always stored without a loss
-        assert stats.tokens >= answer.stats.tokens_prompt - exact - 60  # all chunks: none that is stored is exact
-        assert all(variant.exact_share == 1.0 for name in chunks for variant in variants_of(engine, Chunk(_text(name))))
+        # all chunks: none that is stored is exact
+        assert stats.tokens >= answer.stats.tokens_prompt - exact - 60
+        assert all(
+            variant.exact_share == 1.0
+            for name in chunks
+            for variant in variants_of(engine, Chunk(_text(name)))
+        )
         assert ask(engine, ORDERS[1]).stats.tokens_recomputed == 0
         assert engine.new_variants.stats == stats
 
@@ -257,7 +273,9 @@ def test_always_takes_turns_with_an_answer_that_is_under_way(
 
 
 def test_a_reader_who_pauses_does_not_stop_it_for_good(
-    make_engine: MakeEngine, decoder_of_letters: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine,
+    decoder_of_letters: Callable[..., Decoder],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine(decoder=decoder_of_letters())
     monkeypatch.setattr(step_loop, "_PAUSE_S", 1e9)
@@ -273,7 +291,9 @@ def test_a_reader_who_pauses_does_not_stop_it_for_good(
     open_answer.close()
 
 
-def test_an_abandoned_answer_does_not_stop_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abandoned_answer_does_not_stop_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(step_loop, "_PAUSE_S", 1e9)
     ask(engine, ORDERS[0])
     open_answer = engine.stream(QUESTION, ORDERS[1], sampling=LONG)
@@ -283,7 +303,9 @@ def test_an_abandoned_answer_does_not_stop_it(engine: Engine, monkeypatch: pytes
     assert engine.new_variants.stats.captured > 0
 
 
-def test_a_request_that_fails_does_not_stop_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_fails_does_not_stop_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ask(engine, ORDERS[0])
     with monkeypatch.context() as patch:
         patch.setattr(engine._answering, "look_up", lambda *_, **__: 1 / 0)
@@ -299,7 +321,9 @@ def test_a_request_that_fails_does_not_stop_it(engine: Engine, monkeypatch: pyte
 @contextmanager
 def answering(engine: Engine) -> Iterator[None]:
     """An answer is under way, whose reader is about to ask for the next piece."""
-    waits = LoopTask(lambda _: (step for step in [Until(gate.is_set)]), lambda *_: None, Priority.ANSWER)
+    waits = LoopTask(
+        lambda _: (step for step in [Until(gate.is_set)]), lambda *_: None, Priority.ANSWER
+    )
     gate = threading.Event()
     engine.loop.start(waits)
     try:
@@ -319,7 +343,9 @@ def stop_in_the_first_capture(engine: Engine, layers: Layers) -> None:
     assert layers.reached.wait(60)
 
 
-def test_close_gives_up_what_waits_before_the_next_layer(make_engine: MakeEngine, layers: Layers) -> None:
+def test_close_gives_up_what_waits_before_the_next_layer(
+    make_engine: MakeEngine, layers: Layers
+) -> None:
     engine = make_engine()
     stop_in_the_first_capture(engine, layers)
     ran = layers.run.count("background")
@@ -338,7 +364,9 @@ def test_close_gives_up_what_waits_before_the_next_layer(make_engine: MakeEngine
 def test_a_removed_chunk_does_not_come_back(engine: Engine, layers: Layers) -> None:
     stop_in_the_first_capture(engine, layers)
     removed = [chunk.chunk_id for chunk in CHUNKS[:1]]
-    removing = threading.Thread(target=engine.store.evict, args=(RowFilter(chunk_ids=tuple(removed)),))
+    removing = threading.Thread(
+        target=engine.store.evict, args=(RowFilter(chunk_ids=tuple(removed)),)
+    )
     removing.start()
     until(lambda: not engine.loop._inbox.empty())
     layers.release()
@@ -361,10 +389,14 @@ with ChunkCacheStore.open(sys.argv[1]) as store:
 
 
 @pytest.mark.slow  # it imports torch once more
-def test_what_another_process_removed_is_not_served_and_does_not_come_back(engine: Engine, layers: Layers) -> None:
+def test_what_another_process_removed_is_not_served_and_does_not_come_back(
+    engine: Engine, layers: Layers
+) -> None:
     stop_in_the_first_capture(engine, layers)
     removed, root = CHUNKS[0].chunk_id, str(engine.store.root)
-    done = subprocess.run([sys.executable, "-c", REMOVE, root, removed], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", REMOVE, root, removed], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "1\n"
     layers.release()
     assert engine.settle(60)
@@ -373,13 +405,17 @@ def test_what_another_process_removed_is_not_served_and_does_not_come_back(engin
     assert stats.captured > 0  # the others are captured, behind it too
     assert set(stats.dropped) == {"removed"}
     assert stats.waiting == 0
-    answer = ask(engine, ORDERS[0])  # memory still has the tensor, and whoever brings the chunk again has it again
+    # memory still has the tensor, and whoever brings the chunk again has it again
+    answer = ask(engine, ORDERS[0])
     assert {chunk.chunk_id: chunk.outcome for chunk in answer.stats.chunks}[removed] == "computed"
     assert len(engine.store.rows(RowFilter(chunk_ids=(removed,)))) == 1
 
 
 def test_a_capture_that_cannot_be_computed_is_dropped(
-    engine: Engine, decoder: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: Engine,
+    decoder: Decoder,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     ask(engine, ORDERS[0])
     with monkeypatch.context() as patch:
@@ -423,7 +459,8 @@ def test_a_full_disk_costs_more_and_more_of_the_budget(
     stats = engine.new_variants.stats
     assert stats.captured == 0
     assert stats.dropped["store_refused"] >= 1
-    assert stats.tokens <= 0.5 * 3.0 * sum(answer.stats.tokens_prompt for answer in asked)  # it stopped trying
+    # it stopped trying
+    assert stats.tokens <= 0.5 * 3.0 * sum(answer.stats.tokens_prompt for answer in asked)
     assert stats.waiting > 0
 
 
@@ -439,7 +476,10 @@ def test_what_vanished_meanwhile_is_computed(
         calls.append(len(variants))
         if len(calls) == 1:  # of the answer
             return open_variants(variants)
-        return [Damaged(variant.variant_id, LoadFailure.MISSING, "its file is missing") for variant in variants]
+        return [
+            Damaged(variant.variant_id, LoadFailure.MISSING, "its file is missing")
+            for variant in variants
+        ]
 
     monkeypatch.setattr(store, "open_variants", nothing)
     ask(engine, ORDERS[1])
@@ -469,7 +509,9 @@ def test_what_a_private_instruction_shaped_stays_with_its_session(make_engine: M
         ask(engine, order, session="ada")
     assert engine.new_variants.stats.captured > 0
     assert ask(engine, ORDERS[1], session="ada").stats.tokens_recomputed == 0
-    assert {variant.session for chunk in CHUNKS for variant in variants_of(engine, chunk, "ada")} == {"ada"}
+    assert {
+        variant.session for chunk in CHUNKS for variant in variants_of(engine, chunk, "ada")
+    } == {"ada"}
     for other in ("bob", None):
         assert [variants_of(engine, chunk, other) for chunk in CHUNKS] == [[], [], []]
     before = engine.new_variants.stats
@@ -516,7 +558,9 @@ def test_of_more_than_may_wait_some_are_dropped(make_engine: MakeEngine) -> None
 
 
 @pytest.mark.parametrize("config", [ReuseConfig(capture=False), ReuseConfig(reuse=False)])
-def test_requests_that_capture_or_reuse_nothing_ask_for_nothing(engine: Engine, config: ReuseConfig) -> None:
+def test_requests_that_capture_or_reuse_nothing_ask_for_nothing(
+    engine: Engine, config: ReuseConfig
+) -> None:
     ask(engine, ORDERS[0])
     for order in ORDERS:
         ask(engine, order, config=config)

@@ -30,7 +30,9 @@ def store(tmp_path: Path) -> Iterator[ChunkCacheStore]:
 
 
 @pytest.fixture
-def make_engine(tiny_decoder: MakeDecoder, store: ChunkCacheStore) -> Iterator[Callable[..., Engine]]:
+def make_engine(
+    tiny_decoder: MakeDecoder, store: ChunkCacheStore
+) -> Iterator[Callable[..., Engine]]:
     with ExitStack() as opened:
         given = {"decoder": tiny_decoder("Llama"), "store": store, "config": ReuseConfig(alpha=0.3)}
         yield lambda **settings: opened.enter_context(Engine(**(given | settings)))
@@ -55,7 +57,9 @@ def prefixes(engine: Engine, chunk: Chunk) -> list[tuple[int, ...]]:
 
 def test_each_chunk_is_born_behind_the_chunks_before_it(engine: Engine) -> None:
     assert primer(engine).prime(DOCUMENT) == 8  # and the system segment
-    assert [prefixes(engine, chunk) for chunk in DOCUMENT[1:]] == [[tuple(range(place))] for place in range(1, 6)]
+    assert [prefixes(engine, chunk) for chunk in DOCUMENT[1:]] == [
+        [tuple(range(place))] for place in range(1, 6)
+    ]
     assert {row.variant.exact_share for row in engine.store.rows()} == {1.0}
     assert {row.variant.primed for row in engine.store.rows()} == {True}
 
@@ -93,12 +97,14 @@ def test_a_pass_of_one_chunk_bears_each_alone(engine: Engine) -> None:
 
 def test_chunks_may_be_captured_without_their_document(engine: Engine) -> None:
     alone = Primer(engine, alone=True)
-    assert len(alone.missing(DOCUMENT)) == 8  # with the instruction and the passage that stands in for neighbours
+    # with the instruction and the passage that stands in for neighbours
+    assert len(alone.missing(DOCUMENT)) == 8
     assert alone.prime(DOCUMENT) == 8
     behind = [row.variant.key.origin_prefix for row in engine.store.rows(RowFilter())]
     system, stand_in = engine.prompts.system.segment_id, engine.prompts.stand_in.segment_id
     assert sorted(behind) == sorted([(), (system,), *[(system, stand_in)] * 6])
-    assert not any(row.variant.primed for row in engine.store.rows(RowFilter()))  # not behind neighbours
+    # not behind neighbours
+    assert not any(row.variant.primed for row in engine.store.rows(RowFilter()))
     assert alone.prime(DOCUMENT) == 0
 
 
@@ -125,11 +131,15 @@ def test_primed_chunks_serve_the_first_question_exactly(engine: Engine) -> None:
     answer = engine.stream("Why?", best_first, sampling=how)
     text = "".join(answer)
     assert {chunk.outcome for chunk in answer.stats.chunks} == {"exact"}
-    full = engine.stream("Why?", best_first, sampling=how, config=ReuseConfig(reuse=False, capture=False))
+    full = engine.stream(
+        "Why?", best_first, sampling=how, config=ReuseConfig(reuse=False, capture=False)
+    )
     assert "".join(full) == text
 
 
-def test_what_the_store_does_not_take_is_not_counted(tiny_decoder: MakeDecoder, tmp_path: Path) -> None:
+def test_what_the_store_does_not_take_is_not_counted(
+    tiny_decoder: MakeDecoder, tmp_path: Path
+) -> None:
     with ChunkCacheStore.open(tmp_path / "full", disk_bytes=100) as store:
         engine = Engine(tiny_decoder("Llama"), store)
         assert primer(engine).prime(DOCUMENT) == 0
@@ -137,7 +147,8 @@ def test_what_the_store_does_not_take_is_not_counted(tiny_decoder: MakeDecoder, 
 
 
 def test_one_chunk_is_born_behind_others_that_are_not(engine: Engine) -> None:
-    assert primer(engine).capture(DOCUMENT[4], [DOCUMENT[1], DOCUMENT[0], DOCUMENT[1]]) == 2  # and the system segment
+    # and the system segment
+    assert primer(engine).capture(DOCUMENT[4], [DOCUMENT[1], DOCUMENT[0], DOCUMENT[1]]) == 2
     assert prefixes(engine, DOCUMENT[4]) == [(1, 0)]
     assert prefixes(engine, DOCUMENT[0]) == prefixes(engine, DOCUMENT[1]) == []
     assert primer(engine).capture(DOCUMENT[4], [DOCUMENT[1], DOCUMENT[0]]) == 0
@@ -192,7 +203,12 @@ def test_new_similar_chunks_do_not_capture_a_document_again(engine: Engine) -> N
     assert later.prime([page]) == 0
 
 
-def test_without_similar_chunks_a_document_of_one_chunk_is_captured_after_the_fixed_passage(engine: Engine) -> None:
+def test_without_similar_chunks_a_document_of_one_chunk_is_captured_after_the_fixed_passage(
+    engine: Engine,
+) -> None:
     Primer(engine, related=similar_to()).prime(DOCUMENT[:1])
     (row,) = engine.store.rows(RowFilter(chunk_ids=(DOCUMENT[0].chunk_id,)))
-    assert row.variant.key.origin_prefix == (engine.prompts.system.segment_id, engine.prompts.stand_in.segment_id)
+    assert row.variant.key.origin_prefix == (
+        engine.prompts.system.segment_id,
+        engine.prompts.stand_in.segment_id,
+    )

@@ -25,7 +25,11 @@ from cachecraft_rag.types import Chunk
 
 # Share of tokens that disagree at each ratio, much as measured with the demo model.
 DISAGREEING = dict(
-    zip(LEVELS, (0.07, 0.055, 0.045, 0.035, 0.028, 0.022, 0.017, 0.011, 0.007, 0.004, 0.001, 0.0), strict=True)
+    zip(
+        LEVELS,
+        (0.07, 0.055, 0.045, 0.035, 0.028, 0.022, 0.017, 0.011, 0.007, 0.004, 0.001, 0.0),
+        strict=True,
+    )
 )
 TARGET = 0.98
 SMALLEST_THAT_HOLDS = 0.3  # in this table
@@ -98,7 +102,9 @@ def test_it_spends_less_than_the_smallest_fixed_ratio_that_holds_on_every_tenth(
     fixed = []
     for seed in range(10):
         for ratio in LEVELS:
-            stream = Stream(seed=seed, disagreeing=lambda _, __, ratio=ratio: DISAGREEING[ratio]).run(2000)
+            stream = Stream(
+                seed=seed, disagreeing=lambda _, __, ratio=ratio: DISAGREEING[ratio]
+            ).run(2000)
             if all(stream.agreement(begin, begin + 200) >= TARGET for begin in range(0, 2000, 200)):
                 fixed.append(ratio)
                 break
@@ -188,7 +194,9 @@ MakeEngine = Callable[..., Engine]
 
 
 @pytest.fixture
-def make_engine(decoder_of_letters: Callable[..., Decoder], store: ChunkCacheStore) -> Iterator[MakeEngine]:
+def make_engine(
+    decoder_of_letters: Callable[..., Decoder], store: ChunkCacheStore
+) -> Iterator[MakeEngine]:
     decoder = decoder_of_letters(3.0)
     with ExitStack() as opened:
         given = {"config": OPEN, "new_variants": "off", "audit": "idle", "quality_target": 0.9}
@@ -196,7 +204,9 @@ def make_engine(decoder_of_letters: Callable[..., Decoder], store: ChunkCacheSto
 
 
 def ask(engine: Engine, question: str, config: ReuseConfig | None = None) -> Generation:
-    answer = engine.stream(question, CHUNKS[::-1], sampling=SamplingParams(max_new_tokens=12), config=config)
+    answer = engine.stream(
+        question, CHUNKS[::-1], sampling=SamplingParams(max_new_tokens=12), config=config
+    )
     for _ in answer:
         pass
     assert engine.settle(60)
@@ -204,7 +214,9 @@ def ask(engine: Engine, question: str, config: ReuseConfig | None = None) -> Gen
 
 
 def capture_chunks(engine: Engine) -> None:
-    for _ in engine.stream("?", CHUNKS, sampling=SamplingParams(max_new_tokens=1), config=replace(OPEN, capture=True)):
+    for _ in engine.stream(
+        "?", CHUNKS, sampling=SamplingParams(max_new_tokens=1), config=replace(OPEN, capture=True)
+    ):
         pass
     assert engine.settle(60)
 
@@ -212,7 +224,8 @@ def capture_chunks(engine: Engine) -> None:
 def test_an_engine_raises_the_ratio_until_answers_agree_and_goes_on_there(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auditor_module, "NEAR_TIE", 0.0)  # the tiny model finds many tokens about equally likely
+    # the tiny model finds many tokens about equally likely
+    monkeypatch.setattr(auditor_module, "NEAR_TIE", 0.0)
     engine = make_engine()
     capture_chunks(engine)
     first = ask(engine, "Question 0?")
@@ -226,7 +239,9 @@ def test_an_engine_raises_the_ratio_until_answers_agree_and_goes_on_there(
     assert ratio > 0.15
     assert last.stats.tokens_recomputed > first.stats.tokens_recomputed
     assert any("audits, agreement" in reason and "target 0.9" in reason for reason in reasons)
-    sample = engine.request_counts.registry.get_sample_value("cachecraft_controlled_recompute_ratio")
+    sample = engine.request_counts.registry.get_sample_value(
+        "cachecraft_controlled_recompute_ratio"
+    )
     assert sample == ratio
     engine.close()
 
@@ -243,7 +258,9 @@ def test_a_ratio_of_the_request_goes_before_the_target(make_engine: MakeEngine) 
     capture_chunks(engine)
     answer = ask(engine, "Question?", replace(OPEN, recompute_ratio=1.0))
     assert answer.stats.quality == ""
-    assert {chunk.recomputed for chunk in answer.stats.chunks} == {chunk.tokens for chunk in answer.stats.chunks}
+    assert {chunk.recomputed for chunk in answer.stats.chunks} == {
+        chunk.tokens for chunk in answer.stats.chunks
+    }
     by_alpha = ask(engine, "Question?", replace(OPEN, alpha=0.5))
     assert by_alpha.stats.quality == ""
 
@@ -257,7 +274,11 @@ def test_a_target_without_audits_or_beside_a_ratio_is_refused() -> None:
 
 
 def test_the_settings_of_a_target_come_from_the_environment_one_by_one() -> None:
-    environment = {"CACHECRAFT_AUDIT": "0.5", "CACHECRAFT_QUALITY_TARGET": "0.97", "CACHECRAFT_MAX_RATIO": "0.4"}
+    environment = {
+        "CACHECRAFT_AUDIT": "0.5",
+        "CACHECRAFT_QUALITY_TARGET": "0.97",
+        "CACHECRAFT_MAX_RATIO": "0.4",
+    }
     config = load_settings(environment=environment).engine_config()
     config.require_usable_target()
     assert config.target() == QualityTarget(0.97, 0.0, 0.4)
@@ -273,7 +294,9 @@ def test_answers_that_say_nothing_about_the_ratio_do_not_change_it(make_engine: 
     assert engine.settle(60)
     assert engine.auditor.controller is not None
     assert engine.auditor.controller.ratio == 0.15
-    answered = engine.request_counts.registry.get_sample_value("cachecraft_audited_answers_total", {"result": "exact"})
+    answered = engine.request_counts.registry.get_sample_value(
+        "cachecraft_audited_answers_total", {"result": "exact"}
+    )
     assert answered == 30
 
 

@@ -21,9 +21,13 @@ def ids_of(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def pieces(tokenizer: Any, ids: Sequence[int], stop: Sequence[str] = ()) -> tuple[AnswerText, list[str]]:
+def pieces(
+    tokenizer: Any, ids: Sequence[int], stop: Sequence[str] = ()
+) -> tuple[AnswerText, list[str]]:
     """The text after each of these tokens, in order, and the rest of it."""
-    answer = AnswerText(SamplingParams(max_new_tokens=1000, stop=tuple(stop)), tokenizer, end_tokens=())
+    answer = AnswerText(
+        SamplingParams(max_new_tokens=1000, stop=tuple(stop)), tokenizer, end_tokens=()
+    )
     parts = []
     for token in ids:
         parts.append(answer.take(token))
@@ -33,7 +37,9 @@ def pieces(tokenizer: Any, ids: Sequence[int], stop: Sequence[str] = ()) -> tupl
 
 
 def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    text: str = tokenizer.decode(
+        list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
     return text
 
 
@@ -47,14 +53,19 @@ def test_the_pieces_are_the_text(byte_tokenizer: Any, text: str) -> None:
 
 
 @given(st.lists(st.integers(0, 259), max_size=40))
-def test_any_tokens_give_what_decoding_them_at_once_gives(byte_tokenizer: Any, ids: list[int]) -> None:
+def test_any_tokens_give_what_decoding_them_at_once_gives(
+    byte_tokenizer: Any, ids: list[int]
+) -> None:
     _, parts = pieces(byte_tokenizer, ids)  # broken characters and special tokens included
     assert "".join(parts) == decoded(byte_tokenizer, ids)
 
 
 @given(
     st.lists(
-        st.sampled_from(["The", " kettle", "\u2581x", " \U0001f373", "\n\n", "  ", "<|im_end|>", "a", "é"]), max_size=8
+        st.sampled_from(
+            ["The", " kettle", "\u2581x", " \U0001f373", "\n\n", "  ", "<|im_end|>", "a", "é"]
+        ),
+        max_size=8,
     )
 )
 def test_the_demo_tokenizer_too(demo_tokenizer: Any, words: list[str]) -> None:
@@ -64,7 +75,9 @@ def test_the_demo_tokenizer_too(demo_tokenizer: Any, words: list[str]) -> None:
 
 
 @given(st.lists(st.sampled_from([[0], [1], [2], [3, 4], [5, 6, 7], [8], [9]]), max_size=8))
-def test_a_tokenizer_that_drops_the_first_space_and_spells_characters_in_bytes_too(words: list[list[int]]) -> None:
+def test_a_tokenizer_that_drops_the_first_space_and_spells_characters_in_bytes_too(
+    words: list[list[int]],
+) -> None:
     tokenizer, ids = sentencepiece_like(), [token for word in words for token in word]
     _, parts = pieces(tokenizer, ids)
     assert "".join(parts) == decoded(tokenizer, ids)
@@ -79,7 +92,9 @@ def test_a_character_comes_once_it_is_whole(byte_tokenizer: Any) -> None:
 
 
 def test_a_stop_string_over_several_pieces_ends_the_text_before_it(byte_tokenizer: Any) -> None:
-    answer, parts = pieces(byte_tokenizer, ids_of(byte_tokenizer, "one\nQuestion: two"), stop=["\nQuestion:"])
+    answer, parts = pieces(
+        byte_tokenizer, ids_of(byte_tokenizer, "one\nQuestion: two"), stop=["\nQuestion:"]
+    )
     assert answer.finish == "stop"
     assert "".join(parts) == "one"
     assert answer.take(ids_of(byte_tokenizer, "x")[0]) == ""
@@ -92,7 +107,11 @@ def test_what_only_begins_like_a_stop_string_is_given_out(byte_tokenizer: Any) -
     assert parts[-1] == "aa"  # held back until the end
 
 
-@given(TEXT, st.lists(st.text("ab\n", min_size=1, max_size=3), max_size=3), st.text("ab\n", max_size=12))
+@given(
+    TEXT,
+    st.lists(st.text("ab\n", min_size=1, max_size=3), max_size=3),
+    st.text("ab\n", max_size=12),
+)
 def test_the_text_ends_where_the_first_stop_string_would_have_begun(
     byte_tokenizer: Any, text: str, stop: list[str], more: str
 ) -> None:
@@ -101,7 +120,11 @@ def test_the_text_ends_where_the_first_stop_string_would_have_begun(
     # Token by token: of two stop strings the one that is complete first counts.
     ends = [(place + len(word), place) for word in stop if (place := whole.find(word)) >= 0]
     first_end = min(ends)[0] if ends else None
-    expected = whole if first_end is None else whole[: min(place for end, place in ends if end == first_end)]
+    expected = (
+        whole
+        if first_end is None
+        else whole[: min(place for end, place in ends if end == first_end)]
+    )
     assert "".join(parts) == expected
     assert answer.finish == ("stop" if ends else "length")
 
@@ -125,7 +148,9 @@ def test_without_temperature_the_likeliest_token_is_drawn() -> None:
     ("top_p", "allowed"),
     [(0.01, {0}), (0.5, {0}), (0.51, {0, 1}), (0.8, {0, 1}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})],
 )
-def test_the_nucleus_is_the_smallest_set_that_reaches_top_p(top_p: float, allowed: set[int]) -> None:
+def test_the_nucleus_is_the_smallest_set_that_reaches_top_p(
+    top_p: float, allowed: set[int]
+) -> None:
     assert set(drawn(LOGITS, top_p=top_p - 1e-4 if top_p == 0.8 else top_p)) == allowed
 
 
@@ -166,10 +191,27 @@ def sentencepiece_like() -> Any:
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    words = ["\u2581the", "\u2581kettle", "s", "<0xC3>", "<0xA9>", "<0xE2>", "<0x82>", "<0xAC>", "\u2581"]
-    backend = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="s"))
+    words = [
+        "\u2581the",
+        "\u2581kettle",
+        "s",
+        "<0xC3>",
+        "<0xA9>",
+        "<0xE2>",
+        "<0x82>",
+        "<0xAC>",
+        "\u2581",
+    ]
+    backend = Tokenizer(
+        models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="s")
+    )
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     assert tokenizer.eos_token_id == len(words)

@@ -88,7 +88,8 @@ def ask_together(engine: Engine, sampling: Sequence[SamplingParams]) -> list[Ask
     """Questions that come to the loop at the same moment."""
     with held(engine):
         asked = [
-            Asking(engine, [KETTLE], f"Question {n}?", sampling=one, config=FULL) for n, one in enumerate(sampling)
+            Asking(engine, [KETTLE], f"Question {n}?", sampling=one, config=FULL)
+            for n, one in enumerate(sampling)
         ]
         until(lambda: engine.loop._inbox.qsize() >= len(asked))
     for one in asked:
@@ -136,12 +137,16 @@ def test_answers_decoded_together_are_those_of_each_alone(
 @pytest.mark.gate
 @pytest.mark.parametrize(("family", "settings"), FAMILIES, ids=[row[0] for row in FAMILIES])
 def test_small_prefills_that_begin_together_are_one_forward_and_give_the_same(
-    tiny_decoder: Callable[..., Decoder], make_engine: MakeEngine, family: str, settings: dict[str, Any]
+    tiny_decoder: Callable[..., Decoder],
+    make_engine: MakeEngine,
+    family: str,
+    settings: dict[str, Any],
 ) -> None:
     decoder = tiny_decoder(family, **settings)
     engine, apart = make_engine(decoder=decoder), make_engine(decoder=decoder, decode_rows=1)
     engine.loop.joint.speed.stepped(1.0)
-    engine.loop.joint.speed.measured(1000.0, 2.0)  # a forward's fixed part takes as long as a thousand rows
+    # a forward's fixed part takes as long as a thousand rows
+    engine.loop.joint.speed.measured(1000.0, 2.0)
 
     def first_logits(one: Engine) -> list[Tensor]:
         found: list[Tensor] = []
@@ -176,14 +181,16 @@ def test_large_prefills_run_one_after_the_other(engine: Engine) -> None:
     layers = engine.decoder.layout.layers
     lengths = [one.answer.stats.tokens_prompt for one in asked]
     assert sorted(rows) == sorted((layer, length) for length in lengths for layer in range(layers))
-    assert [layer for layer, _ in rows] == [*range(layers)] * 2  # the second does not interrupt the first
+    # the second does not interrupt the first
+    assert [layer for layer, _ in rows] == [*range(layers)] * 2
 
 
 def test_a_model_whose_rows_depend_on_each_other_computes_each_request_alone(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     mlp = engine.decoder.model.model.layers[1].mlp
-    scaled = mlp.register_forward_hook(lambda _module, _args, out: out / out.shape[1])  # by how many rows there are
+    # by how many rows there are
+    scaled = mlp.register_forward_hook(lambda _module, _args, out: out / out.shape[1])
     try:
         ask_together(engine, SAMPLED)
     finally:
@@ -212,8 +219,13 @@ def test_joint_forwards_that_fail_are_repeated_alone_and_given_up_after_the_thir
     assert "from now on: 3 joint forwards in a row failed" in caplog.text
 
 
-def test_an_error_while_one_answers_token_is_drawn_is_its_own(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [SamplingParams(max_new_tokens=10), SamplingParams(max_new_tokens=10, temperature=0.5, seed=1)]
+def test_an_error_while_one_answers_token_is_drawn_is_its_own(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [
+        SamplingParams(max_new_tokens=10),
+        SamplingParams(max_new_tokens=10, temperature=0.5, seed=1),
+    ]
     expected = ask_together(engine, params)[0].answer.text
     draws, own = list[int](), Sampler.draw
 
@@ -284,9 +296,13 @@ def test_others_compute_while_a_request_waits_for_the_disk(make_engine: MakeEngi
     assert waits.answer.stats.load_s > 0.0
 
 
-def test_an_answer_is_decoded_a_few_pieces_ahead_of_its_reader(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_decoded_a_few_pieces_ahead_of_its_reader(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draws, own = list[int](), Sampler.draw
-    monkeypatch.setattr(Sampler, "draw", lambda sampler, logits: draws.append(1) or own(sampler, logits))
+    monkeypatch.setattr(
+        Sampler, "draw", lambda sampler, logits: draws.append(1) or own(sampler, logits)
+    )
     answer = engine.stream("Why?", [KETTLE], sampling=SamplingParams(max_new_tokens=40))
     next(answer)
     other = Asking(engine, [KETTLE], sampling=SamplingParams(max_new_tokens=40), config=FULL)
@@ -294,7 +310,8 @@ def test_an_answer_is_decoded_a_few_pieces_ahead_of_its_reader(engine: Engine, m
     ahead = len(draws) - 40
     assert 1 < ahead <= MAX_UNREAD + 2  # the first piece may have taken two tokens
     assert answer.stats.tokens_generated < ahead
-    assert engine.loop.call(engine.loop._sleep_s) == math.inf  # and nothing is computed, nor looked at
+    # and nothing is computed, nor looked at
+    assert engine.loop.call(engine.loop._sleep_s) == math.inf
     answer.close()
     assert answer.stats.finish == "closed"
 
@@ -374,7 +391,9 @@ def test_a_reader_closed_by_another_thread_gets_no_further_piece(engine: Engine)
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_every_thread_that_reads_one_answer_comes_to_its_end(engine: Engine, closes: bool) -> None:
-    answer = engine.stream("Why?", [KETTLE], sampling=SamplingParams(max_new_tokens=30), config=FULL)
+    answer = engine.stream(
+        "Why?", [KETTLE], sampling=SamplingParams(max_new_tokens=30), config=FULL
+    )
     with held(engine):
         readers = [threading.Thread(target=lambda: list(answer), daemon=True) for _ in range(3)]
         for one in readers:
@@ -418,7 +437,9 @@ def test_garbage_may_be_collected_while_a_lock_is_held(engine: Engine, name: str
         assert gone() is None
         assert engine.settle(60)
         assert engine.store.stats().captures == {"stored": 2}
-        closed = engine.request_counts.registry.get_sample_value("cachecraft_requests_total", {"outcome": "closed"})
+        closed = engine.request_counts.registry.get_sample_value(
+            "cachecraft_requests_total", {"outcome": "closed"}
+        )
         assert closed == 1
     finally:
         gc.enable()
@@ -455,7 +476,8 @@ def test_interruptions_at_any_moment_lose_nothing(engine: Engine) -> None:
     for thread in threads:
         thread.start()
     dice = random.Random(1)
-    deadline = time.monotonic() + 120  # a busy machine takes its time; work that is lost stops the count
+    # a busy machine takes its time; work that is lost stops the count
+    deadline = time.monotonic() + 120
     while caught < 150 and time.monotonic() < deadline:
         interrupt(threads[dice.randrange(3)])
         time.sleep(dice.random() * 2e-2)
@@ -467,14 +489,17 @@ def test_interruptions_at_any_moment_lose_nothing(engine: Engine) -> None:
         assert not thread.is_alive()
     assert caught >= 150
     assert wrong == 0
-    until(lambda: not engine.loop.call(lambda: engine.loop._tasks))  # the loop holds nothing of those who left
+    # the loop holds nothing of those who left
+    until(lambda: not engine.loop.call(lambda: engine.loop._tasks))
     assert len(engine._admission) == 0
 
 
 def test_the_callers_context_variables_hold_where_its_request_runs(engine: Engine) -> None:
     variable, seen = contextvars.ContextVar("variable", default="unset"), list[str]()
     look_up, layer = engine._answering.look_up, engine.decoder.layer
-    engine._answering.look_up = lambda *given, **named: seen.append(variable.get()) or look_up(*given, **named)
+    engine._answering.look_up = lambda *given, **named: (
+        seen.append(variable.get()) or look_up(*given, **named)
+    )
     variable.set("mine")
     assert "".join(engine.stream("Why?", [KETTLE], sampling=SHORT))
     assert seen == ["mine"]
@@ -498,7 +523,9 @@ def test_a_generation_reads_an_engine_that_blocks_in_threads() -> None:
             ended.append("generator")
 
     threads, ended = list[threading.Thread](), list[Any]()
-    request = Request(Prompt((Segment("question", "q", (1,)),)), ReuseConfig(), SHORT, None, time.perf_counter())
+    request = Request(
+        Prompt((Segment("question", "q", (1,)),)), ReuseConfig(), SHORT, None, time.perf_counter()
+    )
     answer = Generation(
         request,
         RequestProgress(),
@@ -529,7 +556,11 @@ answer = engine.stream("Why?", [Chunk("The toaster has a crumb tray.")], samplin
 next(answer)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, cwd=tmp_path, timeout=300
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=300,
     )
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     with ChunkCacheStore.open(tmp_path / "caches") as store:
@@ -554,7 +585,11 @@ def test_a_long_pause_of_one_reader_does_not_keep_the_loop_awake(
     monkeypatch.setattr(step_loop, "_PAUSE_S", 500.0)
     loop = StepLoop(engine.decoder, engine.loop.joint)
     now = time.perf_counter()
-    for priority, paused_s in ((Priority.ANSWER, 1000.0), (Priority.ANSWER, 1.0), (Priority.IDLE, 0.0)):
+    for priority, paused_s in (
+        (Priority.ANSWER, 1000.0),
+        (Priority.ANSWER, 1.0),
+        (Priority.IDLE, 0.0),
+    ):
         task = LoopTask(lambda _: iter(()), lambda *_: None, priority)  # type: ignore[arg-type,return-value]
         task.step = Until(lambda: False, for_reader=priority is Priority.ANSWER)
         task.since = now - paused_s

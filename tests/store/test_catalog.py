@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog.catalog import _INSERT, Catalog
-from cachecraft_rag.store.catalog.rows import COLUMNS, CatalogRow, pack_ids, row_of, sum_of, sum_of_scores, unpack_ids
+from cachecraft_rag.store.catalog.rows import (
+    COLUMNS,
+    CatalogRow,
+    pack_ids,
+    row_of,
+    sum_of,
+    sum_of_scores,
+    unpack_ids,
+)
 from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, RowFilter, Totals
 from cachecraft_rag.store.eviction import Use, policy_named
 from cachecraft_rag.types import TokenScores, Variant, VariantKey, digest
@@ -27,9 +35,16 @@ ROOMY = Limits(disk_bytes=10**12, max_variants=10**6, variants_per_chunk=10**6)
 
 
 def make(
-    chunk: str = "chunk", prefix: tuple[str, ...] = ("system",), *, created: float = 1.0, exact_share: float = 1.0,
-    session: str | None = None, frequency: float = 0.0, namespace: str = "ns", fingerprint: str = "model",
-) -> Variant:  # fmt: skip
+    chunk: str = "chunk",
+    prefix: tuple[str, ...] = ("system",),
+    *,
+    created: float = 1.0,
+    exact_share: float = 1.0,
+    session: str | None = None,
+    frequency: float = 0.0,
+    namespace: str = "ns",
+    fingerprint: str = "model",
+) -> Variant:
     key = VariantKey(namespace, fingerprint, chunk, prefix)
     inter = tuple(0.5**n for n in range(len(prefix)))
     return Variant(
@@ -49,7 +64,9 @@ def make(
     )
 
 
-def add(catalog: Catalog, variant: Variant, *, file_bytes: int = 1000, limits: Limits = ROOMY) -> list[FileRef]:
+def add(
+    catalog: Catalog, variant: Variant, *, file_bytes: int = 1000, limits: Limits = ROOMY
+) -> list[FileRef]:
     """Store a row as a writer does; return the deleted files."""
     gone: list[FileRef] = []
     while made := catalog.reserve(variant, file_bytes=file_bytes, writer="me", limits=limits):
@@ -82,7 +99,9 @@ def test_a_variant_comes_back_as_it_went_in(catalog: Catalog) -> None:
     ids = tuple(digest("segment", str(n)) for n in range(5))
     variant = make(digest("c"), ids, exact_share=0.3, created=1234.000001)
     add(catalog, variant)
-    assert catalog.find("ns", "model", [variant.key.chunk_id])[0] == {variant.key.chunk_id: [variant]}
+    assert catalog.find("ns", "model", [variant.key.chunk_id])[0] == {
+        variant.key.chunk_id: [variant]
+    }
     assert [(row.variant, row.file_bytes) for row in catalog.scan()] == [(variant, 1000)]
 
 
@@ -97,7 +116,10 @@ def test_digests_are_packed_to_sixteen_bytes() -> None:
 
 def test_lookup_keeps_namespaces_fingerprints_and_sessions_apart(catalog: Catalog) -> None:
     shared = make("c", ("s",))
-    mine, theirs = make("c", ("s", "my secret"), session="me"), make("c", ("s", "your secret"), session="you")
+    mine, theirs = (
+        make("c", ("s", "my secret"), session="me"),
+        make("c", ("s", "your secret"), session="you"),
+    )
     others = [make("c", namespace="other"), make("c", fingerprint="other"), make("d")]
     for variant in (shared, mine, theirs, *others):
         add(catalog, variant)
@@ -131,7 +153,12 @@ def test_token_scores_come_for_winners_only(catalog: Catalog) -> None:
         catalog.commit(variant, scores, file_bytes=1, writer="me", limits=ROOMY)
     names = [first.variant_id, second.variant_id, third.variant_id, "gone"]
     found = catalog.token_scores(names)
-    assert [as_list(found[name]) for name in names] == [[0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1, 0], None, None]
+    assert [as_list(found[name]) for name in names] == [
+        [0, 1, 2, 3, 4, 5, 6],
+        [6, 5, 4, 3, 2, 1, 0],
+        None,
+        None,
+    ]
     assert found[first.variant_id].inter.dtype == np.float32  # type: ignore[union-attr]
     add(catalog, replace(second, created=2.0))  # replaced by a capture without scores
     catalog.remove([FileRef(first.variant_id, first.created)], writer="me")
@@ -145,24 +172,47 @@ def as_list(scores: TokenScores) -> list[float] | None:
 @pytest.mark.parametrize(
     ("column", "value"),
     [
-        ("tokens", 8), ("tokens", "seven"), ("tokens", -1), ("tokens_digest", "other"), ("inter", b"abc"),
-        ("inter", "text"), ("intra", 0.5), ("cci", 1e300), ("exact_share", 0.5), ("codec", "int8"), ("nbytes", 2**62),
-        ("file_bytes", "x"), ("created", 5.0), ("primed", 1), ("origin_prefix", '["other"]'), ("origin_prefix", "[["),
-        ("origin_prefix", 7), ("reuse_frequency", -1.0), ("reuse_frequency", "often"), ("session", "mine"),
-        ("row_sum", None), ("row_sum", 7),
+        ("tokens", 8),
+        ("tokens", "seven"),
+        ("tokens", -1),
+        ("tokens_digest", "other"),
+        ("inter", b"abc"),
+        ("inter", "text"),
+        ("intra", 0.5),
+        ("cci", 1e300),
+        ("exact_share", 0.5),
+        ("codec", "int8"),
+        ("nbytes", 2**62),
+        ("file_bytes", "x"),
+        ("created", 5.0),
+        ("primed", 1),
+        ("origin_prefix", '["other"]'),
+        ("origin_prefix", "[["),
+        ("origin_prefix", 7),
+        ("reuse_frequency", -1.0),
+        ("reuse_frequency", "often"),
+        ("session", "mine"),
+        ("row_sum", None),
+        ("row_sum", 7),
     ],
-)  # fmt: skip
-def test_a_row_that_was_changed_is_named_and_no_answer(catalog: Catalog, column: str, value: object) -> None:
+)
+def test_a_row_that_was_changed_is_named_and_no_answer(
+    catalog: Catalog, column: str, value: object
+) -> None:
     add(catalog, make("chunk", created=1.0))
     add(catalog, make("other", created=2.0))
     with closing(sqlite3.connect(catalog.path)) as connection, connection:
         connection.execute(f"UPDATE variants SET {column} = ? WHERE chunk_id = 'chunk'", (value,))
     found, damaged = catalog.find("ns", "model", ["chunk", "other"], session="mine")
     assert (found["chunk"], found["other"]) == ([], [make("other", created=2.0)])
-    assert [(row.chunk_id, "its row in the catalog is damaged" in row.reason) for row in damaged] == [("chunk", True)]
+    assert [
+        (row.chunk_id, "its row in the catalog is damaged" in row.reason) for row in damaged
+    ] == [("chunk", True)]
     assert catalog.rows(RowFilter())[0].variant == make("other", created=2.0)
     assert sorted(type(row).__name__ for row in catalog.scan()) == ["DamagedRow", "Listed"]
-    assert [file.variant_id for file in catalog.remove([damaged[0].file], writer="me")] == [make("chunk").variant_id]
+    assert [file.variant_id for file in catalog.remove([damaged[0].file], writer="me")] == [
+        make("chunk").variant_id
+    ]
     assert chunks_in(catalog) == {"other"}
 
 
@@ -170,19 +220,26 @@ def test_a_changed_row_of_nonsense_with_the_right_checksum_is_no_answer(catalog:
     add(catalog, make())
     with closing(sqlite3.connect(catalog.path)) as connection, connection:
         (row,) = connection.execute(f"SELECT {COLUMNS} FROM variants AS v").fetchall()
-        row = [9.0 if place == COLUMNS_OF.index("cci") else value for place, value in enumerate(row)]
-        connection.execute("UPDATE variants SET cci = 9.0, row_sum = ?", (sum_of("ns", "model", CatalogRow(*row)),))
+        row = [
+            9.0 if place == COLUMNS_OF.index("cci") else value for place, value in enumerate(row)
+        ]
+        connection.execute(
+            "UPDATE variants SET cci = 9.0, row_sum = ?", (sum_of("ns", "model", CatalogRow(*row)),)
+        )
     found, damaged = catalog.find("ns", "model", ["chunk"])
     assert (found["chunk"], [row.reason for row in damaged]) == (
-        [], ["its row in the catalog is damaged: a number of it is out of range"]
-    )  # fmt: skip
+        [],
+        ["its row in the catalog is damaged: a number of it is out of range"],
+    )
 
 
 def test_text_that_is_no_text_hides_one_row_only(catalog: Catalog) -> None:
     add(catalog, make("chunk", created=1.0))
     add(catalog, make("other", created=2.0))
     with closing(sqlite3.connect(catalog.path)) as connection, connection:
-        connection.execute("UPDATE variants SET codec = CAST(x'ff' AS TEXT) WHERE chunk_id = 'chunk'")
+        connection.execute(
+            "UPDATE variants SET codec = CAST(x'ff' AS TEXT) WHERE chunk_id = 'chunk'"
+        )
     found, damaged = catalog.find("ns", "model", ["chunk", "other"])
     assert (len(found["other"]), len(damaged)) == (1, 1)
 
@@ -197,7 +254,9 @@ def test_a_row_whose_chunk_id_is_no_text_can_be_evicted(catalog: Catalog) -> Non
     assert [file.variant_id for file in gone or ()] == [old.variant_id]
 
 
-@pytest.mark.parametrize("scores", [b"abc", b"\0" * 4, b"\xff" * 28, np.full(7, 3e38, "<f4").tobytes(), "text", 7])
+@pytest.mark.parametrize(
+    "scores", [b"abc", b"\0" * 4, b"\xff" * 28, np.full(7, 3e38, "<f4").tobytes(), "text", 7]
+)
 def test_token_scores_that_were_changed_are_unknown(catalog: Catalog, scores: object) -> None:
     variant, numbers = make(), np.ones(7, dtype=np.float32)
     catalog.reserve(variant, file_bytes=1, writer="me", limits=ROOMY)
@@ -214,7 +273,12 @@ def test_token_scores_that_were_changed_are_unknown(catalog: Catalog, scores: ob
 
 def test_limits_that_are_none_are_passed_over(catalog: Catalog) -> None:
     with closing(sqlite3.connect(catalog.path)) as connection, connection:
-        rows = [("disk_bytes", "many"), ("max_variants", -1), ("unheard of", 7), ("variants_per_chunk", 3)]
+        rows = [
+            ("disk_bytes", "many"),
+            ("max_variants", -1),
+            ("unheard of", 7),
+            ("variants_per_chunk", 3),
+        ]
         connection.executemany("INSERT INTO limits VALUES (?,?)", rows)
     assert catalog.limits() == {"variants_per_chunk": 3}
 
@@ -287,13 +351,17 @@ def test_two_captures_in_one_tick_do_not_delete_their_common_file(catalog: Catal
 def test_the_least_used_leave_first_and_exact_captures_stay(catalog: Catalog) -> None:
     limits = replace(ROOMY, disk_bytes=4000)
     add(catalog, make("exact", created=1.0))
-    add(catalog, make("inexact", created=2.0, exact_share=0.2))  # younger, and unused like the exact one
+    # younger, and unused like the exact one
+    add(catalog, make("inexact", created=2.0, exact_share=0.2))
     add(catalog, make("inexact but used", created=3.0, exact_share=0.2))
     add(catalog, make("busy", created=4.0, exact_share=0.0))
     once, twice = Use(1.0, 1.0), Use(2.0, 2.0)
     used = {make("inexact but used").variant_id: once, make("busy").variant_id: twice, "gone": once}
     catalog.record_uses(used)
-    left = [add(catalog, make(f"new {n}", created=10.0 + n, frequency=99.0), limits=limits) for n in range(4)]
+    left = [
+        add(catalog, make(f"new {n}", created=10.0 + n, frequency=99.0), limits=limits)
+        for n in range(4)
+    ]
     order = [make(name).variant_id for name in ("inexact", "exact", "inexact but used", "busy")]
     assert [file.variant_id for files in left for file in files] == order
 
@@ -329,7 +397,9 @@ def test_reservations_count_towards_the_budget(catalog: Catalog) -> None:
     assert catalog.reserve(make("d"), file_bytes=1000, writer="three", limits=limits) == []
 
 
-def test_another_variant_of_a_chunk_is_stored_unless_the_chunk_was_removed(catalog: Catalog) -> None:
+def test_another_variant_of_a_chunk_is_stored_unless_the_chunk_was_removed(
+    catalog: Catalog,
+) -> None:
     limits = replace(ROOMY, disk_bytes=1000)
 
     def another(chunk: str) -> list[FileRef] | None:
@@ -364,12 +434,14 @@ def test_a_removed_row_leaves_its_file_announced(catalog: Catalog) -> None:
     variant = make()
     file = FileRef(variant.variant_id, variant.created)
     add(catalog, variant)
-    assert catalog.remove([replace(file, created=2.0)], writer="me") == []  # another file of the same variant
+    # another file of the same variant
+    assert catalog.remove([replace(file, created=2.0)], writer="me") == []
     assert catalog.holds(file)
     assert catalog.remove([file], writer="me") == [replace(file, file_bytes=1000)]
     assert not catalog.holds(file)
     assert catalog.holds(file, or_at_risk=True)
-    assert catalog.at_risk() == {"me": [replace(file, file_bytes=1000)]}  # its bytes count until it is deleted
+    # its bytes count until it is deleted
+    assert catalog.at_risk() == {"me": [replace(file, file_bytes=1000)]}
     catalog.settle([file])
     assert not catalog.holds(file, or_at_risk=True)
 
@@ -404,7 +476,10 @@ def test_chunks_to_evict_are_named_and_none_named_is_none_evicted(catalog: Catal
 def test_a_chunk_is_found_by_how_its_id_begins(catalog: Catalog) -> None:
     for chunk in ("ab12", "abc3", "b0ab", "a%", "A%"):
         add(catalog, make(chunk))
-    assert {row.variant.key.chunk_id for row in catalog.rows(RowFilter(chunk_prefix="ab"))} == {"ab12", "abc3"}
+    assert {row.variant.key.chunk_id for row in catalog.rows(RowFilter(chunk_prefix="ab"))} == {
+        "ab12",
+        "abc3",
+    }
     assert len(evict(catalog, RowFilter(chunk_prefix="a%"))) == 1
     assert catalog.rows(RowFilter(chunk_prefix="a_")) == []
 
@@ -481,7 +556,11 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Catalog,
         variant = replace(
             make(chunks[n % len(chunks)], prefix, created=float(n)),
             variant_id=f"{n:032x}",
-            inter=tuple(struct.unpack(f"<{len(prefix)}f", struct.pack(f"<{len(prefix)}f", *(0.1,) * len(prefix)))),
+            inter=tuple(
+                struct.unpack(
+                    f"<{len(prefix)}f", struct.pack(f"<{len(prefix)}f", *(0.1,) * len(prefix))
+                )
+            ),
         )
         frequency = dice.random() * 20
         columns = row_of(variant, file_bytes=18_004_096, frequency=frequency)
@@ -525,11 +604,13 @@ def test_eviction_among_100000_variants_does_not_scan_them(
     crowded: tuple[Catalog, list[str]], sqlite_steps: CountSteps
 ) -> None:
     catalog, _ = crowded
-    catalog.settle([file for files in catalog.at_risk().values() for file in files])  # of tests before
+    # of tests before
+    catalog.settle([file for files in catalog.at_risk().values() for file in files])
     limits = replace(ROOMY, disk_bytes=catalog.totals().file_bytes)
     for n in range(20):
         with sqlite_steps(catalog) as steps:
-            assert len(add(catalog, make(f"new {n}", created=1e9), limits=limits)) == 1  # fewer bytes in than out
+            # fewer bytes in than out
+            assert len(add(catalog, make(f"new {n}", created=1e9), limits=limits)) == 1
         assert steps[0] < 10_000
         limits = replace(limits, disk_bytes=catalog.totals().file_bytes)
 
@@ -561,7 +642,10 @@ def test_a_chunk_that_comes_back_is_worth_what_it_was(catalog: Catalog) -> None:
     add(catalog, make("a", created=1.0), limits=limits)
     catalog.record_uses({make("a").variant_id: Use(2.0, 3.0)})
     add(catalog, make("b", created=2.0), limits=limits)
-    assert add(catalog, make("a", ("elsewhere",), created=3.0), limits=replace(limits, max_variants=3)) == []
+    assert (
+        add(catalog, make("a", ("elsewhere",), created=3.0), limits=replace(limits, max_variants=3))
+        == []
+    )
     (again,) = catalog.find("ns", "model", ["a"])[0]["a"]
     assert again.reuse_frequency == 2.0
     add(catalog, make("a", ("yet elsewhere",), created=4.0), limits=replace(limits, max_variants=3))
@@ -574,8 +658,16 @@ def test_another_policy_makes_the_scores_anew(tmp_path: Path) -> None:
         for name, use in (("exact once", Use(100.0, 1.0)), ("often", Use(60.0, 50.0))):
             add(catalog, make(name))
             catalog.record_uses({make(name).variant_id: use})
-        assert [row.variant.key.chunk_id for row in catalog.rows(RowFilter())] == ["often", "exact once"]
-    for policy, first in (("f_r", "exact once"), (None, "exact once"), ("saving", "often"), (None, "often")):
+        assert [row.variant.key.chunk_id for row in catalog.rows(RowFilter())] == [
+            "often",
+            "exact once",
+        ]
+    for policy, first in (
+        ("f_r", "exact once"),
+        (None, "exact once"),
+        ("saving", "often"),
+        (None, "often"),
+    ):
         named = None if policy is None else policy_named(policy)  # who names none changes nothing
         with closing(Catalog(path, policy=named)) as catalog:
             assert catalog.rows(RowFilter())[0].variant.key.chunk_id == first

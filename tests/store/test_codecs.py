@@ -22,7 +22,9 @@ LOSSY = [name for name in CODECS if name != "raw"]
 def layer_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Values as a model makes them: channels with means of their own, a first token unlike the others."""
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=generator) + 4 * torch.randn((1, 1, *shape[2:]), generator=generator)
+    values = torch.randn(shape, generator=generator) + 4 * torch.randn(
+        (1, 1, *shape[2:]), generator=generator
+    )
     values[:, 0] *= 8
     return values.to(dtype)
 
@@ -47,7 +49,9 @@ def allowed(name: str, kv: torch.Tensor) -> torch.Tensor:
     else:
         rest = (values - values.mean(1, keepdim=True)).abs()
         spread = rest.square().mean((1, 3), keepdim=True).sqrt() * 0.4
-        fits = torch.maximum(rest.amax((1, 3), keepdim=True) / 126, values.abs().amax((1, 3), keepdim=True) / 32767)
+        fits = torch.maximum(
+            rest.amax((1, 3), keepdim=True) / 126, values.abs().amax((1, 3), keepdim=True) / 32767
+        )
         bound = torch.maximum(spread, fits) * 1.001 / 2
     kind = torch.finfo(kv.dtype)
     return bound + values.abs() * kind.eps + kind.tiny * kind.eps + torch.finfo(torch.float32).tiny
@@ -82,7 +86,11 @@ def test_errors_keep_to_their_bound_for_any_finite_values(data: st.DataObject) -
     end = min(torch.finfo(dtype).max, 2.0**59) if name == "entropy" else torch.finfo(dtype).max
     kv = layer_of(shape, torch.float32, data.draw(st.integers(0, 99)))
     kv = kv / kv.abs().max() * 10.0 ** data.draw(st.integers(-44, 38))
-    spots = data.draw(st.lists(st.tuples(st.integers(0, kv.numel() - 1), st.floats(-end, end, width=32)), max_size=4))
+    spots = data.draw(
+        st.lists(
+            st.tuples(st.integers(0, kv.numel() - 1), st.floats(-end, end, width=32)), max_size=4
+        )
+    )
     for spot, value in spots:
         kv.view(-1)[spot] = value
     kv = kv.clamp(-end, end).to(dtype).clamp(-end, end)
@@ -111,7 +119,9 @@ def test_one_outlier_costs_the_other_tokens_nothing_with_int8() -> None:
 @pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_values_that_are_not_finite_are_refused(name: str, value: float, dtype: torch.dtype) -> None:
+def test_values_that_are_not_finite_are_refused(
+    name: str, value: float, dtype: torch.dtype
+) -> None:
     kv = layer_of((2, 5, 2, 8), dtype)
     kv[1, 2, 0, 3] = value
     with pytest.raises(ValueError, match="NaN"):
@@ -120,7 +130,10 @@ def test_values_that_are_not_finite_are_refused(name: str, value: float, dtype: 
 
 def test_values_get_coarser_with_depth_and_keys_do_not() -> None:
     kv = ordinary_layer((2, 200, 2, 64))
-    first, last = ((around("entropy", kv, layer=layer, layers=6) - kv).square().mean((1, 2, 3)) for layer in (0, 5))
+    first, last = (
+        (around("entropy", kv, layer=layer, layers=6) - kv).square().mean((1, 2, 3))
+        for layer in (0, 5)
+    )
     assert torch.isclose(first[0], last[0])
     assert first[1] * 1.5 < last[1]
 
@@ -141,7 +154,10 @@ def test_a_block_is_as_long_and_holds_what_the_codec_says(name: str) -> None:
         assert codec.block_bytes(layout, tokens) in (None, len(block))
         assert sum(part.nbytes for part in codec.parts(layout, tokens, len(block))) == len(block)
         with pytest.raises(ValueError, match="instead of" if name != "entropy" else "frame"):
-            codec.decode(block[: len(block) - 1], out=torch.empty(layout.shape(tokens)[1:], dtype=torch.bfloat16))
+            codec.decode(
+                block[: len(block) - 1],
+                out=torch.empty(layout.shape(tokens)[1:], dtype=torch.bfloat16),
+            )
 
 
 @pytest.mark.parametrize("name", ["raw", "int8"])
@@ -170,14 +186,18 @@ def test_blocks_are_as_small_as_promised(name: str, ratio: float) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_a_damaged_block_decodes_to_something_or_is_refused_with_a_reason(data: st.DataObject) -> None:
+def test_a_damaged_block_decodes_to_something_or_is_refused_with_a_reason(
+    data: st.DataObject,
+) -> None:
     name = data.draw(st.sampled_from(LOSSY))
     kv = layer_of((2, 9, 2, 8), torch.bfloat16)
     codec = codec_named(name)
     block = codec.encode(kv, layer=0, layers=1)
     begin = data.draw(st.integers(0, len(block) - 1))
     patch = torch.tensor(list(data.draw(st.binary(min_size=1, max_size=16))), dtype=torch.uint8)
-    damaged = torch.cat([block[:begin], patch, block[begin + data.draw(st.sampled_from([0, len(patch)])) :]])
+    damaged = torch.cat(
+        [block[:begin], patch, block[begin + data.draw(st.sampled_from([0, len(patch)])) :]]
+    )
     try:
         codec.decode(damaged, out=torch.empty_like(kv))
     except ValueError as error:
@@ -205,11 +225,15 @@ def test_a_frame_that_grows_is_refused_before_it_does(size_in_frame: bool) -> No
     sound = codec.encode(kv, layer=0, layers=1)
     start = 2 * 2 * 4 + 2 * 2 * 8 * 2
     for grown in (1 << 26, 64 * 2 * 8 + 1, 64 * 2 * 8 - 1):
-        frame = zstandard.ZstdCompressor(level=1, write_content_size=size_in_frame).compress(bytes(grown))
+        frame = zstandard.ZstdCompressor(level=1, write_content_size=size_in_frame).compress(
+            bytes(grown)
+        )
         block = sound[:start].numpy().tobytes() + len(frame).to_bytes(4, "little") + frame * 2
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with pytest.raises(ValueError, match="a frame holds other than the deltas"):
-            codec.decode(torch.frombuffer(bytearray(block), dtype=torch.uint8), out=torch.empty_like(kv))
+            codec.decode(
+                torch.frombuffer(bytearray(block), dtype=torch.uint8), out=torch.empty_like(kv)
+            )
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10  # KiB
 
 
@@ -225,7 +249,9 @@ def test_no_block_is_larger_than_its_codec_says(codec: str, tokens: int) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["int8", "entropy"])
-def test_a_chunk_is_decoded_in_runs_and_each_number_as_if_alone(name: str, dtype: torch.dtype) -> None:
+def test_a_chunk_is_decoded_in_runs_and_each_number_as_if_alone(
+    name: str, dtype: torch.dtype
+) -> None:
     """Runs are short enough for one thread; where they end is not to be seen in what is decoded."""
     kv = ordinary_layer((2, 300, 3, 64)).to(dtype)
     codec, whole, at_once = codec_named(name), torch.empty_like(kv), torch.empty_like(kv)

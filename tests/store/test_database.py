@@ -20,7 +20,9 @@ FIRST = ("CREATE TABLE words (word TEXT NOT NULL UNIQUE)",)
 SECOND = ("ALTER TABLE words ADD COLUMN uses INTEGER NOT NULL DEFAULT 7",)
 
 
-def open_database(path: Path, *migrations: tuple[str, ...], busy_timeout_s: float = 5.0) -> Database:
+def open_database(
+    path: Path, *migrations: tuple[str, ...], busy_timeout_s: float = 5.0
+) -> Database:
     migrations = migrations or (FIRST,)
     kind = replace(CATALOG_KIND, migrations=migrations, newest=len(migrations))
     return Database(path, kind=kind, busy_timeout_s=busy_timeout_s)
@@ -147,6 +149,10 @@ def test_all_of_a_snapshot_is_of_one_moment(database: Database) -> None:
 
 
 def test_a_snapshot_within_a_snapshot_is_an_error_and_no_standstill(database: Database) -> None:
-    with pytest.raises(StoreError, match="within a transaction"), database.snapshot(), database.snapshot():
+    with (
+        pytest.raises(StoreError, match="within a transaction"),
+        database.snapshot(),
+        database.snapshot(),
+    ):
         raise AssertionError("never reached")
     assert words(database) == []

@@ -10,7 +10,9 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.eviction import POLICIES, Use, VariantFacts, policy_named, worth
 
 
-def standing(*uses: float, tokens: int = 100, nbytes: int = 400, exact_share: float = 1.0) -> VariantFacts:
+def standing(
+    *uses: float, tokens: int = 100, nbytes: int = 400, exact_share: float = 1.0
+) -> VariantFacts:
     """Of a chunk with uses of these CFOs."""
     used = Use(0.0, 0.0)
     for cfo in uses:

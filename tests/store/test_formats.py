@@ -77,7 +77,10 @@ def tables(path: Path) -> dict[str, Any]:
     """Contents of a catalog, by table and column; without SQLite's own tables."""
     with closing(sqlite3.connect(path)) as connection:
         connection.row_factory = sqlite3.Row
-        names = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        names = [
+            row[0]
+            for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        ]
         return {
             name: [
                 {column: as_json(value) for column, value in dict(row).items()}
@@ -106,8 +109,11 @@ def test_a_file_is_byte_by_byte_what_layout_3_says() -> None:
 def test_a_row_of_a_remote_is_byte_by_byte_what_layout_3_says() -> None:
     raw = (DATA / "remote.row").read_bytes()
     assert ROW.encode() == raw
-    row = decode_row(raw, namespace=KEY.namespace, fingerprint=KEY.fingerprint, chunk_id=KEY.chunk_id)
-    assert row.variant == replace(ROW.variant, reuse_frequency=0.0)  # what others say of uses is not believed
+    row = decode_row(
+        raw, namespace=KEY.namespace, fingerprint=KEY.fingerprint, chunk_id=KEY.chunk_id
+    )
+    # what others say of uses is not believed
+    assert row.variant == replace(ROW.variant, reuse_frequency=0.0)
     assert row.variant.payload == ROW.variant.payload
     assert row.token_scores.inter.tolist() == [0.0, 0.5, 1.0]
 
@@ -122,8 +128,14 @@ def test_a_row_of_the_catalog_is_what_layout_3_says(tmp_path: Path) -> None:
                     marks = ",".join("?" * len(row))
                     query = f"INSERT INTO {table} ({','.join(row)}) VALUES ({marks})"
                     connection.execute(query, [from_json(value) for value in row.values()])
-        assert catalog.find(KEY.namespace, KEY.fingerprint, [KEY.chunk_id])[0] == {KEY.chunk_id: [VARIANT]}
-        assert catalog.token_scores([VARIANT.variant_id])[VARIANT.variant_id].inter.tolist() == [0.0, 0.5, 1.0]
+        assert catalog.find(KEY.namespace, KEY.fingerprint, [KEY.chunk_id])[0] == {
+            KEY.chunk_id: [VARIANT]
+        }
+        assert catalog.token_scores([VARIANT.variant_id])[VARIANT.variant_id].inter.tolist() == [
+            0.0,
+            0.5,
+            1.0,
+        ]
 
 
 # -- other versions ---------------------------------------------------------------------------------------------------
@@ -136,7 +148,10 @@ def changed_file(change: Callable[[dict[str, Any]], object]) -> bytes:
     fields = json.loads(entries["__metadata__"]["fields"])
     change(fields)
     text = json.dumps(fields, separators=(",", ":"))
-    entries["__metadata__"] |= {"fields": text, "fields_xxh3": xxhash.xxh3_64_hexdigest(text.encode())}
+    entries["__metadata__"] |= {
+        "fields": text,
+        "fields_xxh3": xxhash.xxh3_64_hexdigest(text.encode()),
+    }
     packed = json.dumps(entries, separators=(",", ":")).encode()
     return whole[:8] + packed.ljust(4088) + whole[4096:]
 
@@ -149,7 +164,9 @@ def changed_row(change: Callable[[dict[str, Any]], object]) -> bytes:
 
 
 def read(raw: bytes) -> Row:
-    return decode_row(raw, namespace=KEY.namespace, fingerprint=KEY.fingerprint, chunk_id=KEY.chunk_id)
+    return decode_row(
+        raw, namespace=KEY.namespace, fingerprint=KEY.fingerprint, chunk_id=KEY.chunk_id
+    )
 
 
 def on_disk(folder: Path, raw: bytes) -> DiskTier:
@@ -173,7 +190,9 @@ def test_fields_that_are_not_known_are_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [LAYOUT_VERSION + 1, LAYOUT_VERSION - 1, "4", None, 4.5, True])
 def test_another_layout_is_never_served(tmp_path: Path, version: object) -> None:
-    found = on_disk(tmp_path, changed_file(lambda fields: fields.update(layout_version=version))).read(VARIANT)
+    found = on_disk(
+        tmp_path, changed_file(lambda fields: fields.update(layout_version=version))
+    ).read(VARIANT)
     assert isinstance(found, Damaged)
     with pytest.raises(ValueError, match="row damaged"):
         read(changed_row(lambda fields: fields.update(layout_version=version)))

@@ -58,7 +58,9 @@ def capture(number: int) -> Capture:
     return Capture(key, LAYOUT, "tokens", kv, TokenScores(), (0.1,), 0.3, 0.6, 1.0)
 
 
-def interrupted_at_line(number: int, action: Callable[[], object], *, within: str, events: tuple[str, ...]) -> bool:
+def interrupted_at_line(
+    number: int, action: Callable[[], object], *, within: str, events: tuple[str, ...]
+) -> bool:
     """Run `action` with Ctrl-C at the given place of the package; returns False if it has fewer places.
 
     Python raises KeyboardInterrupt when it enters a function and after calls, so both are simulated by a tracer. A
@@ -119,7 +121,9 @@ def read_in_a_snapshot(database: Database) -> None:
 
 
 @pytest.mark.parametrize("events", [("line",), ("call",)], ids=["at a line", "at a call"])
-def test_ctrl_c_at_any_place_leaves_no_transaction_open(database: Database, events: tuple[str, ...]) -> None:
+def test_ctrl_c_at_any_place_leaves_no_transaction_open(
+    database: Database, events: tuple[str, ...]
+) -> None:
     second = open_database(database.path, busy_timeout_s=0.2)
     places = 0
 
@@ -189,7 +193,9 @@ def test_ctrl_c_at_any_line_of_an_eviction_leaves_no_room_taken(tmp_path: Path) 
             def evict() -> None:
                 store.evict(down_to_bytes=0)
 
-            if not interrupted_at_line(places, evict, within="cachecraft_rag/store/", events=("line",)):
+            if not interrupted_at_line(
+                places, evict, within="cachecraft_rag/store/", events=("line",)
+            ):
                 break
             places += 1
             assert store.flush(60)
@@ -317,7 +323,13 @@ def test_a_process_and_another_one_go_on_after_thousands_of_interrupts(tmp_path:
                 change_index()
                 search_index()
     gc.collect()
-    command = [sys.executable, "-c", WRITE_IN_ANOTHER_PROCESS, str(tmp_path / "caches"), str(tmp_path / "index")]
+    command = [
+        sys.executable,
+        "-c",
+        WRITE_IN_ANOTHER_PROCESS,
+        str(tmp_path / "caches"),
+        str(tmp_path / "index"),
+    ]
     subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
     store.check(repair=True)
     store.evict(down_to_bytes=0)

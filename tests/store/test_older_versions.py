@@ -56,10 +56,16 @@ def remote_of(old: Path) -> RemoteConfig:
     return RemoteConfig(f"file://{old}/remote", **PATIENT)
 
 
-def test_a_store_of_another_version_is_set_aside_with_one_warning(old: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_of_another_version_is_set_aside_with_one_warning(
+    old: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     root = old / "store" / "caches"
     before = {path.relative_to(root): path.read_bytes() for path in files(root / "variants")}
-    for version, next_version in (("an older", 999_999), ("a newer", schema._VERSION - 1), ("the last", 1)):
+    for version, next_version in (
+        ("an older", 999_999),
+        ("a newer", schema._VERSION - 1),
+        ("the last", 1),
+    ):
         with ChunkCacheStore.open(root) as store:
             assert store.stats().variants == 0
             assert store.lookup("default", MODEL, NAMES) == {name: [] for name in NAMES}
@@ -67,7 +73,10 @@ def test_a_store_of_another_version_is_set_aside_with_one_warning(old: Path, cap
             assert len(caplog.messages) == 1, (version, caplog.messages)
             assert "set-aside" in caplog.messages[0]
         caplog.clear()
-        kept = {path.relative_to(root / "set-aside"): path.read_bytes() for path in files(root / "set-aside/variants")}
+        kept = {
+            path.relative_to(root / "set-aside"): path.read_bytes()
+            for path in files(root / "set-aside/variants")
+        }
         assert kept == (before if version == "an older" else {})  # only the last one is kept
         with closing(sqlite3.connect(root / "catalog.sqlite")) as connection:
             connection.execute(f"PRAGMA user_version = {next_version}")
@@ -80,7 +89,10 @@ def test_processes_that_meet_an_older_store_at_once_set_it_aside_once(
 ) -> None:
     stores: list[ChunkCacheStore] = []
     threads = [
-        threading.Thread(target=lambda: stores.append(ChunkCacheStore.open(old / "store" / "caches"))) for _ in range(6)
+        threading.Thread(
+            target=lambda: stores.append(ChunkCacheStore.open(old / "store" / "caches"))
+        )
+        for _ in range(6)
     ]
     for thread in threads:
         thread.start()
@@ -116,16 +128,19 @@ def test_an_engine_computes_again_and_leaves_the_old_remote_as_it_is(
         Engine(decoder, store) as engine,
     ):
         assert load_calibration(old / "store", decoder.fingerprint) is None
-        first, second = (engine.stream("How?", CHUNKS, sampling=SamplingParams(max_new_tokens=4)) for _ in range(2))
+        first, second = (
+            engine.stream("How?", CHUNKS, sampling=SamplingParams(max_new_tokens=4))
+            for _ in range(2)
+        )
         text = "".join(first)
         outcomes = {chunk.outcome for chunk in first.stats.chunks}
         engine.write_back.wait_for([*NAMES, engine.prompts.system.segment_id])
         assert store.flush(60)
         assert "".join(second) == text
         assert [chunk.outcome for chunk in second.stats.chunks] == ["exact"] * len(CHUNKS)
-        assert {row.variant.key.fingerprint for row in store.rows(RowFilter(chunk_ids=tuple(NAMES)))} == {
-            decoder.fingerprint
-        }
+        assert {
+            row.variant.key.fingerprint for row in store.rows(RowFilter(chunk_ids=tuple(NAMES)))
+        } == {decoder.fingerprint}
         assert store.check(repair=True).rows
         assert store.check().findings == ()
     assert outcomes == {"computed"}

@@ -32,7 +32,8 @@ def in_a_fork(action: Callable[[], None]) -> None:
     """Run it in a forked child, for ten seconds at most, and fail as it fails."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # since 3.12: this process has threads, which is the point
+        # since 3.12: this process has threads, which is the point
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -70,7 +71,10 @@ def refuses(*doors: Callable[[], object]) -> Callable[[], None]:
 
 @pytest.fixture
 def engine(tiny_decoder: Any, tmp_path: Path) -> Any:
-    with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(tiny_decoder("Llama"), store) as made:
+    with (
+        ChunkCacheStore.open(tmp_path / "caches") as store,
+        Engine(tiny_decoder("Llama"), store) as made,
+    ):
         for _ in made.stream("Which tray?", CHUNKS, sampling=SHORT):
             pass
         made.write_back.wait_for([chunk.chunk_id for chunk in CHUNKS])
@@ -113,7 +117,9 @@ def test_a_fork_may_not_use_an_open_store(engine: Engine) -> None:
     assert store.stats().variants == 3
 
 
-def test_closing_in_a_fork_waits_for_nothing_and_takes_nothing_from_the_parent(engine: Engine, tmp_path: Path) -> None:
+def test_closing_in_a_fork_waits_for_nothing_and_takes_nothing_from_the_parent(
+    engine: Engine, tmp_path: Path
+) -> None:
     index = FaissStore.open(tmp_path / "index", dim=2, embedder_fingerprint="x@1")
     index.upsert("one", [CHUNKS[0]], np.array([[1.0, 0.0]]))
     with (
@@ -134,7 +140,9 @@ def test_closing_in_a_fork_waits_for_nothing_and_takes_nothing_from_the_parent(e
     index.close()
 
 
-def test_a_forked_worker_may_open_its_own_where_the_parent_has_computed_nothing(tmp_path: Path) -> None:
+def test_a_forked_worker_may_open_its_own_where_the_parent_has_computed_nothing(
+    tmp_path: Path,
+) -> None:
     script = textwrap.dedent(
         """
         import os, sys

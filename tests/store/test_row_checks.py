@@ -17,7 +17,19 @@ BOUNDS = RowBounds(LAYOUT, 100, {"chunk": (10, "tokens")})
 
 def make(prefix: tuple[str, ...] = ("system", "a"), tokens: int = 10) -> Variant:
     key = VariantKey("ns", "model", "chunk", prefix)
-    numbers = (tokens, "tokens", (0.5,) * len(prefix), 0.3, 0.6, 1.0, None, "raw", LAYOUT.nbytes(tokens), 0.0, 1e9)
+    numbers = (
+        tokens,
+        "tokens",
+        (0.5,) * len(prefix),
+        0.3,
+        0.6,
+        1.0,
+        None,
+        "raw",
+        LAYOUT.nbytes(tokens),
+        0.0,
+        1e9,
+    )
     return Variant(key, key.variant_id, *numbers)
 
 
@@ -48,13 +60,32 @@ def test_another_tokenisation_is_left_to_the_planner() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"exact_share": 1.5}, {"exact_share": -0.1}, {"exact_share": 1e308}, {"cci": 1.1}, {"cci": "0.6"},
-        {"intra": 11.0}, {"intra": None}, {"inter": (0.1,)}, {"inter": (0.1, float("nan"))}, {"inter": (-0.1, 0.3)},
-        {"reuse_frequency": 1e300}, {"reuse_frequency": -1.0}, {"created": -1.0}, {"created": float("inf")},
-        {"tokens": 10.0}, {"tokens": True}, {"tokens": 2**70}, {"nbytes": 0}, {"primed": 1}, {"session": 7},
-        {"tokens_digest": b"tokens"}, {"codec": None}, {"codec": "\ud800"}, {"key": VariantKey("n", "f", "c", (1, 2))},
+        {"exact_share": 1.5},
+        {"exact_share": -0.1},
+        {"exact_share": 1e308},
+        {"cci": 1.1},
+        {"cci": "0.6"},
+        {"intra": 11.0},
+        {"intra": None},
+        {"inter": (0.1,)},
+        {"inter": (0.1, float("nan"))},
+        {"inter": (-0.1, 0.3)},
+        {"reuse_frequency": 1e300},
+        {"reuse_frequency": -1.0},
+        {"created": -1.0},
+        {"created": float("inf")},
+        {"tokens": 10.0},
+        {"tokens": True},
+        {"tokens": 2**70},
+        {"nbytes": 0},
+        {"primed": 1},
+        {"session": 7},
+        {"tokens_digest": b"tokens"},
+        {"codec": None},
+        {"codec": "\ud800"},
+        {"key": VariantKey("n", "f", "c", (1, 2))},
     ],
-)  # fmt: skip
+)
 def test_fields_out_of_range_or_of_another_kind_are_unsound(change: dict[str, Any]) -> None:
     assert row_error(replace(make(), **change))
 

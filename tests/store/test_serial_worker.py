@@ -20,7 +20,10 @@ def test_jobs_run_in_order_in_one_thread_and_pass_on_results_and_errors() -> Non
     worker = SerialWorker("worker")
     ran: list[tuple[int, str]] = []
     futures = [
-        worker.submit(lambda number=number: ran.append((number, threading.current_thread().name)), ended=ignore)
+        worker.submit(
+            lambda number=number: ran.append((number, threading.current_thread().name)),
+            ended=ignore,
+        )
         for number in range(50)
     ]
     failing = worker.submit(lambda: 1 // 0, ended=ignore)
@@ -77,7 +80,9 @@ worker = SerialWorker("worker")
 for number in range(5):
     worker.submit(lambda number=number: (time.sleep(0.02), print(number, flush=True)), ended=lambda _: None)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["0", "1", "2", "3", "4"]
 
 
@@ -104,7 +109,9 @@ def test_an_interrupted_start_is_made_up_for(monkeypatch: pytest.MonkeyPatch) ->
     assert ran == ["first"]
 
 
-def test_a_thread_that_cannot_start_costs_no_job_and_runs_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_start_costs_no_job_and_runs_none_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     worker = SerialWorker("worker")
 
     def refused(_: threading.Thread) -> None:
@@ -119,7 +126,9 @@ def test_a_thread_that_cannot_start_costs_no_job_and_runs_none_twice(monkeypatch
     assert ran == ["first", "second"]
 
 
-def test_a_mistake_in_what_follows_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mistake_in_what_follows_does_not_end_the_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     worker = SerialWorker("worker")
     worker.submit(lambda: None, ended=lambda _: 1 // 0)
     assert worker.submit(lambda: "next", ended=ignore).result(60) == "next"
@@ -135,5 +144,7 @@ from cachecraft_rag.store.serial_worker import SerialWorker
 worker = SerialWorker("worker")
 atexit.register(lambda: worker.submit(lambda: print("done", flush=True), ended=lambda _: None))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["done"], done.stderr

@@ -41,9 +41,16 @@ FILE = 4096 + LAYOUT.nbytes(10)  # the file of a capture of 10 tokens
 
 
 def make(
-    chunk: str = "chunk", prefix: tuple[str, ...] = ("system",), *, tokens: int = 10, exact_share: float = 1.0,
-    session: str | None = None, namespace: str = "ns", fingerprint: str = "model", cci: float = 0.6,
-) -> Capture:  # fmt: skip
+    chunk: str = "chunk",
+    prefix: tuple[str, ...] = ("system",),
+    *,
+    tokens: int = 10,
+    exact_share: float = 1.0,
+    session: str | None = None,
+    namespace: str = "ns",
+    fingerprint: str = "model",
+    cci: float = 0.6,
+) -> Capture:
     key = VariantKey(namespace, fingerprint, chunk, prefix)
     generator = torch.Generator().manual_seed(int(key.variant_id[:8], 16))
     kv = torch.randn(LAYOUT.shape(tokens), generator=generator).bfloat16()
@@ -93,7 +100,12 @@ def test_a_capture_is_found_and_served_from_memory(store: ChunkCacheStore) -> No
     capture = make()
     variant = stored(store, capture)
     assert only(store) == variant
-    assert (variant.key, variant.tokens, variant.codec, variant.session) == (capture.key, 10, "raw", None)
+    assert (variant.key, variant.tokens, variant.codec, variant.session) == (
+        capture.key,
+        10,
+        "raw",
+        None,
+    )
     assert (variant.nbytes, variant.reuse_frequency) == (LAYOUT.nbytes(10), 0.0)
     loaded = store.load(variant)
     assert isinstance(loaded, LoadedVariant)
@@ -188,9 +200,15 @@ def test_variants_are_opened_in_order_and_what_is_missing_is_named(tmp_path: Pat
         assert store.stats().load_failures == {"disk": {"missing": 1}}
 
 
-def test_used_tensors_move_to_the_device_and_the_least_used_back_to_the_host(tmp_path: Path) -> None:
+def test_used_tensors_move_to_the_device_and_the_least_used_back_to_the_host(
+    tmp_path: Path,
+) -> None:
     captures = [make(f"chunk {n}") for n in range(3)]
-    room = {"device": "cpu", "device_bytes": 2 * captures[0].kv.nbytes, "host_bytes": 3 * captures[0].kv.nbytes}
+    room = {
+        "device": "cpu",
+        "device_bytes": 2 * captures[0].kv.nbytes,
+        "host_bytes": 3 * captures[0].kv.nbytes,
+    }
     with ChunkCacheStore.open(tmp_path, **room) as store:
         variants = [stored(store, capture) for capture in captures]
 
@@ -220,7 +238,9 @@ def test_used_tensors_move_to_the_device_and_the_least_used_back_to_the_host(tmp
 
 def test_namespaces_and_fingerprints_never_cross(store: ChunkCacheStore) -> None:
     tenants = [("a", "model"), ("b", "model"), ("a", "another model")]
-    captures = [make(namespace=namespace, fingerprint=fingerprint) for namespace, fingerprint in tenants]
+    captures = [
+        make(namespace=namespace, fingerprint=fingerprint) for namespace, fingerprint in tenants
+    ]
     for capture in captures:
         stored(store, capture)
     for capture, (namespace, fingerprint) in zip(captures, tenants, strict=True):
@@ -235,7 +255,10 @@ def test_namespaces_and_fingerprints_never_cross(store: ChunkCacheStore) -> None
 def test_private_variants_are_seen_by_their_session_alone(store: ChunkCacheStore) -> None:
     shared = stored(store, make())
     mine = stored(store, make(prefix=("system", "my words"), session="me"))
-    assert store.lookup("ns", "model", ["chunk"], session="me")["chunk"] in ([shared, mine], [mine, shared])
+    assert store.lookup("ns", "model", ["chunk"], session="me")["chunk"] in (
+        [shared, mine],
+        [mine, shared],
+    )
     for other in (None, "you", "", "ME"):
         assert store.lookup("ns", "model", ["chunk"], session=other)["chunk"] == [shared]
 
@@ -258,7 +281,10 @@ def test_replacing_is_seen_whole_by_a_reader_at_every_moment(tmp_path: Path) -> 
     captures = [make(cci=0.5 + n / 100) for n in range(30)]
     for n, capture in enumerate(captures):
         capture.kv.fill_(n)
-    with ChunkCacheStore.open(tmp_path / "s") as writer, ChunkCacheStore.open(tmp_path / "s", host_bytes=0) as reader:
+    with (
+        ChunkCacheStore.open(tmp_path / "s") as writer,
+        ChunkCacheStore.open(tmp_path / "s", host_bytes=0) as reader,
+    ):
         stored(writer, captures[0])
         done = threading.Event()
 
@@ -294,19 +320,26 @@ def test_put_returns_at_once_whatever_the_disk_does(tmp_path: Path) -> None:
         other.close()
 
 
-def test_a_full_queue_drops_the_capture_with_a_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_queue_drops_the_capture_with_a_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with ChunkCacheStore.open(tmp_path, queue_bytes=2 * LAYOUT.nbytes(10)) as store:
         other = Catalog(tmp_path / "catalog.sqlite")
         with other.standstill():
             kept = [store.put(make(f"kept {n}")) for n in range(2)]
             dropped = [store.put(make(f"dropped {n}")).result() for n in range(2)]
         other.close()
-        assert all(isinstance(result, Unavailable) and "too many captures" in result.reason for result in dropped)
+        assert all(
+            isinstance(result, Unavailable) and "too many captures" in result.reason
+            for result in dropped
+        )
         assert all(isinstance(future.result(10), Variant) for future in kept)
-        assert store.stats().host_bytes == 2 * LAYOUT.nbytes(10)  # what was dropped does not fill memory either
+        # what was dropped does not fill memory either
+        assert store.stats().host_bytes == 2 * LAYOUT.nbytes(10)
         assert store.stats().captures == {"queue_full": 2, "stored": 2}
     warnings = [record for record in caplog.records if "too many captures" in record.getMessage()]
-    assert [record.levelno for record in warnings] == [logging.WARNING]  # the second one is for those who want details
+    # the second one is for those who want details
+    assert [record.levelno for record in warnings] == [logging.WARNING]
 
 
 def test_a_cancelled_capture_frees_its_place(tmp_path: Path) -> None:
@@ -370,10 +403,15 @@ def test_a_store_holds_several_codecs_and_serves_them_all_to_any_opening(tmp_pat
             assert torch.equal(load(store, codec), capture.kv)  # memory keeps what was computed
     with ChunkCacheStore.open(tmp_path) as store:
         errors = {
-            codec: (load(store, codec).float() - capture.kv.float()).abs().max() for codec, capture in captures.items()
+            codec: (load(store, codec).float() - capture.kv.float()).abs().max()
+            for codec, capture in captures.items()
         }
         sizes = {row.variant.codec: row.file_bytes for row in store.rows()}
-        assert store.stats().disk_bytes == sum(sizes.values()) == sum(path.stat().st_size for path in files(tmp_path))
+        assert (
+            store.stats().disk_bytes
+            == sum(sizes.values())
+            == sum(path.stat().st_size for path in files(tmp_path))
+        )
         assert store.check().findings == ()
     assert errors["raw"] == 0 < errors["int8"] < 0.05 < errors["entropy"] < 0.5
     assert sizes["raw"] > sizes["int8"] > sizes["entropy"]
@@ -400,10 +438,14 @@ def test_a_capture_that_fits_only_encoded_is_stored(tmp_path: Path) -> None:
     with ChunkCacheStore.open(tmp_path, disk_bytes=LAYOUT.nbytes(500) - 1, codec="int8") as store:
         stored(store, capture)
     with ChunkCacheStore.open(tmp_path, codec="raw") as store:
-        assert "larger than the whole byte budget" in str(store.put(make("other", tokens=500)).result())
+        assert "larger than the whole byte budget" in str(
+            store.put(make("other", tokens=500)).result()
+        )
 
 
-def test_a_capture_that_a_lossy_codec_cannot_take_is_dropped_with_the_reason(tmp_path: Path) -> None:
+def test_a_capture_that_a_lossy_codec_cannot_take_is_dropped_with_the_reason(
+    tmp_path: Path,
+) -> None:
     capture = make()
     capture.kv[1, 0, 3, 0, 2] = float("nan")
     with ChunkCacheStore.open(tmp_path, codec="int8") as store:
@@ -461,7 +503,9 @@ def test_uses_that_could_not_be_written_are_written_later(tmp_path: Path) -> Non
         assert only(store).reuse_frequency == 4.0
 
 
-def test_a_locked_catalog_drops_captures_and_raises_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_locked_catalog_drops_captures_and_raises_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with ChunkCacheStore.open(tmp_path, busy_timeout_s=0.01) as store:
         other = Catalog(tmp_path / "catalog.sqlite")
         with other.standstill():
@@ -482,9 +526,15 @@ def test_the_byte_budget_evicts_the_least_used(tmp_path: Path) -> None:
         stored(store, make("newcomer"))
         found = store.lookup("ns", "model", ["chunk 0", "chunk 1", "chunk 2", "newcomer"])
         assert [len(variants) for variants in found.values()] == [1, 0, 1, 1]
-        assert store.stats().disk_bytes == sum(path.stat().st_size for path in files(tmp_path)) == 3 * FILE
-        assert store.stats().host_bytes == 3 * LAYOUT.nbytes(10)  # memory does not keep what nobody can find
-    with ChunkCacheStore.open(tmp_path, disk_bytes=2 * FILE - 1) as store:  # a smaller budget holds from the opening on
+        assert (
+            store.stats().disk_bytes
+            == sum(path.stat().st_size for path in files(tmp_path))
+            == 3 * FILE
+        )
+        # memory does not keep what nobody can find
+        assert store.stats().host_bytes == 3 * LAYOUT.nbytes(10)
+    # a smaller budget holds from the opening on
+    with ChunkCacheStore.open(tmp_path, disk_bytes=2 * FILE - 1) as store:
         assert (store.stats().variants, len(files(tmp_path))) == (1, 1)
         assert only(store, "chunk 0") == dataclasses.replace(variants[0], reuse_frequency=2.0)
 
@@ -525,7 +575,9 @@ def test_the_eviction_policy_is_the_folders(tmp_path: Path) -> None:
         ChunkCacheStore.open(tmp_path, eviction="lru")
 
 
-def test_a_capture_larger_than_the_budget_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_capture_larger_than_the_budget_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with ChunkCacheStore.open(tmp_path, disk_bytes=FILE) as store:
         small = stored(store, make("small"))
         for tokens in (11, 1000):  # the first fits without its header, the second not at all
@@ -538,7 +590,12 @@ def test_a_capture_larger_than_the_budget_is_refused(tmp_path: Path, caplog: pyt
 
 def test_budgets_hold_under_eight_threads(tmp_path: Path) -> None:
     budget, over = 8 * FILE, []
-    settings = {"disk_bytes": budget, "host_bytes": 5 * LAYOUT.nbytes(10), "max_variants": 7, "variants_per_chunk": 2}
+    settings = {
+        "disk_bytes": budget,
+        "host_bytes": 5 * LAYOUT.nbytes(10),
+        "max_variants": 7,
+        "variants_per_chunk": 2,
+    }
     with ChunkCacheStore.open(tmp_path, **settings) as store:
 
         def work(seed: int) -> None:
@@ -551,7 +608,11 @@ def test_budgets_hold_under_eight_threads(tmp_path: Path) -> None:
                     assert isinstance(loaded, Unavailable) or torch.equal(loaded.kv, expected)
                     store.used(variant.variant_id, 0.3, 10)
                 stats = store.stats()
-                if stats.disk_bytes > budget or stats.host_bytes > 5 * LAYOUT.nbytes(10) or stats.variants > 7:
+                if (
+                    stats.disk_bytes > budget
+                    or stats.host_bytes > 5 * LAYOUT.nbytes(10)
+                    or stats.variants > 7
+                ):
                     over.append(stats)
 
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
@@ -562,7 +623,11 @@ def test_budgets_hold_under_eight_threads(tmp_path: Path) -> None:
         assert store.flush(30)
         assert not over
         assert store.stats().captures == {"stored": 96}
-        assert sum(path.stat().st_size for path in files(tmp_path)) == store.stats().disk_bytes <= budget
+        assert (
+            sum(path.stat().st_size for path in files(tmp_path))
+            == store.stats().disk_bytes
+            <= budget
+        )
         assert store.check().findings == ()
 
 
@@ -631,7 +696,9 @@ def test_a_row_that_was_changed_is_refused_with_a_reason_and_goes(tmp_path: Path
             database.execute("UPDATE variants SET tokens = 9 WHERE chunk_id = 'chunk'")
         found = store.find("ns", "model", ["chunk", "whole", "nowhere"])
         assert [len(offers) for offers in found.variants.values()] == [0, 1, 0]
-        assert found.refused == {"chunk": "its row in the catalog is damaged: its checksum is wrong"}
+        assert found.refused == {
+            "chunk": "its row in the catalog is damaged: its checksum is wrong"
+        }
         assert store.stats().lookups == {"found": 1, "refused": 1, "not_stored": 1}
         assert store.flush(10)
         assert len(files(tmp_path)) == 1
@@ -654,13 +721,17 @@ def test_check_finds_a_row_that_was_changed_and_repair_removes_it(tmp_path: Path
         with closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as database, database:
             database.execute("UPDATE variants SET exact_share = 0.5")
         assert [finding.kind for finding in store.check().findings] == ["damaged row"]
-        assert [finding.action for finding in store.check(repair=True).findings] == ["row and file removed"]
+        assert [finding.action for finding in store.check(repair=True).findings] == [
+            "row and file removed"
+        ]
         assert store.check().findings == ()
         assert files(tmp_path) == []
 
 
 @pytest.mark.parametrize("value", ["'many'", "7", "-1"])
-def test_a_store_with_damaged_sums_opens_and_repair_counts_them_again(tmp_path: Path, value: str) -> None:
+def test_a_store_with_damaged_sums_opens_and_repair_counts_them_again(
+    tmp_path: Path, value: str
+) -> None:
     def damage() -> None:
         with closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as database, database:
             database.execute(f"UPDATE totals SET variants = {value}")
@@ -701,7 +772,10 @@ def test_a_row_of_another_model_is_refused_and_removed(tmp_path: Path) -> None:
 def test_check_reports_everything_and_repair_leaves_nothing(tmp_path: Path) -> None:
     with ChunkCacheStore.open(tmp_path) as store:
         variants = {name: stored(store, make(name)) for name in ("whole", "lost", "cut", "flipped")}
-        paths = {name: next((tmp_path / "variants").rglob(f"{v.variant_id}*")) for name, v in variants.items()}
+        paths = {
+            name: next((tmp_path / "variants").rglob(f"{v.variant_id}*"))
+            for name, v in variants.items()
+        }
         paths["lost"].unlink()
         spoil_truncate(paths["cut"])
         spoil_flip(paths["flipped"])
@@ -736,7 +810,10 @@ def test_check_reports_everything_and_repair_leaves_nothing(tmp_path: Path) -> N
 
 
 def test_check_leaves_living_writers_alone(tmp_path: Path) -> None:
-    with ChunkCacheStore.open(tmp_path) as writer, ChunkCacheStore.open(tmp_path, host_bytes=0) as checker:
+    with (
+        ChunkCacheStore.open(tmp_path) as writer,
+        ChunkCacheStore.open(tmp_path, host_bytes=0) as checker,
+    ):
         done = threading.Event()
 
         def write() -> None:
@@ -763,7 +840,9 @@ def test_a_damaged_catalog_is_refused_at_opening_with_a_way_out(tmp_path: Path) 
     assert list((tmp_path / "writers").iterdir()) == []  # the failed attempts left no locks behind
 
 
-def test_a_catalog_damaged_while_open_means_misses_not_errors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_catalog_damaged_while_open_means_misses_not_errors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with ChunkCacheStore.open(tmp_path) as store:
         variant = stored(store, make())
         for name in ("catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm"):
@@ -803,9 +882,16 @@ def test_a_locked_catalog_is_opened_but_not_changed(tmp_path: Path) -> None:
 
 
 def test_settings_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"ram: no such store setting; there are busy_timeout_s, codec, device"):
+    with pytest.raises(
+        ConfigError, match=r"ram: no such store setting; there are busy_timeout_s, codec, device"
+    ):
         ChunkCacheStore.open(tmp_path, ram=5)
-    for setting, value in (("disk_bytes", 0), ("variants_per_chunk", -1), ("host_bytes", -1), ("readers", 0)):
+    for setting, value in (
+        ("disk_bytes", 0),
+        ("variants_per_chunk", -1),
+        ("host_bytes", -1),
+        ("readers", 0),
+    ):
         with pytest.raises(ConfigError, match=setting):
             ChunkCacheStore.open(tmp_path, **{setting: value})
     assert not (tmp_path / "catalog.sqlite").exists()
@@ -814,16 +900,24 @@ def test_settings_are_checked(tmp_path: Path) -> None:
 
 
 def test_limits_once_set_stay_with_the_folder(tmp_path: Path) -> None:
-    with ChunkCacheStore.open(tmp_path, disk_bytes=5 * FILE, max_variants=4, host_bytes=1000) as store:
+    with ChunkCacheStore.open(
+        tmp_path, disk_bytes=5 * FILE, max_variants=4, host_bytes=1000
+    ) as store:
         for n in range(4):
             stored(store, make(f"chunk {n}"))
     with ChunkCacheStore.open(tmp_path, max_variants=3) as store:  # one changes, the others stay
         config = store.config
-        assert (config.disk_bytes, config.max_variants, config.variants_per_chunk) == (5 * FILE, 3, 64)
+        assert (config.disk_bytes, config.max_variants, config.variants_per_chunk) == (
+            5 * FILE,
+            3,
+            64,
+        )
         assert config.host_bytes == StoreConfig().host_bytes  # that one belongs to the process
         assert store.stats().variants == 3
     with ChunkCacheStore.open(tmp_path) as store:
-        assert store.config == StoreConfig(disk_bytes=5 * FILE, max_variants=3, variants_per_chunk=64)
+        assert store.config == StoreConfig(
+            disk_bytes=5 * FILE, max_variants=3, variants_per_chunk=64
+        )
 
 
 def test_a_closed_store_says_so(tmp_path: Path) -> None:
@@ -831,7 +925,11 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
     variant = stored(store, make())
     store.close()
     store.close()
-    for call in (lambda: store.lookup("ns", "model", []), lambda: store.load(variant), lambda: store.open_variants([])):
+    for call in (
+        lambda: store.lookup("ns", "model", []),
+        lambda: store.load(variant),
+        lambda: store.open_variants([]),
+    ):
         with pytest.raises(StoreError, match="is closed"):
             call()
     result = store.put(make()).result()
@@ -857,8 +955,17 @@ def test_stats_count_what_happened(store: ChunkCacheStore) -> None:
     store.lookup("ns", "model", ["chunk", "unknown", "nowhere"])
     store.load(variant)
     stats = store.stats()
-    assert (stats.variants, stats.chunks, stats.disk_bytes, stats.host_bytes) == (1, 1, FILE, LAYOUT.nbytes(10))
-    assert (stats.lookups, stats.loads, stats.captures) == ({"found": 1, "not_stored": 2}, {"host": 1}, {"stored": 1})
+    assert (stats.variants, stats.chunks, stats.disk_bytes, stats.host_bytes) == (
+        1,
+        1,
+        FILE,
+        LAYOUT.nbytes(10),
+    )
+    assert (stats.lookups, stats.loads, stats.captures) == (
+        {"found": 1, "not_stored": 2},
+        {"host": 1},
+        {"stored": 1},
+    )
     assert (stats.disk_budget, stats.host_budget, stats.queued_bytes) == (20 << 30, 2 << 30, 0)
 
 
@@ -875,9 +982,13 @@ def test_private_variants_of_one_identity_lie_side_by_side(store: ChunkCacheStor
         assert {variant.session for variant in found} == {None, session}
 
 
-def test_a_private_row_of_before_sessions_had_their_own_is_still_read(store: ChunkCacheStore) -> None:
+def test_a_private_row_of_before_sessions_had_their_own_is_still_read(
+    store: ChunkCacheStore,
+) -> None:
     capture = make(session="ada")
-    old = dataclasses.replace(variant_of(capture, codec="raw", created=1.0), variant_id=capture.key.variant_id)
+    old = dataclasses.replace(
+        variant_of(capture, codec="raw", created=1.0), variant_id=capture.key.variant_id
+    )
     assert store._durable.write(old, encode(old, LAYOUT, capture.kv), capture.token_scores) is None
     serves(store, capture, "disk")
     new = stored(store, capture)

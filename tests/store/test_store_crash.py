@@ -23,11 +23,24 @@ import torch
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog import Catalog
-from cachecraft_rag.types import Capture, KVLayout, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey
+from cachecraft_rag.types import (
+    Capture,
+    KVLayout,
+    LoadedVariant,
+    TokenScores,
+    Unavailable,
+    Variant,
+    VariantKey,
+)
 
 LAYOUT = KVLayout(layers=4, kv_heads=2, head_dim=16, dtype="float32")
 CHUNKS, PREFIXES = 24, 4
-SETTINGS = {"disk_bytes": 400_000, "max_variants": 20, "variants_per_chunk": 2, "host_bytes": 100_000}
+SETTINGS = {
+    "disk_bytes": 400_000,
+    "max_variants": 20,
+    "variants_per_chunk": 2,
+    "host_bytes": 100_000,
+}
 
 
 def content(key: VariantKey) -> torch.Tensor:
@@ -42,7 +55,9 @@ def capture(dice: random.Random) -> Capture:
     key = VariantKey("ns", "model", f"chunk {dice.randrange(CHUNKS)}", ("system", *prefix))
     kv = content(key)
     scores = TokenScores(np.full(kv.shape[2], 0.5, dtype=np.float32))
-    return Capture(key, LAYOUT, "tokens", kv, scores, (0.1,) * len(key.origin_prefix), 0.3, 0.6, dice.random())
+    return Capture(
+        key, LAYOUT, "tokens", kv, scores, (0.1,) * len(key.origin_prefix), 0.3, 0.6, dice.random()
+    )
 
 
 def write_for_ever(root: str, seed: int) -> None:
@@ -69,7 +84,8 @@ def write_with_file_limit(root: str, seed: int) -> None:
         assert not all(stored[3:]), results
         reasons = [result.reason for result in results if isinstance(result, Unavailable)]
         assert all("full" in reason or "cannot be written" in reason for reason in reasons), reasons
-        assert isinstance(store.put(capture(dice)).result(), Variant)  # space again: the store goes on
+        # space again: the store goes on
+        assert isinstance(store.put(capture(dice)).result(), Variant)
 
 
 class Forks:
@@ -77,7 +93,9 @@ class Forks:
 
     def __init__(self) -> None:
         command = [sys.executable, __file__]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def start(self, job: str, root: Path, seed: int) -> int:
         """Fork one writer; returns its process id at once."""
@@ -184,20 +202,25 @@ def seconds_to_first_capture(forks: Forks, root: Path) -> float:
 def test_writers_killed_at_50_random_moments(forks: Forks, tmp_path: Path) -> None:
     dice, served, halfway = random.Random(), 0, 0
     longest, kills = 4 * seconds_to_first_capture(forks, tmp_path), 0
-    while kills < 50 or (kills < 400 and (halfway < 5 or served < 50)):  # on a busy machine few writers get far
+    # on a busy machine few writers get far
+    while kills < 50 or (kills < 400 and (halfway < 5 or served < 50)):
         kills += 1
         pid = forks.start("write", tmp_path, kills)
-        time.sleep(dice.uniform(0.0, longest))  # from before the store is open to dozens of captures later
+        # from before the store is open to dozens of captures later
+        time.sleep(dice.uniform(0.0, longest))
         os.kill(pid, signal.SIGKILL)
         assert forks.wait(pid) == -signal.SIGKILL  # not an error of its own
         halfway += interrupted(tmp_path)
         with ChunkCacheStore.open(tmp_path, **SETTINGS) as store:
             served += verify(store)
-            assert bytes_on_disk(tmp_path) == store.stats().disk_bytes  # nothing of the dead is left, without any check
+            # nothing of the dead is left, without any check
+            assert bytes_on_disk(tmp_path) == store.stats().disk_bytes
             assert store.check(repair=True).findings == ()
             assert store.check().findings == ()
         assert list((tmp_path / "writers").iterdir()) == []
-    print(f"{halfway} of {kills} kills in the middle of a write or an eviction; {served} chunk-caches verified")
+    print(
+        f"{halfway} of {kills} kills in the middle of a write or an eviction; {served} chunk-caches verified"
+    )
     assert halfway >= 5
     assert served >= 50
 
@@ -212,7 +235,9 @@ def test_check_repairs_what_a_killed_writer_left(forks: Forks, tmp_path: Path) -
             os.kill(pid, signal.SIGKILL)
             forks.wait(pid)
             dry, wet = store.check(), store.check(repair=True)
-            assert [finding.path for finding in dry.findings] == [finding.path for finding in wet.findings]
+            assert [finding.path for finding in dry.findings] == [
+                finding.path for finding in wet.findings
+            ]
             assert {finding.kind for finding in wet.findings} <= {"leftover of a writer"}
             repaired += len(wet.findings)
             assert store.check().findings == ()
@@ -226,7 +251,8 @@ def test_two_processes_on_one_store(forks: Forks, tmp_path: Path) -> None:
     with ChunkCacheStore.open(tmp_path, **SETTINGS) as store:
         served, began = 0, time.monotonic()
         while time.monotonic() < began + (1.5 if served else 60):
-            served += verify(store, all_there=False)  # evicted between lookup and load: a reason, never a wrong tensor
+            # evicted between lookup and load: a reason, never a wrong tensor
+            served += verify(store, all_there=False)
             store.put(capture(random.Random()))
         assert store.flush(60)
         captures = store.stats().captures
@@ -250,7 +276,9 @@ def fill_and_recover(root: Path) -> None:
         results = [store.put(capture(dice)).result() for _ in range(120)]
         dropped = [result for result in results if isinstance(result, Unavailable)]
         assert dropped
-        assert all("full" in result.reason for result in dropped), {result.reason for result in dropped}
+        assert all("full" in result.reason for result in dropped), {
+            result.reason for result in dropped
+        }
         ids = {result.variant_id for result in results if isinstance(result, Variant)}
         assert ids
         assert not list((root / "variants").rglob("*.tmp"))
@@ -278,7 +306,9 @@ def test_a_full_disk_drops_captures_and_nothing_else(forks: Forks, tmp_path: Pat
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_files_that_may_not_grow_drop_captures_and_nothing_else(forks: Forks, tmp_path: Path) -> None:
+def test_files_that_may_not_grow_drop_captures_and_nothing_else(
+    forks: Forks, tmp_path: Path
+) -> None:
     assert forks.wait(forks.start("limited", tmp_path / "store", 7)) == 0
     with ChunkCacheStore.open(tmp_path / "store", **SETTINGS) as store:
         assert verify(store) > 0

@@ -22,7 +22,16 @@ from cachecraft_rag.errors import StoreError
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
-from cachecraft_rag.types import Capture, Chunk, KVLayout, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey
+from cachecraft_rag.types import (
+    Capture,
+    Chunk,
+    KVLayout,
+    LoadedVariant,
+    TokenScores,
+    Unavailable,
+    Variant,
+    VariantKey,
+)
 
 LAYOUT = KVLayout(layers=2, kv_heads=1, head_dim=4, dtype="float32")
 CHUNKS = [Chunk("Empty the kettle before you descale it."), Chunk("The toaster has a crumb tray.")]
@@ -32,7 +41,9 @@ NOBODY = 65534
 def capture(chunk: str = "chunk") -> Capture:
     key = VariantKey("ns", "model", chunk, ("system",))
     scores = TokenScores(np.zeros(3, np.float32))
-    return Capture(key, LAYOUT, "tokens", torch.ones(LAYOUT.shape(3)), scores, (0.1,), 0.3, 0.6, 1.0)
+    return Capture(
+        key, LAYOUT, "tokens", torch.ones(LAYOUT.shape(3)), scores, (0.1,), 0.3, 0.6, 1.0
+    )
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -109,7 +120,10 @@ def test_closing_does_no_harm_to_a_store_that_is_open_in_its_place(tmp_path: Pat
 
 def test_an_engine_goes_on_answering_without_its_folder(tiny_decoder: Any, tmp_path: Path) -> None:
     how = {"sampling": SamplingParams(max_new_tokens=6)}
-    with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(tiny_decoder("Llama"), store) as engine:
+    with (
+        ChunkCacheStore.open(tmp_path / "caches") as store,
+        Engine(tiny_decoder("Llama"), store) as engine,
+    ):
         first = "".join(engine.stream("Which tray?", CHUNKS, **how))  # type: ignore[arg-type]
         engine.write_back.wait_for([chunk.chunk_id for chunk in CHUNKS])
         shutil.rmtree(tmp_path / "caches")
@@ -124,7 +138,9 @@ def test_an_engine_goes_on_answering_without_its_folder(tiny_decoder: Any, tmp_p
 FullDisk = Callable[[], AbstractContextManager[None]]
 
 
-def test_a_store_on_a_full_disk_answers_and_frees_space(tmp_path: Path, full_disk: FullDisk) -> None:
+def test_a_store_on_a_full_disk_answers_and_frees_space(
+    tmp_path: Path, full_disk: FullDisk
+) -> None:
     root = tmp_path / "caches"
     with ChunkCacheStore.open(root) as store:
         for name in ("chunk", "another", "third"):
@@ -136,7 +152,8 @@ def test_a_store_on_a_full_disk_answers_and_frees_space(tmp_path: Path, full_dis
         assert (store.stats().variants, len(store.rows()), store.check().findings) == (3, 3, ())
         assert store.evict(RowFilter(chunk_ids=("another",))).variants == 1
         assert len(list(root.rglob("*.safetensors"))) == 2
-        assert [finding.kind for finding in store.check().findings] == ["missing file"]  # its row cannot leave yet
+        # its row cannot leave yet
+        assert [finding.kind for finding in store.check().findings] == ["missing file"]
         (gone,) = store.lookup("ns", "model", ["another"])["another"]
         assert isinstance(store.open_variant(gone), Unavailable)  # memory has let go of it
     with ChunkCacheStore.open(root) as store:
@@ -198,7 +215,10 @@ def look(root: Path) -> dict[str, Any]:
         assert store.flush()
         report = store.check()
         refused = []
-        for ask in (lambda: store.evict(RowFilter(namespace="ns")), lambda: store.check(repair=True)):
+        for ask in (
+            lambda: store.evict(RowFilter(namespace="ns")),
+            lambda: store.check(repair=True),
+        ):
             try:
                 ask()
             except StoreError as error:

@@ -31,8 +31,25 @@ from cachecraft_rag.types import Capture, Chunk, KVLayout, LoadedVariant, TokenS
 SECONDS = float(os.environ.get("TESTS_STRESS_S", "20"))
 LAYOUT = KVLayout(layers=4, kv_heads=2, head_dim=16, dtype="float32")
 CHUNKS, PREFIXES = 40, 4
-BUDGETS = {"disk_bytes": 2_000_000, "host_bytes": 600_000, "max_variants": 60, "variants_per_chunk": 3}
-WORDS = ["kettle", "descale", "weeks", "filter", "drum", "belt", "spring", "motor", "valve", "lamp", "hinge"]
+BUDGETS = {
+    "disk_bytes": 2_000_000,
+    "host_bytes": 600_000,
+    "max_variants": 60,
+    "variants_per_chunk": 3,
+}
+WORDS = [
+    "kettle",
+    "descale",
+    "weeks",
+    "filter",
+    "drum",
+    "belt",
+    "spring",
+    "motor",
+    "valve",
+    "lamp",
+    "hinge",
+]
 
 
 def content(key: VariantKey) -> torch.Tensor:
@@ -45,7 +62,15 @@ def capture(dice: random.Random) -> Capture:
     prefix = tuple(f"segment {n}" for n in range(dice.randrange(PREFIXES)))
     key = VariantKey("ns", "model", f"chunk {dice.randrange(CHUNKS)}", ("system", *prefix))
     return Capture(
-        key, LAYOUT, "tokens", content(key), TokenScores(), (0.1,) * len(key.origin_prefix), 0.3, 0.6, dice.random()
+        key,
+        LAYOUT,
+        "tokens",
+        content(key),
+        TokenScores(),
+        (0.1,) * len(key.origin_prefix),
+        0.3,
+        0.6,
+        dice.random(),
     )
 
 
@@ -61,7 +86,9 @@ def step(store: ChunkCacheStore, loader: Loader, dice: random.Random) -> str:
         store.evict(RowFilter(chunk_ids=(f"chunk {dice.randrange(CHUNKS)}",)))
         return kind
     chunks = [f"chunk {dice.randrange(CHUNKS)}" for _ in range(4)]
-    variants = [variant for found in store.lookup("ns", "model", chunks).values() for variant in found]
+    variants = [
+        variant for found in store.lookup("ns", "model", chunks).values() for variant in found
+    ]
     if kind == "use":
         for variant in variants:
             store.used(variant.variant_id, cfo=dice.random(), tokens=variant.tokens)
@@ -71,11 +98,14 @@ def step(store: ChunkCacheStore, loader: Loader, dice: random.Random) -> str:
                 right = next(content(v.key) for v in variants if v.variant_id == loaded.variant_id)
                 assert torch.equal(loaded.kv, right)
     else:
-        opened = [one for one in map(store.open_variant, variants) if isinstance(one, StoredVariant)]
+        opened = [
+            one for one in map(store.open_variant, variants) if isinstance(one, StoredVariant)
+        ]
         loads = loader.begin([(one, 1000 * n) for n, one in enumerate(opened)])
         loads.take(dice.randrange(300))
         loads.layer_first = dice.random() < 0.5
-        loads.wait(lambda: not loads.incomplete(), dice.random() * 0.02)  # often left before its end
+        # often left before its end
+        loads.wait(lambda: not loads.incomplete(), dice.random() * 0.02)
         loader.end(loads)
         for run in loads.extents:
             if run.layers == LAYOUT.layers:
@@ -102,9 +132,16 @@ def ask_for_ever(store: ChunkCacheStore, decoder: Decoder, load: Load, seed: int
     with Engine(decoder, store, namespace=f"tenant {dice.random()}") as engine:
         while not load.done():
             given, sampling = dice.sample(chunks, 4), SamplingParams(max_new_tokens=4)
-            full = "".join(engine.stream("How often?", given, sampling=sampling, config=ReuseConfig(reuse=False)))
+            full = "".join(
+                engine.stream(
+                    "How often?", given, sampling=sampling, config=ReuseConfig(reuse=False)
+                )
+            )
             everything = ReuseConfig(recompute_ratio=1.0)
-            assert "".join(engine.stream("How often?", given, sampling=sampling, config=everything)) == full
+            assert (
+                "".join(engine.stream("How often?", given, sampling=sampling, config=everything))
+                == full
+            )
             load.counts[f"answers {seed}"] += 1
 
 
@@ -135,11 +172,17 @@ class Load:
     def __init__(self, store: ChunkCacheStore, decoder: Decoder) -> None:
         self.ends = time.monotonic() + SECONDS
         self.kills = 0
-        self.counts = dict.fromkeys(("capture", "load", "run", "evict", "use", "answers 0", "answers 1"), 0)
+        self.counts = dict.fromkeys(
+            ("capture", "load", "run", "evict", "use", "answers 0", "answers 1"), 0
+        )
         self.errors: list[BaseException] = []
         loader = Loader(store, LAYOUT.layers)
-        self._threads = [threading.Thread(target=self._steps, args=(store, loader, n)) for n in range(6)]
-        self._threads += [threading.Thread(target=self._asks, args=(store, decoder, n)) for n in range(2)]
+        self._threads = [
+            threading.Thread(target=self._steps, args=(store, loader, n)) for n in range(6)
+        ]
+        self._threads += [
+            threading.Thread(target=self._asks, args=(store, decoder, n)) for n in range(2)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -188,7 +231,8 @@ def test_nothing_is_wrong_nothing_leaks_and_no_budget_is_exceeded(
         seen.append((memory_bytes(), open_files(), threading.active_count()))
         assert stats.host_bytes <= BUDGETS["host_bytes"]
         assert stats.disk_bytes <= BUDGETS["disk_bytes"]
-        with store._durable.catalog.standstill():  # looking takes a while, and nobody may make room meanwhile
+        # looking takes a while, and nobody may make room meanwhile
+        with store._durable.catalog.standstill():
             assert bytes_on_disk(tmp_path) <= BUDGETS["disk_bytes"]
     load.join()
     assert not load.errors, load.errors

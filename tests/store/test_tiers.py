@@ -45,7 +45,9 @@ LOSSY = [name for name in CODECS if name != "raw"]
 LAYOUT = KVLayout(layers=12, kv_heads=2, head_dim=4, dtype="float32")
 
 
-def make(name: str = "chunk", *, tokens: int = 3, layout: KVLayout = LAYOUT, created: float = 1.5) -> Variant:
+def make(
+    name: str = "chunk", *, tokens: int = 3, layout: KVLayout = LAYOUT, created: float = 1.5
+) -> Variant:
     key = VariantKey("tenant ☃", "model", digest(name), (digest("system"), digest("before")))
     nbytes = layout.nbytes(tokens)
     return Variant(
@@ -67,7 +69,9 @@ def make(name: str = "chunk", *, tokens: int = 3, layout: KVLayout = LAYOUT, cre
 
 def tensor(variant: Variant, layout: KVLayout = LAYOUT) -> torch.Tensor:
     generator = torch.Generator().manual_seed(int(variant.variant_id[:8], 16))
-    return torch.randn(layout.shape(variant.tokens), generator=generator).to(getattr(torch, layout.dtype))
+    return torch.randn(layout.shape(variant.tokens), generator=generator).to(
+        getattr(torch, layout.dtype)
+    )
 
 
 def store(tier: DiskTier, variant: Variant, layout: KVLayout = LAYOUT) -> tuple[torch.Tensor, Path]:
@@ -90,7 +94,9 @@ def decoded(codec: str, kv: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("layers", "tokens"), [(1, 1), (3, 17), (120, 5)])
-def test_a_file_gives_back_its_tensor_bit_by_bit(tmp_path: Path, dtype: str, layers: int, tokens: int) -> None:
+def test_a_file_gives_back_its_tensor_bit_by_bit(
+    tmp_path: Path, dtype: str, layers: int, tokens: int
+) -> None:
     layout = replace(LAYOUT, layers=layers, dtype=dtype)  # type: ignore[arg-type]
     variant = make(tokens=tokens, layout=layout)
     tier = DiskTier(tmp_path / "variants")
@@ -115,7 +121,8 @@ def test_the_safetensors_library_reads_the_file_and_finds_one_block(tmp_path: Pa
     content = path.read_bytes()
     start = len(content) - kv.nbytes
     assert start % 4096 == 0
-    assert content[start:] == bytes(memory_of(kv))  # [layers, 2, tokens, kv_heads, head_dim], nothing between
+    # [layers, 2, tokens, kv_heads, head_dim], nothing between
+    assert content[start:] == bytes(memory_of(kv))
     entries = json.loads(content[8:start])
     offsets = [entries[name]["data_offsets"] for name in names]
     assert [end for _, end in offsets[:-1]] == [begin for begin, _ in offsets[1:]]
@@ -129,9 +136,21 @@ def test_the_header_tells_what_the_file_is(tmp_path: Path) -> None:
     fields = json.loads(metadata["fields"])
     assert fields["layout_version"] == 3
     assert (fields["namespace"], fields["fingerprint"]) == ("tenant ☃", "model")
-    assert (fields["chunk_id"], tuple(fields["origin_prefix"])) == (variant.key.chunk_id, variant.key.origin_prefix)
-    assert (fields["codec"], fields["tokens_digest"], fields["tokens"]) == ("raw", variant.tokens_digest, 3)
-    assert [fields[name] for name in ("layers", "kv_heads", "head_dim", "dtype")] == [12, 2, 4, "float32"]
+    assert (fields["chunk_id"], tuple(fields["origin_prefix"])) == (
+        variant.key.chunk_id,
+        variant.key.origin_prefix,
+    )
+    assert (fields["codec"], fields["tokens_digest"], fields["tokens"]) == (
+        "raw",
+        variant.tokens_digest,
+        3,
+    )
+    assert [fields[name] for name in ("layers", "kv_heads", "head_dim", "dtype")] == [
+        12,
+        2,
+        4,
+        "float32",
+    ]
     assert [len(sums) for sums in fields["extent_xxh3"]] == [16] * 12
 
 
@@ -142,7 +161,9 @@ def test_a_header_survives_its_encoding() -> None:
         Header.decode(header.encode() + b" " * 4096)
 
 
-def test_every_flipped_byte_of_the_header_and_every_spot_of_the_data_is_noticed(tmp_path: Path) -> None:
+def test_every_flipped_byte_of_the_header_and_every_spot_of_the_data_is_noticed(
+    tmp_path: Path,
+) -> None:
     tier, variant = DiskTier(tmp_path), make()
     kv, path = store(tier, variant)
     content = path.read_bytes()
@@ -166,7 +187,11 @@ def test_no_damage_gives_a_tensor_or_an_exception(
     content = bytearray(path.read_bytes())
     begin = data.draw(st.integers(0, len(content) - 1))
     patch = data.draw(st.binary(min_size=1, max_size=64))
-    damaged = bytes(content[:begin]) + patch + bytes(content[begin + data.draw(st.sampled_from([0, len(patch)])) :])
+    damaged = (
+        bytes(content[:begin])
+        + patch
+        + bytes(content[begin + data.draw(st.sampled_from([0, len(patch)])) :])
+    )
     path.write_bytes(damaged)
     result = tier.read(variant)
     if damaged == content:
@@ -186,7 +211,9 @@ def test_a_truncated_file_is_named_as_such(tmp_path: Path, keep: int) -> None:
     assert "truncated" in result.reason or "length" in result.reason
 
 
-def test_a_missing_and_a_longer_file_are_damaged_but_an_unreadable_one_may_pass(tmp_path: Path) -> None:
+def test_a_missing_and_a_longer_file_are_damaged_but_an_unreadable_one_may_pass(
+    tmp_path: Path,
+) -> None:
     tier, variant = DiskTier(tmp_path), make()
     assert tier.read(variant) == Damaged(variant.variant_id, LoadFailure.MISSING, "file is missing")
     _, path = store(tier, variant)
@@ -203,8 +230,16 @@ def test_a_missing_and_a_longer_file_are_damaged_but_an_unreadable_one_may_pass(
 @pytest.mark.parametrize(
     "difference",
     [
-        {"key": VariantKey("another tenant", "model", digest("chunk"), (digest("system"), digest("before")))},
-        {"key": VariantKey("tenant ☃", "another model", digest("chunk"), (digest("system"), digest("before")))},
+        {
+            "key": VariantKey(
+                "another tenant", "model", digest("chunk"), (digest("system"), digest("before"))
+            )
+        },
+        {
+            "key": VariantKey(
+                "tenant ☃", "another model", digest("chunk"), (digest("system"), digest("before"))
+            )
+        },
         {"key": VariantKey("tenant ☃", "model", digest("chunk"), (digest("system"),))},
         {"tokens_digest": "other token ids"},
         {"tokens": 4},
@@ -212,7 +247,9 @@ def test_a_missing_and_a_longer_file_are_damaged_but_an_unreadable_one_may_pass(
     ],
     ids=lambda difference: next(iter(difference)),
 )
-def test_a_file_of_another_identity_is_never_served(tmp_path: Path, difference: dict[str, object]) -> None:
+def test_a_file_of_another_identity_is_never_served(
+    tmp_path: Path, difference: dict[str, object]
+) -> None:
     tier, variant = DiskTier(tmp_path), make()
     store(tier, variant)
     result = tier.read(replace(variant, **difference))  # type: ignore[arg-type]
@@ -312,7 +349,9 @@ def test_every_damage_to_an_encoded_file_is_noticed(tmp_path: Path, codec: str) 
     assert "too long" in str(tier.read(variant))
 
 
-def test_a_block_that_its_checksum_confirms_but_nobody_can_decode_is_damaged(tmp_path: Path) -> None:
+def test_a_block_that_its_checksum_confirms_but_nobody_can_decode_is_damaged(
+    tmp_path: Path,
+) -> None:
     tier, variant = DiskTier(tmp_path), replace(make(), codec="entropy")
     whole = encode(variant, LAYOUT, tensor(variant))
     blocks = tuple(bytes(len(block)) for block in whole.blocks)
@@ -326,7 +365,9 @@ def test_a_block_that_its_checksum_confirms_but_nobody_can_decode_is_damaged(tmp
 
 def test_a_header_whose_fields_contradict_each_other_is_damaged() -> None:
     sizes = tuple(range(100, 112))
-    header = Header(make().key, LAYOUT, 3, "digest", "entropy", tuple((n,) for n in range(12)), sizes)
+    header = Header(
+        make().key, LAYOUT, 3, "digest", "entropy", tuple((n,) for n in range(12)), sizes
+    )
     assert Header.decode(header.encode()) == header
     nothing = replace(LAYOUT, layers=0)
     for wrong in (
@@ -344,9 +385,15 @@ def test_a_header_whose_fields_contradict_each_other_is_damaged() -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [replace(LAYOUT, kv_heads=4, head_dim=2), replace(LAYOUT, kv_heads=1, head_dim=8), replace(LAYOUT, layers=6)],
+    [
+        replace(LAYOUT, kv_heads=4, head_dim=2),
+        replace(LAYOUT, kv_heads=1, head_dim=8),
+        replace(LAYOUT, layers=6),
+    ],
 )
-def test_a_file_of_another_layout_is_damaged_for_who_knows_the_model(tmp_path: Path, layout: KVLayout) -> None:
+def test_a_file_of_another_layout_is_damaged_for_who_knows_the_model(
+    tmp_path: Path, layout: KVLayout
+) -> None:
     """Of the same bytes, and with every checksum right: a hand has swapped it."""
     tier, variant = DiskTier(tmp_path), make()
     variant = replace(variant, nbytes=layout.nbytes(variant.tokens))
@@ -359,7 +406,9 @@ def test_a_file_of_another_layout_is_damaged_for_who_knows_the_model(tmp_path: P
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 3e38, -3e38])
-def test_impossible_values_are_damage_once_the_model_is_known(tmp_path: Path, dtype: str, value: float) -> None:
+def test_impossible_values_are_damage_once_the_model_is_known(
+    tmp_path: Path, dtype: str, value: float
+) -> None:
     layout = replace(LAYOUT, dtype=dtype)  # type: ignore[arg-type]
     tier, variant = DiskTier(tmp_path), make(layout=layout, tokens=70)
     kv = tensor(variant, layout)
@@ -373,7 +422,9 @@ def test_impossible_values_are_damage_once_the_model_is_known(tmp_path: Path, dt
     assert "layer 5 holds numbers that no model produces" in result.reason
 
 
-def test_a_small_file_that_would_grow_is_left_alone_where_no_model_says_how_far(tmp_path: Path) -> None:
+def test_a_small_file_that_would_grow_is_left_alone_where_no_model_says_how_far(
+    tmp_path: Path,
+) -> None:
     layout = KVLayout(layers=1, kv_heads=8, head_dim=64, dtype="float32")
     tier, variant = DiskTier(tmp_path), replace(make(layout=layout, tokens=20_000), codec="entropy")
     tier.write(variant, encode(variant, layout, torch.zeros(layout.shape(20_000))), writer="ab")
@@ -389,7 +440,9 @@ def test_no_id_of_a_damaged_row_leads_out_of_the_folder(tmp_path: Path, variant_
     assert tier.path(variant_id, 1.0).parent == tmp_path / "tier"
     assert tier.path("0" * 32, "soon").parent == tmp_path / "tier"  # type: ignore[arg-type]
     tier.remove(variant_id, 1.0)
-    assert all(path.parent == tmp_path / "tier" for path in tier.leftovers("0" * 32, 1.0, "../../x"))
+    assert all(
+        path.parent == tmp_path / "tier" for path in tier.leftovers("0" * 32, 1.0, "../../x")
+    )
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8", "entropy"])
@@ -403,7 +456,9 @@ def test_extents_are_read_and_verified_alone(tmp_path: Path, codec: str, dtype: 
     assert isinstance(stored, StoredVariant)
     stored.allocate()
     stored.kv.fill_(7)
-    assert stored.extents == ([(0, 150)] if codec == "entropy" else [(0, 64), (64, 128), (128, 150)])
+    assert stored.extents == (
+        [(0, 150)] if codec == "entropy" else [(0, 64), (64, 128), (128, 150)]
+    )
     whole, (start, stop) = decoded(codec, kv), stored.extents[-1]
     stored.read(1, start, stop)
     assert torch.equal(stored.kv[1, :, start:stop], whole[1, :, start:stop])
@@ -444,7 +499,10 @@ def test_a_throttle_holds_its_rate_and_takes_a_new_one_in_the_middle(
 
     assert timed() == pytest.approx(variant.nbytes / 20e6, abs=0.01)
     throttle.bytes_per_s = 4e6
-    clock.alarm_at, clock.alarm = clock.now + 0.1, lambda: setattr(throttle, "bytes_per_s", math.inf)
+    clock.alarm_at, clock.alarm = (
+        clock.now + 0.1,
+        lambda: setattr(throttle, "bytes_per_s", math.inf),
+    )
     assert 0.1 <= timed() < 0.2  # at 4 MB/s alone it would be a second
 
 
@@ -617,7 +675,9 @@ def test_ctrl_c_at_any_line_leaves_a_memory_that_works_and_keeps_to_its_budget()
             if "cachecraft_rag/store" not in frame.f_code.co_filename:
                 return None
             # A signal never comes between a block's end and the release of its lock, which is one step of CPython.
-            if event == "line" and "with " not in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+            if event == "line" and "with " not in linecache.getline(
+                frame.f_code.co_filename, frame.f_lineno
+            ):
                 left_after -= 1
                 if left_after < 0:
                     sys.settrace(None)

@@ -85,7 +85,8 @@ def model_folder(
             torch.manual_seed(0)
             config = getattr(transformers, f"{family}Config")(**shape)
             model = getattr(transformers, f"{family}ForCausalLM")(config).float()
-            with torch.no_grad():  # the usual initialisation is so small that every token would look alike
+            # the usual initialisation is so small that every token would look alike
+            with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.dim() > 1:
                         parameter.mul_(3)
@@ -132,7 +133,9 @@ class Server:
 
     key, namespace = "the tests' key", "default"
 
-    def __init__(self, model: Path, store: Path, *, caches: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: Path, store: Path, *, caches: dict[str, Any] | None = None, **options: Any
+    ) -> None:
         from vllm import LLM
 
         from cachecraft_rag.engine.config import EngineConfig
@@ -164,7 +167,12 @@ class Server:
 
         prompts, params = [], []
         for ask in asks:
-            how: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0} | options
+            how: dict[str, Any] = {
+                "temperature": 0,
+                "max_tokens": tokens,
+                "ignore_eos": True,
+                "logprobs": 0,
+            } | options
             if isinstance(ask, list):
                 prompts.append({"prompt_token_ids": ask})
             else:
@@ -177,7 +185,11 @@ class Server:
         for output in outputs:
             best = output.outputs[0]
             logprobs = [next(iter(one.values())).logprob for one in best.logprobs or ()]
-            found.append(Served(list(best.token_ids), logprobs, (output.kv_transfer_params or {}).get(FIELD, {})))
+            found.append(
+                Served(
+                    list(best.token_ids), logprobs, (output.kv_transfer_params or {}).get(FIELD, {})
+                )
+            )
         return found
 
     def close(self) -> None:

@@ -36,23 +36,44 @@ class ServerProcess:
     """`cachecraft serve`; everything it writes goes to `log`. `settings` are variables of its environment."""
 
     def __init__(
-        self, model: Path | str, store: Path, log: Path, *options: str, settings: Mapping[str, str] | None = None
+        self,
+        model: Path | str,
+        store: Path,
+        log: Path,
+        *options: str,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url, self.store, self._log = f"http://127.0.0.1:{port}", store, log
-        command = [str(Path(sys.executable).with_name("cachecraft")), "serve", str(model), "--store", str(store)]
+        command = [
+            str(Path(sys.executable).with_name("cachecraft")),
+            "serve",
+            str(model),
+            "--store",
+            str(store),
+        ]
         command += ["--port", str(port), *options]
         if "--" not in options:
             command.append("--")
         command += ["--enforce-eager", "--max-num-seqs", "8", "--block-size", "32", "--seed", "0"]
-        env = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-        env["CACHECRAFT_NEW_VARIANTS"] = "off"  # with "idle", what a request finds depends on the moment
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if name != "VLLM_ENABLE_V1_MULTIPROCESSING"
+        }
+        # with "idle", what a request finds depends on the moment
+        env["CACHECRAFT_NEW_VARIANTS"] = "off"
         env |= settings or {}
         with log.open("w") as out:
             self._process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True, cwd=log.parent
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+                cwd=log.parent,
             )
         self._wait()
 
@@ -68,14 +89,21 @@ class ServerProcess:
         self.kill()
         raise AssertionError(self._log.read_text()[-4000:])
 
-    def chat(self, documents: Any = None, question: str = "How is it descaled?", **body: Any) -> httpx.Response:
+    def chat(
+        self, documents: Any = None, question: str = "How is it descaled?", **body: Any
+    ) -> httpx.Response:
         """A chat completion, not streamed; twelve greedy tokens."""
-        asked: dict[str, Any] = {"messages": [{"role": "user", "content": question}], "max_tokens": 12}
+        asked: dict[str, Any] = {
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": 12,
+        }
         asked |= {"temperature": 0, "return_token_ids": True}
         if documents is not None:
             asked["documents"] = documents
         headers = body.pop("headers", None)
-        return httpx.post(f"{self.url}/v1/chat/completions", json=asked | body, headers=headers, timeout=600)
+        return httpx.post(
+            f"{self.url}/v1/chat/completions", json=asked | body, headers=headers, timeout=600
+        )
 
     def metric(self, name: str) -> float:
         """The sum of one of vLLM's own metrics."""
@@ -96,7 +124,11 @@ class ServerProcess:
 
     def settles(self) -> None:
         """Wait until no request runs or waits, and no block is in use."""
-        names = ("vllm:num_requests_running", "vllm:num_requests_waiting{", "vllm:kv_cache_usage_perc")
+        names = (
+            "vllm:num_requests_running",
+            "vllm:num_requests_waiting{",
+            "vllm:kv_cache_usage_perc",
+        )
         deadline = time.monotonic() + START_S
         while any(self.metric(name) for name in names):
             assert time.monotonic() < deadline

@@ -39,9 +39,15 @@ def test_what_vllm_captures_serves_both_engines(
 ) -> None:
     folder, root = model_folder("Llama"), tmp_path / "caches"
     server = make_server(folder, root)
-    with ChunkCacheStore.open(root) as store, Engine(Decoder.load(str(folder)), store, config=QUIET) as engine:
+    with (
+        ChunkCacheStore.open(root) as store,
+        Engine(Decoder.load(str(folder)), store, config=QUIET) as engine,
+    ):
         orders = [[2, 1, 0], [0, 2, 1]]
-        prompts = [engine.prompts.build("How is it descaled?", [CHUNKS[i] for i in order]) for order in orders]
+        prompts = [
+            engine.prompts.build("How is it descaled?", [CHUNKS[i] for i in order])
+            for order in orders
+        ]
         (plain,) = server.ask([prompts[0].token_ids])
         (cold,) = server.ask([Ask(prompts[0], CONFIG, when_stored=True)])
         assert (cold.tokens, outcomes(cold)) == (plain.tokens, ["computed"] * 5)
@@ -54,7 +60,9 @@ def test_what_vllm_captures_serves_both_engines(
         assert expected.prompt.segments == prompts[1].segments
         assert_equal(moved, expected, engine.decoder.layout.layers)
         found = engine.look_up(prompts[0].segments[:-1]).variants
-        assert all(one.exact_share == 1.0 and not one.primed for some in found.values() for one in some)
+        assert all(
+            one.exact_share == 1.0 and not one.primed for some in found.values() for one in some
+        )
         assert [len(some) for some in found.values()] == [1, 1, 1, 1]
 
 
@@ -64,7 +72,10 @@ def test_load_preemption_and_cancelling_change_no_answer(
 ) -> None:
     """TESTS_MIXED says how many requests."""
     folder, root = model_folder("Llama"), tmp_path / "caches"
-    with ChunkCacheStore.open(root) as store, Engine(Decoder.load(str(folder)), store, config=QUIET) as engine:
+    with (
+        ChunkCacheStore.open(root) as store,
+        Engine(Decoder.load(str(folder)), store, config=QUIET) as engine,
+    ):
         for one in (CHUNKS[:3], CHUNKS[3:]):
             from cachecraft_rag.serving.priming import Primer
 
@@ -74,9 +85,14 @@ def test_load_preemption_and_cancelling_change_no_answer(
             for name, (question, order, _) in CASES.items()
         }
     server = make_server(
-        folder, root, enable_prefix_caching=True, num_gpu_blocks_override=66, max_num_batched_tokens=1024,
-        max_model_len=1024, disable_log_stats=False,
-    )  # fmt: skip
+        folder,
+        root,
+        enable_prefix_caching=True,
+        num_gpu_blocks_override=66,
+        max_num_batched_tokens=1024,
+        max_model_len=1024,
+        disable_log_stats=False,
+    )
     core = server.llm.llm_engine.engine_core.engine_core
     scheduler = core.scheduler
     preempted: list[str] = []
@@ -87,13 +103,17 @@ def test_load_preemption_and_cancelling_change_no_answer(
         return preempt(request, *arguments, **named)
 
     scheduler._preempt_request = counted
-    asks = {name: Ask(prompt, replace(QUIET, **CASES[name][2]), captures=()) for name, prompt in prompts.items()}
+    asks = {
+        name: Ask(prompt, replace(QUIET, **CASES[name][2]), captures=())
+        for name, prompt in prompts.items()
+    }
     lone: dict[tuple[str, bool], list[int]] = {}
     for name, ask in asks.items():
         lone[name, True] = server.ask([ask], tokens=TOKENS)[0].tokens
         lone[name, False] = server.ask([ask.prompt.token_ids], tokens=TOKENS)[0].tokens
         server.llm.reset_prefix_cache()
-    assert any(lone[name, True] != lone[name, False] for name in asks)  # reuse shows, or a leak could not
+    # reuse shows, or a leak could not
+    assert any(lone[name, True] != lone[name, False] for name in asks)
     dice, engine_ = random.Random(3), server.llm.llm_engine
     waiting = [(f"m{i}", dice.choice(list(asks)), i % 2 == 0) for i in range(REQUESTS)]
     under_way: dict[str, tuple[str, bool]] = {}
@@ -105,11 +125,16 @@ def test_load_preemption_and_cancelling_change_no_answer(
             under_way[add(server, asks[case], name, planned=planned)] = (case, planned)
         for output in engine_.step():
             name = output.request_id
-            case, planned = under_way.get(name) or under_way[next(one for one in under_way if one.startswith(name))]
+            case, planned = (
+                under_way.get(name)
+                or under_way[next(one for one in under_way if one.startswith(name))]
+            )
             found[name] = list(output.outputs[0].token_ids)
             assert found[name] == lone[case, planned][: len(found[name])], (name, case, planned)
             if output.finished:
-                under_way = {one: what for one, what in under_way.items() if not one.startswith(name)}
+                under_way = {
+                    one: what for one, what in under_way.items() if not one.startswith(name)
+                }
         if steps % 23 == 5 and under_way:
             victim = dice.choice(list(under_way))
             engine_.abort_request([victim], internal=True)
@@ -119,7 +144,8 @@ def test_load_preemption_and_cancelling_change_no_answer(
         assert steps < 100_000
     assert cancelled >= 3
     assert preempted
-    for name, ask in asks.items():  # no plain request was served a block that was filled for another
+    # no plain request was served a block that was filled for another
+    for name, ask in asks.items():
         assert server.ask([ask.prompt.token_ids], tokens=TOKENS)[0].tokens == lone[name, False]
     assert scheduler.kv_cache_manager.usage == 0.0
     assert not scheduler.requests

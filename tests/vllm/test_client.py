@@ -80,7 +80,10 @@ def answers_of(tokenizer: PreTrainedTokenizerFast, folder: Path, **changed: Any)
         "reuse": {"alpha": 0.5},
     }
     files["../outside"] = "x"
-    return {"/v1/cachecraft": (200, facts | changed), "/v1/cachecraft/tokenizer": (200, {"files": files})}
+    return {
+        "/v1/cachecraft": (200, facts | changed),
+        "/v1/cachecraft/tokenizer": (200, {"files": files}),
+    }
 
 
 def event(**given: Any) -> str:
@@ -91,7 +94,9 @@ def tokens(*ids: int) -> str:
     return event(choices=[{"index": 0, "delta": {}, "token_ids": list(ids)}])
 
 
-def test_no_server_and_others_than_ours(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_no_server_and_others_than_ours(
+    tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
     ours = answers_of(byte_tokenizer, tmp_path / "t")
     with pytest.raises(ServerError, match=r"does not answer .*cachecraft serve MODEL"):
         CacheCraft.connect("http://127.0.0.1:9", store=tmp_path)
@@ -102,10 +107,22 @@ def test_no_server_and_others_than_ours(tmp_path: Path, byte_tokenizer: PreTrain
         ({"/v1/cachecraft": (200, "<html>")}, "an ordinary vLLM", {}),
         ({"/v1/cachecraft": (200, [])}, "an ordinary vLLM", {}),
         ({"/v1/cachecraft": (401, {"error": "no"})}, "asks for a key", {}),
-        ({"/v1/cachecraft": (500, {"error": {"message": "it broke"}})}, "answered 500: it broke", {}),
-        ({"/v1/cachecraft": (200, {"protocol": 99, "version": "9"})}, "install the same version", {}),
+        (
+            {"/v1/cachecraft": (500, {"error": {"message": "it broke"}})},
+            "answered 500: it broke",
+            {},
+        ),
+        (
+            {"/v1/cachecraft": (200, {"protocol": 99, "version": "9"})},
+            "install the same version",
+            {},
+        ),
         (ours, "serves tiny, not large", {"model": "large"}),
-        (ours | {"/v1/cachecraft/tokenizer": (200, {"files": {}})}, "tokenizer that the server sent", {}),
+        (
+            ours | {"/v1/cachecraft/tokenizer": (200, {"files": {}})},
+            "tokenizer that the server sent",
+            {},
+        ),
     ]
     for answers, message, options in cases:
         with serving(answers) as url, pytest.raises(ServerError, match=message):
@@ -113,10 +130,16 @@ def test_no_server_and_others_than_ours(tmp_path: Path, byte_tokenizer: PreTrain
     assert not (tmp_path / "outside").exists()
 
 
-def test_an_answer_its_statistics_and_its_ends(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_answer_its_statistics_and_its_ends(
+    tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
     bodies: list[Any] = []
     streams = {
-        "fine": tokens() + tokens(40, 41) + ": keep-alive\n\n" + tokens(42, 256) + "data: [DONE]\n\n",
+        "fine": tokens()
+        + tokens(40, 41)
+        + ": keep-alive\n\n"
+        + tokens(42, 256)
+        + "data: [DONE]\n\n",
         "broken": tokens(40),
         "error": tokens(40) + event(error={"message": "the engine died"}),
     }
@@ -130,7 +153,13 @@ def test_an_answer_its_statistics_and_its_ends(tmp_path: Path, byte_tokenizer: P
         {"outcome": "reused", "reason": "", "variant_id": "v", "recomputed": 2, "tier": "disk"},
         {"outcome": "computed", "reason": "question"},
     ]
-    report = {"segments": segments, "row_layers": 40, "focus_layer": None, "planned_s": 0.0, "waited_s": 0.0}
+    report = {
+        "segments": segments,
+        "row_layers": 40,
+        "focus_layer": None,
+        "planned_s": 0.0,
+        "waited_s": 0.0,
+    }
     answers = answers_of(byte_tokenizer, tmp_path / "t") | {
         "/v1/chat/completions": chat,
         "/v1/cachecraft/requests/c-1": (200, {"report": report | {"remote": None}}),
@@ -141,7 +170,11 @@ def test_an_answer_its_statistics_and_its_ends(tmp_path: Path, byte_tokenizer: P
         stream = engine.stream("fine", [Chunk("vinegar")], session="ada")
         text = "".join(stream)
         stats = stream.stats
-        assert (stats.finish, stats.tokens_generated, text) == ("end", 3, byte_tokenizer.decode([40, 41, 42]))
+        assert (stats.finish, stats.tokens_generated, text) == (
+            "end",
+            3,
+            byte_tokenizer.decode([40, 41, 42]),
+        )
         (chunk,) = stats.chunks
         assert (chunk.outcome, chunk.recomputed, chunk.tier) == ("reused", 2, "disk")
         assert stats.tokens_reused == len(engine.prompts.system.token_ids) + chunk.tokens - 2
@@ -177,7 +210,10 @@ def test_an_answer_its_statistics_and_its_ends(tmp_path: Path, byte_tokenizer: P
     evicted: list[Any] = []
     evicting = {
         **answers,
-        "/v1/cachecraft/evict": lambda body: (200, evicted.append(body) or {"variants": 2, "nbytes": 9}),
+        "/v1/cachecraft/evict": lambda body: (
+            200,
+            evicted.append(body) or {"variants": 2, "nbytes": 9},
+        ),
     }
     with serving(evicting) as url, HTTPEngine.connect(url) as engine:
         assert engine.store.evict(RowFilter(chunk_ids=())) == Evicted(0, 0)
@@ -209,7 +245,11 @@ def test_a_large_document_is_primed_in_several_requests(
     answers = answers_of(byte_tokenizer, tmp_path / "t") | {"/v1/cachecraft/prime": prime}
     with serving(answers) as url, HTTPEngine.connect(url) as engine:
         primer = engine.primer()
-        for length, count, expected in ((5, MOST_DOCUMENTS + 1, [1000, 1]), (MOST_PRIMED // 2, 3, [2, 1]), (5, 0, [])):
+        for length, count, expected in (
+            (5, MOST_DOCUMENTS + 1, [1000, 1]),
+            (MOST_PRIMED // 2, 3, [2, 1]),
+            (5, 0, []),
+        ):
             chunks = [Chunk(f"{i:05}".ljust(length)) for i in range(count)]
             captured: list[int] = []
             assert primer.prime(chunks, captured=captured.append) == count

@@ -45,7 +45,9 @@ def test_models_have_the_parts_that_passes_use(name: str) -> None:
     model = getattr(module, name)
     assert {"vllm_config", "prefix"} <= set(parameters(model.__init__))
     assert parameters(model.embed_input_ids) == ["self", "input_ids"]
-    layer = next(kind for kind_name, kind in vars(module).items() if kind_name.endswith("DecoderLayer"))
+    layer = next(
+        kind for kind_name, kind in vars(module).items() if kind_name.endswith("DecoderLayer")
+    )
     assert parameters(layer.forward)[:4] == ["self", "positions", "hidden_states", "residual"]
     text = source(f"model_executor.models.{ARCHITECTURES[name]}")
     if name != "MistralForCausalLM":  # its attention is Llama's
@@ -62,7 +64,9 @@ def test_our_models_are_the_registered_ones() -> None:
         registered = ModelRegistry.models[name]
         assert registered.module_name == "cachecraft_rag.vllm.worker.models"
         made = registered.load_model_cls()
-        stock = getattr(importlib.import_module(f"vllm.model_executor.models.{ARCHITECTURES[name]}"), name)
+        stock = getattr(
+            importlib.import_module(f"vllm.model_executor.models.{ARCHITECTURES[name]}"), name
+        )
         assert issubclass(made, stock)
         assert made.__name__ == name
 
@@ -80,7 +84,13 @@ def test_attention_writes_its_blocks_by_one_call() -> None:
     found = parameters(CPUAttentionBackendImpl.do_kv_cache_update)
     assert found == ["self", "layer", "key", "value", "kv_cache", "slot_mapping"]
     text = source("model_executor.layers.attention.attention")
-    for name in ("self.num_kv_heads", "self.head_size", "self.layer_name", "self.sliding_window", "self.impl"):
+    for name in (
+        "self.num_kv_heads",
+        "self.head_size",
+        "self.layer_name",
+        "self.sliding_window",
+        "self.impl",
+    ):
         assert f"{name} = " in text or f"{name}:" in text, name
     assert "static_forward_context[prefix] = self" in text
 
@@ -118,7 +128,10 @@ def test_the_connector_s_base_calls_what_ours_answers() -> None:
 
 def test_counts_travel_with_vllm_s_statistics() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase, StatLoggerManager
 
@@ -136,7 +149,12 @@ def test_counts_travel_with_vllm_s_statistics() -> None:
     assert "self.prom_metrics = " in source("distributed.kv_transfer.kv_connector.v1.metrics")
 
     both = StoreCounts({"worker": {"loads": {"disk": 1}, "captures": {}}}).aggregate(
-        StoreCounts({"worker": {"loads": {"disk": 2}, "captures": {}}, "scheduler": {"lookups": {"found": 3}}})
+        StoreCounts(
+            {
+                "worker": {"loads": {"disk": 2}, "captures": {}},
+                "scheduler": {"lookups": {"found": 3}},
+            }
+        )
     )
     assert (both.is_empty(), StoreCounts().is_empty()) == (False, True)
     assert both.reduce() == {"chunk-caches loaded so far": 2, "captures so far": 0}
@@ -146,13 +164,18 @@ def test_counts_travel_with_vllm_s_statistics() -> None:
     received.observe(both.to_dict(), 0)
     received.observe({"worker": {"loads": {"disk": 4}}}, 0)
     reports: list[Any] = []
-    assert received.latest == {(0, "worker"): {"loads": {"disk": 4}}, (0, "scheduler"): {"lookups": {"found": 3}}}
+    assert received.latest == {
+        (0, "worker"): {"loads": {"disk": 4}},
+        (0, "scheduler"): {"lookups": {"found": 3}},
+    }
     logger = SimpleNamespace(kv_connector_prom=SimpleNamespace(prom_metrics=received))
     manager = SimpleNamespace(stat_loggers=[SimpleNamespace(), logger])
     take = lambda *report: reports.append(report)  # noqa: E731
     assert reported_counts(SimpleNamespace(logger_manager=manager), take) is received.latest
     assert reported_counts(SimpleNamespace(logger_manager=None), take) == {}
-    filled = StoreCounts({"reports": {"a name": {"row_layers": 3}}, "worker": {"loads": {"disk": 5}}})
+    filled = StoreCounts(
+        {"reports": {"a name": {"row_layers": 3}}, "worker": {"loads": {"disk": 5}}}
+    )
     assert filled.reduce() == {"chunk-caches loaded so far": 5, "captures so far": 0}
     received.observe(filled.to_dict(), 0)
     assert reports == [("a name", {"row_layers": 3})]
@@ -168,14 +191,21 @@ def test_a_server_shows_what_all_its_stores_have_done(tmp_path: Path) -> None:
     from cachecraft_rag.store import ChunkCacheStore
     from cachecraft_rag.vllm.metrics import ServerCollector, counts_of, summed
 
-    assert summed([{"a": {"b": 1}, "c": 2}, {"a": {"b": 2, "d": 1}, "c": 3}]) == {"a": {"b": 3, "d": 1}, "c": 5}
+    assert summed([{"a": {"b": 1}, "c": 2}, {"a": {"b": 2, "d": 1}, "c": 3}]) == {
+        "a": {"b": 3, "d": 1},
+        "c": 5,
+    }
     (tmp_path / "remote").mkdir()
     with ChunkCacheStore.open(tmp_path / "caches", remote=f"file://{tmp_path / 'remote'}") as store:
         counts = counts_of(store)
-        worker = counts | {"loads": {"remote": 2}, "captures": {"stored": 3}, "remote": counts["remote"] | {
-            "captures": {"sent": 3}, "breakers": {"probing": 1}}}  # fmt: skip
+        worker = counts | {
+            "loads": {"remote": 2},
+            "captures": {"stored": 3},
+            "remote": counts["remote"] | {"captures": {"sent": 3}, "breakers": {"probing": 1}},
+        }
         scheduler = counts | {"lookups": {"found": 5}}
-        assert json.loads(json.dumps([worker, scheduler])) == [worker, scheduler]  # vLLM's processes send plain values
+        # vLLM's processes send plain values
+        assert json.loads(json.dumps([worker, scheduler])) == [worker, scheduler]
         engine: Any = SimpleNamespace(store=store, request_counts=RequestCounts())
         collector = ServerCollector(engine, {(0, "worker"): worker, (0, "scheduler"): scheduler})
         samples = {
@@ -187,7 +217,9 @@ def test_a_server_shows_what_all_its_stores_have_done(tmp_path: Path) -> None:
     assert samples["cachecraft_captures_total", "stored", ""] == 3
     assert samples["cachecraft_lookups_total", "found"] == 5
     assert samples["cachecraft_remote_captures_total", "sent"] == 3
-    assert [samples["cachecraft_remote_breaker", state] for state in ("probing", "closed", "open")] == [1, 0, 0]
+    assert [
+        samples["cachecraft_remote_breaker", state] for state in ("probing", "closed", "open")
+    ] == [1, 0, 0]
 
 
 def test_the_scheduler_hands_over_what_is_read() -> None:
@@ -196,16 +228,35 @@ def test_the_scheduler_hands_over_what_is_read() -> None:
     from vllm.v1.outputs import KVConnectorOutput
 
     text = source("v1.request")
-    for name in ("kv_transfer_params", "num_prompt_tokens", "prompt_token_ids", "prompt_embeds", "mm_features",
-                 "lora_request", "cache_salt", "skip_reading_prefix_cache"):  # fmt: skip
+    for name in (
+        "kv_transfer_params",
+        "num_prompt_tokens",
+        "prompt_token_ids",
+        "prompt_embeds",
+        "mm_features",
+        "lora_request",
+        "cache_salt",
+        "skip_reading_prefix_cache",
+    ):
         assert f"self.{name}" in text, name
     assert hasattr(KVCacheBlocks, "get_block_ids")
-    assert {"finished_req_ids", "total_num_scheduled_tokens"} <= SchedulerOutput.__dataclass_fields__.keys()
-    assert {"kv_connector_worker_meta", "finished_recving"} <= KVConnectorOutput.__dataclass_fields__.keys()
+    assert {
+        "finished_req_ids",
+        "total_num_scheduled_tokens",
+    } <= SchedulerOutput.__dataclass_fields__.keys()
+    assert {
+        "kv_connector_worker_meta",
+        "finished_recving",
+    } <= KVConnectorOutput.__dataclass_fields__.keys()
     identity = ModelIdentity("fingerprint", KVLayout(1, 1, 1, "float32"), 8)
-    settings = ConnectorSettings("store", identity, EngineConfig(store=StoreConfig(remote="memory://")))
+    settings = ConnectorSettings(
+        "store", identity, EngineConfig(store=StoreConfig(remote="memory://"))
+    )
     config = pickle.loads(pickle.dumps(settings.transfer_config()))  # noqa: S301  # as vLLM sends it to its processes
-    assert (config.kv_load_failure_policy, config.kv_connector) == ("recompute", "CacheCraftConnector")
+    assert (config.kv_load_failure_policy, config.kv_connector) == (
+        "recompute",
+        "CacheCraftConnector",
+    )
     assert ConnectorSettings.of(SimpleNamespace(kv_transfer_config=config)) == settings
     assert settings.key not in repr(config)
     with pytest.raises(ConfigError, match="cachecraft serve"):
@@ -231,7 +282,14 @@ def test_the_engine_s_front_end() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     assert parameters(AsyncLLM.generate)[:4] == ["self", "prompt", "sampling_params", "request_id"]
-    wanted = {"model", "dtype", "max_model_len", "enable_prefix_caching", "kv_transfer_config", "disable_log_stats"}
+    wanted = {
+        "model",
+        "dtype",
+        "max_model_len",
+        "enable_prefix_caching",
+        "kv_transfer_config",
+        "disable_log_stats",
+    }
     assert wanted <= AsyncEngineArgs.__dataclass_fields__.keys()
     assert "self.vllm_config = vllm_config" in inspect.getsource(AsyncLLM.__init__)
     assert "block_size" in CacheConfig.__dataclass_fields__
@@ -243,19 +301,38 @@ def test_settings_that_are_refused_have_these_names() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
-    wanted = {"pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel",
-              "decode_context_parallel_size", "prefill_context_parallel_size"}  # fmt: skip
+    wanted = {
+        "pipeline_parallel_size",
+        "tensor_parallel_size",
+        "data_parallel_size",
+        "enable_expert_parallel",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    }
     assert wanted <= ParallelConfig.__dataclass_fields__.keys()
-    parts = {"model_config", "parallel_config", "cache_config", "scheduler_config", "lora_config", "speculative_config"}
+    parts = {
+        "model_config",
+        "parallel_config",
+        "cache_config",
+        "scheduler_config",
+        "lora_config",
+        "speculative_config",
+    }
     assert parts <= VllmConfig.__dataclass_fields__.keys()
     assert {"cache_dtype", "enable_prefix_caching"} <= CacheConfig.__dataclass_fields__.keys()
     for name in ("use_mla", "is_encoder_decoder"):
         assert isinstance(getattr(ModelConfig, name), property | cached_property), name
     assert "self.hf_text_config" in source("config.model")
     assert "kv_cache_groups" in KVCacheConfig.__dataclass_fields__
-    assert {FullAttentionSpec.__name__, SlidingWindowSpec.__name__} == {"FullAttentionSpec", "SlidingWindowSpec"}
+    assert {FullAttentionSpec.__name__, SlidingWindowSpec.__name__} == {
+        "FullAttentionSpec",
+        "SlidingWindowSpec",
+    }
     assert "VLLM_LOG_STATS_INTERVAL" in envs.environment_variables
-    assert {"disable_log_stats", "max_num_queued_reqs"} <= AsyncEngineArgs.__dataclass_fields__.keys()
+    assert {
+        "disable_log_stats",
+        "max_num_queued_reqs",
+    } <= AsyncEngineArgs.__dataclass_fields__.keys()
 
 
 def test_the_api_server_has_what_the_endpoint_uses() -> None:
@@ -273,17 +350,35 @@ def test_the_api_server_has_what_the_endpoint_uses() -> None:
     assert found.load() is ChatWithDocuments
     assert isinstance(ChatWithDocuments(), EndpointPlugin)
     assert ChatWithDocuments.name == ENDPOINT
-    fields = {"documents", "kv_transfer_params", "cache_salt", "n", "echo", "tools", "max_completion_tokens"}
+    fields = {
+        "documents",
+        "kv_transfer_params",
+        "cache_salt",
+        "n",
+        "echo",
+        "tools",
+        "max_completion_tokens",
+    }
     assert fields <= ChatCompletionRequest.model_fields.keys()
     assert parameters(api_router.create_chat_completion) == ["request", "raw_request"]
     from vllm.entrypoints.openai.completion.api_router import create_completion
     from vllm.entrypoints.openai.responses.api_router import create_responses
 
-    assert parameters(create_completion) == parameters(create_responses) == ["request", "raw_request"]
+    assert (
+        parameters(create_completion) == parameters(create_responses) == ["request", "raw_request"]
+    )
     for name in ("enable_prompt_tokens_details", "num_cached_tokens"):
-        assert f"self.{name}" in inspect.getsource(OpenAIServingChat) or name in inspect.getsource(OpenAIServingChat)
-    assert "self.engine_client.generate(" in inspect.getsource(OpenAIServingChat._create_chat_completion)
-    assert parameters(OpenAIServingChat.create_chat_completion) == ["self", "request", "raw_request"]
+        assert f"self.{name}" in inspect.getsource(OpenAIServingChat) or name in inspect.getsource(
+            OpenAIServingChat
+        )
+    assert "self.engine_client.generate(" in inspect.getsource(
+        OpenAIServingChat._create_chat_completion
+    )
+    assert parameters(OpenAIServingChat.create_chat_completion) == [
+        "self",
+        "request",
+        "raw_request",
+    ]
     ids = source("renderers.online_renderer")
     assert 'ids = kv.pop("prompt_token_ids", None)' in ids
     assert "reuse_ids, cache_salt=request.cache_salt" in ids
@@ -296,10 +391,14 @@ def test_priming_and_evicting_ask_for_an_admin_key() -> None:
     from cachecraft_rag.vllm.settings import EndpointSettings
 
     for keys, given, allowed in (
-        ((), "", True), (("the first key", "the second key"), "", False),
-        (("the first key", "the second key"), "the second key", True), (("the first key",), "the first", False),
-    ):  # fmt: skip
-        endpoint = SimpleNamespace(engine=SimpleNamespace(settings=EndpointSettings(admin_keys=keys)))
+        ((), "", True),
+        (("the first key", "the second key"), "", False),
+        (("the first key", "the second key"), "the second key", True),
+        (("the first key",), "the first", False),
+    ):
+        endpoint = SimpleNamespace(
+            engine=SimpleNamespace(settings=EndpointSettings(admin_keys=keys))
+        )
         headers = {"X-CacheCraft-Admin-Key": given} if given else {}
         state = SimpleNamespace(cachecraft=endpoint)
         request: Any = SimpleNamespace(headers=headers, app=SimpleNamespace(state=state))

@@ -46,7 +46,10 @@ def test_chunks_history_and_question() -> None:
     asked = read(
         messages=[
             {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": "What"}, {"type": "text", "text": " is it?"}]},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "What"}, {"type": "text", "text": " is it?"}],
+            },
             {"role": "assistant", "content": "A kettle."},
             {"role": "user", "content": "And"},
             {"role": "user", "content": "how?"},
@@ -57,7 +60,12 @@ def test_chunks_history_and_question() -> None:
     )
     assert asked.chunks == (Chunk("Vinegar."), Chunk("Crumbs."))
     assert asked.history == (("user", "What is it?"), ("assistant", "A kettle."))
-    assert (asked.question, asked.system, asked.reserve, asked.client_salt) == ("And\n\nhow?", "Be brief.", 7, "mine")
+    assert (asked.question, asked.system, asked.reserve, asked.client_salt) == (
+        "And\n\nhow?",
+        "Be brief.",
+        7,
+        "mine",
+    )
     assert asked.config == ReuseConfig(alpha=0.5, recompute_ratio=0.2, plain_prompts="off")
     plain = read()
     assert (plain.system, plain.config, plain.reserve, plain.history) == (None, None, 128, ())
@@ -85,8 +93,14 @@ def test_chunks_history_and_question() -> None:
         ({"documents": [{"text": "a", "page": 3}]}, "'page' must be a string; leave it out"),
         ({"documents": [{"text": "a"}] * (MOST_DOCUMENTS + 1)}, "send at most"),
         ({"documents": [{"text": "a" * 6500}]}, "send at most 6400: the best"),
-        ({"documents": [{"text": "half \ud83e"}]}, r"documents\[0\]: the character at 5 is half a surrogate"),
-        ({"messages": [{"role": "user", "content": "\udd16"}]}, r"messages\[0\]: the character at 0 is half"),
+        (
+            {"documents": [{"text": "half \ud83e"}]},
+            r"documents\[0\]: the character at 5 is half a surrogate",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "\udd16"}]},
+            r"messages\[0\]: the character at 0 is half",
+        ),
         ({"n": 2}, "ask again"),
         ({"echo": True}, "leave it out"),
         ({"prompt_logprobs": 0}, "leave it out"),
@@ -96,8 +110,14 @@ def test_chunks_history_and_question() -> None:
         ({"truncate_prompt_tokens": 5}, "left out by rank"),
         ({"tools": [{}], "tool_choice": "auto"}, "leave out one of the two"),
         ({"messages": []}, "the last message must be the user's"),
-        ({"messages": [USER, {"role": "assistant", "content": "x"}]}, "the last message must be the user's"),
-        ({"messages": [{"role": "tool", "content": "x"}, USER]}, r"messages\[0\].*write the text of others"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "x"}]},
+            "the last message must be the user's",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "x"}, USER]},
+            r"messages\[0\].*write the text of others",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "hold text only"),
         ({"messages": ["x"]}, r"messages\[0\]"),
         ({"model_extra": {"cachecraft": []}}, "must be an object"),
@@ -118,24 +138,37 @@ def test_documents_are_checked_before_anything_else() -> None:
 
 
 def priming(body: object) -> PrimingRequest:
-    return read_priming(body if isinstance(body, bytes) else json.dumps(body).encode(), context_length=100)
+    return read_priming(
+        body if isinstance(body, bytes) else json.dumps(body).encode(), context_length=100
+    )
 
 
 def test_what_is_primed_and_what_is_too_much() -> None:
     vinegar, crumbs = Chunk("Vinegar."), Chunk("Crumbs.")
-    assert priming({"documents": DOCUMENTS, "estimate": True}) == PrimingRequest((vinegar, crumbs), (), True)
+    assert priming({"documents": DOCUMENTS, "estimate": True}) == PrimingRequest(
+        (vinegar, crumbs), (), True
+    )
     assert priming({"documents": []}) == PrimingRequest((), (), False)
     after = priming({"documents": DOCUMENTS[:1], "related": DOCUMENTS[1:]})
     assert after == PrimingRequest((vinegar,), (crumbs,), False)
     many = [{"text": "k" * 6400}] * (MOST_PRIMED // 6400)
     assert len(priming({"documents": many}).chunks) == len(many)
     for body, advice in (
-        ({"documents": [{"text": "k" * 6401}]}, r"documents\[0\] has 6401 characters.*at most 6400"),
-        ({"documents": [*many, {"text": "k" * 6400}]}, f"send at most {MOST_PRIMED} in one request"),
+        (
+            {"documents": [{"text": "k" * 6401}]},
+            r"documents\[0\] has 6401 characters.*at most 6400",
+        ),
+        (
+            {"documents": [*many, {"text": "k" * 6400}]},
+            f"send at most {MOST_PRIMED} in one request",
+        ),
         ({"documents": [{"text": "k"}] * 1001}, "send at most 1000"),
         ({"documents": [], "related": "k"}, "documents must be a list"),
         ({"documents": DOCUMENTS, "estimate": 1}, "estimate must be True or False"),
-        ({"documents": DOCUMENTS, "session": "bob"}, "the body must be a JSON object: session: no such field"),
+        (
+            {"documents": DOCUMENTS, "session": "bob"},
+            "the body must be a JSON object: session: no such field",
+        ),
         ([], "the body must be"),
         (b"[" * 100_000, "the body must be a JSON object"),
         (b"\xff", "the body must be a JSON object"),

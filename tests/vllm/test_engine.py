@@ -22,16 +22,21 @@ from tests.vllm.conftest import TEXTS
 
 SHORT = SamplingParams(max_new_tokens=12)
 REUSE = ReuseConfig(alpha=0.5, probe_min_rows=0, loading="whole")
-SERVER: dict[str, Any] = {"max_model_len": 2048, "enforce_eager": True, "max_num_seqs": 4}  # blocks as by default
+# blocks as by default
+SERVER: dict[str, Any] = {"max_model_len": 2048, "enforce_eager": True, "max_num_seqs": 4}
 QUESTION = "How is the kettle descaled?"
 
 
 @pytest.mark.slow
-def test_the_facade_takes_either_engine(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_facade_takes_either_engine(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
     folder = str(model_folder("Llama"))
     document = Document("manual", "\n\n".join(text * 4 for text in TEXTS))
     made = {"reuse": REUSE, "new_variants": "off"}  # both engines are to find the same
-    with CacheCraft.from_pretrained(folder, store=tmp_path, backend="vllm", server=SERVER, **made) as rag:
+    with CacheCraft.from_pretrained(
+        folder, store=tmp_path, backend="vllm", server=SERVER, **made
+    ) as rag:
         assert isinstance(rag.engine, VLLMEngine)
         assert rag.engine.store.rows() == []  # the self-check's captures
         report = rag.add_documents([document], prime=True)
@@ -41,7 +46,10 @@ def test_the_facade_takes_either_engine(model_folder: Callable[[str], Path], tmp
         answer = rag.ask(QUESTION, top_k=2, sampling=SHORT)
         stats = answer.stats
         assert {chunk.outcome for chunk in stats.chunks} <= {"exact", "reused"}
-        assert stats.tokens_reused + stats.tokens_recomputed + stats.tokens_computed == stats.tokens_prompt
+        assert (
+            stats.tokens_reused + stats.tokens_recomputed + stats.tokens_computed
+            == stats.tokens_prompt
+        )
         assert (stats.tokens_generated, stats.finish) == (12, "length")
         assert 0 < stats.ttft_s <= stats.total_s
         assert 0 < stats.recompute_share < 1
@@ -51,19 +59,29 @@ def test_the_facade_takes_either_engine(model_folder: Callable[[str], Path], tmp
         begun = [next(stream) for stream in streams]  # all at once
         streams[0].close()
         assert streams[0].stats.finish == "closed"
-        texts = [first + "".join(stream) for first, stream in zip(begun[1:], streams[1:], strict=True)]
+        texts = [
+            first + "".join(stream) for first, stream in zip(begun[1:], streams[1:], strict=True)
+        ]
         assert texts == [answer.text, answer.text]
-        kept = rag.ask(QUESTION, top_k=2, max_tokens=12, json_schema={"type": "boolean"})  # it may add white space
+        # it may add white space
+        kept = rag.ask(QUESTION, top_k=2, max_tokens=12, json_schema={"type": "boolean"})
         assert json.loads(kept.text) in (True, False)
         letter = next((one for one in answer.text[1:] if one.isprintable()), None)
         if letter is not None:
-            stopped = rag.ask(QUESTION, top_k=2, sampling=SamplingParams(max_new_tokens=12, stop=(letter,)))
-            assert (stopped.text, stopped.stats.finish) == (answer.text.partition(letter)[0], "stop")
+            stopped = rag.ask(
+                QUESTION, top_k=2, sampling=SamplingParams(max_new_tokens=12, stop=(letter,))
+            )
+            assert (stopped.text, stopped.stats.finish) == (
+                answer.text.partition(letter)[0],
+                "stop",
+            )
     with CacheCraft.from_pretrained(folder, store=tmp_path, reuse=REUSE, dtype="float32") as here:
         assert isinstance(here.engine, Engine)
         same = here.ask(QUESTION, top_k=2, sampling=SHORT)
         assert same.text == answer.text
-        assert [chunk.recomputed for chunk in same.stats.chunks] == [chunk.recomputed for chunk in stats.chunks]
+        assert [chunk.recomputed for chunk in same.stats.chunks] == [
+            chunk.recomputed for chunk in stats.chunks
+        ]
 
 
 @pytest.mark.slow
@@ -72,7 +90,9 @@ def test_documents_that_the_servers_context_cannot_take_are_left_out_by_rank(
 ) -> None:
     chunks = [Chunk(f"{number}. {TEXTS[0]}") for number in range(1500 // len(TEXTS[0]) + 1)]
     server = SERVER | {"max_model_len": 1024}  # the model's own is longer
-    with VLLMEngine.from_pretrained(str(model_folder("Llama")), store=tmp_path, server=server) as engine:
+    with VLLMEngine.from_pretrained(
+        str(model_folder("Llama")), store=tmp_path, server=server
+    ) as engine:
         answer = engine.stream(QUESTION, chunks, sampling=SHORT)
         assert "".join(answer)
         outcomes = {chunk.chunk_id: chunk.outcome for chunk in answer.stats.chunks}
@@ -81,7 +101,9 @@ def test_documents_that_the_servers_context_cannot_take_are_left_out_by_rank(
         assert outcomes[chunks[-1].chunk_id] == "trimmed"
 
 
-def test_what_cannot_be_set_is_said_before_anything_starts(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_what_cannot_be_set_is_said_before_anything_starts(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
     folder = str(model_folder("Llama"))
     with pytest.raises(ConfigError, match="vLLM chooses the device"):
         VLLMEngine.from_pretrained(folder, store=tmp_path, device="cpu")

@@ -31,7 +31,8 @@ from tests.vllm.conftest import TEXTS, Server
 KETTLE, GUARANTEE = "How is the kettle descaled?", "What does the guarantee cover?"
 BASE = ReuseConfig(probe_min_rows=0, alpha=0.5, capture=False, loading="whole")
 EARLY: dict[str, Any] = {"early_termination": True, "recompute_ratio": 0.5}
-CASES: dict[str, tuple[str, list[int], dict[str, Any]]] = {  # best last: these stand in the prompt from last to first
+# best last: these stand in the prompt from last to first
+CASES: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "all exact": (KETTLE, [2, 1, 0], {}),
     "moved, three chunks": (KETTLE, [0, 1, 2], {}),
     "five chunks, as by default": (GUARANTEE, [4, 0, 3, 1, 5], {}),
@@ -66,16 +67,22 @@ PrimedCases = Callable[[str, Path], tuple[dict[str, Expected], int]]  # a fixtur
 def greedy(engine: Engine, question: str, chunks: list[Chunk], config: ReuseConfig) -> Expected:
     """The plan, rows and answer of the Hugging Face engine."""
     sampling = SamplingParams(max_new_tokens=TOKENS)
-    request = engine._request(question, chunks, history=(), session=None, sampling=sampling, config=config, tools=())
+    request = engine._request(
+        question, chunks, history=(), session=None, sampling=sampling, config=config, tools=()
+    )
     progress = RequestProgress()
-    output = engine.loop.run(lambda run: engine._answering.prefill(run, request, progress, FutureCaptures()))
+    output = engine.loop.run(
+        lambda run: engine._answering.prefill(run, request, progress, FutureCaptures())
+    )
     logits, position = output.logits, request.prompt.bounds[-1]
     tokens: list[int] = []
     logprobs: list[float] = []
     for _ in range(TOKENS):
         tokens.append(int(logits.argmax()))
         logprobs.append(float(torch.log_softmax(logits.float(), -1)[tokens[-1]]))
-        logits = engine.decoder.next_logits(extend(engine.decoder, output.buffer, tokens[-1:], position))
+        logits = engine.decoder.next_logits(
+            extend(engine.decoder, output.buffer, tokens[-1:], position)
+        )
         position += 1
     segments = progress.plan.segments
     return Expected(
@@ -94,10 +101,15 @@ def greedy(engine: Engine, question: str, chunks: list[Chunk], config: ReuseConf
 def expected_cases(folder: Path, store: Path) -> tuple[dict[str, Expected], int]:
     """Prime two documents with the Hugging Face engine, and let it answer all cases; with the number of layers."""
     chunks = [Chunk(text) for text in TEXTS]
-    with ChunkCacheStore.open(store) as caches, Engine(Decoder.load(str(folder)), caches, config=BASE) as engine:
+    with (
+        ChunkCacheStore.open(store) as caches,
+        Engine(Decoder.load(str(folder)), caches, config=BASE) as engine,
+    ):
         Primer(engine).prime(chunks[:3])
         Primer(engine).prime(chunks[3:])
-        engine.capture(engine.prompts.build(KETTLE, [chunks[1], chunks[0], chunks[5]]), (2, 3), primed=False)
+        engine.capture(
+            engine.prompts.build(KETTLE, [chunks[1], chunks[0], chunks[5]]), (2, 3), primed=False
+        )
         cases = {
             name: greedy(engine, question, [chunks[i] for i in order], replace(BASE, **config))
             for name, (question, order, config) in CASES.items()
@@ -106,11 +118,14 @@ def expected_cases(folder: Path, store: Path) -> tuple[dict[str, Expected], int]
 
 
 def assert_equal(found: Any, one: Expected, layers: int) -> None:
-    assert [segment["outcome"] for segment in found.report["segments"]] == one.outcomes, found.report["segments"]
+    assert [segment["outcome"] for segment in found.report["segments"]] == one.outcomes, (
+        found.report["segments"]
+    )
     assert [segment["variant_id"] for segment in found.report["segments"]] == one.variants
     assert found.report["recomputed"] == one.recomputed
     assert found.report["focus_layer"] == one.focus_layer
-    assert found.report["row_layers"] == one.row_layers - layers  # vLLM computes the last token itself
+    # vLLM computes the last token itself
+    assert found.report["row_layers"] == one.row_layers - layers
     assert found.tokens == one.tokens
     assert found.logprobs == pytest.approx(one.logprobs, abs=1e-3)
 
@@ -136,11 +151,22 @@ def test_rows_and_answers_are_those_of_the_hugging_face_engine(
     folder = model_folder(family)
     cases, layers = primed_cases(family, tmp_path / "caches")
     assert cases["early termination"].focus_layer is not None
-    assert cases["early termination, three layers"].focus_layer is not None or family not in ("Llama", "demo")
-    served = {(segment.segment_id, variant) for one in cases.values() for segment, variant in
-              zip(one.prompt.segments, one.variants, strict=True) if variant is not None}  # fmt: skip
+    assert cases["early termination, three layers"].focus_layer is not None or family not in (
+        "Llama",
+        "demo",
+    )
+    served = {
+        (segment.segment_id, variant)
+        for one in cases.values()
+        for segment, variant in zip(one.prompt.segments, one.variants, strict=True)
+        if variant is not None
+    }
     assert len(served) > len({name for name, _ in served})  # there was a choice
-    assert {outcome for one in cases.values() for outcome in one.outcomes} == {"exact", "reused", "computed"}
+    assert {outcome for one in cases.values() for outcome in one.outcomes} == {
+        "exact",
+        "reused",
+        "computed",
+    }
     assert any(any(one.recomputed) for one in cases.values())
     server = make_server(folder, tmp_path / "caches")
     assert_all_equal(server, cases, layers)
@@ -166,7 +192,10 @@ def test_both_ends_of_a_slow_disk_give_full_prefills_tokens(
     folder, config = model_folder("Llama"), replace(BASE, loading="cake")
     chunks = [Chunk(text * 4) for text in TEXTS[:5]]
     decoder = Decoder.load(str(folder))
-    with ChunkCacheStore.open(tmp_path / "caches") as caches, Engine(decoder, caches, config=BASE) as engine:
+    with (
+        ChunkCacheStore.open(tmp_path / "caches") as caches,
+        Engine(decoder, caches, config=BASE) as engine,
+    ):
         Primer(engine).prime(chunks)
         full = greedy(engine, KETTLE, chunks[::-1], replace(BASE, reuse=False))
         assert set(greedy(engine, KETTLE, chunks[::-1], BASE).outcomes[:-1]) == {"exact"}
@@ -178,7 +207,9 @@ def test_both_ends_of_a_slow_disk_give_full_prefills_tokens(
         seconds.append(time.perf_counter() - began)
     throttle = get_kv_transfer_group()._store.throttle
     for multiple in (0.5, 1.0, 4.0):
-        throttle.bytes_per_s = multiple * decoder.layout.nbytes(full.prompt.bounds[-2]) / min(seconds)
+        throttle.bytes_per_s = (
+            multiple * decoder.layout.nbytes(full.prompt.bounds[-2]) / min(seconds)
+        )
         (found,) = server.ask([Ask(full.prompt, config, captures=())])
         segments = found.report["segments"][:-1]
         assert {one["outcome"] for one in segments} <= {"exact", "computed"}
@@ -191,7 +222,8 @@ def test_both_ends_of_a_slow_disk_give_full_prefills_tokens(
 def counts_compiled() -> Callable[[Any], int]:
     """Counts the forwards that a process has compiled, or found in vLLM's cache of compiled ones."""
 
-    def count(_worker: Any) -> int:  # made in here it travels by value, for no worker can import this module
+    # made in here it travels by value, for no worker can import this module
+    def count(_worker: Any) -> int:
         from vllm.compilation.counter import compilation_counter as counter
 
         return int(counter.num_aot_compiles + counter.num_aot_artifacts_loaded)
@@ -240,7 +272,9 @@ def test_compiled_in_processes_of_its_own(
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function is sent to it
 
     cases, layers = primed_cases("Llama", tmp_path / "caches")
-    server = make_server(model_folder("Llama"), tmp_path / "caches", enforce_eager=False, tensor_parallel_size=ranks)
+    server = make_server(
+        model_folder("Llama"), tmp_path / "caches", enforce_eager=False, tensor_parallel_size=ranks
+    )
     assert_all_equal(server, cases, layers)
     compiled = server.llm.collective_rpc(counts_compiled())
     assert len(compiled) == ranks

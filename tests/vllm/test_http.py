@@ -38,12 +38,19 @@ YES = {"type": "boolean"}
 # Loaded whole, so that no speed decides; the question's own settings keep it apart from vLLM's prefix cache.
 REUSE = ReuseConfig(alpha=0.5, probe_min_rows=0, loading="whole", capture=False)
 LOOSE = {"alpha": 0.5, "probe_min_rows": 0, "loading": "whole", "capture": False}
-QUESTIONS = ("How is the kettle descaled?", "Who repairs it?", "What does the guarantee cover?", "How cold is it?")
+QUESTIONS = (
+    "How is the kettle descaled?",
+    "Who repairs it?",
+    "What does the guarantee cover?",
+    "How cold is it?",
+)
 ORDERS = ([0, 1, 2], [2, 0, 3], [4, 3, 1], [5, 0, 4])
 
 
 @pytest.fixture(scope="module")
-def server(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(
+    model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("served")
     options = ("--max-model-len", "2048", "--session-header", "X-Mine", "--", "--disable-log-stats")
     made = ServerProcess(model_folder("Llama"), folder / "store", folder / "log", *options)
@@ -73,7 +80,9 @@ def stats_in(answer: dict[str, Any]) -> dict[str, Any]:
 def stored_share(stats: list[dict[str, Any]]) -> float:
     """Share of the chunks' tokens that came from chunk-caches."""
     all_chunks = [chunk for one in stats for chunk in one["chunks"]]
-    return 1 - sum(chunk["computed"] for chunk in all_chunks) / sum(chunk["tokens"] for chunk in all_chunks)
+    return 1 - sum(chunk["computed"] for chunk in all_chunks) / sum(
+        chunk["tokens"] for chunk in all_chunks
+    )
 
 
 def test_the_rag_loop_with_every_client(
@@ -87,33 +96,44 @@ def test_the_rag_loop_with_every_client(
     from cachecraft_rag.langchain import ChatCacheCraft
     from cachecraft_rag.llama_index import CacheCraftQueryEngine
 
-    first = [server.chat(documents(order), question).json() for question, order in zip(QUESTIONS, ORDERS, strict=True)]
+    first = [
+        server.chat(documents(order), question).json()
+        for question, order in zip(QUESTIONS, ORDERS, strict=True)
+    ]
     assert {chunk["outcome"] for chunk in stats_in(first[0])["chunks"]} == {"computed"}
 
     # Once more, by each client; the settings differ, so vLLM's own prefix cache has none of it.
     texts = []
     with (
         HTTPEngine.connect(server.url) as engine,
-        Engine.from_pretrained(str(model_folder("Llama")), store=store, reuse=REUSE, dtype="float32") as here,
+        Engine.from_pretrained(
+            str(model_folder("Llama")), store=store, reuse=REUSE, dtype="float32"
+        ) as here,
     ):
         assert engine.decoder.fingerprint == here.decoder.fingerprint
         assert (engine.decoder.context_length, here.decoder.context_length) == (2048, 4096)
         assert engine.decoder.tokenizer.get_vocab() == here.decoder.tokenizer.get_vocab()
         for question, order in zip(QUESTIONS, ORDERS, strict=True):
             stream, expected = (
-                one.stream(question, chunks(order), sampling=SHORT, config=REUSE) for one in (engine, here)
+                one.stream(question, chunks(order), sampling=SHORT, config=REUSE)
+                for one in (engine, here)
             )
             texts.append("".join(stream))
             assert texts[-1] == "".join(expected)
             assert_same_chunks(stream.stats, expected.stats)
             assert stored_share([stream.stats.as_dict()]) >= 0.9
-        kept = engine.stream(QUESTIONS[0], chunks([0, 1]), sampling=replace(SHORT, json_schema=YES), config=REUSE)
+        kept = engine.stream(
+            QUESTIONS[0], chunks([0, 1]), sampling=replace(SHORT, json_schema=YES), config=REUSE
+        )
         assert json.loads("".join(kept)) in (True, False)
 
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
         model = client.models.list().data[0].id
         for question, order, text in zip(QUESTIONS[:2], ORDERS, texts, strict=False):
-            asked: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": question}]}
+            asked: dict[str, Any] = {
+                "model": model,
+                "messages": [{"role": "user", "content": question}],
+            }
             asked |= {"max_tokens": 12, "temperature": 0}
             answer = client.chat.completions.create(
                 **asked, extra_body={"documents": documents(order), "cachecraft": LOOSE}
@@ -123,7 +143,9 @@ def test_the_rag_loop_with_every_client(
             assert {chunk["reason_code"] for chunk in found["chunks"]} == {"prefix_cached"}
             assert stored_share([found]) >= 0.9
             pieces = client.chat.completions.create(
-                **asked, stream=True, extra_body={"documents": documents(order), "cachecraft": LOOSE | {"drift": 0.3}}
+                **asked,
+                stream=True,
+                extra_body={"documents": documents(order), "cachecraft": LOOSE | {"drift": 0.3}},
             )
             name, streamed = "", ""
             for piece in pieces:
@@ -161,11 +183,18 @@ def assert_same_chunks(served: RequestStats, expected: RequestStats) -> None:
     assert [[getattr(one, name) for name in fields] for one in served.chunks] == [
         [getattr(one, name) for name in fields] for one in expected.chunks
     ]
-    assert (served.tokens_reused, served.tokens_prompt) == (expected.tokens_reused, expected.tokens_prompt)
+    assert (served.tokens_reused, served.tokens_prompt) == (
+        expected.tokens_reused,
+        expected.tokens_prompt,
+    )
 
 
-def test_the_facade_indexes_primes_and_forgets(server: ServerProcess, store: Path, tmp_path: Path) -> None:
-    document = Document("manual", "\n\n".join(f"{text} Page {i}. " * 4 for i, text in enumerate(TEXTS[:3])))
+def test_the_facade_indexes_primes_and_forgets(
+    server: ServerProcess, store: Path, tmp_path: Path
+) -> None:
+    document = Document(
+        "manual", "\n\n".join(f"{text} Page {i}. " * 4 for i, text in enumerate(TEXTS[:3]))
+    )
     with CacheCraft.connect(server.url, store=tmp_path) as rag:
         rag.add_documents([document])
         estimate = rag.estimate_priming()
@@ -178,7 +207,8 @@ def test_the_facade_indexes_primes_and_forgets(server: ServerProcess, store: Pat
         assert answer.stats.tokens_reused > 0
         again = rag.ask("Which page is about the kettle?", top_k=1, sampling=SHORT, config=REUSE)
         assert again.text == answer.text
-        assert again.stats.tokens_reused >= answer.stats.tokens_reused  # vLLM's own prefix cache has it by now
+        # vLLM's own prefix cache has it by now
+        assert again.stats.tokens_reused >= answer.stats.tokens_reused
         turns = [("user", "Which page is about the kettle?"), ("assistant", answer.text)]
         more = rag.ask("And the toaster?", top_k=1, sampling=SHORT, history=turns, session="ada")
         assert more.stats.finish is not None
@@ -189,17 +219,25 @@ def test_the_facade_indexes_primes_and_forgets(server: ServerProcess, store: Pat
         assert not any(key.origin_prefix for key in left)  # the instruction is nobody's document
 
 
-def test_without_documents_it_is_vllm(server: ServerProcess, model_folder: Callable[[str], Path]) -> None:
+def test_without_documents_it_is_vllm(
+    server: ServerProcess, model_folder: Callable[[str], Path]
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = model_folder("Llama")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     messages = [{"role": "user", "content": QUESTIONS[0]}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     with torch.no_grad():
         output = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
-    for body in ({}, {"cachecraft": {"nonsense": 1}, "kv_transfer_params": {"cachecraft": {"segments": []}}}):
+    for body in (
+        {},
+        {"cachecraft": {"nonsense": 1}, "kv_transfer_params": {"cachecraft": {"segments": []}}},
+    ):
         answer = server.chat(None, QUESTIONS[0], **body).json()
         assert answer["prompt_token_ids"] == ids
         assert answer["choices"][0]["token_ids"] == output[0, len(ids) :].tolist()
@@ -213,7 +251,10 @@ def test_nothing_private_is_shared(server: ServerProcess, store: Path) -> None:
         with ChunkCacheStore.open(store / "caches") as caches:
             return {(row.variant.key.chunk_id, row.variant.session) for row in caches.rows()}
 
-    secret, news = "My number is 4711.", [{"text": "The mill at Dunn dates from 1900, its wheel from 1950."}]
+    secret, news = (
+        "My number is 4711.",
+        [{"text": "The mill at Dunn dates from 1900, its wheel from 1950."}],
+    )
     private = [{"role": "system", "content": secret}, {"role": "user", "content": "When?"}]
     name = Chunk(news[0]["text"]).chunk_id
     body = {"messages": private, "session": "bob", "namespace": "other", "cachecraft": {}}
@@ -225,10 +266,15 @@ def test_nothing_private_is_shared(server: ServerProcess, store: Path) -> None:
     assert {session for chunk, session in owners() if chunk == name} == {"ada"}
     url = f"{server.url}/v1/cachecraft/requests/{mine['id']}"
     assert httpx.get(url).status_code == 404  # another session's
-    assert httpx.get(url, headers={"X-Mine": "ada"}).json()["stats"]["chunks"][0]["outcome"] == "computed"
+    assert (
+        httpx.get(url, headers={"X-Mine": "ada"}).json()["stats"]["chunks"][0]["outcome"]
+        == "computed"
+    )
     theirs = server.chat(news, headers={"X-Mine": "bob"}, **body).json()
     assert stats_in(theirs)["chunks"][0]["outcome"] == "computed"
-    again = server.chat(news, headers={"X-Mine": "ada"}, **body | {"cachecraft": {"capture": False}}).json()
+    again = server.chat(
+        news, headers={"X-Mine": "ada"}, **body | {"cachecraft": {"capture": False}}
+    ).json()
     assert stats_in(again)["chunks"][0]["outcome"] == "exact"
 
 
@@ -244,7 +290,10 @@ def await_rows(there: Callable[[], bool]) -> None:
 
 
 def test_metrics_count_what_was_asked(server: ServerProcess, store: Path) -> None:
-    own = [{"text": f"{text} It is so since {year}."} for text, year in zip(TEXTS[:3], range(1990, 1993), strict=True)]
+    own = [
+        {"text": f"{text} It is so since {year}."}
+        for text, year in zip(TEXTS[:3], range(1990, 1993), strict=True)
+    ]
     before = server.counts()
     answers = [server.chat(own, QUESTIONS[0]).json()]
     names = {Chunk(one["text"]).chunk_id for one in own}
@@ -252,11 +301,25 @@ def test_metrics_count_what_was_asked(server: ServerProcess, store: Path) -> Non
         await_rows(lambda: names <= {row.variant.key.chunk_id for row in caches.rows(limit=1000)})
     answers += [server.chat(own[::-1], question, cachecraft=LOOSE).json() for question in QUESTIONS]
     stats = [stats_in(one) for one in answers]
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions", timeout=600, json={
-        "messages": [{"role": "user", "content": "And how cold?"}], "documents": own, "stream": True, "max_tokens": 5,
-        "temperature": 0, "cachecraft": LOOSE}) as answer:  # fmt: skip
-        pieces = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
-    stats.append(httpx.get(f"{server.url}/v1/cachecraft/requests/{pieces[0]['id']}").json()["stats"])
+    with httpx.stream(
+        "POST",
+        f"{server.url}/v1/chat/completions",
+        timeout=600,
+        json={
+            "messages": [{"role": "user", "content": "And how cold?"}],
+            "documents": own,
+            "stream": True,
+            "max_tokens": 5,
+            "temperature": 0,
+            "cachecraft": LOOSE,
+        },
+    ) as answer:
+        pieces = [
+            json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")
+        ]
+    stats.append(
+        httpx.get(f"{server.url}/v1/cachecraft/requests/{pieces[0]['id']}").json()["stats"]
+    )
     assert server.chat(own, QUESTIONS[0], n=2).status_code == 400
     stale = [{"text": TEXTS[0], "id": Chunk(TEXTS[1]).chunk_id}]
     wrong = server.chat(stale, QUESTIONS[0], cachecraft={"strict_ids": True})
@@ -266,15 +329,23 @@ def test_metrics_count_what_was_asked(server: ServerProcess, store: Path) -> Non
     server.settles()
 
     after = server.counts()
-    added = {key: value - before.get(key, 0) for key, value in after.items() if value != before.get(key, 0)}
+    added = {
+        key: value - before.get(key, 0)
+        for key, value in after.items()
+        if value != before.get(key, 0)
+    }
 
     def by(name: str) -> Counter[tuple[str, ...]]:
-        return Counter({labels: int(value) for (found, labels), value in added.items() if found == name})
+        return Counter(
+            {labels: int(value) for (found, labels), value in added.items() if found == name}
+        )
 
     expected = Counter((one["finish"],) for one in stats) + Counter({("refused",): 3})
     assert by("cachecraft_requests_total") == expected
     chunks_of = [chunk for one in stats for chunk in one["chunks"]]
-    assert by("cachecraft_chunks_total") == Counter((one["outcome"], one["reason_code"]) for one in chunks_of)
+    assert by("cachecraft_chunks_total") == Counter(
+        (one["outcome"], one["reason_code"]) for one in chunks_of
+    )
     kinds = ("reused", "recomputed", "computed", "generated")
     tokens = {(kind,): sum(one[f"tokens_{kind}"] for one in stats) for kind in kinds}
     assert by("cachecraft_tokens_total") == +Counter(tokens)
@@ -305,21 +376,50 @@ def test_accounts_are_right_however_an_answer_ends(server: ServerProcess, store:
     length = server.chat(own[::-1], QUESTIONS[1], cachecraft=LOOSE).json()
     stats.append(stats_in(length))
     used = length["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert 0 < used == stats[-1]["tokens_reused"] < length["usage"]["prompt_tokens"] == stats[-1]["tokens_prompt"]
+    assert (
+        0
+        < used
+        == stats[-1]["tokens_reused"]
+        < length["usage"]["prompt_tokens"]
+        == stats[-1]["tokens_prompt"]
+    )
     text = length["choices"][0]["message"]["content"]
     letter = next(one for one in text[1:] if one.isprintable() and one != "\ufffd")
-    stopped = server.chat(own[::-1], QUESTIONS[1], cachecraft=LOOSE | {"drift": 0.35}, stop=[letter]).json()
+    stopped = server.chat(
+        own[::-1], QUESTIONS[1], cachecraft=LOOSE | {"drift": 0.35}, stop=[letter]
+    ).json()
     stats.append(httpx.get(f"{server.url}/v1/cachecraft/requests/{stopped['id']}").json()["stats"])
-    body: dict[str, Any] = {"documents": own[::-1], "stream": True, "max_tokens": 1500, "ignore_eos": True}
-    body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "temperature": 0}
+    body: dict[str, Any] = {
+        "documents": own[::-1],
+        "stream": True,
+        "max_tokens": 1500,
+        "ignore_eos": True,
+    }
+    body |= {
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "temperature": 0,
+    }
     for drift in (0.25, 0.45):  # closed by its reader while it is written
-        asked = body | {"messages": [{"role": "user", "content": "Go on!"}], "cachecraft": LOOSE | {"drift": drift}}
-        with httpx.stream("POST", f"{server.url}/v1/chat/completions", timeout=600, json=asked) as answer:
-            lines = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
+        asked = body | {
+            "messages": [{"role": "user", "content": "Go on!"}],
+            "cachecraft": LOOSE | {"drift": drift},
+        }
+        with httpx.stream(
+            "POST", f"{server.url}/v1/chat/completions", timeout=600, json=asked
+        ) as answer:
+            lines = (
+                json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")
+            )
             name = [next(lines) for _ in range(4)][-1]["id"]
         server.settles()
         stats.append(httpx.get(f"{server.url}/v1/cachecraft/requests/{name}").json()["stats"])
-    assert [one["finish"] for one in stats] == ["length", "length", stats[2]["finish"], "closed", "closed"]
+    assert [one["finish"] for one in stats] == [
+        "length",
+        "length",
+        stats[2]["finish"],
+        "closed",
+        "closed",
+    ]
     assert stats[2]["finish"] in ("stop", "length")
     for one in stats[1:]:
         assert {chunk["outcome"] for chunk in one["chunks"]} <= {"exact", "reused"}
@@ -327,17 +427,23 @@ def test_accounts_are_right_however_an_answer_ends(server: ServerProcess, store:
     assert {chunk["outcome"] for chunk in first["chunks"]} == {"computed"}
     give_up(server, 1)  # perhaps while it is being filled
     server.settles()
-    stats.append(httpx.get(f"{server.url}/v1/cachecraft/requests/chatcmpl-given-up-1").json()["stats"])
+    stats.append(
+        httpx.get(f"{server.url}/v1/cachecraft/requests/chatcmpl-given-up-1").json()["stats"]
+    )
     for path, asked in (("completions", {"prompt": "x"}), ("responses", {"input": "x"})):
         refused = httpx.post(f"{server.url}/v1/{path}", json=asked | {"documents": own}, timeout=60)
         assert (refused.status_code, "/v1/chat/completions" in refused.text) == (400, True)
-    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=600).is_success
+    assert httpx.post(
+        f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=600
+    ).is_success
     after = server.counts()
     kinds = ("reused", "recomputed", "computed", "generated")
     for one in stats:
         assert sum(one[f"tokens_{kind}"] for kind in kinds[:3]) == one["tokens_prompt"]
     for kind in kinds:
-        added = after["cachecraft_tokens_total", (kind,)] - before.get(("cachecraft_tokens_total", (kind,)), 0)
+        added = after["cachecraft_tokens_total", (kind,)] - before.get(
+            ("cachecraft_tokens_total", (kind,)), 0
+        )
         assert added == sum(one[f"tokens_{kind}"] for one in stats)
     assert "Avg prompt throughput" not in server._log.read_text()
 
@@ -352,16 +458,57 @@ def bad_bodies(dice: random.Random, count: int) -> Iterator[tuple[str, bytes]]:
     for _ in range(200):
         deep = [deep] if dice.random() < 0.5 else {"text": deep}
     junk: list[Any] = [
-        None, 7, -1, 1e300, True, 10**30, -(2**63) - 1, [2**70, -5], ["9" * 5000], [], {}, [None], [[]], deep,
-        "", "x", "\ud800", "\x00", "\u202eabc\ufeff", "🫖" * 3000,
-        {"text": 1}, [{"text": "a" * 200_000}], [{"text": "\udfff"}], [{"text": "x", "id": 10**40}],
-        [{"text": "", "title": "t"}], [{"txt": "x"}], [{"text": "x"}] * 1001,
-        {"recompute_ratio": 1e308}, {"selector": "\ud83d"}, {"alpha": [1]}, {"session": "other"},
+        None,
+        7,
+        -1,
+        1e300,
+        True,
+        10**30,
+        -(2**63) - 1,
+        [2**70, -5],
+        ["9" * 5000],
+        [],
+        {},
+        [None],
+        [[]],
+        deep,
+        "",
+        "x",
+        "\ud800",
+        "\x00",
+        "\u202eabc\ufeff",
+        "🫖" * 3000,
+        {"text": 1},
+        [{"text": "a" * 200_000}],
+        [{"text": "\udfff"}],
+        [{"text": "x", "id": 10**40}],
+        [{"text": "", "title": "t"}],
+        [{"txt": "x"}],
+        [{"text": "x"}] * 1001,
+        {"recompute_ratio": 1e308},
+        {"selector": "\ud83d"},
+        {"alpha": [1]},
+        {"session": "other"},
         {"segments": [["chunk", "x", -3, False, True]], "seal": "0" * 32},
-    ]  # fmt: skip
-    chat = {"messages": [{"role": "user", "content": "x"}], "documents": documents([0]), "max_tokens": 2}
-    further = ["temperature", "cachecraft", "n", "tools", "cache_salt", "stop", "kv_transfer_params", "request_id",
-               "model", "stream", "\ud800"]  # fmt: skip
+    ]
+    chat = {
+        "messages": [{"role": "user", "content": "x"}],
+        "documents": documents([0]),
+        "max_tokens": 2,
+    }
+    further = [
+        "temperature",
+        "cachecraft",
+        "n",
+        "tools",
+        "cache_salt",
+        "stop",
+        "kv_transfer_params",
+        "request_id",
+        "model",
+        "stream",
+        "\ud800",
+    ]
     asked: dict[str, tuple[dict[str, Any], list[str]]] = {
         PATHS[0]: (chat, [*chat, *further]),
         PATHS[1]: ({"documents": documents([0])}, ["documents", "estimate", "\ud800"]),
@@ -370,7 +517,10 @@ def bad_bodies(dice: random.Random, count: int) -> Iterator[tuple[str, bytes]]:
     for number in range(count):
         path = dice.choice((PATHS[0], PATHS[0], *PATHS))
         good, fields = asked[path]
-        body = good | {name: dice.choice(junk) for name in dice.sample(fields, dice.randint(1, min(3, len(fields))))}
+        body = good | {
+            name: dice.choice(junk)
+            for name in dice.sample(fields, dice.randint(1, min(3, len(fields))))
+        }
         raw = json.dumps(body).encode()
         match number % 10:
             case 4 | 9:  # broken off
@@ -379,7 +529,9 @@ def bad_bodies(dice: random.Random, count: int) -> Iterator[tuple[str, bytes]]:
                 place = dice.randrange(len(raw))
                 raw = raw[:place] + dice.randbytes(5) + raw[place:]
             case 6:  # deeper than any parser goes
-                raw = b'{"documents": ' + dice.choice((b"[", b'{"text":')) * dice.choice((900, 100_000))
+                raw = b'{"documents": ' + dice.choice((b"[", b'{"text":')) * dice.choice(
+                    (900, 100_000)
+                )
             case 7:  # not an object
                 raw = json.dumps(dice.choice(junk)).encode()
         yield path, raw
@@ -387,7 +539,9 @@ def bad_bodies(dice: random.Random, count: int) -> Iterator[tuple[str, bytes]]:
 
 def test_malformed_requests_harm_nobody(server: ServerProcess) -> None:
     """TESTS_MALFORMED says how many."""
-    good = server.chat(documents([0, 1]), QUESTIONS[0], cachecraft=LOOSE).json()["choices"][0]["token_ids"]
+    good = server.chat(documents([0, 1]), QUESTIONS[0], cachecraft=LOOSE).json()["choices"][0][
+        "token_ids"
+    ]
     statuses: Counter[int] = Counter()
     with httpx.Client(headers={"Content-Type": "application/json"}, timeout=600) as client:
         for path, raw in bad_bodies(random.Random(5), MALFORMED):
@@ -398,15 +552,27 @@ def test_malformed_requests_harm_nobody(server: ServerProcess) -> None:
                 error = answer.json()  # FastAPI has a form of its own for bodies that are no JSON
                 assert error["error"]["message"] if "error" in error else error["detail"]
         for path in PATHS[1:]:
-            for raw in (b"", b"[]", b"{", b'{"documents": 3}', b'{"chunk_ids": [7]}', b'{"more": 1}'):
+            for raw in (
+                b"",
+                b"[]",
+                b"{",
+                b'{"documents": 3}',
+                b'{"chunk_ids": [7]}',
+                b'{"more": 1}',
+            ):
                 answer = client.post(f"{server.url}/v1/{path}", content=raw)
                 assert answer.status_code == 400, (path, raw, answer.text)
-        for text, many in (("k", 9_000_000), ("\u2603", 5_000_000)):  # a text that is too long, a body that is too long
-            answer = client.post(f"{server.url}/v1/{PATHS[1]}", json={"documents": [{"text": text * many}]})
+        # a text that is too long, a body that is too long
+        for text, many in (("k", 9_000_000), ("\u2603", 5_000_000)):
+            answer = client.post(
+                f"{server.url}/v1/{PATHS[1]}", json={"documents": [{"text": text * many}]}
+            )
             assert answer.status_code == 400
             assert "send" in answer.json()["error"]["message"]
     assert statuses[400] > MALFORMED / 2
-    again = server.chat(documents([0, 1]), QUESTIONS[0], cachecraft=LOOSE).json()["choices"][0]["token_ids"]
+    again = server.chat(documents([0, 1]), QUESTIONS[0], cachecraft=LOOSE).json()["choices"][0][
+        "token_ids"
+    ]
     assert again == good
     server.settles()
 
@@ -414,8 +580,10 @@ def test_malformed_requests_harm_nobody(server: ServerProcess) -> None:
 def test_cancelled_requests_free_their_blocks(server: ServerProcess) -> None:
     with HTTPEngine.connect(server.url) as engine:
         long = SamplingParams(max_new_tokens=1500)
-        streams = [engine.stream(f"{question} {i}", chunks(ORDERS[i % 4]), sampling=long)
-                   for i, question in enumerate(QUESTIONS * 2)]  # fmt: skip
+        streams = [
+            engine.stream(f"{question} {i}", chunks(ORDERS[i % 4]), sampling=long)
+            for i, question in enumerate(QUESTIONS * 2)
+        ]
         for stream in streams:
             next(stream, None)
             stream.close()
@@ -446,14 +614,19 @@ def give_up(server: ServerProcess, number: int) -> None:
 
 
 def test_after_kill_9_the_next_server_reuses_from_disk(
-    server: ServerProcess, store: Path, model_folder: Callable[[str], Path], make_server: Callable[..., Server]
+    server: ServerProcess,
+    store: Path,
+    model_folder: Callable[[str], Path],
+    make_server: Callable[..., Server],
 ) -> None:
     before = server.chat(documents([3, 2, 1]), QUESTIONS[1])
     assert before.status_code == 200
     server.settles()
     with HTTPEngine.connect(server.url) as engine:
         missing = engine.primer().missing(chunks([1]))
-        stream = engine.stream(QUESTIONS[0], chunks([0]), sampling=SamplingParams(max_new_tokens=1500))
+        stream = engine.stream(
+            QUESTIONS[0], chunks([0]), sampling=SamplingParams(max_new_tokens=1500)
+        )
         next(stream)
         server.kill_front()
         with pytest.raises(ServerError, match=r"does not answer|halfway"):
@@ -464,7 +637,8 @@ def test_after_kill_9_the_next_server_reuses_from_disk(
     with Engine.from_pretrained(str(folder), store=store, dtype="float32") as here:
         assert here.primer().missing(chunks([1])) == missing
         prompt = here.prompts.build(QUESTIONS[1], chunks([3, 2, 1]))
-    restarted = make_server(folder, store / "caches")  # in this process, without HTTP: that starts much faster
+    # in this process, without HTTP: that starts much faster
+    restarted = make_server(folder, store / "caches")
     (answer,) = restarted.ask([Ask(prompt, REUSE)], tokens=1)
     stored = answer.report["segments"][1:-1]
     assert [one["tier"] for one in stored] == ["disk"] * 3

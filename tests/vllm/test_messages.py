@@ -45,7 +45,14 @@ def test_nobody_without_the_key_can_ask() -> None:
     message = sent(ASK)
     with pytest.raises(ConfigError, match="sealed"):
         Ask.read(message, PROMPT.token_ids, "another key")
-    for change in ({"session": "bob"}, {"config": {}}, {"segments": []}, {"seal": ""}, {"seal": None}, {"more": 1}):
+    for change in (
+        {"session": "bob"},
+        {"config": {}},
+        {"segments": []},
+        {"seal": ""},
+        {"seal": None},
+        {"more": 1},
+    ):
         with pytest.raises(ConfigError, match="sealed"):
             Ask.read(message | change, PROMPT.token_ids, KEY)
     with pytest.raises(ConfigError, match="sealed"):
@@ -68,7 +75,9 @@ def test_a_sealed_ask_of_another_shape_is_refused() -> None:
 
 
 def test_salts_differ_wherever_blocks_may_differ() -> None:
-    other_order = Prompt((PROMPT.segments[0], PROMPT.segments[2], PROMPT.segments[1], PROMPT.segments[3]))
+    other_order = Prompt(
+        (PROMPT.segments[0], PROMPT.segments[2], PROMPT.segments[1], PROMPT.segments[3])
+    )
     asks = [
         ASK,
         replace(ASK, session=None),
@@ -85,6 +94,9 @@ def test_salts_differ_wherever_blocks_may_differ() -> None:
 
 
 def test_news_of_ranks_are_joined() -> None:
-    first, second = News({"r": {"rank": 0}}, frozenset({"a"})), News({"r": {"rank": 1}, "s": {}}, None)
+    first, second = (
+        News({"r": {"rank": 0}}, frozenset({"a"})),
+        News({"r": {"rank": 1}, "s": {}}, None),
+    )
     assert first.joined(second) == News({"r": {"rank": 0}, "s": {}}, frozenset({"a"}))
     assert second.joined(first).capturing == {"a"}

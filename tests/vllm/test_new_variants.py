@@ -49,7 +49,11 @@ def test_the_most_wanted_first_within_the_budget() -> None:
         assert go_on.wait(60)
         if order == ["first", "often"]:
             return Captured(again=True)  # its blocks were needed
-        return Captured(stored=1, tokens=100) if order[-1] != "rare" else Captured(dropped=Dropped.REMOVED)
+        return (
+            Captured(stored=1, tokens=100)
+            if order[-1] != "rare"
+            else Captured(dropped=Dropped.REMOVED)
+        )
 
     made = IdleVariants(NewVariants(share=1.0), capture)
     made.answered(150, candidate("first"))
@@ -89,8 +93,12 @@ def test_text_that_nobody_marked_does_not_wait_behind_what_waits_for_an_idle_ser
     assert (made.stats.captured, made.stats.waiting, made.stats.dropped) == (2, 0, {})
 
 
-@pytest.mark.parametrize("error", [RuntimeError("of this test"), KeyError("of this test"), asyncio.CancelledError()])
-def test_one_that_fails_costs_no_other_and_no_answer(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "error", [RuntimeError("of this test"), KeyError("of this test"), asyncio.CancelledError()]
+)
+def test_one_that_fails_costs_no_other_and_no_answer(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(wanted: Candidate) -> Captured:
         if wanted.segments[-1].segment_id != "fine":
             raise error
@@ -132,10 +140,22 @@ def test_the_running_one_is_counted_once_and_knows_what_was_removed() -> None:
 
 @pytest.mark.parametrize(("context_length", "dropped"), [(4096, "removed"), (7, "too_long")])
 def test_a_text_that_is_removed_while_it_waits_or_fits_no_prompt_is_not_stored(
-    context_length: int, dropped: str, tiny_decoder: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+    context_length: int,
+    dropped: str,
+    tiny_decoder: Callable[..., Any],
+    byte_tokenizer: Any,
+    tmp_path: Path,
 ) -> None:
     decoder = tiny_decoder("Llama")
-    model = ServedModel("tiny", None, byte_tokenizer, decoder.fingerprint, decoder.layout, context_length, frozenset())
+    model = ServedModel(
+        "tiny",
+        None,
+        byte_tokenizer,
+        decoder.fingerprint,
+        decoder.layout,
+        context_length,
+        frozenset(),
+    )
     text = replace(candidate("text"), first=frozenset({1}))
 
     def stored(*_prompt: Any) -> Iterator[Step]:
@@ -145,13 +165,17 @@ def test_a_text_that_is_removed_while_it_waits_or_fits_no_prompt_is_not_stored(
         kv = torch.zeros(decoder.layout.shape(3), dtype=getattr(torch, decoder.layout.dtype))
         key = VariantKey(engine.namespace, decoder.fingerprint, "text", (system.segment_id,))
         how: Any = {"inter": (0.1,), "intra": 0.3, "cci": 0.6, "exact_share": 1.0}
-        made = store.put(Capture(key, decoder.layout, chunk.tokens_digest, kv, TokenScores(), **how)).result()
+        made = store.put(
+            Capture(key, decoder.layout, chunk.tokens_digest, kv, TokenScores(), **how)
+        ).result()
         assert isinstance(made, Variant)
         yield Step((1,), True, {FIELD: {"segments": [], "row_layers": 0}})
 
     calls: Any = SimpleNamespace(close=lambda: None, generate=stored)
     with ChunkCacheStore.open(tmp_path) as store:
-        engine = ServerEngine(model, store, ConnectorSettings(str(tmp_path), model.identity), calls=calls)
+        engine = ServerEngine(
+            model, store, ConnectorSettings(str(tmp_path), model.identity), calls=calls
+        )
         engine._backend._params = lambda *_ask, **_sampling: None  # type: ignore[method-assign]
         engine.new_variants.answered(100, text)
         assert engine.settle(60)
@@ -161,12 +185,18 @@ def test_a_text_that_is_removed_while_it_waits_or_fits_no_prompt_is_not_stored(
 @pytest.fixture
 def served(model_folder: Callable[[str], Path], tmp_path: Path) -> Callable[..., VLLMEngine]:
     """Engines over vLLM whose own prefix cache is off, so that every prompt is filled."""
-    server: dict[str, Any] = {"max_model_len": 2048, "enforce_eager": True, "enable_prefix_caching": False}
+    server: dict[str, Any] = {
+        "max_model_len": 2048,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+    }
 
     def make(when: Any) -> VLLMEngine:
         options: Any = {"reuse": REUSE, "best_last": False, "new_variants": when}
         folder = str(model_folder("Llama"))
-        return VLLMEngine.from_pretrained(folder, store=tmp_path / str(when), server=server, **options)
+        return VLLMEngine.from_pretrained(
+            folder, store=tmp_path / str(when), server=server, **options
+        )
 
     return make
 
@@ -188,7 +218,11 @@ def test_chunks_that_come_again_are_recomputed_less(served: Callable[..., VLLMEn
                 recomputed[when, turn] = sum(counts)
             variants[when] = len(made.store.rows())
             stats = made.new_variants.stats
-            assert (stats.captured > 0, stats.tokens > 0, stats.dropped) == (when == "idle", when == "idle", {})
+            assert (stats.captured > 0, stats.tokens > 0, stats.dropped) == (
+                when == "idle",
+                when == "idle",
+                {},
+            )
     assert recomputed["off", 0] == recomputed["off", 1] == recomputed["idle", 0] > 0
     assert recomputed["idle", 1] <= 0.6 * recomputed["idle", 0]
     assert variants["idle"] > variants["off"]

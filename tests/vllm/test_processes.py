@@ -47,7 +47,10 @@ def test_they_log_and_end_with_their_parent(tmp_path: os.PathLike[str]) -> None:
     )
     assert done.returncode == 9, done.stderr
     lines = done.stdout.splitlines()
-    assert [line for line in lines if line.startswith("evicted")] == ["evicted: EngineCore", "evicted: VllmWorker-0"]
+    assert [line for line in lines if line.startswith("evicted")] == [
+        "evicted: EngineCore",
+        "evicted: VllmWorker-0",
+    ]
     for pid in (int(line.split()[1]) for line in lines if line.startswith("pid")):
         deadline = time.monotonic() + 120
         while alive(pid):

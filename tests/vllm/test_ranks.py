@@ -18,50 +18,83 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk, LoadedVariant, Variant
 from cachecraft_rag.vllm.messages import Ask
 from tests.vllm.conftest import TEXTS, Server
-from tests.vllm.test_equality import BASE, Expected, PrimedCases, asks_of, assert_all_equal, assert_equal, greedy
+from tests.vllm.test_equality import (
+    BASE,
+    Expected,
+    PrimedCases,
+    asks_of,
+    assert_all_equal,
+    assert_equal,
+    greedy,
+)
 
 
 @pytest.mark.slow
 def test_two_ranks_answer_as_one_and_fail_as_one(
-    model_folder: Callable[[str], Path], primed_cases: PrimedCases, make_server: Callable[..., Server], tmp_path: Path
+    model_folder: Callable[[str], Path],
+    primed_cases: PrimedCases,
+    make_server: Callable[..., Server],
+    tmp_path: Path,
 ) -> None:
     folder, root = model_folder("Llama"), tmp_path / "caches"
     cases, layers = primed_cases("Llama", root)
-    server = make_server(folder, root, caches={"host_bytes": 0}, tensor_parallel_size=2)  # every load is from disk
+    # every load is from disk
+    server = make_server(folder, root, caches={"host_bytes": 0}, tensor_parallel_size=2)
     assert_all_equal(server, cases, layers)
     assert_captures_are_whole(server, folder, root, tmp_path / "alone", layers)
     assert_no_rank_waits_for_one_that_failed(server, cases, layers)
 
 
-def assert_captures_are_whole(server: Server, folder: Path, root: Path, other_root: Path, layers: int) -> None:
+def assert_captures_are_whole(
+    server: Server, folder: Path, root: Path, other_root: Path, layers: int
+) -> None:
     """Their captures are those of one rank with all heads."""
-    with ChunkCacheStore.open(root) as store, Engine(Decoder.load(str(folder)), store, config=BASE) as engine:
+    with (
+        ChunkCacheStore.open(root) as store,
+        Engine(Decoder.load(str(folder)), store, config=BASE) as engine,
+    ):
         fresh = [Chunk("A new " + text) for text in TEXTS[:2]]
         prompt = engine.prompts.build("What is new?", fresh)
-        (cold,) = server.ask([Ask(prompt, BASE, captures=(0, 1, 2), when_stored=True, details=True)])
-        assert [one["outcome"] for one in cold.report["segments"]] == ["exact", "computed", "computed", "computed"]
+        (cold,) = server.ask(
+            [Ask(prompt, BASE, captures=(0, 1, 2), when_stored=True, details=True)]
+        )
+        assert [one["outcome"] for one in cold.report["segments"]] == [
+            "exact",
+            "computed",
+            "computed",
+            "computed",
+        ]
         found = engine.look_up(prompt.segments[:-1]).variants
         assert [len(some) for some in found.values()] == [1, 1, 1]
-        with ChunkCacheStore.open(other_root) as alone, Engine(engine.decoder, alone, config=BASE) as other:
+        with (
+            ChunkCacheStore.open(other_root) as alone,
+            Engine(engine.decoder, alone, config=BASE) as other,
+        ):
             other.capture(prompt, (0, 1, 2), primed=False)
             expected = other.look_up(prompt.segments[:-1]).variants
             for segment in prompt.segments[1:-1]:
-                assert_same_capture(store, found[segment.segment_id][0], alone, expected[segment.segment_id][0])
+                assert_same_capture(
+                    store, found[segment.segment_id][0], alone, expected[segment.segment_id][0]
+                )
         moved = greedy(engine, "What is new?", [fresh[1], fresh[0]], BASE)
         ask = Ask(moved.prompt, BASE, captures=(), details=True)
         assert_equal(server.ask([ask])[0], moved, layers)
         assert moved.outcomes == ["exact", "reused", "reused", "computed"]
 
 
-def assert_same_capture(store: ChunkCacheStore, one: Variant, alone: ChunkCacheStore, other: Variant) -> None:
+def assert_same_capture(
+    store: ChunkCacheStore, one: Variant, alone: ChunkCacheStore, other: Variant
+) -> None:
     loaded, expected = store.load(one), alone.load(other)
     assert isinstance(loaded, LoadedVariant)
     assert isinstance(expected, LoadedVariant)
     torch.testing.assert_close(loaded.kv, expected.kv, rtol=0, atol=1e-4)
     assert one.inter == pytest.approx(other.inter, abs=1e-3)
     assert (one.intra, one.cci) == pytest.approx((other.intra, other.cci), abs=1e-3)
-    scores, wanted = (found.token_scores([row.variant_id])[row.variant_id] for found, row in
-                      ((store, one), (alone, other)))  # fmt: skip
+    scores, wanted = (
+        found.token_scores([row.variant_id])[row.variant_id]
+        for found, row in ((store, one), (alone, other))
+    )
     assert (scores.inter is None) == (wanted.inter is None)
     if wanted.inter is not None:
         assert scores.inter == pytest.approx(wanted.inter, abs=1e-3)
@@ -112,7 +145,9 @@ def breaks_on_rank_one(place: str) -> Callable[[Any], None]:
     return change
 
 
-def assert_no_rank_waits_for_one_that_failed(server: Server, cases: dict[str, Expected], layers: int) -> None:
+def assert_no_rank_waits_for_one_that_failed(
+    server: Server, cases: dict[str, Expected], layers: int
+) -> None:
     """vLLM computes a request that failed on one rank, and the report says why; the next one is filled as ever."""
     asks = dict(zip(cases, asks_of(cases), strict=True))
     name, whole = "five chunks, as by default", cases["nothing reused"]

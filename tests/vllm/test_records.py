@@ -21,7 +21,13 @@ from cachecraft_rag.vllm.messages import FIELD
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
 
 LAYERS = 2
-PROMPT = Prompt((Segment("system", "s", (1, 2)), Segment("chunk", "c", (3, 4, 5, 6)), Segment("question", "q", (7, 8))))
+PROMPT = Prompt(
+    (
+        Segment("system", "s", (1, 2)),
+        Segment("chunk", "c", (3, 4, 5, 6)),
+        Segment("question", "q", (7, 8)),
+    )
+)
 REPORT: dict[str, Any] = {
     "segments": [
         SegmentReport("exact", variant_id="v").as_dict(),
@@ -34,7 +40,9 @@ FILLED = {"reused": 5, "recomputed": 1, "computed": 2}
 UNKNOWN = {"reused": 0, "recomputed": 0, "computed": 8}
 
 
-def output(*tokens: int, finish: str | None = None, stop: Any = None, report: dict[str, Any] | None = None) -> Any:
+def output(
+    *tokens: int, finish: str | None = None, stop: Any = None, report: dict[str, Any] | None = None
+) -> Any:
     """One of vLLM's outputs, as far as it is read."""
     return SimpleNamespace(
         outputs=[SimpleNamespace(token_ids=tokens, finish_reason=finish, stop_reason=stop)],
@@ -47,17 +55,44 @@ def output(*tokens: int, finish: str | None = None, stop: Any = None, report: di
 
 # Outputs; how many of them the reader takes, None: all; the report is sent once it is filled; what is expected.
 ENDS: dict[str, tuple[list[Any], int | None, bool, str, int, dict[str, int]]] = {
-    "length": ([output(1), output(2, finish="length", report=REPORT)], None, False, "length", 2, FILLED),
+    "length": (
+        [output(1), output(2, finish="length", report=REPORT)],
+        None,
+        False,
+        "length",
+        2,
+        FILLED,
+    ),
     "an end token": ([output(1, 2, finish="stop", report=REPORT)], None, False, "end", 1, FILLED),
-    "a stop token": ([output(1, 2, finish="stop", stop=2, report=REPORT)], None, False, "end", 1, FILLED),
-    "a stop string": ([output(1), output(2, finish="stop", stop="x")], None, True, "stop", 2, FILLED),
+    "a stop token": (
+        [output(1, 2, finish="stop", stop=2, report=REPORT)],
+        None,
+        False,
+        "end",
+        1,
+        FILLED,
+    ),
+    "a stop string": (
+        [output(1), output(2, finish="stop", stop="x")],
+        None,
+        True,
+        "stop",
+        2,
+        FILLED,
+    ),
     "closed in decode": ([output(1)], 1, True, "closed", 1, FILLED),
     "closed in prefill": ([], 0, False, "closed", 0, {}),
     "closed once it is filled": ([], 0, True, "closed", 0, FILLED),
     "refused by the connector": (
-        [output(1, finish="length", report={"refused": "its cache_salt …"})], None, False, "length", 1, UNKNOWN),
+        [output(1, finish="length", report={"refused": "its cache_salt …"})],
+        None,
+        False,
+        "length",
+        1,
+        UNKNOWN,
+    ),
     "vLLM aborts it": ([output(1, finish="abort")], None, True, "closed", 1, FILLED),
-}  # fmt: skip
+}
 
 
 async def served(name: str, records: Records) -> None:
@@ -73,7 +108,9 @@ async def served(name: str, records: Records) -> None:
 
     request = Request(PROMPT, ReuseConfig(), SamplingParams(), None, 0.0)
     record = RequestRecord(request, LAYERS, f"ask of {name}")
-    answer = RecordingClient(SimpleNamespace(generate=generate), record, records).generate(None, None, name)
+    answer = RecordingClient(SimpleNamespace(generate=generate), record, records).generate(
+        None, None, name
+    )
 
     async def read() -> None:
         async for _ in answer:
@@ -83,7 +120,11 @@ async def served(name: str, records: Records) -> None:
     if taken is None:
         await reader
         return
-    while record.progress.generated < taken or (early and not record.report) or records.get(name, session=None) is None:
+    while (
+        record.progress.generated < taken
+        or (early and not record.report)
+        or records.get(name, session=None) is None
+    ):
         await asyncio.sleep(0)
     reader.cancel()  # what vLLM's server does where a client hangs up
     with pytest.raises(asyncio.CancelledError):
@@ -101,18 +142,30 @@ def test_statistics_and_metrics_agree_however_an_answer_ends() -> None:
     for name in ENDS:
         asyncio.run(served(name, records))
     counts.refuse()
-    for (name, (_, _, _, finish, generated, tokens)), stats in zip(ENDS.items(), ended, strict=True):
+    for (name, (_, _, _, finish, generated, tokens)), stats in zip(
+        ENDS.items(), ended, strict=True
+    ):
         assert (stats.finish, stats.tokens_generated) == (finish, generated), name
-        assert stats.tokens_reused + stats.tokens_recomputed + stats.tokens_computed == stats.tokens_prompt == 8, name
+        assert (
+            stats.tokens_reused + stats.tokens_recomputed + stats.tokens_computed
+            == stats.tokens_prompt
+            == 8
+        ), name
         if tokens:
             assert {kind: getattr(stats, f"tokens_{kind}") for kind in tokens} == tokens, name
         kept = records.get(name, session=None)
         assert kept is not None, name
         assert kept["stats"] == stats.as_dict(), name
     samples = [sample for family in counts.collect() for sample in family.samples]
-    counted = {one.labels["kind"]: one.value for one in samples if one.name == "cachecraft_tokens_total"}
+    counted = {
+        one.labels["kind"]: one.value for one in samples if one.name == "cachecraft_tokens_total"
+    }
     for kind in ("reused", "recomputed", "computed", "generated"):
         assert counted[kind] == sum(getattr(stats, f"tokens_{kind}") for stats in ended)
-    ends = {one.labels["outcome"]: one.value for one in samples if one.name == "cachecraft_requests_total"}
+    ends = {
+        one.labels["outcome"]: one.value
+        for one in samples
+        if one.name == "cachecraft_requests_total"
+    }
     expected = Counter(str(stats.finish) for stats in ended) + Counter(["refused"])
     assert {end: value for end, value in ends.items() if value} == expected

@@ -60,16 +60,22 @@ def vllm_config(hf: Any = None, **changed: Any) -> Any:
         parts[part][name] = value
     prefetch = SimpleNamespace(offload_group_size=parts["offload"]["group_size"])
     return SimpleNamespace(
-        model_config=SimpleNamespace(**parts["model"], hf_config=hf, hf_text_config=hf.get_text_config()),
+        model_config=SimpleNamespace(
+            **parts["model"], hf_config=hf, hf_text_config=hf.get_text_config()
+        ),
         parallel_config=SimpleNamespace(**parts["parallel"]),
         cache_config=SimpleNamespace(**parts["cache"]),
-        offload_config=SimpleNamespace(offload_backend=parts["offload"]["offload_backend"], prefetch=prefetch),
+        offload_config=SimpleNamespace(
+            offload_backend=parts["offload"]["offload_backend"], prefetch=prefetch
+        ),
         **parts["top"],
     )
 
 
 def caches(*specs: type) -> Any:
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec()) for spec in specs])
+    return SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec()) for spec in specs]
+    )
 
 
 ONE = caches(FullAttentionSpec)
@@ -88,22 +94,44 @@ def test_other_rotary_tables_are_served() -> None:
 
 MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("Gemma2", {}, "its architecture is Gemma2ForCausalLM; known are LlamaForCausalLM"),
-    ("Gemma3", {"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
+    (
+        "Gemma3",
+        {"architectures": ["Gemma3ForConditionalGeneration"]},
+        "Gemma3ForConditionalGeneration",
+    ),
     ("GptOss", {}, "GptOssForCausalLM"),
     ("Qwen3Moe", {}, "Qwen3MoeForCausalLM"),
     ("DeepseekV3", {}, "latent (MLA)"),
     ("T5", {}, "encoder-decoder"),
     ("Llama", {"architectures": None}, "its architecture is unknown"),
-    ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1]}}, "several parts"),
-    ("Llama", {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}},
-     "--kv-cache-dtype bfloat16"),
-    ("Mistral", {"sliding_window": 512}, "windows of 512 tokens. Add `-- --disable-sliding-window`"),
+    (
+        "Llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1]}},
+        "several parts",
+    ),
+    (
+        "Llama",
+        {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "kv_cache_scheme": {"num_bits": 8},
+            }
+        },
+        "--kv-cache-dtype bfloat16",
+    ),
+    (
+        "Mistral",
+        {"sliding_window": 512},
+        "windows of 512 tokens. Add `-- --disable-sliding-window`",
+    ),
     ("Qwen2", {"use_sliding_window": True, "sliding_window": 128}, "windows of 128 tokens"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("family", "changed", "says"), MODELS)
-def test_models_that_are_refused_by_their_config(family: str, changed: dict[str, Any], says: str) -> None:
+def test_models_that_are_refused_by_their_config(
+    family: str, changed: dict[str, Any], says: str
+) -> None:
     found = refusal(hf_config(family, **changed), VLLMOptions())
     assert found is not None
     message = str(found.error("the model"))
@@ -120,18 +148,37 @@ def test_a_window_that_vllm_switches_off_is_no_reason() -> None:
 ARGUMENTS: list[tuple[list[str], dict[str, Any], str]] = [
     (["--enable-lora"], {"top__lora_config": object()}, "Leave out --enable-lora"),
     (["--kv-cache-dtype", "fp8"], {"cache__cache_dtype": "fp8"}, "the KV cache is quantised (fp8)"),
-    (["--kv_cache_dtype=fp8_e5m2"], {"cache__cache_dtype": "fp8_e5m2"}, "Leave out --kv-cache-dtype"),
-    (["--speculative-config", '{"method": "ngram"}'], {"top__speculative_config": object()}, "draft model"),
+    (
+        ["--kv_cache_dtype=fp8_e5m2"],
+        {"cache__cache_dtype": "fp8_e5m2"},
+        "Leave out --kv-cache-dtype",
+    ),
+    (
+        ["--speculative-config", '{"method": "ngram"}'],
+        {"top__speculative_config": object()},
+        "draft model",
+    ),
     (["-sc.method", "ngram"], {"top__speculative_config": object()}, "draft model"),
     (["--offload-group-size", "8"], {"offload__group_size": 8}, "--cpu-offload-gb works"),
-    (["--offload-backend=prefetch"], {"offload__offload_backend": "prefetch"}, "another layer's weights"),
-    (["--model-impl", "transformers"], {"model__model_impl": "transformers"}, "Leave out --model-impl"),
+    (
+        ["--offload-backend=prefetch"],
+        {"offload__offload_backend": "prefetch"},
+        "another layer's weights",
+    ),
+    (
+        ["--model-impl", "transformers"],
+        {"model__model_impl": "transformers"},
+        "Leave out --model-impl",
+    ),
     (["-pp", "2"], {"parallel__pipeline_parallel_size": 2}, "pipeline"),
     (["-dcp=2"], {"parallel__decode_context_parallel_size": 2}, "context parallelism"),
     (["-pcp", "2"], {"parallel__prefill_context_parallel_size": 2}, "context parallelism"),
-    (["-dp", "2", "--enable-expert-parallel"],
-     {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True}, "expert parallelism"),
-]  # fmt: skip
+    (
+        ["-dp", "2", "--enable-expert-parallel"],
+        {"parallel__data_parallel_size": 2, "parallel__enable_expert_parallel": True},
+        "expert parallelism",
+    ),
+]
 
 
 @pytest.mark.parametrize(("arguments", "changed", "says"), ARGUMENTS)
@@ -144,24 +191,50 @@ def test_options_that_are_refused(arguments: list[str], changed: dict[str, Any],
 
 
 def test_options_without_an_effect_are_no_reason() -> None:
-    fine = ["--gpu-memory-utilization", "0.8", "--enforce-eager", "--cpu-offload-gb", "4", "-tp", "2", "-O3",
-            "--kv-cache-dtype", "auto", "--offload-backend", "uva", "--offload-group-size", "4"]  # fmt: skip
+    fine = [
+        "--gpu-memory-utilization",
+        "0.8",
+        "--enforce-eager",
+        "--cpu-offload-gb",
+        "4",
+        "-tp",
+        "2",
+        "-O3",
+        "--kv-cache-dtype",
+        "auto",
+        "--offload-backend",
+        "uva",
+        "--offload-group-size",
+        "4",
+    ]
     assert refusal(hf_config(), VLLMOptions.from_arguments(fine)) is None
     assert VLLMOptions.from_arguments(fine).shaping == ()
 
 
 def test_a_number_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--pipeline-parallel-size must be a whole number, and is 'two'"):
+    with pytest.raises(
+        ConfigError, match="--pipeline-parallel-size must be a whole number, and is 'two'"
+    ):
         VLLMOptions.from_arguments(["-pp", "two"])
 
 
-@pytest.mark.parametrize(("hf", "changed", "groups", "says"), [
-    ({}, {"model__use_mla": True}, ONE, "MLA"),
-    ({"num_key_value_heads": 8}, {"parallel__tensor_parallel_size": 3}, ONE, "8 key/value heads cannot be divided"),
-    ({}, {}, caches(FullAttentionSpec, SlidingWindowSpec), "2 kinds"),
-    ({}, {}, caches(SlidingWindowSpec), "full attention"),
-])  # fmt: skip
-def test_what_only_a_running_vllm_knows(hf: dict[str, Any], changed: dict[str, Any], groups: Any, says: str) -> None:
+@pytest.mark.parametrize(
+    ("hf", "changed", "groups", "says"),
+    [
+        ({}, {"model__use_mla": True}, ONE, "MLA"),
+        (
+            {"num_key_value_heads": 8},
+            {"parallel__tensor_parallel_size": 3},
+            ONE,
+            "8 key/value heads cannot be divided",
+        ),
+        ({}, {}, caches(FullAttentionSpec, SlidingWindowSpec), "2 kinds"),
+        ({}, {}, caches(SlidingWindowSpec), "full attention"),
+    ],
+)
+def test_what_only_a_running_vllm_knows(
+    hf: dict[str, Any], changed: dict[str, Any], groups: Any, says: str
+) -> None:
     found = start_up_refusal(vllm_config(hf_config(**hf), **changed), groups)
     assert found is not None
     assert says in found.reason
@@ -202,8 +275,16 @@ def test_the_command_refuses_without_starting_vllm(
 
 def test_a_refusal_ends_the_real_command_with_code_2(tmp_path: Path) -> None:
     hf_config("Gemma2").save_pretrained(tmp_path)
-    command = [sys.executable, "-c", "from cachecraft_rag.cli import main; main()", "serve", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+    command = [
+        sys.executable,
+        "-c",
+        "from cachecraft_rag.cli import main; main()",
+        "serve",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path
+    )
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
@@ -212,7 +293,10 @@ def test_a_refusal_ends_the_real_command_with_code_2(tmp_path: Path) -> None:
 
 SHAPING: list[tuple[list[str], dict[str, Any]]] = [
     (["--quantization", "fp8"], {"quantization": "fp8"}),
-    (["--hf-overrides", '{"rope_theta": 1e6, "a": 1}'], {"hf_overrides": {"a": 1, "rope_theta": 1e6}}),
+    (
+        ["--hf-overrides", '{"rope_theta": 1e6, "a": 1}'],
+        {"hf_overrides": {"a": 1, "rope_theta": 1e6}},
+    ),
     (["--hf-config-path", "elsewhere"], {"hf_config_path": "elsewhere"}),
     (["--load-format", "dummy"], {"load_format": "dummy"}),
 ]

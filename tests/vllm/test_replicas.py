@@ -46,7 +46,9 @@ def test_a_second_replica_reuses_what_the_first_has_captured(
         for name, ranks in (("first", "2"), ("second", "1")):
             (tmp_path / name).mkdir()
             log, own = tmp_path / name / "log", (*options, "--tensor-parallel-size", ranks)
-            servers.append(ServerProcess(model_folder("Llama"), tmp_path / name / "store", log, *own))
+            servers.append(
+                ServerProcess(model_folder("Llama"), tmp_path / name / "store", log, *own)
+            )
         first, second = servers
         documents = [{"text": text} for text in TEXTS[:3]]
         cold = first.chat(documents).json()
@@ -58,7 +60,10 @@ def test_a_second_replica_reuses_what_the_first_has_captured(
         answers = [one.chat(documents[::-1], cachecraft=LOOSE).json() for one in servers]
         here, there = (one["kv_transfer_params"]["cachecraft"]["stats"] for one in answers)
         assert {chunk["tier"] for chunk in here["chunks"]} <= {"host", "disk"}
-        assert ({chunk["tier"] for chunk in there["chunks"]}, there["remote"]) == ({"remote"}, "answered")
+        assert ({chunk["tier"] for chunk in there["chunks"]}, there["remote"]) == (
+            {"remote"},
+            "answered",
+        )
         fields = ("chunk_id", "outcome", "variant_id", "recomputed")
         assert [[one[name] for name in fields] for one in there["chunks"]] == [
             [one[name] for name in fields] for one in here["chunks"]
@@ -85,7 +90,9 @@ def router(servers: list[ServerProcess], folder: Path) -> Iterator[str]:
     caddy = Path(sys.executable).with_name("caddy")
     environment = {"LISTEN": url, "REPLICAS": replicas, "HOME": str(folder)}
     with (folder / "router").open("w") as log:
-        process = subprocess.Popen([caddy, "run", "--config", CADDYFILE], env=environment, stderr=log)
+        process = subprocess.Popen(
+            [caddy, "run", "--config", CADDYFILE], env=environment, stderr=log
+        )
     try:
         deadline = time.monotonic() + START_S
         while True:
@@ -104,7 +111,11 @@ def router(servers: list[ServerProcess], folder: Path) -> Iterator[str]:
 
 def assert_sessions_stay(url: str, first: ServerProcess) -> None:
     """Each session is answered by one replica, not all by the same, and by the other one when that has died."""
-    asked = {"messages": [{"role": "user", "content": "How?"}], "max_tokens": 1, "documents": [{"text": TEXTS[0]}]}
+    asked = {
+        "messages": [{"role": "user", "content": "How?"}],
+        "max_tokens": 1,
+        "documents": [{"text": TEXTS[0]}],
+    }
 
     def replica(session: int) -> str:
         headers = {"X-Session": f"session {session}"}
@@ -125,10 +136,14 @@ def await_sent(server: ServerProcess, remote: str, chunk_ids: list[str]) -> None
     facts = httpx.get(f"{server.url}/v1/cachecraft", timeout=60).json()
     deadline = time.monotonic() + 300
     with RemoteTier(RemoteConfig(remote, lookup_timeout_s=30.0)) as tier:
-        while not all(tier.find(facts["namespace"], facts["fingerprint"], chunk_ids).variants.values()):
+        while not all(
+            tier.find(facts["namespace"], facts["fingerprint"], chunk_ids).variants.values()
+        ):
             assert time.monotonic() < deadline, server.counts()
             time.sleep(0.2)
 
 
 def outcomes(answer: dict[str, Any]) -> list[str]:
-    return [chunk["outcome"] for chunk in answer["kv_transfer_params"]["cachecraft"]["stats"]["chunks"]]
+    return [
+        chunk["outcome"] for chunk in answer["kv_transfer_params"]["cachecraft"]["stats"]["chunks"]
+    ]

@@ -45,7 +45,9 @@ def check(prompt: Prompt) -> Check:
                 return Predicted(PLAIN)
             if not ask.config.reuse:
                 return Predicted(computed, refused=computed_refused)
-            return Predicted(reused, 0 if reused_refused else prompt.bounds[-2] - lost, reused_refused)
+            return Predicted(
+                reused, 0 if reused_refused else prompt.bounds[-2] - lost, reused_refused
+            )
 
         return self_check("a model", prompt, predict, kept=lambda: kept, dtype=dtype)
 
@@ -57,7 +59,8 @@ def test_equal_predictions_pass(check: Check) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{5: -0.5, 9: -1.4}, {5: -0.5}, {}, {5: -0.5, 9: float("nan")}, {5: float("nan"), 9: -1.5}]
+    "wrong",
+    [{5: -0.5, 9: -1.4}, {5: -0.5}, {}, {5: -0.5, 9: float("nan")}, {5: float("nan"), 9: -1.5}],
 )
 def test_what_differs_is_refused(wrong: Mapping[int, float], check: Check) -> None:
     with pytest.raises(UnsupportedModelError, match="computed by our passes differ"):
@@ -75,15 +78,21 @@ def test_half_precision_has_room_for_rounding(check: Check) -> None:
 
 def test_a_check_that_compares_nothing_ends_with_the_reason(check: Check) -> None:
     """All predictions are equal in these: vLLM has computed them."""
-    with pytest.raises(UnsupportedModelError, match="nothing was computed by our passes: not today"):
+    with pytest.raises(
+        UnsupportedModelError, match="nothing was computed by our passes: not today"
+    ):
         check(computed_refused="not today")
-    with pytest.raises(UnsupportedModelError, match="nothing was reused from chunk-caches: nothing of it is stored"):
+    with pytest.raises(
+        UnsupportedModelError, match="nothing was reused from chunk-caches: nothing of it is stored"
+    ):
         check(reused_refused="nothing of it is stored")
     with pytest.raises(UnsupportedModelError, match="257 of 258 tokens came from chunk-caches"):
         check(lost=1)
 
 
-def test_a_store_that_keeps_nothing_is_no_reason_to_end(check: Check, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_keeps_nothing_is_no_reason_to_end(
+    check: Check, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         assert not check(reused_refused="nothing of it is stored", kept=False)
     assert "Reuse is unchecked" in caplog.text
@@ -92,9 +101,12 @@ def test_a_store_that_keeps_nothing_is_no_reason_to_end(check: Check, caplog: py
 
 
 @pytest.mark.parametrize(
-    ("block", "context", "length"), [(16, 2048, 24), (128, 2048, 129), (128, 388, 129), (128, 300, 99), (16, 25, 8)]
+    ("block", "context", "length"),
+    [(16, 2048, 24), (128, 2048, 129), (128, 388, 129), (128, 300, 99), (16, 25, 8)],
 )
-def test_segments_are_longer_than_a_block_where_they_fit(block: int, context: int, length: int) -> None:
+def test_segments_are_longer_than_a_block_where_they_fit(
+    block: int, context: int, length: int
+) -> None:
     made = check_prompt(100, block_size=block, context_length=context)
     assert made is not None
     assert [len(segment.token_ids) for segment in made.segments] == [length] * 3
@@ -106,5 +118,7 @@ def test_each_start_has_names_of_its_own() -> None:
     assert first is not None
     assert second is not None
     assert first.token_ids == second.token_ids
-    assert {one.segment_id for one in first.segments}.isdisjoint(one.segment_id for one in second.segments)
+    assert {one.segment_id for one in first.segments}.isdisjoint(
+        one.segment_id for one in second.segments
+    )
     assert check_prompt(100, block_size=16, context_length=24) is None

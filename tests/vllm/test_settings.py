@@ -35,21 +35,59 @@ from cachecraft_rag.vllm.versions import require_vllm
 # What a client says with each question, or does itself before it asks.
 OF_CLIENTS = {"embeddings", "top_k", *(one.name for one in fields(SamplingParams))}
 OTHERS: dict[str, Any] = {  # a value of each setting that is not its default
-    "embeddings": "other", "top_k": 7, "max_new_tokens": 9, "temperature": 0.5, "top_p": 0.5, "seed": 3, "stop": "x",
+    "embeddings": "other",
+    "top_k": 7,
+    "max_new_tokens": 9,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "seed": 3,
+    "stop": "x",
     "json_schema": "{}",
-    "store": "elsewhere", "threads": 2, "metrics_port": 9464, "dtype": "bfloat16", "device": "cuda",
+    "store": "elsewhere",
+    "threads": 2,
+    "metrics_port": 9464,
+    "dtype": "bfloat16",
+    "device": "cuda",
     "namespace": "acme",
-    "system": "Be brief.", "private_system": True, "best_last": False, "new_variants": "always", "decode_rows": 3,
-    "audit": "idle", "audit_text": True, "quality_target": 0.9, "min_ratio": 0.1, "max_ratio": 0.5,
-    "max_waiting": 7, "wait_timeout_s": 3.0, "disk_bytes": 10**9, "variants_per_chunk": 9, "max_variants": 99,
-    "eviction": "f_r", "host_bytes": 10**8, "device_bytes": 10**8, "queue_bytes": 10**8, "readers": 2,
-    "read_bytes_per_s": 1e6, "codec": "int8", "busy_timeout_s": 2.0, "reuse.reuse": False, "reuse.capture": False,
-    "reuse.scope": "prefix", "reuse.alpha": 0.7, "reuse.recompute_ratio": 0.3, "reuse.selector": "cache_craft",
-    "reuse.probe_min_rows": 5, "reuse.budget_scope": "chunk", "reuse.nearest_share": 0.55, "reuse.drift": 0.1,
+    "system": "Be brief.",
+    "private_system": True,
+    "best_last": False,
+    "new_variants": "always",
+    "decode_rows": 3,
+    "audit": "idle",
+    "audit_text": True,
+    "quality_target": 0.9,
+    "min_ratio": 0.1,
+    "max_ratio": 0.5,
+    "max_waiting": 7,
+    "wait_timeout_s": 3.0,
+    "disk_bytes": 10**9,
+    "variants_per_chunk": 9,
+    "max_variants": 99,
+    "eviction": "f_r",
+    "host_bytes": 10**8,
+    "device_bytes": 10**8,
+    "queue_bytes": 10**8,
+    "readers": 2,
+    "read_bytes_per_s": 1e6,
+    "codec": "int8",
+    "busy_timeout_s": 2.0,
+    "reuse.reuse": False,
+    "reuse.capture": False,
+    "reuse.scope": "prefix",
+    "reuse.alpha": 0.7,
+    "reuse.recompute_ratio": 0.3,
+    "reuse.selector": "cache_craft",
+    "reuse.probe_min_rows": 5,
+    "reuse.budget_scope": "chunk",
+    "reuse.nearest_share": 0.55,
+    "reuse.drift": 0.1,
     "reuse.plain_prompts": "off",
-    "reuse.early_termination": True, "reuse.early_termination_window": 2, "reuse.loading": "whole",
+    "reuse.early_termination": True,
+    "reuse.early_termination_window": 2,
+    "reuse.loading": "whole",
     "reuse.refresh_rows": 2,
-}  # fmt: skip
+}
 REFUSED = {
     "threads",
     "metrics_port",
@@ -69,12 +107,16 @@ REFUSED = {
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., ConnectorSettings | str]:
+def started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., ConnectorSettings | str]:
     """`cachecraft serve` up to vLLM's own start: the settings that it would get, or the error."""
     found: list[ConnectorSettings] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(server, "require_vllm", lambda: None)
-    monkeypatch.setattr(server, "_run", lambda _served, _model, settings, _arguments: found.append(settings))
+    monkeypatch.setattr(
+        server, "_run", lambda _served, _model, settings, _arguments: found.append(settings)
+    )
 
     def load(_name: str, *, dtype: str, options: Any) -> Any:
         return SimpleNamespace(identity=dtype)
@@ -112,10 +154,16 @@ def test_each_setting_acts_or_is_refused(
         return
     if key == "reuse.plain_prompts":  # a flag of its own: off until it is asked for
         assert (found.endpoint.plain_prompts, found.config.reuse.plain_prompts) == ("off", "off")
-        flag, variable = started("--reuse-plain-prompts"), started(CACHECRAFT_REUSE_PLAIN_PROMPTS="reuse")
+        flag, variable = (
+            started("--reuse-plain-prompts"),
+            started(CACHECRAFT_REUSE_PLAIN_PROMPTS="reuse"),
+        )
         for asked_for in (flag, variable):
             assert isinstance(asked_for, ConnectorSettings), asked_for
-            assert (asked_for.endpoint.plain_prompts, asked_for.config.reuse.plain_prompts) == ("reuse", "off")
+            assert (asked_for.endpoint.plain_prompts, asked_for.config.reuse.plain_prompts) == (
+                "reuse",
+                "off",
+            )
     elif key.startswith("reuse."):
         name = key.removeprefix("reuse.")
         flag = f"--no-{name}" if given is False else f"--{name.replace('_', '-')}"
@@ -135,13 +183,27 @@ def test_each_setting_acts_or_is_refused(
 def test_remotes_and_keys(started: Callable[..., ConnectorSettings | str], tmp_path: Path) -> None:
     (tmp_path / "key").write_text("the only key of all remotes")
     table: dict[str, Any] = {
-        "url": "file:///elsewhere", "budget_bytes": 10**9, "variants_per_chunk": 5, "ask_below": 3,
-        "lookup_timeout_s": 3, "connect_timeout_s": 2, "read_timeout_s": 4, "put_timeout_s": 5, "close_timeout_s": 6,
-        "queue_bytes": 10**8, "failures": 9, "cool_down_s": 7,
-    }  # fmt: skip
-    keys = {"remote.key", "remote.key_file"}  # from the environment they are read where the remote is opened
-    assert {f"remote.{name}" for name in table} | keys == {key for key in SETTINGS if key.startswith("remote.")}
-    found = started(**{f"CACHECRAFT_REMOTE_{name.upper()}": str(value) for name, value in table.items()})
+        "url": "file:///elsewhere",
+        "budget_bytes": 10**9,
+        "variants_per_chunk": 5,
+        "ask_below": 3,
+        "lookup_timeout_s": 3,
+        "connect_timeout_s": 2,
+        "read_timeout_s": 4,
+        "put_timeout_s": 5,
+        "close_timeout_s": 6,
+        "queue_bytes": 10**8,
+        "failures": 9,
+        "cool_down_s": 7,
+    }
+    # from the environment they are read where the remote is opened
+    keys = {"remote.key", "remote.key_file"}
+    assert {f"remote.{name}" for name in table} | keys == {
+        key for key in SETTINGS if key.startswith("remote.")
+    }
+    found = started(
+        **{f"CACHECRAFT_REMOTE_{name.upper()}": str(value) for name, value in table.items()}
+    )
     assert isinstance(found, ConnectorSettings), found
     remote: Any = found.config.store.remote
     assert {name: getattr(remote, name) for name in table} == table
@@ -158,7 +220,9 @@ def test_remotes_and_keys(started: Callable[..., ConnectorSettings | str], tmp_p
     assert "client_settings" in str(started("--client-settings", "some"))
 
 
-def test_system_messages_are_searched_where_prompts_are(started: Callable[..., ConnectorSettings | str]) -> None:
+def test_system_messages_are_searched_where_prompts_are(
+    started: Callable[..., ConnectorSettings | str],
+) -> None:
     found = started("--reuse-plain-prompts", "--search-system")
     assert isinstance(found, ConnectorSettings), found
     assert found.endpoint.search_system
@@ -166,8 +230,14 @@ def test_system_messages_are_searched_where_prompts_are(started: Callable[..., C
 
 
 def test_what_vllm_decides_is_refused_in_python() -> None:
-    for option in ({"decode_rows": 4}, {"device": "cuda:1"}, {"max_waiting": 3}, {"device_bytes": 0},
-                   {"new_variants": "always"}, {"new_variants": NewVariants("always", share=2.0)}):  # fmt: skip
+    for option in (
+        {"decode_rows": 4},
+        {"device": "cuda:1"},
+        {"max_waiting": 3},
+        {"device_bytes": 0},
+        {"new_variants": "always"},
+        {"new_variants": NewVariants("always", share=2.0)},
+    ):
         (name,) = option
         with pytest.raises(ConfigError, match=f"^{name} has no effect over vLLM: "):
             VLLMEngine.from_pretrained("demo", **option)  # type: ignore[arg-type]
@@ -179,11 +249,21 @@ def test_the_server_answers_by_its_own_settings(
 ) -> None:
     decoder = tiny_decoder("Llama")
     model = ServedModel(
-        "tiny", None, byte_tokenizer, decoder.fingerprint, decoder.layout, decoder.context_length, frozenset()
+        "tiny",
+        None,
+        byte_tokenizer,
+        decoder.fingerprint,
+        decoder.layout,
+        decoder.context_length,
+        frozenset(),
     )
     reuse = ReuseConfig(recompute_ratio=0.3, plain_prompts="off")
-    config = EngineConfig(namespace="acme", system="Be brief.", private_system=True, best_last=False, reuse=reuse)
-    settings = ConnectorSettings(str(tmp_path), model.identity, config, endpoint=EndpointSettings(root=str(tmp_path)))
+    config = EngineConfig(
+        namespace="acme", system="Be brief.", private_system=True, best_last=False, reuse=reuse
+    )
+    settings = ConnectorSettings(
+        str(tmp_path), model.identity, config, endpoint=EndpointSettings(root=str(tmp_path))
+    )
     calls: Any = SimpleNamespace(close=lambda: None)
     with ChunkCacheStore.open(tmp_path) as store:
         engine = ServerEngine(model, store, settings, calls=calls)
@@ -200,22 +280,33 @@ def test_the_server_answers_by_its_own_settings(
         laid_out = engine.prepare(replace(plain, chunks=(edited,)), session=None)[0].prompt
         assert laid_out.stale_ids == ((Chunk("the best").chunk_id, "another"),)
         assert laid_out.segments[1].segment_id == Chunk("the best").chunk_id
-        record = RequestRecord(request, decoder.layout.layers, report={"segments": [], "fixed": [[1, 3], [2, 1]]})
+        record = RequestRecord(
+            request, decoder.layout.layers, report={"segments": [], "fixed": [[1, 3], [2, 1]]}
+        )
         engine.ended(record)
         assert engine.new_variants.settle(60)
-        assert engine.new_variants.stats.dropped == {"removed": 1}  # nothing is stored of it any more
+        # nothing is stored of it any more
+        assert engine.new_variants.stats.dropped == {"removed": 1}
         engine.new_variants.close()
         facts = engine.facts()
         assert (facts["reuse"]["recompute_ratio"], facts["reuse"]["plain_prompts"]) == (0.3, "off")
 
 
 def test_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for version, fine in (("0.32.0", True), ("0.33.1rc1+cpu", True), ("0.40.0", False), ("0.3", False), ("dev", False)):
+    for version, fine in (
+        ("0.32.0", True),
+        ("0.33.1rc1+cpu", True),
+        ("0.40.0", False),
+        ("0.3", False),
+        ("dev", False),
+    ):
         monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))  # type: ignore[misc]
         if fine:
             require_vllm()
         else:
-            with pytest.raises(ConfigError, match=f"vLLM {version} is installed, and this needs 0.32 or 0.33"):
+            with pytest.raises(
+                ConfigError, match=f"vLLM {version} is installed, and this needs 0.32 or 0.33"
+            ):
                 require_vllm()
 
 
@@ -241,11 +332,15 @@ def test_the_plugin_leaves_a_vllm_alone_where_its_registry_has_moved(
     assert "chunk-caches cannot be used" in caplog.text
 
 
-def test_heads_that_ranks_cannot_divide(tiny_decoder: Callable[..., Any], byte_tokenizer: Any) -> None:
+def test_heads_that_ranks_cannot_divide(
+    tiny_decoder: Callable[..., Any], byte_tokenizer: Any
+) -> None:
     layout = replace(tiny_decoder("Llama").layout, kv_heads=6)
     model = ServedModel("tiny", None, byte_tokenizer, "", layout, 64, frozenset())
     model.require_ranks(3)
-    with pytest.raises(UnsupportedModelError, match="which 4 ranks cannot divide; possible are 1, 2, 3, 6"):
+    with pytest.raises(
+        UnsupportedModelError, match="which 4 ranks cannot divide; possible are 1, 2, 3, 6"
+    ):
         model.require_ranks(4)
 
 
@@ -258,9 +353,15 @@ def test_a_request_may_bring_what_the_operator_allows() -> None:
 
     def read(given: Any, allowed: Any) -> ReuseConfig | None:
         request: Any = SimpleNamespace(
-            messages=[{"role": "user", "content": "How?"}], documents=[{"text": "x"}], tools=None, tool_choice=None,
-            max_tokens=1, max_completion_tokens=None, cache_salt=None, model_extra={"cachecraft": given},
-        )  # fmt: skip
+            messages=[{"role": "user", "content": "How?"}],
+            documents=[{"text": "x"}],
+            tools=None,
+            tool_choice=None,
+            max_tokens=1,
+            max_completion_tokens=None,
+            cache_salt=None,
+            model_extra={"cachecraft": given},
+        )
         return Asked.read(request, default, context_length=100, allowed=allowed).config
 
     for allowed in ("none", "safe", "all"):
@@ -268,7 +369,9 @@ def test_a_request_may_bring_what_the_operator_allows() -> None:
         assert read({"alpha": 0.5, "plain_prompts": "reuse"}, allowed) == default
     assert read({"drift": 0.1}, "all") == replace(default, drift=0.1)
     for name, other in {
-        key[6:]: value for key, value in OTHERS.items() if re.match(r"reuse\.(?!plain_prompts)", key)
+        key[6:]: value
+        for key, value in OTHERS.items()
+        if re.match(r"reuse\.(?!plain_prompts)", key)
     }.items():
         with pytest.raises(ConfigError, match=f"this server sets {name} itself"):
             read({name: other}, "none")
@@ -276,8 +379,14 @@ def test_a_request_may_bring_what_the_operator_allows() -> None:
             assert read({name: other}, "safe") == replace(default, **{name: other})
         else:
             uncaptured = replace(default, capture=False, **{name: other})
-            assert read({name: other}, "safe") == read({name: other, "capture": False}, "safe") == uncaptured
-            assert f"{name} would shape chunk-caches that serve others" in uncaptured_note(uncaptured, default)
+            assert (
+                read({name: other}, "safe")
+                == read({name: other, "capture": False}, "safe")
+                == uncaptured
+            )
+            assert f"{name} would shape chunk-caches that serve others" in uncaptured_note(
+                uncaptured, default
+            )
 
 
 def test_a_request_that_captures_as_usual_has_no_note() -> None:

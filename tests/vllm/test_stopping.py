@@ -18,9 +18,13 @@ REQUESTS = 6
 
 
 @pytest.mark.slow
-def test_a_server_ends_with_requests_under_way(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_server_ends_with_requests_under_way(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
     """vLLM may kill its engine before the ends of these requests are reported: their connections never end."""
-    server = ServerProcess(model_folder("Llama"), tmp_path / "store", tmp_path / "log", "--max-model-len", "4096")
+    server = ServerProcess(
+        model_folder("Llama"), tmp_path / "store", tmp_path / "log", "--max-model-len", "4096"
+    )
 
     def ask(number: int) -> None:
         documents = [{"text": f"{number} {text * 4}"} for text in TEXTS]
@@ -31,7 +35,10 @@ def test_a_server_ends_with_requests_under_way(model_folder: Callable[[str], Pat
 
     with ThreadPoolExecutor(REQUESTS) as clients:
         asked = [clients.submit(ask, number) for number in range(REQUESTS)]
-        while server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting{") < REQUESTS:
+        while (
+            server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting{")
+            < REQUESTS
+        ):
             assert server.alive()
         assert not any(one.done() for one in asked)
         assert server.ends_when_asked()

@@ -107,7 +107,9 @@ def test_a_capture_is_read_after_the_worker_s_stream_has_written_it(
 
     ended: list[Any] = []
     with ChunkCacheStore.open(tmp_path) as store, late.stream(LateStream()):
-        workers = Workers(stack, store, ConnectorSettings("unused", identity, key="key"), block_size=16)
+        workers = Workers(
+            stack, store, ConnectorSettings("unused", identity, key="key"), block_size=16
+        )
         late.current_stream(GPU).work.append(lambda: keys.__setitem__(0, 1.0))
         workers._describe(steps(), lambda _stored, error: ended.append(error))  # type: ignore[arg-type]
         workers.close()

@@ -30,7 +30,8 @@ CONFIG = ReuseConfig(probe_min_rows=0, alpha=0.5, loading="whole")
 REQUESTS = int(os.environ.get("TESTS_TRACE_REQUESTS", "60"))
 MOST_CHUNKS = 24  # of a prompt: more do not fit the model's context
 CHUNK_BYTES = 160_000  # of one chunk-cache of the tiny model: some 50 tokens
-SLACK = 0.02  # so much the shares of a short drawn trace differ by themselves; one that is given has none
+# so much the shares of a short drawn trace differ by themselves; one that is given has none
+SLACK = 0.02
 
 
 def drawn_trace(path: Path, *, seed: int = 7) -> Path:
@@ -44,7 +45,9 @@ def drawn_trace(path: Path, *, seed: int = 7) -> Path:
             new = [5 * topic + dice.randrange(5) for _ in range(2)]
             known = list(dict.fromkeys([*new, *known]))[:5]
             dice.shuffle(known)
-            lines.append({"session": session, "turn": turn, "chunks": known, "prompt_chars": 60 * len(known)})
+            lines.append(
+                {"session": session, "turn": turn, "chunks": known, "prompt_chars": 60 * len(known)}
+            )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -63,17 +66,27 @@ def test_reuse_does_not_decay(
     prompts = PromptBuilder(decoder.tokenizer, context_length=2048, system="Answer.")
     shares = []
     for number in range(REQUESTS):
-        chunks = [Chunk(f"Chunk {one} is about {one * 7919 % 1000}.") for one in requests[number % len(requests)]]
+        chunks = [
+            Chunk(f"Chunk {one} is about {one * 7919 % 1000}.")
+            for one in requests[number % len(requests)]
+        ]
         prompt = prompts.build(f"What is asked at {number}?", chunks, reserve=1)
         (served,) = server.ask([Ask(prompt, replace(CONFIG), when_stored=True)], tokens=1)
-        parts = [(len(segment.token_ids), one) for segment, one in
-                zip(prompt.segments, served.report["segments"], strict=True) if segment.kind == "chunk"]  # fmt: skip
+        parts = [
+            (len(segment.token_ids), one)
+            for segment, one in zip(prompt.segments, served.report["segments"], strict=True)
+            if segment.kind == "chunk"
+        ]
         asked = sum(tokens for tokens, _ in parts)
-        stored = sum(tokens - one["not_loaded"] for tokens, one in parts if one["variant_id"] is not None)
+        stored = sum(
+            tokens - one["not_loaded"] for tokens, one in parts if one["variant_id"] is not None
+        )
         shares.append((stored, asked))
     third = REQUESTS // 3
     parts = [shares[place : place + third] for place in (0, third, REQUESTS - third)]
-    first, second, last = (sum(hit for hit, _ in part) / sum(asked for _, asked in part) for part in parts)
+    first, second, last = (
+        sum(hit for hit, _ in part) / sum(asked for _, asked in part) for part in parts
+    )
     print(f"\nreused of the chunks' tokens, by thirds: {first:.3f} {second:.3f} {last:.3f}")
     with ChunkCacheStore.open(root) as store:
         stats = store.stats()

@@ -22,7 +22,13 @@ from cachecraft_rag.store.catalog_records import Listed
 from cachecraft_rag.types import Prompt, Segment, chunk_id_of
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.records import Records
-from cachecraft_rag.vllm.server.unmarked import Origin, PlainPrompts, ServedPrompts, marked, searched_messages
+from cachecraft_rag.vllm.server.unmarked import (
+    Origin,
+    PlainPrompts,
+    ServedPrompts,
+    marked,
+    searched_messages,
+)
 from tests.prompt.test_unmarked import passage, prompt_of
 from tests.vllm.http_server import START_S, ServerProcess
 
@@ -75,7 +81,9 @@ def test_no_more_is_remembered_than_the_prefix_cache_holds() -> None:
     served = ServedPrompts(160)
     for start in range(5):
         served.note(range(1000 * start, 1000 * start + 80), HERE, None)
-    assert [served.longest(range(1000 * start, 1000 * start + 80), HERE)[0] for start in range(5)] == [0, 0, 0, 80, 80]
+    assert [
+        served.longest(range(1000 * start, 1000 * start + 80), HERE)[0] for start in range(5)
+    ] == [0, 0, 0, 80, 80]
     without = ServedPrompts(0)
     without.note(range(80), HERE, None)
     assert without.longest(range(80), HERE) == (0, None)
@@ -115,7 +123,10 @@ def test_a_marked_message_keeps_its_form() -> None:
     first = {"role": "user", "content": "One?"}
     parts = {"role": "tool", "content": [{"type": "text", "text": "Three?"}]}
     assert marked([first, parts], 0) == [{"role": "user", "content": "?"}, parts]
-    assert marked([first, parts], 1) == [first, {"role": "tool", "content": [{"type": "text", "text": "?"}]}]
+    assert marked([first, parts], 1) == [
+        first,
+        {"role": "tool", "content": [{"type": "text", "text": "?"}]},
+    ]
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
@@ -132,7 +143,9 @@ def start(model: Path, folder: Path, *options: str) -> ServerProcess:
 
 
 @pytest.fixture(scope="module")
-def server(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(
+    model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("plain")
     options = ("--reuse-plain-prompts", "--session-header", "X-Mine", "--dtype", "float32")
     made = start(model_folder("Llama"), folder, *options)
@@ -164,7 +177,9 @@ def exact(stats: dict[str, Any]) -> bool:
     return all(one["outcome"] in ("exact", "computed") for one in stats["chunks"])
 
 
-def ask(server: ServerProcess, *passages: str, question: str = "Which is it?", **body: Any) -> dict[str, Any]:
+def ask(
+    server: ServerProcess, *passages: str, question: str = "Which is it?", **body: Any
+) -> dict[str, Any]:
     answer = server.chat(None, prompt_of(*passages, question=question), max_tokens=2, **body)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
@@ -193,7 +208,9 @@ def test_the_third_time_a_stock_client_s_passages_are_reused(server: ServerProce
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     model = client.models.list().data[0].id
     third = prompt_of(text[1], text[4], text[0], text[2])
-    answer = client.chat.completions.create(model=model, messages=[{"role": "user", "content": third}], max_tokens=2)
+    answer = client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": third}], max_tokens=2
+    )
     found = httpx.get(f"{server.url}/v1/cachecraft/requests/{answer.id}").json()["stats"]
     whole = sum(map(len, text[:3]))  # a token is a byte here
     assert found["tokens_reused"] >= 0.75 * whole
@@ -205,21 +222,28 @@ def test_the_third_time_a_stock_client_s_passages_are_reused(server: ServerProce
     assert answer.usage.prompt_tokens_details.cached_tokens == found["tokens_reused"]
     pieces = list(
         client.completions.create(
-            model=model, prompt=prompt_of(text[2], text[5], text[1], text[0]), max_tokens=2, stream=True
+            model=model,
+            prompt=prompt_of(text[2], text[5], text[1], text[0]),
+            max_tokens=2,
+            stream=True,
         )
     )
     found = httpx.get(f"{server.url}/v1/cachecraft/requests/{pieces[0].id}-0").json()["stats"]
     assert reused(found) >= 0.75 * whole
 
 
-TURNS = ((0, 1, 2), (3, 2, 0, 1), (1, 4, 0, 2))  # the third one brings the first one's passages in another order
+# the third one brings the first one's passages in another order
+TURNS = ((0, 1, 2), (3, 2, 0, 1), (1, 4, 0, 2))
 
 
 def reused_in_turns(
     server: ServerProcess, text: list[str], ask_about: Callable[[list[str]], object]
 ) -> tuple[list[float], float]:
     """How many passages each turn reuses, and the last one's reused tokens as a share of the first one's passages."""
-    chunks, tokens = ("cachecraft_chunks_total", ("reused", "")), ("cachecraft_tokens_total", ("reused",))
+    chunks, tokens = (
+        ("cachecraft_chunks_total", ("reused", "")),
+        ("cachecraft_tokens_total", ("reused",)),
+    )
     counts = [server.counts()]
     for turn in TURNS:
         stored = len(rows(server))
@@ -233,14 +257,21 @@ def reused_in_turns(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chat", [False, True])
-def test_the_third_time_llama_index_reuses_passages_over_its_own_client(server: ServerProcess, chat: bool) -> None:
+def test_the_third_time_llama_index_reuses_passages_over_its_own_client(
+    server: ServerProcess, chat: bool
+) -> None:
     from llama_index.core import SummaryIndex
     from llama_index.core.schema import TextNode
     from llama_index.llms.openai_like import OpenAILike
 
     model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
     llm = OpenAILike(
-        model=model, api_base=f"{server.url}/v1", api_key="none", is_chat_model=chat, context_window=4096, max_tokens=2
+        model=model,
+        api_base=f"{server.url}/v1",
+        api_key="none",
+        is_chat_model=chat,
+        context_window=4096,
+        max_tokens=2,
     )
 
     def ask_about(passages: list[str]) -> None:
@@ -268,7 +299,9 @@ def langchain_at(server: ServerProcess) -> Callable[[list[str]], object]:
     model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
     chat = ChatOpenAI(model=model, base_url=f"{server.url}/v1", api_key="none", max_tokens=2)
     turn: list[Document] = []
-    chain = create_retrieval_chain(RunnableLambda(lambda _: turn), create_stuff_documents_chain(chat, prompt))
+    chain = create_retrieval_chain(
+        RunnableLambda(lambda _: turn), create_stuff_documents_chain(chat, prompt)
+    )
 
     def ask_about(passages: list[str]) -> None:
         turn[:] = [Document(one) for one in passages]
@@ -281,7 +314,14 @@ def langchain_at(server: ServerProcess) -> Callable[[list[str]], object]:
 def test_the_third_time_langchain_reuses_passages_over_its_own_client(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    server = start(model_folder("Llama"), tmp_path, "--reuse-plain-prompts", "--search-system", "--dtype", "float32")
+    server = start(
+        model_folder("Llama"),
+        tmp_path,
+        "--reuse-plain-prompts",
+        "--search-system",
+        "--dtype",
+        "float32",
+    )
     try:
         chunks, share = reused_in_turns(server, words(800), langchain_at(server))
         assert chunks == [0, 0, 3]
@@ -296,7 +336,11 @@ def test_a_system_message_is_vllm_s_unless_asked_for(server: ServerProcess) -> N
     ask_about = langchain_at(server)
     for turn in (*TURNS, TURNS[2]):
         ask_about([text[place] for place in turn])
-    changed = {name for (name, labels), value in server.counts().items() if value != before.get((name, labels))}
+    changed = {
+        name
+        for (name, labels), value in server.counts().items()
+        if value != before.get((name, labels))
+    }
     assert "cachecraft_tokens_total" not in changed
     assert len(rows(server)) == stored
 
@@ -319,7 +363,10 @@ def test_a_prompt_that_comes_again_is_exact(server: ServerProcess) -> None:
     assert exact(stats_of(filled))
     assert_same_logprobs(filled, full)
     other = ask(
-        server, *text[:3], question="And what of the oven, the hood and the toaster?", cachecraft={"drift": 0.3}
+        server,
+        *text[:3],
+        question="And what of the oven, the hood and the toaster?",
+        cachecraft={"drift": 0.3},
     )
     assert exact(stats_of(other))
 
@@ -352,7 +399,9 @@ def test_private_text_shapes_nothing_that_others_are_served(server: ServerProces
         answer = server.chat(None, messages=messages, max_tokens=2).json()
         assert reused(stats_of(answer)) == 0
     for order in ([3, 4, 5], [5, 4, 3]):
-        hers = ask(server, *(text[place] for place in order), question=canary, headers={"X-Mine": "ada"})
+        hers = ask(
+            server, *(text[place] for place in order), question=canary, headers={"X-Mine": "ada"}
+        )
     deadline, new = time.monotonic() + START_S, []
     # An earlier test's passages may still be captured meanwhile, so a number of rows alone would not do.
     while min(sum(row.variant.session == user for row in new) for user in (None, "ada")) < 3:
@@ -363,7 +412,8 @@ def test_private_text_shapes_nothing_that_others_are_served(server: ServerProces
     system = httpx.get(f"{server.url}/v1/cachecraft").json()
     assert system["system"]
     (before_them,) = {one.key.origin_prefix for one in shared if one.key.origin_prefix}
-    assert len(before_them) == 2  # the server's own instruction, which no client writes, and nobody's text
+    # the server's own instruction, which no client writes, and nobody's text
+    assert len(before_them) == 2
     assert before_them[1] == chunk_id_of(STAND_IN)
     statistics = f"{server.url}/v1/cachecraft/requests/{hers['id']}"
     assert httpx.get(statistics, headers={"X-Mine": "ada"}).status_code == 200
@@ -380,7 +430,8 @@ def test_private_text_shapes_nothing_that_others_are_served(server: ServerProces
     assert "Canary" not in shown
     assert "kettle" not in shown
     salted = stats_of(ask(server, text[2], text[0], text[1], cache_salt="mine"))
-    assert reused(salted) >= 0.75 * sum(len(text[place]) for place in (0, 1, 2))  # shared ones serve it, too
+    # shared ones serve it, too
+    assert reused(salted) >= 0.75 * sum(len(text[place]) for place in (0, 1, 2))
 
 
 @pytest.mark.slow
@@ -392,14 +443,20 @@ def test_a_conversation_goes_on_behind_what_it_was_served(server: ServerProcess)
     first = [{"role": "user", "content": prompt_of(text[1], text[2], text[0])}]
     served = server.chat(None, messages=first, max_tokens=2).json()
     assert reused(stats_of(served)) > 0
-    turns = [*first, {"role": "assistant", "content": "It is."}, {"role": "user", "content": "And the toaster?"}]
+    turns = [
+        *first,
+        {"role": "assistant", "content": "It is."},
+        {"role": "user", "content": "And the toaster?"},
+    ]
     follow_up = stats_of(server.chat(None, messages=turns, max_tokens=2).json())
     assert {one["reason_code"] for one in follow_up["chunks"]} == {"prefix_cached"}
     assert not exact(follow_up)
 
 
 @pytest.mark.slow
-def test_off_by_default_nothing_changes(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_off_by_default_nothing_changes(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
     server = start(model_folder("Llama"), tmp_path, "--dtype", "float32")
     try:
         text, before = words(500), len(rows(server))
@@ -408,7 +465,10 @@ def test_off_by_default_nothing_changes(model_folder: Callable[[str], Path], tmp
             assert answer["kv_transfer_params"] is None
             assert answer["usage"]["prompt_tokens_details"] is None
         assert len(rows(server)) == before
-        with ChunkCacheStore.open(server.store / "caches") as store, store._durable.catalog._db.reading() as connection:
+        with (
+            ChunkCacheStore.open(server.store / "caches") as store,
+            store._durable.catalog._db.reading() as connection,
+        ):
             assert connection.execute("SELECT count(*) FROM seen_texts").fetchone() == (0,)
     finally:
         server.stop()

@@ -83,7 +83,11 @@ def test_what_is_missing_or_changed_is_reported(sources: Sources, use: Use, says
 
 def test_what_is_there_is_not_reported(sources: Sources) -> None:
     use = Use("vllm", "Engine.run", parameters=("self", "prompt"), keywords=("limit",))
-    for fine in (use, Use("vllm", "Engine", attributes=("x", "y", "run")), Use("vllm.utils", text=("def helper(",))):
+    for fine in (
+        use,
+        Use("vllm", "Engine", attributes=("x", "y", "run")),
+        Use("vllm.utils", text=("def helper(",)),
+    ):
         assert not any(problem for _, problem in problems(sources, fine))
 
 
@@ -140,7 +144,9 @@ def test_the_table_covers_every_import_and_use_for_every_known_version() -> None
 @pytest.mark.parametrize("version", KNOWN_VERSIONS)
 def test_every_known_version_has_what_we_use(version: str) -> None:
     wheels = list(Path(WHEELS).glob(f"vllm-{version}.*.whl"))
-    assert len(wheels) == 1, f"TESTS_VLLM_WHEELS={WHEELS} must hold one wheel of vLLM {version}, it holds {len(wheels)}"
+    assert len(wheels) == 1, (
+        f"TESTS_VLLM_WHEELS={WHEELS} must hold one wheel of vLLM {version}, it holds {len(wheels)}"
+    )
     assert [row for row in check(Sources(wheels[0])) if row[2]] == []
 
 
@@ -149,7 +155,9 @@ def test_the_installed_version_has_what_we_use() -> None:
     assert [row for row in check(Sources(Path(vllm.__file__).parents[1])) if row[2]] == []
 
 
-def test_the_old_places_are_reported_as_missing(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_places_are_reported_as_missing(
+    sources: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """0.33 has moved the server's arguments: an import without an alternative is found."""
     only_old = [[Import("vllm.entrypoints.launchers.cli_args", "make_arg_parser")]]
     monkeypatch.setattr(vllm_contract, "our_imports", lambda: only_old)

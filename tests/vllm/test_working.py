@@ -35,8 +35,10 @@ from cachecraft_rag.vllm.worker.scheduling import Scheduling
 from cachecraft_rag.vllm.worker.working import Workers
 
 BLOCK = 16
-CHUNKS = [Chunk(f"The {thing} of Arden dates from {year} and leaks. ") for thing, year in
-          (("mill", 1701), ("bridge", 1802), ("tower", 1903))]  # fmt: skip
+CHUNKS = [
+    Chunk(f"The {thing} of Arden dates from {year} and leaks. ")
+    for thing, year in (("mill", 1701), ("bridge", 1802), ("tower", 1903))
+]
 CONFIG = ReuseConfig(alpha=0.5, probe_min_rows=0, capture=False, loading="whole")
 
 
@@ -68,7 +70,10 @@ def decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
 @pytest.fixture
 def engine(decoder: Decoder, tmp_path: Path) -> Iterator[Engine]:
     """Over a store that holds all chunks, primed."""
-    with ChunkCacheStore.open(tmp_path / "caches") as store, Engine(decoder, store, config=CONFIG) as made:
+    with (
+        ChunkCacheStore.open(tmp_path / "caches") as store,
+        Engine(decoder, store, config=CONFIG) as made,
+    ):
         Primer(made).prime(CHUNKS)
         yield made
 
@@ -124,7 +129,9 @@ def blocks_of(ask: Ask, first: int = 0) -> tuple[int, ...]:
     return tuple(first + place for place in reversed(range(needed)))
 
 
-def fill_of(scheduling: Scheduling, ask: Ask, name: str = "r", *, computed: int = 0, first_block: int = 0) -> Fill:
+def fill_of(
+    scheduling: Scheduling, ask: Ask, name: str = "r", *, computed: int = 0, first_block: int = 0
+) -> Fill:
     request = request_of(ask, name)
     tokens = scheduling.matched(request, computed)
     assert tokens
@@ -163,9 +170,13 @@ def prefilled(engine: Engine, ask: Ask) -> tuple[Tensor, Any]:
     from cachecraft_rag.serving.request import Request, RequestProgress
     from cachecraft_rag.serving.sampling import SamplingParams
 
-    request = Request(ask.prompt, replace(ask.config, capture=False), SamplingParams(max_new_tokens=1), None, 0.0)
+    request = Request(
+        ask.prompt, replace(ask.config, capture=False), SamplingParams(max_new_tokens=1), None, 0.0
+    )
     progress = RequestProgress()
-    output = engine.loop.run(lambda run: engine._answering.prefill(run, request, progress, FutureCaptures()))
+    output = engine.loop.run(
+        lambda run: engine._answering.prefill(run, request, progress, FutureCaptures())
+    )
     return output.buffer.kv[:, :, : ask.prompt.bounds[-1] - 1], progress
 
 
@@ -187,13 +198,23 @@ def test_blocks_hold_what_the_engine_has_in_its_buffer(
 
 @pytest.mark.parametrize("window", [1, 3])
 def test_early_termination_drops_the_same_rows(
-    window: int, engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack,
+    window: int,
+    engine: Engine,
+    scheduling: Scheduling,
+    workers: Workers,
+    stack: BlockStack,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """In buffers that hold NaN wherever nothing is written."""
     fresh = Recycler.empty
     monkeypatch.setattr(Recycler, "empty", lambda *asked: fresh(*asked).fill_(math.nan))
-    ask = ask_of(engine, [0, 2, 1], early_termination=True, early_termination_window=window, recompute_ratio=0.5)
+    ask = ask_of(
+        engine,
+        [0, 2, 1],
+        early_termination=True,
+        early_termination_window=window,
+        recompute_ratio=0.5,
+    )
     fill = fill_of(scheduling, ask)
     run(workers, [fill])
     buffer, progress = prefilled(engine, ask)
@@ -224,7 +245,8 @@ def test_both_ends_meet_wherever_the_disk_is_fast_or_slow(
             news = made.news()
             assert news is not None
             segments = news.reports[name]["segments"][:-1]
-            assert {one["outcome"] for one in segments} <= {"exact", "computed"}  # computed: nothing of it was loaded
+            # computed: nothing of it was loaded
+            assert {one["outcome"] for one in segments} <= {"exact", "computed"}
             computed = any(one["not_loaded"] or one["outcome"] == "computed" for one in segments)
             assert computed or read_bytes_per_s == math.inf
             full = expected(engine, ask_of(engine, [2, 1, 0], reuse=False))
@@ -247,7 +269,10 @@ def test_a_local_hit_is_not_written_over(
 def test_requests_of_one_step_run_as_one_forward(
     engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack
 ) -> None:
-    asks = [ask_of(engine, [0, 2, 1], selector="cache_craft"), ask_of(engine, [1, 0, 2], selector="cache_craft")]
+    asks = [
+        ask_of(engine, [0, 2, 1], selector="cache_craft"),
+        ask_of(engine, [1, 0, 2], selector="cache_craft"),
+    ]
     fills = [fill_of(scheduling, ask, f"r{i}", first_block=20 * i) for i, ask in enumerate(asks)]
     stack.forwards.clear()
     run(workers, fills)
@@ -262,11 +287,14 @@ def test_a_step_computes_no_more_rows_than_it_may(
     ask = ask_of(engine, [0, 2, 1], reuse=False)
     fill = fill_of(scheduling, ask)
     layers, rows = stack.decoder.layout.layers, fill.last
-    assert run(workers, [fill], rows=1) == layers  # one layer in each step, so that there is progress
+    # one layer in each step, so that there is progress
+    assert run(workers, [fill], rows=1) == layers
     assert stack.forwards[-layers:] == [rows] * layers
 
 
-def test_a_request_that_is_gone_is_returned_once(engine: Engine, scheduling: Scheduling, workers: Workers) -> None:
+def test_a_request_that_is_gone_is_returned_once(
+    engine: Engine, scheduling: Scheduling, workers: Workers
+) -> None:
     fill = fill_of(scheduling, ask_of(engine, [0, 2, 1]))
     workers.step([fill], [], rows=1)
     assert not workers.finished()
@@ -278,7 +306,11 @@ def test_a_request_that_is_gone_is_returned_once(engine: Engine, scheduling: Sch
 
 
 def test_one_mistake_is_one_request_s(
-    engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    scheduling: Scheduling,
+    workers: Workers,
+    stack: BlockStack,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM computes its blocks, and the report says why; the next request is filled again."""
 
@@ -286,10 +318,21 @@ def test_one_mistake_is_one_request_s(
         raise RuntimeError("of this test")
 
     ask = ask_of(engine, [0, 2, 1])
-    fill, other = fill_of(scheduling, ask, computed=2 * BLOCK), fill_of(scheduling, ask, "other", first_block=20)
-    places = [(working, "advance"), (Workers, "_finish"), (Workers, "_group"), (PendingLoads, "place")]
+    fill, other = (
+        fill_of(scheduling, ask, computed=2 * BLOCK),
+        fill_of(scheduling, ask, "other", first_block=20),
+    )
+    places = [
+        (working, "advance"),
+        (Workers, "_finish"),
+        (Workers, "_group"),
+        (PendingLoads, "place"),
+    ]
     for number, (owner, name) in enumerate([*places, (filling, "resolve"), (Filling, "give_up")]):
-        mine, fine = replace(fill, request_id=f"r{number}"), replace(other, request_id=f"fine{number}")
+        mine, fine = (
+            replace(fill, request_id=f"r{number}"),
+            replace(other, request_id=f"fine{number}"),
+        )
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, broken)
             if name == "give_up":
@@ -318,10 +361,18 @@ def test_one_mistake_is_one_request_s(
 def test_captures_are_stored_before_the_answer_where_that_is_asked(
     decoder: Decoder, tmp_path: Path, stack: BlockStack, settings: ConnectorSettings
 ) -> None:
-    with ChunkCacheStore.open(tmp_path / "empty") as store, Engine(decoder, store, config=CONFIG) as engine:
+    with (
+        ChunkCacheStore.open(tmp_path / "empty") as store,
+        Engine(decoder, store, config=CONFIG) as engine,
+    ):
         made = Workers(stack, store, settings, block_size=BLOCK)  # type: ignore[arg-type]
         scheduling = Scheduling(store, settings, block_size=BLOCK, prefix_caching=True)
-        ask = replace(ask_of(engine, [0, 2, 1], reuse=False), captures=(0, 1, 3), when_stored=True, primed=True)
+        ask = replace(
+            ask_of(engine, [0, 2, 1], reuse=False),
+            captures=(0, 1, 3),
+            when_stored=True,
+            primed=True,
+        )
         run(made, [fill_of(scheduling, ask)])
         found = engine.look_up(ask.prompt.segments[:-1]).variants
         assert [len(found[one.segment_id]) for one in ask.prompt.segments[:-1]] == [1, 1, 0, 1]
@@ -340,7 +391,10 @@ def test_descriptions_rest_while_requests_are_computed_until_one_waits_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(working, "_RESTS", 1e9)
-    with ChunkCacheStore.open(tmp_path / "empty") as store, Engine(decoder, store, config=CONFIG) as engine:
+    with (
+        ChunkCacheStore.open(tmp_path / "empty") as store,
+        Engine(decoder, store, config=CONFIG) as engine,
+    ):
         made = Workers(stack, store, settings, block_size=BLOCK)  # type: ignore[arg-type]
         scheduling = Scheduling(store, settings, block_size=BLOCK, prefix_caching=True)
         ask = replace(ask_of(engine, [0, 2, 1], capture=True), captures=None)
@@ -361,7 +415,9 @@ def test_descriptions_rest_while_requests_are_computed_until_one_waits_for_them(
 # -- the scheduler's end ----------------------------------------------------------------------------------------------
 
 
-def test_the_answer_stays_the_same_while_a_request_lives(engine: Engine, scheduling: Scheduling) -> None:
+def test_the_answer_stays_the_same_while_a_request_lives(
+    engine: Engine, scheduling: Scheduling
+) -> None:
     request = request_of(ask_of(engine, [0, 2, 1]))
     tokens = scheduling.matched(request, 0)
     assert tokens == request.num_prompt_tokens - 1
@@ -373,7 +429,9 @@ def test_the_answer_stays_the_same_while_a_request_lives(engine: Engine, schedul
     scheduling.allocated(request, (2, 3), tokens)
     (second,) = scheduling.take_fills()
     assert (first.again, second.again, first.found) == (False, True, second.found)
-    assert scheduling.finished(request) == {FIELD: {"refused": "it ended before its prompt was filled"}}
+    assert scheduling.finished(request) == {
+        FIELD: {"refused": "it ended before its prompt was filled"}
+    }
     assert scheduling.finished(request) is None
 
 
@@ -412,7 +470,9 @@ def test_requests_wait_their_turn_and_for_captures(engine: Engine, scheduling: S
     scheduling.take_news(News({}, frozenset({ask.prompt.segments[1].segment_id})))
     assert scheduling.matched(third, 0)
     scheduling.ended({"b"})
-    unknown = engine.prompts.build("When was it built?", [Chunk("The lock of Arden leaks, too. "), CHUNKS[0]])
+    unknown = engine.prompts.build(
+        "When was it built?", [Chunk("The lock of Arden leaks, too. "), CHUNKS[0]]
+    )
     fourth = request_of(replace(ask, prompt=unknown), "d")
     scheduling.take_news(News({}, frozenset({unknown.segments[2].segment_id})))
     assert scheduling.matched(fourth, 0) is None  # a chunk that is stored nowhere is being captured
@@ -427,22 +487,35 @@ def test_new_chunks_are_computed_once_however_many_ask_for_them(
 ) -> None:
     """They come together; the last one wants a chunk of its own, too, which it computes behind those of the others."""
     settings = replace(settings, fill_at_once=8)
-    with ChunkCacheStore.open(tmp_path / "empty") as store, Engine(decoder, store, config=CONFIG) as engine:
+    with (
+        ChunkCacheStore.open(tmp_path / "empty") as store,
+        Engine(decoder, store, config=CONFIG) as engine,
+    ):
         made = Workers(stack, store, settings, block_size=BLOCK)  # type: ignore[arg-type]
         scheduling = Scheduling(store, settings, block_size=BLOCK, prefix_caching=True)
         own = Chunk("The well of Arden is dry. ")
         orders = [[CHUNKS[0], CHUNKS[1], CHUNKS[2]]] * (clients - 1) + [[own, CHUNKS[1], CHUNKS[2]]]
         config = replace(CONFIG, capture=True)
-        asks = [Ask(engine.prompts.build(f"When? {i}", chunks), config) for i, chunks in enumerate(orders)]
+        asks = [
+            Ask(engine.prompts.build(f"When? {i}", chunks), config)
+            for i, chunks in enumerate(orders)
+        ]
         reports = serve(scheduling, made, [request_of(ask, f"r{i}") for i, ask in enumerate(asks)])
         computed = [
             segment.segment_id
             for i, ask in enumerate(asks)
-            for segment, report in zip(ask.prompt.segments[:-1], reports[f"r{i}"]["segments"], strict=False)
+            for segment, report in zip(
+                ask.prompt.segments[:-1], reports[f"r{i}"]["segments"], strict=False
+            )
             if report["outcome"] == "computed"
         ]
-        assert sorted(computed) == sorted([asks[0].prompt.segments[0].segment_id, own.chunk_id,
-                                           *(chunk.chunk_id for chunk in CHUNKS)])  # fmt: skip
+        assert sorted(computed) == sorted(
+            [
+                asks[0].prompt.segments[0].segment_id,
+                own.chunk_id,
+                *(chunk.chunk_id for chunk in CHUNKS),
+            ]
+        )
         made.close()
         assert len(store.rows()) == len(computed)
 
@@ -472,8 +545,14 @@ def test_the_same_new_chunks_come_from_vllms_own_prefix_cache(
     capture: bool, decoder: Decoder, tmp_path: Path, settings: ConnectorSettings
 ) -> None:
     """No capture is waited for, and none is needed; another question, so vLLM may compute the rest of a block."""
-    with ChunkCacheStore.open(tmp_path / "empty") as store, Engine(decoder, store, config=CONFIG) as engine:
-        asks = [Ask(engine.prompts.build(f"When? {i}", CHUNKS), replace(CONFIG, capture=True)) for i in range(2)]
+    with (
+        ChunkCacheStore.open(tmp_path / "empty") as store,
+        Engine(decoder, store, config=CONFIG) as engine,
+    ):
+        asks = [
+            Ask(engine.prompts.build(f"When? {i}", CHUNKS), replace(CONFIG, capture=True))
+            for i in range(2)
+        ]
         asks = [replace(ask, captures=None if capture else ()) for ask in asks]
         question = asks[0].prompt.bounds[-2]
         for caching in (True, False):
@@ -491,9 +570,15 @@ def test_nobody_waits_for_longer_than_computing_takes(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(scheduling_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    with ChunkCacheStore.open(tmp_path / "empty") as store, Engine(decoder, store, config=CONFIG) as engine:
+    with (
+        ChunkCacheStore.open(tmp_path / "empty") as store,
+        Engine(decoder, store, config=CONFIG) as engine,
+    ):
         made = Scheduling(store, settings, block_size=BLOCK, prefix_caching=True)
-        asks = [Ask(engine.prompts.build(f"When? {i}", CHUNKS), replace(CONFIG, capture=True)) for i in range(3)]
+        asks = [
+            Ask(engine.prompts.build(f"When? {i}", CHUNKS), replace(CONFIG, capture=True))
+            for i in range(3)
+        ]
         fill_of(made, asks[0], "first")  # nobody knows how long it takes
         second, rows = request_of(asks[1], "second"), asks[0].prompt.bounds[-2]
         assert made.matched(second, 0) is None
@@ -517,24 +602,40 @@ def test_vllm_computes_what_is_nearly_there(engine: Engine, scheduling: Scheduli
     ask = ask_of(engine, [0, 2, 1])
     question = ask.prompt.bounds[-2]
     assert scheduling.matched(request_of(ask), question - BLOCK + 1) == 0
-    assert scheduling.matched(request_of(ask), question - BLOCK) == ask.prompt.bounds[-1] - 1 - question + BLOCK
+    assert (
+        scheduling.matched(request_of(ask), question - BLOCK)
+        == ask.prompt.bounds[-1] - 1 - question + BLOCK
+    )
     scheduling.allocated(request_of(ask), tuple(range(100)), 20)  # and then it is preempted
     assert scheduling.matched(request_of(ask), question) == 0
     scheduling.ended({request_of(ask).request_id})
     assert scheduling.matched(request_of(ask), question - 1) == ask.prompt.bounds[-1] - question
     nothing = replace(ask_of(engine, [0]), captures=None)
-    other = replace(nothing, prompt=replace(nothing.prompt, segments=tuple(
-        replace(one, segment_id="new " + one.segment_id) for one in nothing.prompt.segments)))  # fmt: skip
+    other = replace(
+        nothing,
+        prompt=replace(
+            nothing.prompt,
+            segments=tuple(
+                replace(one, segment_id="new " + one.segment_id) for one in nothing.prompt.segments
+            ),
+        ),
+    )
     assert scheduling.matched(request_of(other, "new"), 0) == 0
 
 
-def test_a_prompt_that_was_filled_before_is_filled_alike(engine: Engine, scheduling: Scheduling) -> None:
+def test_a_prompt_that_was_filled_before_is_filled_alike(
+    engine: Engine, scheduling: Scheduling
+) -> None:
     """With blocks that vLLM computed itself, the same request would be answered differently."""
-    asks = [ask_of(engine, [0, 2, 1]), ask_of(engine, [0, 2, 1], alpha=0.7)]  # the other one has another salt
+    # the other one has another salt
+    asks = [ask_of(engine, [0, 2, 1]), ask_of(engine, [0, 2, 1], alpha=0.7)]
     question = asks[0].prompt.bounds[-2]
     fill_of(scheduling, asks[0])
     scheduling.finished(request_of(asks[0]))
-    assert scheduling.matched(request_of(asks[0], "again"), question - 1) == asks[0].prompt.bounds[-1] - question
+    assert (
+        scheduling.matched(request_of(asks[0], "again"), question - 1)
+        == asks[0].prompt.bounds[-1] - question
+    )
     assert scheduling.matched(request_of(asks[0], "whole"), question) == 0
     assert scheduling.matched(request_of(asks[1], "other"), question - 1) == 0
 
@@ -552,13 +653,23 @@ def test_a_preempted_request_is_filled_again_also_when_its_prompt_is_forgotten(
 
 
 def test_the_papers_methods_act_in_one_request(
-    decoder: Decoder, stack: BlockStack, settings: ConnectorSettings, tmp_path: Path, front_is_late: Callable[..., None]
+    decoder: Decoder,
+    stack: BlockStack,
+    settings: ConnectorSettings,
+    tmp_path: Path,
+    front_is_late: Callable[..., None],
 ) -> None:
     """Variant selection, early termination and loading from the back, from the disk; as through the frameworks."""
     paper = ReuseConfig.paper(early_termination_window=1)
-    texts = [f"The {thing} of Arden dates from 1701 and leaks wherever it can. " for thing in ("inn", "mill", "well")]
+    texts = [
+        f"The {thing} of Arden dates from 1701 and leaks wherever it can. "
+        for thing in ("inn", "mill", "well")
+    ]
     front, second, third = chunks = [Chunk(text) for text in texts]
-    with ChunkCacheStore.open(tmp_path / "cold") as store, Engine(decoder, store, new_variants="off") as engine:
+    with (
+        ChunkCacheStore.open(tmp_path / "cold") as store,
+        Engine(decoder, store, new_variants="off") as engine,
+    ):
         for behind in ([front], [CHUNKS[0], third], [second, third], [CHUNKS[0], second]):
             list(engine.stream("Why?", behind[::-1], config=replace(paper, reuse=False)))
             engine.settle()
@@ -580,7 +691,9 @@ def test_the_papers_methods_act_in_one_request(
     assert report["focus_layer"] == 0
 
 
-def test_a_prompt_shorter_than_a_block_is_filled(engine: Engine, settings: ConnectorSettings) -> None:
+def test_a_prompt_shorter_than_a_block_is_filled(
+    engine: Engine, settings: ConnectorSettings
+) -> None:
     ask = ask_of(engine, [0])
     long = Scheduling(engine.store, settings, block_size=4096, prefix_caching=True)
     assert long.matched(request_of(ask), 0) == ask.prompt.bounds[-1] - 1
@@ -590,7 +703,10 @@ def test_layouts_are_those_of_all_ranks() -> None:
     from cachecraft_rag.vllm.worker.ranks import TensorParallel
 
     kv = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
-    parts = [TensorParallel(SimpleNamespace(rank_in_group=r, world_size=2), None).own_heads(kv) for r in (0, 1)]
+    parts = [
+        TensorParallel(SimpleNamespace(rank_in_group=r, world_size=2), None).own_heads(kv)
+        for r in (0, 1)
+    ]
     torch.testing.assert_close(torch.cat(parts, dim=2), kv)
     assert KVLayout(1, 4, 5, "float32").kv_heads == sum(part.shape[2] for part in parts)
 
@@ -608,7 +724,10 @@ def test_a_request_goes_first_and_a_new_variant_makes_room_for_it(
     workers: Workers,
 ) -> None:
     """It comes while a new variant is computed: that stands still, and ends where the request gets no blocks."""
-    making, asked = request_of(idle_ask(engine, [2, 1, 0]), "making"), request_of(ask_of(engine, [1, 0, 2]), "asked")
+    making, asked = (
+        request_of(idle_ask(engine, [2, 1, 0]), "making"),
+        request_of(ask_of(engine, [1, 0, 2]), "asked"),
+    )
     plain = request_of(ask_of(engine, [0]), "plain", kv_transfer_params=None)
     assert scheduling.matched(plain, 0) == 0
     assert scheduling.matched(making, 0) is None  # while vLLM's own are under way, too
@@ -617,11 +736,15 @@ def test_a_request_goes_first_and_a_new_variant_makes_room_for_it(
     fill = fill_of(scheduling, idle_ask(engine, [2, 1, 0]), "making", first_block=30)
     assert scheduling.idle
     workers.step([fill], [], rows=1, idle=True)
-    (layer,) = [one.row_pass.layer for one in workers._fillings.values() if one.row_pass is not None]
+    (layer,) = [
+        one.row_pass.layer for one in workers._fillings.values() if one.row_pass is not None
+    ]
     answer = fill_of(scheduling, ask_of(engine, [1, 0, 2]), "asked")
     assert (scheduling.idle, scheduling.take_given_up()) == (False, [])
     run(workers, [answer], idle=False)
-    (still,) = [one.row_pass.layer for one in workers._fillings.values() if one.row_pass is not None]
+    (still,) = [
+        one.row_pass.layer for one in workers._fillings.values() if one.row_pass is not None
+    ]
     assert still == layer
     scheduling.ended({"asked"})
     scheduling.finished(asked)
@@ -654,7 +777,10 @@ def test_text_that_nobody_marked_does_not_wait_for_ever(
 
     def approximated(*what: Any, **how: Any) -> LookupResult:
         found = find(*what, **how)
-        some = {name: [replace(one, exact_share=0.5) for one in ones] for name, ones in found.variants.items()}
+        some = {
+            name: [replace(one, exact_share=0.5) for one in ones]
+            for name, ones in found.variants.items()
+        }
         return replace(found, variants=some)
 
     monkeypatch.setattr(engine.store, "find", approximated)
@@ -680,7 +806,10 @@ def test_text_that_nobody_marked_goes_on_once_it_has_begun(
     assert scheduling.idle
     workers.step([begun], [], rows=1, idle=True)
     assert not workers.finished()
-    assert scheduling.matched(request_of(ask_of(engine, [0]), "plain", kv_transfer_params=None), 0) == 0
+    assert (
+        scheduling.matched(request_of(ask_of(engine, [0]), "plain", kv_transfer_params=None), 0)
+        == 0
+    )
     assert not scheduling.idle
     for _ in range(1000):
         workers.step([], [], rows=10_000, idle=False)
@@ -719,7 +848,9 @@ def test_it_is_captured_exactly_behind_its_prefix_and_counts_as_no_use(
     found = engine.look_up(ask.prompt.segments[:-1]).variants
     for place, segment in enumerate(ask.prompt.segments[1:-1], 1):
         prefix = tuple(one.segment_id for one in ask.prompt.segments[:place])
-        assert [one.exact_share for one in found[segment.segment_id] if one.key.origin_prefix == prefix] == [1.0]
+        assert [
+            one.exact_share for one in found[segment.segment_id] if one.key.origin_prefix == prefix
+        ] == [1.0]
     assert not used
 
 
@@ -731,10 +862,14 @@ def test_a_removed_chunk_is_not_stored_beside_text_that_nobody_marked(
     fill = fill_of(scheduling, ask)
     engine.store.evict(RowFilter(chunk_ids=tuple(names)))
     run(workers, [fill])
-    assert [row.variant.key.chunk_id for row in engine.store.rows(RowFilter(chunk_ids=tuple(names)))] == [names[1]]
+    assert [
+        row.variant.key.chunk_id for row in engine.store.rows(RowFilter(chunk_ids=tuple(names)))
+    ] == [names[1]]
 
 
-def test_what_an_answer_fixed_is_reported(engine: Engine, scheduling: Scheduling, workers: Workers) -> None:
+def test_what_an_answer_fixed_is_reported(
+    engine: Engine, scheduling: Scheduling, workers: Workers
+) -> None:
     for capture in (True, False):
         ask = ask_of(engine, [2, 1, 0], capture=capture)
         run(workers, [fill_of(scheduling, ask, f"r{capture}")])

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from cachecraft_rag.evaluation.calibrate import Calibrated, CalibrationSettings, Point
     from cachecraft_rag.evaluation.dataset import Dataset
 
-UNFINISHED = ".calibrating"  # in the store: the work of a stopped calibration, from which the next one resumes
+# in the store: the work of a stopped calibration, from which the next one resumes
+UNFINISHED = ".calibrating"
 FEW_QUESTIONS = 20  # with fewer, bootstrap intervals are clearly too narrow
 
 
@@ -60,7 +61,9 @@ class CalibrationOptions:
 
 
 @takes(questions=ValidationQuestions, chosen=CalibrationOptions)
-def calibrate(as_json: options.Json = False, *, questions: ValidationQuestions, chosen: CalibrationOptions) -> None:
+def calibrate(
+    as_json: options.Json = False, *, questions: ValidationQuestions, chosen: CalibrationOptions
+) -> None:
     """Find the least recomputation that keeps a quality (with 95 % confidence), and save it for this store.
 
     Every engine opened on that store with that model then uses what was found. Nothing else in the store changes.
@@ -99,14 +102,20 @@ def _measure(
     work = store / UNFINISHED
     with ExitStack() as opened:
         with waiting("Loading the model"):
-            engine = opened.enter_context(open_engine(chosen.model, store, dtype=chosen.dtype, device=chosen.device))
+            engine = opened.enter_context(
+                open_engine(chosen.model, store, dtype=chosen.dtype, device=chosen.device)
+            )
         with progress_bar("Calibrating", remaining=True) as show:
-            calibrated = calibrating.calibrate(engine, parts[0], settings, folder=work / "first", progress=show)
+            calibrated = calibrating.calibrate(
+                engine, parts[0], settings, folder=work / "first", progress=show
+            )
         save_calibration(store, engine.decoder.fingerprint, calibrated.calibration)
         if len(parts) > 1:
             alpha = calibrated.calibration.alpha
             with progress_bar("Checking", remaining=True) as show:
-                checked = calibrating.check(engine, parts[1], settings, alpha, folder=work / "second", progress=show)
+                checked = calibrating.check(
+                    engine, parts[1], settings, alpha, folder=work / "second", progress=show
+                )
     shutil.rmtree(work, ignore_errors=True)
     return calibrated, checked
 
@@ -135,7 +144,9 @@ def _print(calibrated: Calibrated, checked: Point | None, path: Path) -> None:
 
     said = [str(chosen)]
     if not calibrated.held:
-        said.append(f"No α reaches {chosen.metric} ≥ {chosen.quality:g} on these questions; the largest was chosen.")
+        said.append(
+            f"No α reaches {chosen.metric} ≥ {chosen.quality:g} on these questions; the largest was chosen."
+        )
     if not calibrated.pays:
         said.append(
             f"Reuse does not pay at this quality: {chosen.recomputed:.0%} of chunk tokens are recomputed. Ask for less "

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 from cachecraft_rag.checks import MOST, check_whole
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
-from cachecraft_rag.cli.options import numbers, print_json, print_table, progress_bar, takes, waiting
+from cachecraft_rag.cli.options import (
+    numbers,
+    print_json,
+    print_table,
+    progress_bar,
+    takes,
+    waiting,
+)
 from cachecraft_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,7 +73,9 @@ class Questions:
         is_lookalikes, half = parse_name(str(self.data))
         if is_lookalikes:
             self._refuse_file_options()
-            return lookalikes_dataset(half=half, passages=self.passages, limit=self.limit, seed=self.seed)
+            return lookalikes_dataset(
+                half=half, passages=self.passages, limit=self.limit, seed=self.seed
+            )
         limit = DEFAULT_LIMIT if self.limit is None else self.limit
         drawn: dict[str, Any] = {"passages": self.passages, "limit": limit, "seed": self.seed}
         if self.data is not None:
@@ -77,7 +86,9 @@ class Questions:
 
     def _refuse_file_options(self) -> None:
         if self.format is not None or self.chunk_tokens is not None:
-            raise ConfigError("--format and --chunk-tokens apply to a file of questions: name it with --data")
+            raise ConfigError(
+                "--format and --chunk-tokens apply to a file of questions: name it with --data"
+            )
 
 
 @dataclass(frozen=True)
@@ -116,12 +127,16 @@ class Measuring:
         from cachecraft_rag.evaluation.records import RecordLog
 
         trials = trials_of(methods, numbers(self.ratios))
-        settings = runner.EvaluationSettings(trials, origin, self.warmup, questions.answer_tokens, questions.seed)
+        settings = runner.EvaluationSettings(
+            trials, origin, self.warmup, questions.answer_tokens, questions.seed
+        )
         settings.measured(dataset)
         options.quiet_libraries()
         with ExitStack() as opened:
             with waiting("Loading the model"):
-                engine = opened.enter_context(runner.open_engine(self.model, self.out, dtype=self.dtype, kind=kind))
+                engine = opened.enter_context(
+                    runner.open_engine(self.model, self.out, dtype=self.dtype, kind=kind)
+                )
                 described = settings.describe(engine, dataset)
                 log = opened.enter_context(RecordLog(self.out, described, restart=self.restart))
             with progress_bar("Measuring", remaining=True) as show:
@@ -141,7 +156,11 @@ class MethodOptions:
 
 @takes(chosen=MethodOptions, questions=Questions, measuring=Measuring)
 def evaluate(
-    as_json: options.Json = False, *, chosen: MethodOptions, questions: Questions, measuring: Measuring
+    as_json: options.Json = False,
+    *,
+    chosen: MethodOptions,
+    questions: Questions,
+    measuring: Measuring,
 ) -> None:
     """Compare the answers with reuse to full prefill's, question by question.
 
@@ -173,7 +192,12 @@ def require_packages() -> None:
 
 
 def show_report(
-    report: Report, described: dict[str, object], folder: Path, *, figures: Sequence[str] = (), as_json: bool
+    report: Report,
+    described: dict[str, object],
+    folder: Path,
+    *,
+    figures: Sequence[str] = (),
+    as_json: bool,
 ) -> None:
     """Write the page with the report into the folder, and print the report."""
     from cachecraft_rag.evaluation.report import full_answers, markdown

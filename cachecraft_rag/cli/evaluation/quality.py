@@ -32,9 +32,12 @@ _ORIGINS = {"primed": "by priming", "asked": "while answering", "mixed": "both w
 @takes("store")
 def quality(
     namespace: Annotated[
-        str | None, typer.Option("--namespace", help="Only answers of this tenant; without it, of all.")
+        str | None,
+        typer.Option("--namespace", help="Only answers of this tenant; without it, of all."),
     ] = None,
-    worst: Annotated[int, typer.Option("--worst", min=0, help="How many of the worst answers to list.")] = 10,
+    worst: Annotated[
+        int, typer.Option("--worst", min=0, help="How many of the worst answers to list.")
+    ] = 10,
     as_json: options.Json = False,
     *,
     settings: Settings,
@@ -51,7 +54,9 @@ def quality(
 
     store = Path(settings["store"])
     if not os.path.isdir(store / CACHE_FOLDER):
-        raise StoreError(f"{store} holds no chunk-caches, and so no audits of answers; name the folder with --store")
+        raise StoreError(
+            f"{store} holds no chunk-caches, and so no audits of answers; name the folder with --store"
+        )
     report = summarise_audits(audits_in(store / CACHE_FOLDER, namespace=namespace), worst=worst)
     if as_json:
         answers = 0 if report is None or report.overall is None else report.overall.answers
@@ -79,7 +84,10 @@ def print_report(report: QualityReport) -> None:
         f"finds both tokens almost equally likely. KL divergence {_number(overall.kl)} nats per token.",
         soft_wrap=True,
     )
-    out.print(f"{report.computed_tokens:,} tokens were computed for these audits, in idle time.", soft_wrap=True)
+    out.print(
+        f"{report.computed_tokens:,} tokens were computed for these audits, in idle time.",
+        soft_wrap=True,
+    )
     _print_groups("chunks captured", report.by_origin)
     _print_groups("selector", report.by_selector)
     _print_groups("recomputed", report.by_recomputed)
@@ -90,7 +98,13 @@ def print_report(report: QualityReport) -> None:
     places = []
     for group in report.by_position:
         name = f"{group.first} and on" if group.last is None else f"{group.first} to {group.last}"
-        places.append((name if group.first != group.last else str(group.first), group.tokens, f"{group.agreement:.1%}"))
+        places.append(
+            (
+                name if group.first != group.last else str(group.first),
+                group.tokens,
+                f"{group.agreement:.1%}",
+            )
+        )
     print_table(("place in the answer", "tokens", "agreement"), places, numbers=True)
     if report.worst:
         _print_worst(report.worst)
@@ -109,7 +123,9 @@ def _print_groups(heading: str, groups: Sequence[QualityGroup]) -> None:
         for group in groups
     ]
     out.print()
-    print_table((heading, "answers", "same", "agreement", "with near-ties", "KL"), rows, numbers=True)
+    print_table(
+        (heading, "answers", "same", "agreement", "with near-ties", "KL"), rows, numbers=True
+    )
 
 
 def _print_worst(audits: Sequence[Audit]) -> None:
@@ -130,7 +146,16 @@ def _print_worst(audits: Sequence[Audit]) -> None:
             )
         )
     print_table(
-        ("worst answer", "audited", "tokens", "first difference at", "agreement", "KL", "chunks captured"), rows
+        (
+            "worst answer",
+            "audited",
+            "tokens",
+            "first difference at",
+            "agreement",
+            "KL",
+            "chunks captured",
+        ),
+        rows,
     )
     for audit in audits:
         text = audit.text

@@ -36,8 +36,11 @@ class AllowedFolders:
     def __init__(self, folders: Iterable[Path]) -> None:
         self._folders: list[AllowedFolder] = []
         for folder in folders:
-            if not os.path.isdir(folder):  # pathlib raises for paths it cannot reach instead of returning False
-                raise ConfigError(f"--allow {shown(folder)}: there is no such folder; check the spelling, or make it")
+            # pathlib raises for paths it cannot reach instead of returning False
+            if not os.path.isdir(folder):
+                raise ConfigError(
+                    f"--allow {shown(folder)}: there is no such folder; check the spelling, or make it"
+                )
             self._folders.append(AllowedFolder(Path(os.path.abspath(folder)), folder.resolve()))
 
     def __bool__(self) -> bool:
@@ -62,7 +65,9 @@ class AllowedFolders:
         if not text.strip():
             raise DocumentError(f"the path is empty; name a file or folder below {self}")
         if "\0" in text:
-            raise DocumentError(f"the path holds a NUL character; name a file or folder below {self}")
+            raise DocumentError(
+                f"the path holds a NUL character; name a file or folder below {self}"
+            )
         is_missing = False
         for folder in self._folders:
             target = _resolved(folder.real / os.path.expanduser(text))
@@ -70,12 +75,16 @@ class AllowedFolders:
                 continue
             below = target.relative_to(folder.real)
             if any(part.startswith(".") for part in below.parts):
-                raise DocumentError(f"{text}: hidden files and folders are not indexed; name another")
+                raise DocumentError(
+                    f"{text}: hidden files and folders are not indexed; name another"
+                )
             if os.path.lexists(target):
                 return folder.named / below
             is_missing = True
         if is_missing:
-            raise DocumentError(f"{text}: there is no such file or folder below {self}; check the spelling")
+            raise DocumentError(
+                f"{text}: there is no such file or folder below {self}; check the spelling"
+            )
         raise DocumentError(
             f"{text}: is outside the folders that may be indexed ({self}); name a path below one of them, or ask the "
             "operator to start the server with --allow for its folder"

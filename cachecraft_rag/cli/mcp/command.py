@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from cachecraft_rag.rag import AskOptions, CacheCraft
 
 ALLOW = typer.Option(
-    "--allow", metavar="DIR", help="Folder that the agent may index with all below it; may be repeated."
+    "--allow",
+    metavar="DIR",
+    help="Folder that the agent may index with all below it; may be repeated.",
 )
 HTTP = typer.Option(
     "--http",
@@ -74,13 +76,21 @@ def mcp(*, settings: Settings, chosen: McpOptions) -> None:
     address = Address.parse(chosen.http)
     with address.listen() as listening:
         host, port = listening.getsockname()[:2]
-        err.print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}/mcp", soft_wrap=True)
+        err.print(
+            f"listening on http://{f'[{host}]' if ':' in host else host}:{port}/mcp", soft_wrap=True
+        )
         if not address.is_local:
-            warn("Everyone who reaches this address can read the documents; add a proxy that checks passwords.")
-        load_while_serving(settings, chosen, loaded, ServerThread(lambda: serve_http(server, address, listening)))
+            warn(
+                "Everyone who reaches this address can read the documents; add a proxy that checks passwords."
+            )
+        load_while_serving(
+            settings, chosen, loaded, ServerThread(lambda: serve_http(server, address, listening))
+        )
 
 
-def load_while_serving(settings: Settings, chosen: McpOptions, loaded: Future[Any], server: ServerThread) -> None:
+def load_while_serving(
+    settings: Settings, chosen: McpOptions, loaded: Future[Any], server: ServerThread
+) -> None:
     """Serve until the client leaves, and load the model meanwhile: clients give a server seconds to answer.
 
     If the model cannot be loaded, each call of a tool is answered with the error, so that the agent can report it.

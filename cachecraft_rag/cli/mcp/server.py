@@ -84,7 +84,10 @@ def server_of(tools: DocumentTools, *, folders: str, verbose: bool = False) -> M
     """
     instructions = _INSTRUCTIONS + (_INDEX_INSTRUCTIONS.format(folders=folders) if folders else "")
     server: MCPServer[None] = MCPServer(
-        "cachecraft", instructions=instructions, version=__version__, log_level="INFO" if verbose else "WARNING"
+        "cachecraft",
+        instructions=instructions,
+        version=__version__,
+        log_level="INFO" if verbose else "WARNING",
     )
     only_reads = ToolAnnotations(read_only_hint=True, open_world_hint=False)
     for tool in (tools.search, tools.ask):

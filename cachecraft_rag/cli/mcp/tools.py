@@ -41,7 +41,9 @@ class LocatedPassage(BaseModel):
     """The place of a passage, and its similarity to the question."""
 
     source: str = Field(description="The document it is from.")
-    heading: str | None = Field(description="The heading above it, where the document has headings.")
+    heading: str | None = Field(
+        description="The heading above it, where the document has headings."
+    )
     page: int | None = Field(description="Its page, where the document has pages.")
     score: float | None = Field(description="Similarity to the question; higher is nearer.")
 
@@ -61,7 +63,9 @@ class SearchResult(BaseModel):
 class AnswerSource(LocatedPassage):
     """A passage that the answer was made from."""
 
-    outcome: str = Field(description="exact or reused: its chunk-cache was used; computed: it had none.")
+    outcome: str = Field(
+        description="exact or reused: its chunk-cache was used; computed: it had none."
+    )
 
 
 class Reuse(BaseModel):
@@ -78,7 +82,9 @@ class AnswerResult(BaseModel):
     """An answer from the user's documents."""
 
     answer: str
-    sources: list[AnswerSource] = Field(description="The passages in the prompt, the nearest first.")
+    sources: list[AnswerSource] = Field(
+        description="The passages in the prompt, the nearest first."
+    )
     reuse: Reuse
 
 
@@ -104,7 +110,12 @@ class DocumentTools:
     """
 
     def __init__(
-        self, loaded: Future[CacheCraft], *, allowed: AllowedFolders, asking: AskOptions, brief: bool = False
+        self,
+        loaded: Future[CacheCraft],
+        *,
+        allowed: AllowedFolders,
+        asking: AskOptions,
+        brief: bool = False,
     ) -> None:
         self._loaded = loaded
         self._allowed = allowed
@@ -114,23 +125,36 @@ class DocumentTools:
 
     async def search(
         self,
-        question: Annotated[str, Field(description="What to look for, as a question or in keywords.")],
+        question: Annotated[
+            str, Field(description="What to look for, as a question or in keywords.")
+        ],
         k: Annotated[
             int | None,
-            Field(ge=1, le=MOST_PASSAGES, description="Passages to return; without it the server's default."),
+            Field(
+                ge=1,
+                le=MOST_PASSAGES,
+                description="Passages to return; without it the server's default.",
+            ),
         ] = None,
     ) -> SearchResult:
         """Find the passages of the user's documents that are nearest to a question. Use it to read or quote them."""
         rag = await self._rag()
         _require_question(question)
         top_k = self._asking["top_k"] if k is None else k
-        hits = await _call(partial(rag.retrieve, question, top_k=top_k, where=self._asking["where"]))
-        passages = [Passage(text=hit.text, score=_rounded(hit.score), **_place(hit.metadata)) for hit in hits]
+        hits = await _call(
+            partial(rag.retrieve, question, top_k=top_k, where=self._asking["where"])
+        )
+        passages = [
+            Passage(text=hit.text, score=_rounded(hit.score), **_place(hit.metadata))
+            for hit in hits
+        ]
         return SearchResult(passages=passages)
 
     async def ask(
         self,
-        question: Annotated[str, Field(description="A question that stands alone, without what was asked before.")],
+        question: Annotated[
+            str, Field(description="A question that stands alone, without what was asked before.")
+        ],
     ) -> AnswerResult:
         """Answer a question from the user's documents with a local model. Use it for facts, and name the sources."""
         rag = await self._rag()
@@ -140,7 +164,10 @@ class DocumentTools:
     async def index(
         self,
         path: Annotated[
-            str, Field(description="A file or folder below an allowed folder; absolute or relative to it.")
+            str,
+            Field(
+                description="A file or folder below an allowed folder; absolute or relative to it."
+            ),
         ],
         context: Context,
     ) -> IndexResult:
@@ -151,7 +178,9 @@ class DocumentTools:
         rag = await self._rag()
 
         def run() -> IndexResult:
-            report = rag.add_documents(self._allowed.path_of(path), progress=_ProgressSender(context))
+            report = rag.add_documents(
+                self._allowed.path_of(path), progress=_ProgressSender(context)
+            )
             return IndexResult(
                 added=list(report.added),
                 updated=list(report.updated),
@@ -182,7 +211,11 @@ class DocumentTools:
         assert stats is not None  # no piece or many: the stream has begun
         outcomes = {chunk.chunk_id: chunk.outcome for chunk in stats.chunks}
         sources = [
-            AnswerSource(outcome=outcomes[source.chunk_id], score=_rounded(source.score), **_place(source.metadata))
+            AnswerSource(
+                outcome=outcomes[source.chunk_id],
+                score=_rounded(source.score),
+                **_place(source.metadata),
+            )
             for source in stream.sources
         ]
         reuse = Reuse(

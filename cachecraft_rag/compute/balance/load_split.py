@@ -87,7 +87,9 @@ def preload_depth(layers: int, *, prefill_s: float, load_s: float) -> int:
     return min(layers, math.ceil((layers - 1) * (1.0 - prefill_s / load_s) + 1.0))
 
 
-def tokens_to_compute(*, load_s: float, compute_s: float, load_token_s: float, compute_token_s: float) -> float:
+def tokens_to_compute(
+    *, load_s: float, compute_s: float, load_token_s: float, compute_token_s: float
+) -> float:
     """Return how many tokens to compute instead of loading, so that both finish together; negative: none.
 
     Args:
@@ -146,7 +148,9 @@ class LoadSplit:
         optimistic = self.optimistic()
         if self.bytes_per_s > 0.0:
             expected = self if self.has_loaded else self._at(1.0 / self.constants.optimism)
-            longest_pass_s = min(optimistic.load_s, self.constants.one_pass_factor * expected._front_s())
+            longest_pass_s = min(
+                optimistic.load_s, self.constants.one_pass_factor * expected._front_s()
+            )
             if self.rest_s() <= longest_pass_s:
                 return float(len(self.waiting)), True
 
@@ -199,7 +203,9 @@ class LoadSplit:
         # rate, or readers on the same cores, cost k times the saving. After the first layer the late tokens are known,
         # and a smaller saving suffices.
         is_before_pass = layers_left == 1.0
-        min_saving = self.constants.min_saving if is_before_pass else self.constants.min_saving_in_pass
+        min_saving = (
+            self.constants.min_saving if is_before_pass else self.constants.min_saving_in_pass
+        )
         if share < min_saving * count:
             return 0.0
         return self._whole_extents(share, layers_left)
@@ -246,7 +252,9 @@ class LoadSplit:
 
     def _extra_rows(self, front: Sequence[int]) -> float:
         """Return the cost of rows that computing these positions adds to the last pass."""
-        added = np.setdiff1d(np.asarray(front, dtype=np.int64), self.own_positions, assume_unique=True)
+        added = np.setdiff1d(
+            np.asarray(front, dtype=np.int64), self.own_positions, assume_unique=True
+        )
         return self.speed.rows(added)
 
     def optimistic(self) -> LoadSplit:
@@ -317,7 +325,9 @@ class Cake(LayerWise):
             return WaitCondition("nothing")
         everything_s = split.rest_s() if split.speed.known else math.inf
         constants = split.constants
-        return WaitCondition("all", min(constants.first_look_s, constants.first_look_fraction * everything_s))
+        return WaitCondition(
+            "all", min(constants.first_look_s, constants.first_look_fraction * everything_s)
+        )
 
     def before_pass(self, split: LoadSplit, layers: int) -> WaitCondition:
         """Return the condition to wait for before the next pass."""
@@ -332,4 +342,6 @@ class Cake(LayerWise):
         return split.next_piece()
 
 
-STRATEGIES: Mapping[Loading, LayerWise] = MappingProxyType({"cake": Cake(), "layerwise": LayerWise(), "whole": Whole()})
+STRATEGIES: Mapping[Loading, LayerWise] = MappingProxyType(
+    {"cake": Cake(), "layerwise": LayerWise(), "whole": Whole()}
+)

@@ -47,7 +47,8 @@ class ComputeSpeed:
         self._row_s: float | None = None  # per row, in last passes and pieces
         self._whole_row_s: float | None = None  # per row, in passes over a whole prompt
         self._row_ratio = 1.0  # of the two above
-        self._last_pass_s: float | None = None  # fixed cost of a last pass, from those with few rows
+        # fixed cost of a last pass, from those with few rows
+        self._last_pass_s: float | None = None
 
     def rows(self, positions: Sequence[int] | NDArray[np.int64]) -> float:
         """Return the cost of rows at these positions, in units of a row that attends to no keys."""

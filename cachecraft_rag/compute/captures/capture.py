@@ -50,7 +50,9 @@ class RecordedChunk:
 class CaptureRecorder:
     """Copies raw keys and values of newly computed chunks out of the passes of one prompt and keeps their queries."""
 
-    def __init__(self, layout: KVLayout, like: Tensor, spans: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(
+        self, layout: KVLayout, like: Tensor, spans: Sequence[tuple[int, int, int]]
+    ) -> None:
         """Make a recorder for these chunks.
 
         Args:
@@ -67,7 +69,11 @@ class CaptureRecorder:
     @property
     def captures(self) -> tuple[RecordedChunk, ...]:
         """The chunks that were computed through all layers, ascending."""
-        complete = [capture for capture in self._recorded.values() if len(capture.queries) == self._layout.layers]
+        complete = [
+            capture
+            for capture in self._recorded.values()
+            if len(capture.queries) == self._layout.layers
+        ]
         return tuple(sorted(complete, key=lambda capture: capture.segment))
 
     def forget(self, segment: int) -> None:
@@ -93,7 +99,9 @@ class CaptureRecorder:
         joined.settings = self.settings
         for capture in self.captures:  # ascending: in the same order on every rank
             kv = gather(capture.kv)
-            queries = gather(torch.stack([capture.queries[layer] for layer in range(self._layout.layers)]))
+            queries = gather(
+                torch.stack([capture.queries[layer] for layer in range(self._layout.layers)])
+            )
             if kv.numel():
                 joined._recorded[capture.segment] = replace(
                     capture,
@@ -113,7 +121,8 @@ class CaptureRecorder:
         places: list[tuple[RecordedChunk, slice]] = []
         spans_with_rows = zip(self._spans, edge_rows[::2], edge_rows[1::2], strict=True)
         for (segment, start, stop), first_row, end_row in spans_with_rows:
-            if end_row - first_row != stop - start:  # this pass computes some of its tokens, or none
+            # this pass computes some of its tokens, or none
+            if end_row - first_row != stop - start:
                 continue
             if segment not in self._recorded:
                 kv = empty(self._layout.shape(stop - start), self._like.dtype, self._like.device)
@@ -164,7 +173,13 @@ class AttentionAccumulator:
         bounds: `[segments + 1]`, segment bounds of the prompt; segment 0 is the system's.
     """
 
-    def __init__(self, capture: RecordedChunk, settings: Sequence[AttentionSettings], *, bounds: Sequence[int]) -> None:
+    def __init__(
+        self,
+        capture: RecordedChunk,
+        settings: Sequence[AttentionSettings],
+        *,
+        bounds: Sequence[int],
+    ) -> None:
         self._capture = capture
         self._settings = settings
         self._bounds = list(bounds)
@@ -174,7 +189,9 @@ class AttentionAccumulator:
         self._positions = torch.arange(capture.start, capture.stop, device=device)
         self._visible: dict[int | None, Visibility] = {}
         # Explicit dtype: transformers changes the process's default while it loads another model.
-        self._mass = torch.zeros(capture.stop - capture.start, capture.segment + 1, dtype=torch.float32, device=device)
+        self._mass = torch.zeros(
+            capture.stop - capture.start, capture.segment + 1, dtype=torch.float32, device=device
+        )
 
     @torch.inference_mode()
     def add_layer(self, layer: int, keys: Tensor) -> None:
@@ -185,7 +202,9 @@ class AttentionAccumulator:
             keys: `[keys, kv_heads, head_dim]`, the layer's rotated keys up to the capture's end or beyond.
         """
         settings = self._settings[layer]
-        visible = self._visible.setdefault(settings.window, Visibility(self._positions, window=settings.window))
+        visible = self._visible.setdefault(
+            settings.window, Visibility(self._positions, window=settings.window)
+        )
         mass, _received = attention_mass(
             self._capture.queries[layer],
             keys[: self._capture.stop],
@@ -199,7 +218,8 @@ class AttentionAccumulator:
 
     def statistics(self) -> AttentionStatistics:
         """Return the averages over the added layers (eq. 10) and the scores derived from them."""
-        mass = self._mass.cpu().numpy() / len(self._settings)  # [tokens, segments up to the capture's]
+        # [tokens, segments up to the capture's]
+        mass = self._mass.cpu().numpy() / len(self._settings)
         segment = self._capture.segment
         prior = mass[:, 1:segment]  # the chunks before it; the system segment is in every prompt
         lengths = [self._bounds[i + 1] - self._bounds[i] for i in range(1, segment)]

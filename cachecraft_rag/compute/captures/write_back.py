@@ -18,7 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.captures.capture import AttentionAccumulator, CaptureRecorder, RecordedChunk
+from cachecraft_rag.compute.captures.capture import (
+    AttentionAccumulator,
+    CaptureRecorder,
+    RecordedChunk,
+)
 from cachecraft_rag.compute.driver import Call, Work
 from cachecraft_rag.kernels.gpu.streams import launched, wait_on_host, wait_on_stream
 from cachecraft_rag.planning.found_text import text_mark
@@ -203,7 +207,9 @@ class WriteBackQueue:
     def wait_for(self, segment_ids: Iterable[str], timeout: float | None = None) -> bool:
         """Block until no capture of these segments is under way; return False after `timeout` seconds."""
         with self._guard:
-            jobs = [self._pending[chunk_id] for chunk_id in segment_ids if chunk_id in self._pending]
+            jobs = [
+                self._pending[chunk_id] for chunk_id in segment_ids if chunk_id in self._pending
+            ]
         return not wait(jobs, timeout).not_done
 
     def close(self) -> None:
@@ -212,7 +218,9 @@ class WriteBackQueue:
             self._closed = True
         self.wait_for(self.pending())
 
-    def _refusal(self, capture: RecordedChunk, context: CaptureContext) -> tuple[CaptureDrop, str] | None:
+    def _refusal(
+        self, capture: RecordedChunk, context: CaptureContext
+    ) -> tuple[CaptureDrop, str] | None:
         """Return why this capture is dropped; None if it is not."""
         if _is_private(capture, context) and context.session is None:
             return CaptureDrop.PRIVATE, "it is private, and there is no session"
@@ -222,18 +230,33 @@ class WriteBackQueue:
             is_closed = self._closed
         if waiting_bytes > self._max_bytes:
             megabytes = waiting_bytes // 10**6
-            return CaptureDrop.WRITE_BACK_FULL, f"captures are dropped: {megabytes} MB are waiting already"
+            return (
+                CaptureDrop.WRITE_BACK_FULL,
+                f"captures are dropped: {megabytes} MB are waiting already",
+            )
         if is_closed:
-            return CaptureDrop.CLOSED, "an answer ended after its engine was closed; its captures are dropped"
+            return (
+                CaptureDrop.CLOSED,
+                "an answer ended after its engine was closed; its captures are dropped",
+            )
         return None
 
     def _ended(
-        self, chunk_id: str, nbytes: int, job: Future[None], _stored: object, error: BaseException | None
+        self,
+        chunk_id: str,
+        nbytes: int,
+        job: Future[None],
+        _stored: object,
+        error: BaseException | None,
     ) -> None:
         try:
             if error is not None:
-                logger.error("the capture of chunk %s failed and is not stored", chunk_id, exc_info=error)
-                self._store.count_drop(chunk_id, CaptureDrop.FAILED, f"describing it failed: {type(error).__name__}")
+                logger.error(
+                    "the capture of chunk %s failed and is not stored", chunk_id, exc_info=error
+                )
+                self._store.count_drop(
+                    chunk_id, CaptureDrop.FAILED, f"describing it failed: {type(error).__name__}"
+                )
         finally:
             with self._guard:
                 self._waiting_bytes -= nbytes

@@ -53,7 +53,9 @@ class DriftCorrection:
         rotary: cos and sin of all positions of the prompt, for each kind of layer.
     """
 
-    def __init__(self, chunks: Sequence[StaleChunk], *, strength: float, rotary: RotaryTables) -> None:
+    def __init__(
+        self, chunks: Sequence[StaleChunk], *, strength: float, rotary: RotaryTables
+    ) -> None:
         self._chunks = chunks
         self._strength = strength
         self._rotary = rotary
@@ -70,14 +72,17 @@ class DriftCorrection:
         segments = rows.segment[positions]
 
         corrected_chunks: list[StaleChunk] = []
-        recomputed_rows: list[NDArray[np.int64]] = []  # for each corrected chunk: indices into the rows
+        # for each corrected chunk: indices into the rows
+        recomputed_rows: list[NDArray[np.int64]] = []
         for chunk in self._chunks:
             chunk_rows = np.flatnonzero(is_recomputed & (segments == chunk.segment))
             if len(chunk_rows) >= _MIN_RECOMPUTED:
                 corrected_chunks.append(chunk)
                 recomputed_rows.append(chunk_rows)
 
-        self._ranges = [(number, span) for number, chunk in enumerate(corrected_chunks) for span in chunk.ranges]
+        self._ranges = [
+            (number, span) for number, chunk in enumerate(corrected_chunks) for span in chunk.ranges
+        ]
         if not corrected_chunks:
             return
 
@@ -131,11 +136,11 @@ class DriftCorrection:
             self._compiled.correct(merged, (keys, values), (cos, sin), self._strength)
             return
 
-        stored_keys, stored_values = merged.index_select(1, self._row_positions)  # four times as fast as indexing
+        # four times as fast as indexing
+        stored_keys, stored_values = merged.index_select(1, self._row_positions)
         rotated_change = keys.index_select(0, self._rows) - stored_keys
-        key_change = rotate(
-            rotated_change, *self._inverse_rotation.of_layer(layer)
-        )  # of raw keys: comparable between positions
+        # Of raw keys: those of different positions can be compared.
+        key_change = rotate(rotated_change, *self._inverse_rotation.of_layer(layer))
         value_change = values.index_select(0, self._rows) - stored_values
 
         if self._chunk_of_position is not None:

@@ -25,7 +25,13 @@ class FocusObserver:
     """
 
     def __init__(
-        self, monitor: FocusMonitor, bounds: Sequence[int], question: range, *, device: torch.device, ranks: Ranks
+        self,
+        monitor: FocusMonitor,
+        bounds: Sequence[int],
+        question: range,
+        *,
+        device: torch.device,
+        ranks: Ranks,
     ) -> None:
         self.monitor = monitor
         self._ranks = ranks
@@ -33,7 +39,9 @@ class FocusObserver:
         self._chunks = torch.tensor(bounds[1:-1], device=device)
         self._mass: Tensor | None = None  # [chunks], in the layer observed last
 
-    def observe(self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings) -> None:
+    def observe(
+        self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings
+    ) -> None:
         """See `Observer.observe`."""
         if self.monitor.focused is None and len(q):
             mass, _received = attention_mass(

@@ -43,7 +43,9 @@ class AttentionReceived:
         self._layers = range(int(DEEPER * layers), layers, every)
         self._received: Tensor | None = None
 
-    def observe(self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings) -> None:
+    def observe(
+        self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings
+    ) -> None:
         """See `row_pass.Observer`."""
         if layer not in self._layers:
             return
@@ -114,7 +116,9 @@ class Refresh:
             self._add_last_step()
             self._position = position
             self._choose()
-        self._observer = AttentionReceived(range(position, position + 1), self._layers, every=_OBSERVE_EVERY)
+        self._observer = AttentionReceived(
+            range(position, position + 1), self._layers, every=_OBSERVE_EVERY
+        )
         return self._chosen, self._observer
 
     def _add_last_step(self) -> None:

@@ -104,7 +104,11 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        derived = {"agreement": self.agreement, "is_same": self.is_same, "first_difference": self.first_difference}
+        derived = {
+            "agreement": self.agreement,
+            "is_same": self.is_same,
+            "first_difference": self.first_difference,
+        }
         return asdict(self) | derived
 
 
@@ -129,7 +133,11 @@ def reuse_facts(request: Request, progress: RequestProgress, *, exact: bool) -> 
         for segment, planned in zip(request.prompt.segments, progress.plan.segments, strict=True)
         if segment.kind == "chunk"
     ]
-    origins = {"primed" if planned.variant.primed else "asked" for planned in chunks if planned.variant is not None}
+    origins = {
+        "primed" if planned.variant.primed else "asked"
+        for planned in chunks
+        if planned.variant is not None
+    }
     origin = "none"
     if origins:
         origin = origins.pop() if len(origins) == 1 else "mixed"

@@ -87,7 +87,9 @@ class AuditLog:
             connection.execute(_INSERT, (namespace, fingerprint, *row))
             connection.execute(_TRIM, (namespace, fingerprint, self._kept))
 
-    def read(self, *, namespace: str | None = None, fingerprint: str | None = None, limit: int = -1) -> list[Audit]:
+    def read(
+        self, *, namespace: str | None = None, fingerprint: str | None = None, limit: int = -1
+    ) -> list[Audit]:
         """Return the results, the latest first, of one namespace and model or of all. Raises StoreError.
 
         Damaged rows are left out.

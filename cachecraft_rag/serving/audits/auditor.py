@@ -116,7 +116,8 @@ class Auditor:
     _results: OrderedDict[str, Audit] = field(default_factory=OrderedDict)
     _task: LoopTask | None = None  # of the audit under way
     _running: WaitingAudit | None = None
-    _dropped_as: AuditDrop = AuditDrop.CLOSED  # reason that is counted if the audit under way is given up
+    # reason that is counted if the audit under way is given up
+    _dropped_as: AuditDrop = AuditDrop.CLOSED
     _closed: bool = False
     _storing: int = 0  # results that are being written
     _log: AuditLog | None = None
@@ -146,13 +147,23 @@ class Auditor:
 
         Answers with a grammar are not: the predictions compared are those without it.
         """
-        if not self.config.share or self._closed or not request.config.reuse or request.constraint is not None:
+        if (
+            not self.config.share
+            or self._closed
+            or not request.config.reuse
+            or request.constraint is not None
+        ):
             return None
         drawn = int(request.request_id[:8], 16) / 2**32  # request ids are random
         return Predictions() if drawn < self.config.share else None
 
     def answered(
-        self, request: Request, progress: RequestProgress, predictions: Predictions | None, *, tokens: int
+        self,
+        request: Request,
+        progress: RequestProgress,
+        predictions: Predictions | None,
+        *,
+        tokens: int,
     ) -> None:
         """Have the first `tokens` tokens of an answer audited, if its predictions were noted."""
         if predictions is None or not tokens or self._closed:
@@ -228,7 +239,8 @@ class Auditor:
         if error is not None:
             logger.error("An answer could not be audited", exc_info=error)
             self._metrics.drop(AuditDrop.FAILED)
-            if not isinstance(error, _EXPECTED_ERRORS):  # a mistake of ours: no more answers are audited
+            # a mistake of ours: no more answers are audited
+            if not isinstance(error, _EXPECTED_ERRORS):
                 self.close()
         elif task.closed or result is None:
             self._metrics.drop(self._dropped_as)
@@ -264,10 +276,16 @@ class Auditor:
         """Bring the controller to where it was: audits of this tenant and model on disk, of all processes."""
         try:
             earlier = audits_in(
-                self.store.root, namespace=self.namespace, fingerprint=self.decoder.fingerprint, limit=_RESUMED
+                self.store.root,
+                namespace=self.namespace,
+                fingerprint=self.decoder.fingerprint,
+                limit=_RESUMED,
             )
         except (CacheCraftError, OSError) as error:
-            logger.warning("Earlier audits could not be read, so the quality target starts from the default: %s", error)
+            logger.warning(
+                "Earlier audits could not be read, so the quality target starts from the default: %s",
+                error,
+            )
             return
         controller.resume(
             (audit.ratio, audit.tokens, audit.agreeing_net)
@@ -290,7 +308,12 @@ class Auditor:
                 logger.log(level, "The result of an audit was not stored: %s", error)
 
     def _result(
-        self, waiting: WaitingAudit, places: Sequence[ComparedPlace], *, computed: int, text: AuditText | None
+        self,
+        waiting: WaitingAudit,
+        places: Sequence[ComparedPlace],
+        *,
+        computed: int,
+        text: AuditText | None,
     ) -> Audit:
         """Return the result; without `places`, of an answer that is exact."""
         facts = waiting.facts
@@ -316,7 +339,8 @@ class Auditor:
 
     def _audit(self, waiting: WaitingAudit) -> Work[Audit]:
         """Compare an answer with full prefill."""
-        yield Until(lambda: not self.captures_pending())  # their chunk-caches make the audit cheaper
+        # their chunk-caches make the audit cheaper
+        yield Until(lambda: not self.captures_pending())
         full = yield from self._full_prefill(waiting)
 
         places = yield from self._compare(waiting, full)
@@ -332,8 +356,11 @@ class Auditor:
         most_tokens = max(len(waiting.tokens), request.sampling.max_new_tokens)
         resolved, loads = yield self.loop.aside(self._plan, request, most_tokens)
         try:
-            speed = ComputeSpeed(self.decoder.keys_per_row)  # waits for turns would distort the engine's speed
-            result: PrefillResult = yield from OverlappedPrefill(self.decoder, resolved.job, loads, speed).steps()
+            # waits for turns would distort the engine's speed
+            speed = ComputeSpeed(self.decoder.keys_per_row)
+            result: PrefillResult = yield from OverlappedPrefill(
+                self.decoder, resolved.job, loads, speed
+            ).steps()
         finally:
             self.loader.end(loads)
             resolved.close()
@@ -369,7 +396,9 @@ class Auditor:
             places += yield Call(computed)
         return places
 
-    def _text(self, waiting: WaitingAudit, full: FullPrefill, places: Sequence[ComparedPlace]) -> Work[AuditText]:
+    def _text(
+        self, waiting: WaitingAudit, full: FullPrefill, places: Sequence[ComparedPlace]
+    ) -> Work[AuditText]:
         """Return the text of an answer, and full prefill's text from the first difference on."""
         first = next((number for number, place in enumerate(places) if place.differs), None)
         if first is None:
@@ -389,7 +418,9 @@ class Auditor:
             full.computed += 1
         given = self._given_text(waiting)
         same = _common_beginning(given, text)
-        return AuditText(self._question(waiting), same, given.removeprefix(same), text.removeprefix(same))
+        return AuditText(
+            self._question(waiting), same, given.removeprefix(same), text.removeprefix(same)
+        )
 
     def _same_text(self, waiting: WaitingAudit) -> AuditText:
         """Return the text of an answer without a difference."""
@@ -409,7 +440,9 @@ class Auditor:
         segment = waiting.request.prompt.segments[-1]
         tokens = segment.token_ids[: len(segment.token_ids) - segment.closing]
         decode = self.decoder.tokenizer.decode
-        return str(decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
     def _next_token(self, buffer: KVBuffer, token: int, position: int) -> int:
         """Compute one token, and return the likeliest next one."""
@@ -438,8 +471,12 @@ class AuditMetrics:
             "KL divergence of reuse from full prefill, a mean per answer",
             registry=registry,
         )
-        self._computed = counter("cachecraft_audit_computed_tokens", "Tokens that were computed for audits")
-        self._dropped = counter("cachecraft_audits_dropped", "Answers that were not audited, by reason", ["reason"])
+        self._computed = counter(
+            "cachecraft_audit_computed_tokens", "Tokens that were computed for audits"
+        )
+        self._dropped = counter(
+            "cachecraft_audits_dropped", "Answers that were not audited, by reason", ["reason"]
+        )
         for result in ("same", "changed", "exact"):  # a scraper sees the zeros too
             self._answers.labels(result)
         for result in ("same", "near_tie", "changed"):
@@ -479,7 +516,11 @@ def _common_beginning(text: str, other_text: str) -> str:
     >>> _common_beginning("It lasts 3 years.", "It lasts 30 days.")
     'It lasts 3'
     """
-    places = (place for place, letters in enumerate(zip(text, other_text, strict=False)) if letters[0] != letters[1])
+    places = (
+        place
+        for place, letters in enumerate(zip(text, other_text, strict=False))
+        if letters[0] != letters[1]
+    )
     return text[: next(places, min(len(text), len(other_text)))]
 
 

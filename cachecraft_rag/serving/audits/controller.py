@@ -44,9 +44,13 @@ class QualityTarget:
         check_number("min_ratio", self.min_ratio, most=1.0)
         check_number("max_ratio", self.max_ratio, most=1.0)
         if not 0.0 < self.agreement < 1.0:
-            raise ConfigError(f"quality_target must be between 0 and 1, such as 0.98, not {self.agreement}")
+            raise ConfigError(
+                f"quality_target must be between 0 and 1, such as 0.98, not {self.agreement}"
+            )
         if self.min_ratio > self.max_ratio:
-            raise ConfigError(f"min_ratio {self.min_ratio} is above max_ratio {self.max_ratio}; exchange them")
+            raise ConfigError(
+                f"min_ratio {self.min_ratio} is above max_ratio {self.max_ratio}; exchange them"
+            )
 
 
 @dataclass(slots=True)
@@ -95,7 +99,9 @@ class _Level:
         if not self.tokens:
             return 1.0
         share = self.agreement
-        spread = self.agreeing_squared - 2 * share * self.products + share * share * self.tokens_squared
+        spread = (
+            self.agreeing_squared - 2 * share * self.products + share * share * self.tokens_squared
+        )
         assumed = 1.0 if share == 1.0 else 0.0
         return _Z * math.sqrt(max(spread, 0.0) + assumed) / self.tokens
 
@@ -178,7 +184,9 @@ class RatioController:
         is_below_for_long = self._since >= _ENOUGH and level.agreement < target
         if is_below or is_below_for_long:
             self._move(1)
-        elif level.agreement - level.half_width > target and not self._is_known_as_too_low(self._place - 1):
+        elif level.agreement - level.half_width > target and not self._is_known_as_too_low(
+            self._place - 1
+        ):
             self._move(-1)
 
     def _is_known_as_too_low(self, place: int) -> bool:

@@ -40,7 +40,11 @@ class Predictions:
     def stacked(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the likeliest tokens `[places]`, and ids and log-probabilities `[places, KEPT]`, on the CPU."""
         likeliest = torch.stack(self.likeliest[begin:end]).cpu()
-        return likeliest, torch.stack(self.ids[begin:end]).cpu(), torch.stack(self.log_shares[begin:end]).cpu()
+        return (
+            likeliest,
+            torch.stack(self.ids[begin:end]).cpu(),
+            torch.stack(self.log_shares[begin:end]).cpu(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

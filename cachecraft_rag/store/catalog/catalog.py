@@ -38,9 +38,24 @@ from cachecraft_rag.store.catalog.rows import (
     variant_of_row,
 )
 from cachecraft_rag.store.catalog.schema import CATALOG_KIND
-from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, RowFilter, Totals
+from cachecraft_rag.store.catalog_records import (
+    DamagedRow,
+    FileRef,
+    Limits,
+    Listed,
+    RowFilter,
+    Totals,
+)
 from cachecraft_rag.store.database import Database, fetched
-from cachecraft_rag.store.eviction import POLICIES, Policy, Saving, Use, VariantFacts, ticked, ticked_by_return
+from cachecraft_rag.store.eviction import (
+    POLICIES,
+    Policy,
+    Saving,
+    Use,
+    VariantFacts,
+    ticked,
+    ticked_by_return,
+)
 from cachecraft_rag.store.row_checks import row_error, scores_are_wrong
 from cachecraft_rag.types import EvictionReason, Payload, TokenScores, Variant
 
@@ -57,7 +72,9 @@ _SCORES = """SELECT asked.value, v.tokens, v.scores_sum, i.scores FROM json_each
     LEFT JOIN variants AS v ON v.variant_id = asked.value
     LEFT JOIN token_scores AS i ON i.variant_id = asked.value"""
 _INSERTED = ("scope", *CatalogRow._fields, "scores_sum", "saved", "score")
-_INSERT = f"INSERT INTO variants ({', '.join(_INSERTED)}) VALUES ({', '.join('?' * len(_INSERTED))})"
+_INSERT = (
+    f"INSERT INTO variants ({', '.join(_INSERTED)}) VALUES ({', '.join('?' * len(_INSERTED))})"
+)
 # Of a damaged row any column may be of another type or out of range: such a number counts as 0.
 _BYTES = "iif(typeof(file_bytes) = 'integer' AND file_bytes > 0, file_bytes, 0)"
 _SCORE, _FREQUENCY, _SAVED, _SHARE = (
@@ -65,7 +82,9 @@ _SCORE, _FREQUENCY, _SAVED, _SHARE = (
     for name in ("score", "reuse_frequency", "saved", "exact_share")
 )
 _FILE = f"variant_id, created, {_BYTES}"
-_ROW = f"SELECT {_FILE}, {_SCORE}, scope, CAST(chunk_id AS BLOB), {_FREQUENCY}, {_SAVED} FROM variants"
+_ROW = (
+    f"SELECT {_FILE}, {_SCORE}, scope, CAST(chunk_id AS BLOB), {_FREQUENCY}, {_SAVED} FROM variants"
+)
 # A damaged row may name another chunk than its own.
 _BESIDE = f"{_ROW} WHERE (scope = ?1 AND chunk_id = ?2) OR variant_id = ?3 ORDER BY score, created"
 _STANDING = f"""SELECT variant_id, scope, chunk_id, iif(typeof(tokens) = 'integer', tokens, 0), {_BYTES}, {_SHARE},
@@ -105,7 +124,9 @@ class _Candidate(NamedTuple):
 class Catalog:
     """The rows of a chunk-cache store. Any thread may call any method; failures of SQLite are `StoreError`."""
 
-    def __init__(self, path: Path, *, busy_timeout_s: float = 5.0, policy: Policy | None = None) -> None:
+    def __init__(
+        self, path: Path, *, busy_timeout_s: float = 5.0, policy: Policy | None = None
+    ) -> None:
         """Open or create the catalog at `path`. Raises StoreError, with advice, when that is not possible, and OSError.
 
         `policy` makes the eviction scores; None is that of the last opening that named one. All processes on a folder
@@ -149,7 +170,9 @@ class Catalog:
         """
         found: dict[str, list[Variant]] = {chunk_id: [] for chunk_id in chunk_ids}
         damaged: list[DamagedRow] = []
-        for row in self._fetched(_LOOKUP, (namespace, fingerprint, json.dumps(list(found)), session)):
+        for row in self._fetched(
+            _LOOKUP, (namespace, fingerprint, json.dumps(list(found)), session)
+        ):
             variant = _read(namespace, fingerprint, CatalogRow(*row), payload)
             if isinstance(variant, DamagedRow):
                 damaged.append(variant)
@@ -171,7 +194,10 @@ class Catalog:
         """A page of rows, the highest eviction score first; without those that are damaged."""
         condition, parameters = chosen.as_sql()
         query = f"{_LISTED} WHERE {condition} ORDER BY v.score DESC, v.created DESC, v.variant_id LIMIT ? OFFSET ?"
-        rows = [_listed(*columns) for *columns, _, _ in self._fetched(query, (*parameters, limit, offset))]
+        rows = [
+            _listed(*columns)
+            for *columns, _, _ in self._fetched(query, (*parameters, limit, offset))
+        ]
         return [row for row in rows if isinstance(row, Listed)]
 
     def scan(self, page: int = 500) -> Iterator[Listed | DamagedRow]:
@@ -188,7 +214,9 @@ class Catalog:
                     flaw := _read_scores(row.variant.tokens, checksum, scores), str
                 ):
                     file = FileRef(row.variant.variant_id, row.variant.created, row.file_bytes)
-                    row = DamagedRow(file, row.variant.key.chunk_id, f"its token scores are damaged: {flaw}")
+                    row = DamagedRow(
+                        file, row.variant.key.chunk_id, f"its token scores are damaged: {flaw}"
+                    )
                 yield row
             after = batch[-1][2 + CatalogRow._fields.index("variant_id")]
 
@@ -210,7 +238,10 @@ class Catalog:
         query = """SELECT 1 FROM variants WHERE variant_id = ?1 AND created = ?2
             UNION ALL SELECT 1 FROM files_at_risk WHERE variant_id = ?1 AND created = ?2 AND ?3"""
         with self._db.reading() as connection:
-            return connection.execute(query, (file.variant_id, file.created, or_at_risk)).fetchone() is not None
+            return (
+                connection.execute(query, (file.variant_id, file.created, or_at_risk)).fetchone()
+                is not None
+            )
 
     def at_risk(self) -> dict[str, list[FileRef]]:
         """Files that may exist without a row, by the writer that is (or was) about to create or delete them."""
@@ -260,7 +291,9 @@ class Catalog:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def reserve(self, variant: Variant, *, file_bytes: int, writer: str, limits: Limits) -> list[FileRef] | None:
+    def reserve(
+        self, variant: Variant, *, file_bytes: int, writer: str, limits: Limits
+    ) -> list[FileRef] | None:
         """Reserve room for a file before it is created; returns [] if there is room.
 
         Else it returns files whose rows went to make room. The caller deletes those, calls `settle` and asks again:
@@ -273,7 +306,9 @@ class Catalog:
             if missing:
                 return None
             if not rows:
-                _put_at_risk(connection, [FileRef(variant.variant_id, variant.created, file_bytes)], writer)
+                _put_at_risk(
+                    connection, [FileRef(variant.variant_id, variant.created, file_bytes)], writer
+                )
                 return []
             return _remove(connection, _depart(connection, rows), writer, EvictionReason.BUDGET)
 
@@ -300,30 +335,48 @@ class Catalog:
             beside = [_Candidate(*row) for row in found]
             same = next((row for row in beside if row.variant_id == variant.variant_id), None)
             others = [row.file for row in beside if row is not same]
-            used = Use(variant.reuse_frequency, min(variant.reuse_frequency, 1.0)) if same is None else same.used
+            used = (
+                Use(variant.reuse_frequency, min(variant.reuse_frequency, 1.0))
+                if same is None
+                else same.used
+            )
             if same is None:
                 known = _remembered(connection, scope, key.chunk_id, first=not others)
                 if extra_variant and not others and known is None:
                     return None
                 used += known or Use(0.0, 0.0)
-            gone = _remove(connection, [] if same is None else [same.file], writer, EvictionReason.REPLACED)
+            gone = _remove(
+                connection, [] if same is None else [same.file], writer, EvictionReason.REPLACED
+            )
             # The newest is spared although it is unused and so scores lowest: otherwise a full store would never learn
             # anything new.
             crowd = others[: max(0, len(others) + 1 - limits.variants_per_chunk)]
             gone += _remove(connection, crowd, writer, EvictionReason.CHUNK_CAP)
             clock, variants, _ = _state(connection)
             over = _lowest(connection, variants + 1 - limits.max_variants)
-            facts = (key.chunk_id, variant.variant_id, variant.tokens, file_bytes, variant.exact_share)
+            facts = (
+                key.chunk_id,
+                variant.variant_id,
+                variant.tokens,
+                file_bytes,
+                variant.exact_share,
+            )
             scores = packed(token_scores.inter)
             row = row_of(variant, file_bytes=file_bytes, frequency=used.frequency)
             score = self.policy.score(VariantFacts(*facts, used), clock)
             connection.execute(_INSERT, (scope, *row, sum_of_scores(scores), used.saved, score))
             if scores is not None:
-                connection.execute("INSERT OR REPLACE INTO token_scores VALUES (?,?)", (variant.variant_id, scores))
+                connection.execute(
+                    "INSERT OR REPLACE INTO token_scores VALUES (?,?)", (variant.variant_id, scores)
+                )
             gone += _remove(connection, _depart(connection, over), writer, EvictionReason.COUNT_CAP)
             _settle(connection, [FileRef(variant.variant_id, variant.created)])
         # Two captures of one identity in the same clock tick share a file name; the file now belongs to the new row.
-        return [file for file in gone if (file.variant_id, file.created) != (variant.variant_id, variant.created)]
+        return [
+            file
+            for file in gone
+            if (file.variant_id, file.created) != (variant.variant_id, variant.created)
+        ]
 
     def settle(self, files: Iterable[FileRef]) -> None:
         """Remove entries of files at risk that no longer exist, or never did."""
@@ -345,17 +398,28 @@ class Catalog:
         query = f"SELECT {_FILE} FROM variants WHERE variant_id = ? AND created = ?"
         with self._db.writing() as connection:
             if forget:
-                query_of_chunks = "DELETE FROM departed WHERE chunk_id IN (SELECT value FROM json_each(?))"
+                query_of_chunks = (
+                    "DELETE FROM departed WHERE chunk_id IN (SELECT value FROM json_each(?))"
+                )
                 connection.execute(query_of_chunks, (json.dumps(list(forget)),))
-            found = [connection.execute(query, (file.variant_id, file.created)).fetchone() for file in files]
-            return _remove(connection, [FileRef(*row) for row in found if row is not None], writer, why)
+            found = [
+                connection.execute(query, (file.variant_id, file.created)).fetchone()
+                for file in files
+            ]
+            return _remove(
+                connection, [FileRef(*row) for row in found if row is not None], writer, why
+            )
 
     def limits(self) -> dict[str, int]:
         """Stored limits, by name."""
         with self._db.reading() as connection:
             found = connection.execute("SELECT name, value FROM limits").fetchall()
         known = {limit.name for limit in fields(Limits)}
-        return {name: value for name, value in found if name in known and type(value) is int and value > 0}
+        return {
+            name: value
+            for name, value in found
+            if name in known and type(value) is int and value > 0
+        }
 
     def set_limits(self, limits: Mapping[str, int]) -> None:
         """Store these limits, if they are new."""
@@ -368,7 +432,9 @@ class Catalog:
         with self._db.reading() as connection:
             _, variants, nbytes = _state(connection)
             many = [row.file for row in _lowest(connection, variants - limits.max_variants)]
-            rows, _ = _until(connection.execute(f"{_ROW} ORDER BY score, created"), nbytes - limits.disk_bytes)
+            rows, _ = _until(
+                connection.execute(f"{_ROW} ORDER BY score, created"), nbytes - limits.disk_bytes
+            )
         if len(rows) >= len(many):
             return [row.file for row in rows], EvictionReason.BUDGET
         return many, EvictionReason.COUNT_CAP
@@ -387,14 +453,19 @@ class Catalog:
                 continue
             _, scope, chunk_id, tokens, nbytes, share, frequency, saved = row
             used = Use(frequency, saved) + use
-            score = self.policy.score(VariantFacts(chunk_id, variant_id, tokens, nbytes, share, used), clock)
+            score = self.policy.score(
+                VariantFacts(chunk_id, variant_id, tokens, nbytes, share, used), clock
+            )
             changed.append((*used, score, scope, chunk_id, variant_id))
         connection.executemany(_USED, changed)
 
     def _adopt(self, policy: Policy) -> None:
         """Compute every row's score by this policy: one pass over all rows."""
         with self._db.writing() as connection:
-            ids = [row[0] for row in connection.execute("SELECT variant_id FROM variants ORDER BY created")]
+            ids = [
+                row[0]
+                for row in connection.execute("SELECT variant_id FROM variants ORDER BY created")
+            ]
             connection.execute("DELETE FROM eviction")
             connection.execute("INSERT INTO eviction VALUES (?, 0.0)", (policy.name,))
             self._record_uses(connection, {variant_id: Use(0.0, 0.0) for variant_id in ids})
@@ -461,7 +532,10 @@ def _scope_of(connection: sqlite3.Connection, variant: Variant) -> int:
 
 def _lowest(connection: sqlite3.Connection, over: int) -> list[_Candidate]:
     """The `over` lowest-scored rows."""
-    return [_Candidate(*row) for row in connection.execute(f"{_ROW} ORDER BY score, created LIMIT ?", (max(0, over),))]
+    return [
+        _Candidate(*row)
+        for row in connection.execute(f"{_ROW} ORDER BY score, created LIMIT ?", (max(0, over),))
+    ]
 
 
 def _until(rows: sqlite3.Cursor, excess: float) -> tuple[list[_Candidate], float]:
@@ -474,7 +548,9 @@ def _until(rows: sqlite3.Cursor, excess: float) -> tuple[list[_Candidate], float
     return taken, max(excess, 0.0)
 
 
-def _remove(connection: sqlite3.Connection, files: list[FileRef], writer: str, why: EvictionReason) -> list[FileRef]:
+def _remove(
+    connection: sqlite3.Connection, files: list[FileRef], writer: str, why: EvictionReason
+) -> list[FileRef]:
     """Delete rows; their files are at risk, and count against the budget, until the caller has unlinked them."""
     rows = [(file.variant_id, file.created) for file in files]
     connection.executemany("DELETE FROM variants WHERE variant_id = ? AND created = ?", rows)
@@ -511,7 +587,9 @@ def _depart(connection: sqlite3.Connection, rows: Sequence[_Candidate]) -> list[
     return [row.file for row in rows]
 
 
-def _remembered(connection: sqlite3.Connection, scope: int, chunk_id: str, *, first: bool) -> Use | None:
+def _remembered(
+    connection: sqlite3.Connection, scope: int, chunk_id: str, *, first: bool
+) -> Use | None:
     """Uses of an evicted chunk that is stored again: once, and for its `first` variant. The clock moves.
 
     None if it is not remembered as evicted.
@@ -533,7 +611,9 @@ def _remembered(connection: sqlite3.Connection, scope: int, chunk_id: str, *, fi
 # -- rows as they lie there -------------------------------------------------------------------------------------------
 
 
-def _read(namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = NOTHING) -> Variant | DamagedRow:
+def _read(
+    namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = NOTHING
+) -> Variant | DamagedRow:
     """The variant of a row, or the damaged row."""
     try:
         variant = variant_of_row(namespace, fingerprint, row, payload)

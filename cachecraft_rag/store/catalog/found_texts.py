@@ -63,5 +63,7 @@ class FoundTexts:
     ) -> list[MarkedText]:
         """Captured texts that have one of these marks, as far as this session may see them."""
         with self._db.reading() as connection:
-            rows = fetched(connection, _MARKED, (namespace, fingerprint, json.dumps(list(marks)), session))
+            rows = fetched(
+                connection, _MARKED, (namespace, fingerprint, json.dumps(list(marks)), session)
+            )
         return [MarkedText(*row) for row in rows]

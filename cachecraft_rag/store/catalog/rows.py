@@ -20,7 +20,15 @@ _ID_BYTES = 16  # types.digest gives 32 hex digits
 NOTHING = Payload()
 _NUMBERS = struct.Struct("<4q4d2q?")
 _HALF = 1 << 63  # SQLite's integers have a sign
-_WRONG = (TypeError, AttributeError, LookupError, OverflowError, RecursionError, ValueError, struct.error)
+_WRONG = (
+    TypeError,
+    AttributeError,
+    LookupError,
+    OverflowError,
+    RecursionError,
+    ValueError,
+    struct.error,
+)
 
 
 class CatalogRow(NamedTuple):
@@ -72,7 +80,9 @@ def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
     if isinstance(packed, str):
         return tuple(json.loads(packed))
     text = packed.hex()
-    return tuple([text[start : start + 2 * _ID_BYTES] for start in range(0, len(text), 2 * _ID_BYTES)])
+    return tuple(
+        [text[start : start + 2 * _ID_BYTES] for start in range(0, len(text), 2 * _ID_BYTES)]
+    )
 
 
 def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow:
@@ -95,7 +105,15 @@ def sum_of(namespace: str, fingerprint: str, row: CatalogRow) -> int:
     """xxh3 of everything that never changes in a row, as SQLite's signed integer. Raises TypeError and others."""
     ids = row.origin_prefix
     owner = "shared" if row.session is None else "of " + row.session
-    names = (namespace, fingerprint, row.chunk_id, row.variant_id, row.tokens_digest, row.codec, owner)
+    names = (
+        namespace,
+        fingerprint,
+        row.chunk_id,
+        row.variant_id,
+        row.tokens_digest,
+        row.codec,
+        owner,
+    )
     text = "\0".join(names).encode()
     counts = (row.tokens, row.nbytes, row.primed, row.file_bytes)
     measures = (row.intra, row.cci, row.exact_share, row.created)
@@ -110,7 +128,9 @@ def sum_of_scores(inter: bytes | None) -> int:
     return xxhash.xxh3_64_intdigest(length + (inter or b"")) - _HALF
 
 
-def variant_of_row(namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = NOTHING) -> Variant:
+def variant_of_row(
+    namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = NOTHING
+) -> Variant:
     """The variant of a row; `payload` holds the look-up's facts about its bytes.
 
     Raises ValueError when the row is not as it was written.

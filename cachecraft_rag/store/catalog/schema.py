@@ -59,12 +59,14 @@ class DiskFullError(StoreError):
 
 
 def _message(path: Path, error: sqlite3.Error) -> str:
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code; the upper bits refine it
+    # the primary code; the upper bits refine it
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         advice = "is locked by another process. Wait until its `store check` or `store evict` ends, or stop it"
     elif code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         advice = (
-            f"is damaged. It only indexes a cache: delete the folder {path.parent} to start again; no document is lost"
+            "is damaged. It only indexes a cache: "
+            f"delete the folder {path.parent} to start again; no document is lost"
         )
     elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         advice = "cannot be written. Make the folder writable for this user or choose another one for the store"
@@ -82,7 +84,12 @@ def _message(path: Path, error: sqlite3.Error) -> str:
 CATALOG_KIND = Kind(
     migrations=(_TABLES,),
     newest=_VERSION,
-    pragmas=("page_size = 8192", "synchronous = NORMAL", "journal_size_limit = 16777216", "cache_size = -32768"),
+    pragmas=(
+        "page_size = 8192",
+        "synchronous = NORMAL",
+        "journal_size_limit = 16777216",
+        "cache_size = -32768",
+    ),
     error=StoreError,
     other_version=OtherVersionError,
     disk_full=DiskFullError,

@@ -26,7 +26,9 @@ from cachecraft_rag.store.codecs.entropy import Entropy
 from cachecraft_rag.store.codecs.int8 import Int8
 from cachecraft_rag.store.codecs.raw import Raw
 
-CODECS: Mapping[str, type[Raw | Int8 | Entropy]] = MappingProxyType({"raw": Raw, "int8": Int8, "entropy": Entropy})
+CODECS: Mapping[str, type[Raw | Int8 | Entropy]] = MappingProxyType(
+    {"raw": Raw, "int8": Int8, "entropy": Entropy}
+)
 
 
 def codec_named(name: str) -> Codec:

@@ -94,7 +94,10 @@ def stretches(out: Tensor) -> Iterator[slice]:
     [(0, 85), (85, 100)]
     """
     tokens = max(1, (ONE_THREAD - 1) // (2 * out.shape[2] * out.shape[3]))
-    return (slice(first, first + min(tokens, out.shape[1] - first)) for first in range(0, out.shape[1], tokens))
+    return (
+        slice(first, first + min(tokens, out.shape[1] - first))
+        for first in range(0, out.shape[1], tokens)
+    )
 
 
 def finish(work: Tensor, out: Tensor) -> None:

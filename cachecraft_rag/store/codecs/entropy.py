@@ -59,7 +59,11 @@ class Entropy(Codec):
     def most_bytes(self, layout: KVLayout, tokens: int) -> int:
         """Steps and anchor, and two frames of noise, which zstandard makes longer by less than a 128th and 1 KiB."""
         deltas = tokens * layout.kv_heads * layout.head_dim
-        return 2 * layout.kv_heads * (4 + 2 * layout.head_dim) + 4 + 2 * (deltas + deltas // 128 + 1024)
+        return (
+            2 * layout.kv_heads * (4 + 2 * layout.head_dim)
+            + 4
+            + 2 * (deltas + deltas // 128 + 1024)
+        )
 
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
         """See `Codec.encode`; infinities and NaN are refused, and so is what is too large to be squared."""
@@ -67,12 +71,20 @@ class Entropy(Codec):
 
         values = kv.float()
         mean = values.mean(1, keepdim=True)  # [2, 1, kv_heads, head_dim]
-        step = _steps(values, mean, torch.tensor([_KEY_STEP, _VALUE_STEPS[layer * len(_VALUE_STEPS) // layers]]))
+        step = _steps(
+            values,
+            mean,
+            torch.tensor([_KEY_STEP, _VALUE_STEPS[layer * len(_VALUE_STEPS) // layers]]),
+        )
         anchor = (mean / step).round_()
         deltas = (values / step.expand_as(anchor).contiguous()).round_().sub_(anchor).to(torch.int8)
         compress = self._zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True).compress
         frames = [compress(part.numpy()) for part in deltas]
-        start = (step.numpy().tobytes(), anchor.to(torch.int16).numpy().tobytes(), len(frames[0]).to_bytes(4, "little"))
+        start = (
+            step.numpy().tobytes(),
+            anchor.to(torch.int16).numpy().tobytes(),
+            len(frames[0]).to_bytes(4, "little"),
+        )
         return torch.from_numpy(np.frombuffer(bytearray().join((*start, *frames)), dtype=np.uint8))
 
     def decode(self, block: Tensor, *, out: Tensor) -> None:
@@ -86,8 +98,12 @@ class Entropy(Codec):
         if not len(frames):
             raise ValueError(f"block has only {len(block)} bytes")
         step = block[:steps].view(torch.float32).view(2, 1, kv_heads, 1)
-        anchor = block[steps : steps + anchors].view(torch.int16).view(2, 1, kv_heads, head_dim).float()
-        keys = int.from_bytes(block[steps + anchors : steps + anchors + 4].numpy().tobytes(), "little")
+        anchor = (
+            block[steps : steps + anchors].view(torch.int16).view(2, 1, kv_heads, head_dim).float()
+        )
+        keys = int.from_bytes(
+            block[steps + anchors : steps + anchors + 4].numpy().tobytes(), "little"
+        )
         deltas = torch.empty(out.shape, dtype=torch.int8)
         self._decompress((frames[:keys], frames[keys:]), deltas.view(2, -1).numpy())
         steps_each = step.expand_as(anchor).contiguous()  # twice as fast as a step per head
@@ -98,14 +114,17 @@ class Entropy(Codec):
             finish(work, part)
 
     def _decompress(self, frames: tuple[memoryview, ...], deltas: np.ndarray) -> None:
-        decompressor = self._zstandard.ZstdDecompressor()  # serves one thread only, so it is not kept
+        # serves one thread only, so it is not kept
+        decompressor = self._zstandard.ZstdDecompressor()
         try:
             for frame, part in zip(frames, deltas, strict=True):
                 # Checked first: a frame of 1 KB that claims to hold 2 GB would make the decoder allocate 2 GB. The
                 # claimed size limits the decoder's window too.
                 if self._zstandard.frame_content_size(frame) != len(part):
                     raise ValueError("a frame holds other than the deltas")
-                content = decompressor.decompress(frame, max_output_size=len(part), allow_extra_data=False)
+                content = decompressor.decompress(
+                    frame, max_output_size=len(part), allow_extra_data=False
+                )
                 if len(content) != len(part):
                     raise ValueError("a frame ends early")
                 part[:] = np.frombuffer(content, dtype=np.int8)
@@ -126,5 +145,8 @@ def _steps(values: Tensor, mean: Tensor, shares: Tensor) -> Tensor:
     step = torch.maximum(step, rest.abs_().amax((1, 3), keepdim=True) / _LARGEST_DELTA)
     step = torch.maximum(step, mean.abs().amax(3, keepdim=True) / _LARGEST_ANCHOR)
     if not torch.isfinite(step).all():
-        raise ValueError("it holds infinities, NaN or numbers beyond 1e18, which the codec entropy cannot")
-    return step.clamp_min_(torch.finfo(torch.float32).tiny)  # instead of 0, so that nothing is ever divided by 0
+        raise ValueError(
+            "it holds infinities, NaN or numbers beyond 1e18, which the codec entropy cannot"
+        )
+    # instead of 0, so that nothing is ever divided by 0
+    return step.clamp_min_(torch.finfo(torch.float32).tiny)

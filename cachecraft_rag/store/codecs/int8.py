@@ -40,7 +40,10 @@ class Int8(Codec):
         payload = layout.kv_heads * layout.head_dim
         scales = [slice(scale * (half + start), scale * (half + stop)) for half in (0, tokens)]
         first = 2 * tokens * scale
-        values = [slice(first + payload * (half + start), first + payload * (half + stop)) for half in (0, tokens)]
+        values = [
+            slice(first + payload * (half + start), first + payload * (half + stop))
+            for half in (0, tokens)
+        ]
         return (*scales, *values)
 
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:

@@ -17,7 +17,9 @@ from cachecraft_rag.store.layout import READ_ERRORS, Encoded, StoredVariant, ope
 from cachecraft_rag.types import Damaged, LoadedVariant, LoadFailure, TierName, Unavailable, Variant
 
 # Of a file, or of a temporary one, which begins with a dot and names its writer.
-_NAME = re.compile(r"(\.)?(?P<id>[0-9a-f]{32})-(?P<created>[0-9a-f]{16})\.safetensors(?(1)\.[0-9a-f]+\.tmp)")
+_NAME = re.compile(
+    r"(\.)?(?P<id>[0-9a-f]{32})-(?P<created>[0-9a-f]{16})\.safetensors(?(1)\.[0-9a-f]+\.tmp)"
+)
 _ID = re.compile(r"[0-9a-f]{32}")
 _WRITER = re.compile(r"[0-9a-f]+")
 
@@ -117,7 +119,11 @@ class DiskTier:
 
         `created` is part of the name: a replacement gets another file, so an old row never refers to a new file.
         """
-        if not (isinstance(created, float | int) and isinstance(variant_id, str) and _ID.fullmatch(variant_id)):
+        if not (
+            isinstance(created, float | int)
+            and isinstance(variant_id, str)
+            and _ID.fullmatch(variant_id)
+        ):
             return self.root / "none"  # the id of a damaged row must not lead out of the folder
         name = f"{variant_id}-{struct.pack('>d', created).hex()}.safetensors"
         return self.root / variant_id[:2] / variant_id[2:4] / name
@@ -133,7 +139,9 @@ class DiskTier:
         temporary = self._temporary(path, writer)
         self._make_folder(path.parent)
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(
+                temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
+            )
             try:
                 _transfer(os.pwritev, descriptor, memoryview(encoded.header), at=0)
                 at = len(encoded.header)
@@ -214,7 +222,11 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _transfer(
-    call: Callable[[int, list[memoryview], int], int], descriptor: int, buffer: memoryview, *, at: int
+    call: Callable[[int, list[memoryview], int], int],
+    descriptor: int,
+    buffer: memoryview,
+    *,
+    at: int,
 ) -> int:
     """Repeat `preadv` or `pwritev` until the end of the buffer or the file; return the bytes transferred.
 

@@ -31,7 +31,9 @@ class Writers:
                 return
             self.folder.mkdir(parents=True, exist_ok=True)
             while True:
-                descriptor = os.open(self._path(self.token), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                descriptor = os.open(
+                    self._path(self.token), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
+                )
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 # Between the two calls another process may have deleted the file as that of a dead writer.
                 if self._path(self.token).exists():

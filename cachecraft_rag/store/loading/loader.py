@@ -43,7 +43,9 @@ class Loader:
         costs = [self._cpu_s_per_byte.get(tier, 0.0) for tier in tiers]
         meter = Meter(min(rates, default=None), cpu_s_per_byte=max(costs, default=0.0))
         loads = PendingLoads(self._layers, extents, meter)
-        started = [self._store.read_in_background(loads.read) for _ in range(min(_READERS, len(extents)))]
+        started = [
+            self._store.read_in_background(loads.read) for _ in range(min(_READERS, len(extents)))
+        ]
         if extents and not any(started):
             loads.fail(LoadFailure.CLOSED, "the store was closed meanwhile")
         return loads
@@ -61,4 +63,6 @@ class Loader:
             if (lost := loads.lost(stored)) is not None:
                 self._store.lost(stored.variant, lost)
             elif any(extent.layers for extent in extents):
-                self._store.keep(stored, whole=all(extent.layers == self._layers for extent in extents))
+                self._store.keep(
+                    stored, whole=all(extent.layers == self._layers for extent in extents)
+                )

@@ -84,7 +84,9 @@ class Extent:
         """Return True if both are one range of a chunk, none of it is computed, and they have equally many layers."""
         if self.stored is not other.stored or self.layers != other.layers:
             return False
-        return (other.last == self.first and not self.taken) or (self.last == other.first and not other.taken)
+        return (other.last == self.first and not self.taken) or (
+            self.last == other.first and not other.taken
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,9 @@ class PendingLoads:
         self._by_chunk: dict[int, list[Extent]] = {}
         for index, extent in enumerate(self.extents):
             extent.index = index
-            extent.is_open = extent.layers < self.layers and extent.lost is None and not extent.is_taken
+            extent.is_open = (
+                extent.layers < self.layers and extent.lost is None and not extent.is_taken
+            )
             self._by_chunk.setdefault(id(extent.stored), []).append(extent)
         self._stretches: list[tuple[StoredVariant, int, int, int]] | None = None
         self._has_lost = any(extent.lost is not None for extent in self.extents)
@@ -182,7 +186,8 @@ class PendingLoads:
                 lost = None
             except READ_ERRORS as error:
                 lost = unreadable(stored.variant.variant_id, error)
-            finally:  # even after an unexpected exception, no pass may wait for this extent any longer
+            # even after an unexpected exception, no pass may wait for this extent any longer
+            finally:
                 self.meter.end(nbytes, came=lost is None, cpu_s=time.thread_time() - started)
                 self._note(job, lost, out)
 
@@ -196,7 +201,11 @@ class PendingLoads:
                 except READ_ERRORS as error:
                     lost = unreadable(extents[0].stored.variant.variant_id, error)
             self._was_read(extents, came=lost is None)
-            if lost is not None and not self._closed and any(extent.positions for extent in extents):
+            if (
+                lost is not None
+                and not self._closed
+                and any(extent.positions for extent in extents)
+            ):
                 self._lose(extents[0].stored, lost)
             self._changed.notify_all()
         if self.on_change is not None:
@@ -250,7 +259,9 @@ class PendingLoads:
         """Return the last adjoining free extents with the fewest layers, at most `most`, at least one."""
         chosen = self._at_level(most)
         if not chosen:
-            self._level = min(extent.layers for extent in self.extents if extent.is_open and not extent.busy)
+            self._level = min(
+                extent.layers for extent in self.extents if extent.is_open and not extent.busy
+            )
             self._cursor = len(self.extents)
             chosen = self._at_level(most)
         return chosen
@@ -362,7 +373,8 @@ class PendingLoads:
                 if len(taken) == len(extent.positions):
                     self._leave(extent)
                 extent.taken += len(taken)
-                if extent.is_taken and extent.stored.sequential:  # otherwise the transfer would hold a connection
+                # otherwise the transfer would hold a connection
+                if extent.is_taken and extent.stored.sequential:
                     extent.stored.close()
         return positions
 
@@ -403,9 +415,13 @@ class PendingLoads:
         """Return the bytes still to be read. An extent is read as a whole even if a part of it is computed."""
         with self._lock:
             left = [
-                (extent, (extent.last - extent.first) * (self.layers - extent.layers)) for extent in self._incomplete()
+                (extent, (extent.last - extent.first) * (self.layers - extent.layers))
+                for extent in self._incomplete()
             ]
-        return sum(extent.stored.token_bytes * token_layers for extent, token_layers in left) / self.layers
+        return (
+            sum(extent.stored.token_bytes * token_layers for extent, token_layers in left)
+            / self.layers
+        )
 
     def depth(self) -> int:
         """Return how many first layers are loaded of all extents that will still be loaded."""
@@ -464,7 +480,9 @@ class PendingLoads:
             with self._lock:
                 early = [extent for extent in self.of(stored) if extent.waiting]
             for layer in range(max((extent.waiting for extent in early), default=0)):
-                for _, start, first, last in _stretches(extent for extent in early if extent.waiting > layer):
+                for _, start, first, last in _stretches(
+                    extent for extent in early if extent.waiting > layer
+                ):
                     self._sink.place(layer, stored.own(layer, first, last), start + first)
             for extent in early:
                 extent.waiting = 0

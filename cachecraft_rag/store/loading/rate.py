@@ -8,7 +8,8 @@ import time
 
 _MEMORY_S = 0.5  # time constant of the exponential average, in seconds
 _PRIOR_S = 0.05  # weight of an earlier request's rate, in seconds of measurement
-_ENOUGH_S = 0.1  # seconds of measurement after which the rate is reliable without an earlier request
+# seconds of measurement after which the rate is reliable without an earlier request
+_ENOUGH_S = 0.1
 
 
 class Meter:

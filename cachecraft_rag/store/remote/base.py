@@ -8,8 +8,17 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 # Exceptions that a library may raise for an unexpected answer, besides its own. None of them may stop the sender.
-ODD_ANSWERS = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RuntimeError, OSError)
-LONGEST_ROWS = 4 << 20  # bytes of all rows of a chunk; further rows are ignored, here and on the server
+ODD_ANSWERS = (
+    ValueError,
+    LookupError,
+    TypeError,
+    ArithmeticError,
+    AttributeError,
+    RuntimeError,
+    OSError,
+)
+# bytes of all rows of a chunk; further rows are ignored, here and on the server
+LONGEST_ROWS = 4 << 20
 PIECE_BYTES = 1 << 20  # bytes per piece of a transfer, which can be cancelled between two pieces
 
 
@@ -52,7 +61,9 @@ class Usage:
     budget: int | None = None
 
 
-async def answer_of(asking: Awaitable[T], failure: Callable[[Exception], OSError], *errors: type[Exception]) -> T:
+async def answer_of(
+    asking: Awaitable[T], failure: Callable[[Exception], OSError], *errors: type[Exception]
+) -> T:
     """Await a library's answer; replace exceptions in `errors` and `ODD_ANSWERS` by `failure(exception)`.
 
     The replacement is raised outside the handler: the library's message may hold a secret, and must not be among the

@@ -65,7 +65,9 @@ class Breaker:
                 self._failures[kind] += 1
             opens = self._state == "closed" and self._failures[kind] >= self._limit
             if opens or (kind == "probe" and self._state == "probing"):
-                self._pause_s = min(max(2 * self._pause_s, self._cool_down_s), LONGEST_PAUSE * self._cool_down_s)
+                self._pause_s = min(
+                    max(2 * self._pause_s, self._cool_down_s), LONGEST_PAUSE * self._cool_down_s
+                )
                 self.opened += opens
                 self._state = "open"
                 self._since = self._clock()

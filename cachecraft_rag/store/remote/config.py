@@ -45,11 +45,13 @@ def shown_url(url: str) -> str:
     if not colon or scheme not in REDIS_SCHEMES | OBJECT_SCHEMES:
         return "***"
     parts = _PARTS.fullmatch(rest)
-    if parts is None or (scheme in REDIS_SCHEMES - {"unix"} and not re.fullmatch(r"(/[0-9]*)?", parts["path"])):
+    if parts is None or (
+        scheme in REDIS_SCHEMES - {"unix"} and not re.fullmatch(r"(/[0-9]*)?", parts["path"])
+    ):
         return f"{scheme}:***"
-    return (
-        f"{scheme}://{'***@' if parts['user'] else ''}{parts['place']}{parts['path']}{'?***' if parts['rest'] else ''}"
-    )
+    user = "***@" if parts["user"] else ""
+    query = "?***" if parts["rest"] else ""
+    return f"{scheme}://{user}{parts['place']}{parts['path']}{query}"
 
 
 def hidden(text: str, url: str) -> str:
@@ -66,7 +68,10 @@ def hidden(text: str, url: str) -> str:
         for piece in (*re.findall(r"\w+", form), *re.findall(r"[^:/@?#&=]+", form)):
             # Parts of pieces too: a library may cut a URL anywhere.
             parts = {piece[at : at + _PART] for at in range(max(1, len(piece) - _PART + 1))}
-            if any(len(part) >= _SECRET_LETTERS and part not in shown and part in text for part in parts):
+            if any(
+                len(part) >= _SECRET_LETTERS and part not in shown and part in text
+                for part in parts
+            ):
                 return _HIDDEN
     return text
 
@@ -122,10 +127,13 @@ class RemoteConfig:
             if name in ("key", "key_file"):
                 continue
             if name.endswith("_s"):
-                check_number(name, value, above=True, most=MOST_SECONDS, optional=name == "lookup_timeout_s")
+                check_number(
+                    name, value, above=True, most=MOST_SECONDS, optional=name == "lookup_timeout_s"
+                )
             else:
                 check_whole(name, value, least=1, optional=name == "budget_bytes")
-        if self.key is not None and not isinstance(self.key, str):  # not shown, because it may be the secret
+        # not shown, because it may be the secret
+        if self.key is not None and not isinstance(self.key, str):
             raise ConfigError(f"key must be text, not {type(self.key).__name__}: {_MAKE_KEY}")
         if self.key_file is not None:
             check_path("key_file", self.key_file)
@@ -133,16 +141,27 @@ class RemoteConfig:
             parts = urlsplit(self.url)
             known = parts.scheme in REDIS_SCHEMES | OBJECT_SCHEMES
             place = parts.path if parts.scheme in ("unix", "file") else parts.netloc
-            _ = parts.port if parts.scheme in REDIS_SCHEMES else None  # raises ValueError for an invalid port
+            # raises ValueError for an invalid port
+            _ = parts.port if parts.scheme in REDIS_SCHEMES else None
         except ValueError:
             known = False
         if not known:
-            raise ConfigError(f"{self.shown!r} is not the URL of a remote; write one such as {_EXAMPLES}")
+            raise ConfigError(
+                f"{self.shown!r} is not the URL of a remote; write one such as {_EXAMPLES}"
+            )
         if not place and parts.scheme != "memory":
-            raise ConfigError(f"{self.shown!r} names no host, bucket or path; give a URL such as {_EXAMPLES}")
+            raise ConfigError(
+                f"{self.shown!r} names no host, bucket or path; give a URL such as {_EXAMPLES}"
+            )
         if self.budget_bytes is not None and parts.scheme not in ("file", "memory"):
-            own = "`maxmemory` of the server" if parts.scheme in REDIS_SCHEMES else "life-cycle rules of the bucket"
-            raise ConfigError(f"budget_bytes is for folders (file://) only; set {own} instead: docs/guides/remotes.md")
+            own = (
+                "`maxmemory` of the server"
+                if parts.scheme in REDIS_SCHEMES
+                else "life-cycle rules of the bucket"
+            )
+            raise ConfigError(
+                f"budget_bytes is for folders (file://) only; set {own} instead: docs/guides/remotes.md"
+            )
 
     @property
     def scheme(self) -> str:
@@ -173,7 +192,9 @@ class RemoteConfig:
                 f"the remote's key is empty: leave it out (or unset its variable) to sign nothing, or {_MAKE_KEY}"
             )
         keys = [key.strip()] if key is not None else keys_in(Path(path)) if path is not None else []
-        if not all(len(signing_key) >= SHORTEST_KEY and signing_key.isprintable() for signing_key in keys):
+        if not all(
+            len(signing_key) >= SHORTEST_KEY and signing_key.isprintable() for signing_key in keys
+        ):
             raise ConfigError(
                 f"a key of a remote needs at least {SHORTEST_KEY} characters that can be printed; {_MAKE_KEY}"
             )
@@ -191,7 +212,9 @@ def keys_in(path: Path) -> list[str]:
         with path.open("rb") as file:
             text = file.read(_FILE_BYTES + 1).decode()
     except (OSError, ValueError) as error:
-        why = f"cannot be read ({error.strerror if isinstance(error, OSError) else 'it is no text'})"
+        why = (
+            f"cannot be read ({error.strerror if isinstance(error, OSError) else 'it is no text'})"
+        )
     else:
         keys = [line.strip() for line in text.splitlines() if line.strip()]
         if keys and len(text) <= _FILE_BYTES:

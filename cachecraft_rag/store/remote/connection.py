@@ -30,11 +30,15 @@ class Connection(Closeable):
         """Connect in the background. Raises ConfigError."""
         self.config = config
         self.backend = _backend_of(config)
-        self.breaker = Breaker(failures=config.failures, cool_down_s=config.cool_down_s, clock=clock)
+        self.breaker = Breaker(
+            failures=config.failures, cool_down_s=config.cool_down_s, clock=clock
+        )
         self._closing = self._warned = False
         self._loop = asyncio.new_event_loop()
         # A daemon: the end of the interpreter does not wait for a server that hangs.
-        self._thread = threading.Thread(target=self._loop.run_forever, name="cachecraft-remote", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="cachecraft-remote", daemon=True
+        )
         self._thread.start()
         self.in_background(self.backend.probe())  # so that the first request finds a connection
 
@@ -67,7 +71,9 @@ class Connection(Closeable):
         try:
             self.submit(self._quietly(coroutine))
         except RuntimeError:
-            logger.info("The remote %s is closed, and what was to be done there is left", self.config.shown)
+            logger.info(
+                "The remote %s is closed, and what was to be done there is left", self.config.shown
+            )
 
     def allows(self) -> bool:
         """Return True if the remote may be asked; if a probe is due, start it in the background.
@@ -85,8 +91,11 @@ class Connection(Closeable):
         """Count a failed or slow request, see `Breaker.failed`. Logs the first one and each that opens the breaker."""
         what = self.config.hide(error) or "too slow"
         if self.breaker.failed(kind):
-            logger.warning("The remote %s failed and is not asked for a while: %s", self.config.shown, what)
-        elif not self._warned:  # otherwise a program that asks one question would end without any report
+            logger.warning(
+                "The remote %s failed and is not asked for a while: %s", self.config.shown, what
+            )
+        # otherwise a program that asks one question would end without any report
+        elif not self._warned:
             logger.warning("The remote %s failed; going on without it: %s", self.config.shown, what)
         self._warned = True
 

@@ -31,7 +31,9 @@ from cachecraft_rag.store.row_checks import MOST_VARIANTS
 T = TypeVar("T")
 _FOLDER_BYTES = 20 << 30  # budget of a folder, unless given
 _SHARE = 16  # a sweep follows each time that one in so many bytes of the budget have been written
-_PATH = re.compile(r"(?P<name>[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]{32}-[0-9a-f]{16})\.(?P<kind>row|cache)")
+_PATH = re.compile(
+    r"(?P<name>[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]{32}-[0-9a-f]{16})\.(?P<kind>row|cache)"
+)
 _Entry = dict[str, Any]  # kind of an object of an entry → obstore's metadata of it
 
 
@@ -46,14 +48,24 @@ class ObjectBackend:
         self._unswept: float = math.inf  # bytes written since the last sweep
         options: dict[str, Any] = {}
         self._folder = unquote(urlsplit(config.url).path) if config.scheme == "file" else None
-        if self._folder is not None and not os.path.isdir(self._folder):  # creating it would hide a missing mount
+        # creating it would hide a missing mount
+        if self._folder is not None and not os.path.isdir(self._folder):
             raise ConfigError(
                 f"The remote {config.shown} cannot be used: there is no folder {self._folder}; mount it, or make it: "
                 f"mkdir -p {quote(self._folder)}"
             )
-        if config.scheme not in ("file", "memory"):  # no client options: they would override those of the environment
-            backoff = {"init_backoff": timedelta(seconds=0.01), "max_backoff": timedelta(seconds=0.04), "base": 2}
-            options["retry_config"] = {"max_retries": 2, "backoff": backoff, "retry_timeout": timedelta(seconds=30)}
+        # no client options: they would override those of the environment
+        if config.scheme not in ("file", "memory"):
+            backoff = {
+                "init_backoff": timedelta(seconds=0.01),
+                "max_backoff": timedelta(seconds=0.04),
+                "base": 2,
+            }
+            options["retry_config"] = {
+                "max_retries": 2,
+                "backoff": backoff,
+                "retry_timeout": timedelta(seconds=30),
+            }
         try:
             self._store: Any = obstore.store.from_url(config.url, **options)
             return
@@ -68,9 +80,15 @@ class ObjectBackend:
 
     async def _rows(self, place: str) -> dict[str, bytes]:
         most = max(MOST_VARIANTS, self._config.variants_per_chunk)
-        listed = [(name, entry["row"]["size"]) for name, entry in (await self._list(place)).items() if len(entry) == 2]
+        listed = [
+            (name, entry["row"]["size"])
+            for name, entry in (await self._list(place)).items()
+            if len(entry) == 2
+        ]
         sizes = itertools.accumulate(size for _, size in listed[:most])
-        names = [name for (name, _), size in zip(listed, sizes, strict=False) if size <= LONGEST_ROWS]
+        names = [
+            name for (name, _), size in zip(listed, sizes, strict=False) if size <= LONGEST_ROWS
+        ]
         rows = await asyncio.gather(*(self._row(name) for name in names))
         return {name: row for name, row in zip(names, rows, strict=True) if row}
 
@@ -97,7 +115,9 @@ class ObjectBackend:
             with suppress(OSError):
                 await asyncio.to_thread(os.utime, f"{self._folder}/{ROOT}/{name}.cache")
         try:
-            stream = (await self._answer(self._ask(obstore.get_async, f"{name}.cache"))).stream(PIECE_BYTES)
+            stream = (await self._answer(self._ask(obstore.get_async, f"{name}.cache"))).stream(
+                PIECE_BYTES
+            )
         except FileNotFoundError:
             return
         while (piece := await self._answer(go_on())) is not None:
@@ -123,7 +143,9 @@ class ObjectBackend:
         entries = {name: list(entry.values()) for name, entry in (await self._list("")).items()}
         sizes = {name: sum(part["size"] for part in parts) for name, parts in entries.items()}
         used = sum(sizes.values())
-        for name in sorted(entries, key=lambda name: max(part["last_modified"] for part in entries[name])):
+        for name in sorted(
+            entries, key=lambda name: max(part["last_modified"] for part in entries[name])
+        ):
             if used <= most:
                 return
             await self.remove(name)
@@ -132,12 +154,15 @@ class ObjectBackend:
     async def _require_folder(self) -> None:
         """Raise OSError if the folder has vanished: listing would find no entries, and writing would create it."""
         if self._folder is not None and not await asyncio.to_thread(os.path.isdir, self._folder):
-            raise FileNotFoundError(f"the folder {self._folder} is not there any more; is it mounted?")
+            raise FileNotFoundError(
+                f"the folder {self._folder} is not there any more; is it mounted?"
+            )
 
     async def remove(self, name: str) -> None:
         """See `Backend.remove`. The row is removed first: a payload without a row does not count."""
         for kind in ("row", "cache"):
-            with suppress(FileNotFoundError):  # another engine has removed it; only folders report this
+            # another engine has removed it; only folders report this
+            with suppress(FileNotFoundError):
                 await self._answer(self._ask(obstore.delete_async, f"{name}.{kind}"))
 
     async def usage(self) -> Usage:
@@ -177,4 +202,8 @@ class ObjectBackend:
     def _failure(self, error: Exception) -> OSError:
         # Only the first line of a message; the others are about the inside of the library.
         text = f"{type(error).__name__}: {self._config.hide(str(error).partition(chr(10))[0])}"
-        return FileNotFoundError(text) if isinstance(error, NotFoundError | FileNotFoundError) else OSError(text)
+        return (
+            FileNotFoundError(text)
+            if isinstance(error, NotFoundError | FileNotFoundError)
+            else OSError(text)
+        )

@@ -60,17 +60,25 @@ class RedisBackend:
         self._redis: Any = aioredis.Redis.from_url(
             config.url,
             socket_connect_timeout=config.connect_timeout_s,
-            socket_timeout=config.put_timeout_s,  # a last resort: every call is cancelled long before
-            retry=Retry(ExponentialBackoff(cap=0.04, base=0.01), 2),  # a pooled connection breaks with its server
+            # a last resort: every call is cancelled long before
+            socket_timeout=config.put_timeout_s,
+            # a pooled connection breaks with its server
+            retry=Retry(ExponentialBackoff(cap=0.04, base=0.01), 2),
         )
         self._lookup = self._redis.register_script(_LOOKUP)
 
     async def lookup(self, places: Sequence[str]) -> list[dict[str, bytes]]:
         """See `Backend.lookup`; one round trip."""
         most = max(MOST_VARIANTS, self._config.variants_per_chunk)
-        answer = await self._answer(self._lookup(keys=[self._prefix], args=[most, LONGEST_ROWS, *places]))
+        answer = await self._answer(
+            self._lookup(keys=[self._prefix], args=[most, LONGEST_ROWS, *places])
+        )
         return [
-            {name.decode(errors="replace"): row for name, row in zip(*[iter(rows)] * 2, strict=True)} for rows in answer
+            {
+                name.decode(errors="replace"): row
+                for name, row in zip(*[iter(rows)] * 2, strict=True)
+            }
+            for rows in answer
         ]
 
     async def names(self, place: str) -> list[str]:
@@ -99,7 +107,9 @@ class RedisBackend:
         """See `Backend.write`; one transaction."""
         async with self._redis.pipeline(transaction=True) as both:
             both.set(f"{self._prefix}data/{parcel.name}", b"".join(parcel.payload))
-            both.hset(f"{self._prefix}rows/{parcel.place}", parcel.name.rpartition("/")[2], parcel.row)
+            both.hset(
+                f"{self._prefix}rows/{parcel.place}", parcel.name.rpartition("/")[2], parcel.row
+            )
             try:
                 await self._answer(both.execute())
             except NoRoomError:
@@ -121,9 +131,12 @@ class RedisBackend:
             start = f"{self._prefix}data/"
             async with self._redis.pipeline(transaction=False) as facts:
                 async for key in self._redis.scan_iter(match=f"{start}*", count=1000):
-                    place, _, file = key.decode(errors="replace").removeprefix(start).rpartition("/")
+                    place, _, file = (
+                        key.decode(errors="replace").removeprefix(start).rpartition("/")
+                    )
                     facts.strlen(key)
-                    facts.hexists(f"{self._prefix}rows/{place}", file)  # the server may have evicted the row alone
+                    # the server may have evicted the row alone
+                    facts.hexists(f"{self._prefix}rows/{place}", file)
                 sizes_and_rows = await facts.execute()
             budget = (await self._redis.info("memory")).get("maxmemory") or None
             return Usage(sum(sizes_and_rows[1::2]), sum(sizes_and_rows[::2]), budget)
@@ -148,4 +161,6 @@ class RedisBackend:
             return NoRoomError(text)
         if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):
             return FileNotFoundError(text)
-        return TimeoutError(text) if isinstance(error, RedisTimeout | TimeoutError) else OSError(text)
+        return (
+            TimeoutError(text) if isinstance(error, RedisTimeout | TimeoutError) else OSError(text)
+        )

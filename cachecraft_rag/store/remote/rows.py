@@ -26,9 +26,19 @@ from cachecraft_rag.types import LAYOUT_VERSION, Payload, TokenScores, Variant, 
 
 ROOT = f"cachecraft/v{LAYOUT_VERSION}"  # versions of the layout do not share chunk-caches
 _AS_THEY_ARE = (
-    "variant_id", "tokens", "tokens_digest", "inter", "intra", "cci", "exact_share", "codec", "nbytes",
-    "reuse_frequency", "created", "primed",
-)  # fmt: skip
+    "variant_id",
+    "tokens",
+    "tokens_digest",
+    "inter",
+    "intra",
+    "cci",
+    "exact_share",
+    "codec",
+    "nbytes",
+    "reuse_frequency",
+    "created",
+    "primed",
+)
 _IMPOSSIBLE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 
 
@@ -108,7 +118,9 @@ def decode_row(raw: bytes, *, namespace: str, fingerprint: str, chunk_id: str) -
     except _IMPOSSIBLE as error:
         raise ValueError(f"row damaged: {type(error).__name__}: {error}") from error
     key = variant.key
-    if not same or key != replace(key, namespace=namespace, fingerprint=fingerprint, chunk_id=chunk_id):
+    if not same or key != replace(
+        key, namespace=namespace, fingerprint=fingerprint, chunk_id=chunk_id
+    ):
         raise ValueError("row of another variant")
     return replace(row, variant=replace(variant, reuse_frequency=0.0))
 
@@ -117,7 +129,9 @@ def _variant_of(row: Mapping[str, Any]) -> Variant:
     """Return the variant of a row's fields, without unknown ones. Raises LookupError, TypeError, ValueError."""
     key = VariantKey(**{field.name: row[field.name] for field in fields(VariantKey)})
     given = {name: row[name] for name in _AS_THEY_ARE} | {"inter": tuple(array("f", row["inter"]))}
-    payload = Payload(None, row["payload_bytes"], base64.b64decode(row.get("seal", ""), validate=True))
+    payload = Payload(
+        None, row["payload_bytes"], base64.b64decode(row.get("seal", ""), validate=True)
+    )
     key = replace(key, origin_prefix=tuple(key.origin_prefix))
     return Variant(key=key, session=None, home="remote", payload=payload, **given)
 

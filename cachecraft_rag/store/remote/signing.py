@@ -35,7 +35,9 @@ class Signer:
     def is_signed(self, row: bytes) -> bool:
         """Return True if one of the keys signed this row. Raises ValueError when the row is damaged."""
         created, text, signature = unframed(row)
-        return any(hmac.compare_digest(_row_mac(key, created, text), signature) for key in self.keys)
+        return any(
+            hmac.compare_digest(_row_mac(key, created, text), signature) for key in self.keys
+        )
 
     def seal(self, payload: Iterable[memoryview]) -> bytes:
         """The digests of a payload's slices; its parts follow each other."""
@@ -59,9 +61,12 @@ class Signer:
 
 
 def _row_mac(key: bytes, created: bytes, text: bytes) -> bytes:
-    return hmac.digest(key, b"row\0" + ROOT.encode() + b"\0" + created + text, "sha256").hex().encode()
+    return (
+        hmac.digest(key, b"row\0" + ROOT.encode() + b"\0" + created + text, "sha256").hex().encode()
+    )
 
 
 def _slice_mac(key: bytes, data: bytes | bytearray) -> bytes:
-    separate = hmac.digest(key, b"payload", "sha256")  # so that a signed slice can never pass for a row
+    # so that a signed slice can never pass for a row
+    separate = hmac.digest(key, b"payload", "sha256")
     return hmac.digest(separate, data, "sha256")[:DIGEST_BYTES]

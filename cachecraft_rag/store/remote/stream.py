@@ -69,7 +69,11 @@ class RemoteStream(Closeable):
 
     def encoded(self) -> Encoded | None:
         """Return the whole payload in the buffers that were filled, without copies; None until it is complete."""
-        return Encoded(bytes(self._parts[0]), tuple(self._parts[1:])) if self._taken == self.nbytes else None
+        return (
+            Encoded(bytes(self._parts[0]), tuple(self._parts[1:]))
+            if self._taken == self.nbytes
+            else None
+        )
 
     def read_into(self, buffer: memoryview) -> None:
         """Fill the whole buffer (bytes, writable) with the next bytes.
@@ -78,11 +82,16 @@ class RemoteStream(Closeable):
         closed; ValueError if the signature does not match. After an error the stream cannot be read any further.
         """
         if self._taken + buffer.nbytes > self.nbytes:
-            self._fail("short", OSError(errno.EIO, "the remote's payload has fewer bytes than its header says"))
+            self._fail(
+                "short",
+                OSError(errno.EIO, "the remote's payload has fewer bytes than its header says"),
+            )
         done = 0
         while done < buffer.nbytes:
             if not self._left:
-                self._left = self._piece() if self._confirms is None else self._confirmed(self._confirms)
+                self._left = (
+                    self._piece() if self._confirms is None else self._confirmed(self._confirms)
+                )
             step = min(len(self._left), buffer.nbytes - done)
             buffer[done : done + step] = self._left[:step]
             self._left = self._left[step:]

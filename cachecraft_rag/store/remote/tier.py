@@ -67,7 +67,9 @@ class RemoteTier(Closeable):
     Any thread may call any method; only `close` waits long.
     """
 
-    def __init__(self, config: RemoteConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: RemoteConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Return without waiting for the remote: the first look-ups notice if it is down. Raises ConfigError."""
         self.config = config
         keys = config.keys()
@@ -75,8 +77,10 @@ class RemoteTier(Closeable):
         self._home = HomeProcess("remote tier")
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._closed = False
-        self._scores: OrderedDict[str, TokenScores] = OrderedDict()  # by variant id, from rows already seen
-        self._foreign: OrderedDict[str, str] = OrderedDict()  # variant id → name of a row without a valid signature
+        # by variant id, from rows already seen
+        self._scores: OrderedDict[str, TokenScores] = OrderedDict()
+        # variant id → name of a row without a valid signature
+        self._foreign: OrderedDict[str, str] = OrderedDict()
         self._lookups: Counter[str] = Counter()
         self._reads: Counter[str] = Counter()
         self._connection = Connection(config, clock=clock)
@@ -86,14 +90,21 @@ class RemoteTier(Closeable):
     # -- a request's path ---------------------------------------------------------------------------------------------
 
     def find(
-        self, namespace: str, fingerprint: str, chunk_ids: Sequence[str], bounds: RowBounds | None = None
+        self,
+        namespace: str,
+        fingerprint: str,
+        chunk_ids: Sequence[str],
+        bounds: RowBounds | None = None,
     ) -> LookupResult:
         """Look up shared variants of these chunks within `bounds`; waits at most `config.lookup_limit_s`.
 
         The result includes reasons for refused rows. These are removed from the remote, except those without a valid
         signature: an engine with a wrong key must not empty the remote for others.
         """
-        places = {chunk_id: place_of(VariantKey(namespace, fingerprint, chunk_id, ())) for chunk_id in chunk_ids}
+        places = {
+            chunk_id: place_of(VariantKey(namespace, fingerprint, chunk_id, ()))
+            for chunk_id in chunk_ids
+        }
         outcome, answer = self._ask_rows(list(places.values()))
         lookup = LookupResult({chunk_id: [] for chunk_id in places}, remote=outcome)
         left = MOST_ROW_BYTES
@@ -105,10 +116,14 @@ class RemoteTier(Closeable):
                     lookup.refused[chunk_id] = "there are too many rows on the remote"
                     break
                 try:
-                    row = decode_row(raw, namespace=namespace, fingerprint=fingerprint, chunk_id=chunk_id)
+                    row = decode_row(
+                        raw, namespace=namespace, fingerprint=fingerprint, chunk_id=chunk_id
+                    )
                     self._require(row, name, bounds)
                 except ConfigError as error:  # a codec that is not installed here: the row stays
-                    lookup.refused[chunk_id] = f"what the remote has of it cannot be used here: {error}"
+                    lookup.refused[chunk_id] = (
+                        f"what the remote has of it cannot be used here: {error}"
+                    )
                 except ValueError as error:
                     logger.info("Row on the remote, %s: %s", name, error)
                     lookup.refused[chunk_id] = f"what the remote has of it is damaged: {error}"
@@ -117,17 +132,28 @@ class RemoteTier(Closeable):
                         self._connection.in_background(self._connection.backend.remove(name))
                 else:
                     if self._is_signed(raw, row):
-                        self._remember(self._scores, row.variant.variant_id, row.token_scores, most=MOST_SCORES)
-                        lookup.variants[chunk_id].append(bounds.with_layout(row.variant) if bounds else row.variant)
+                        self._remember(
+                            self._scores, row.variant.variant_id, row.token_scores, most=MOST_SCORES
+                        )
+                        lookup.variants[chunk_id].append(
+                            bounds.with_layout(row.variant) if bounds else row.variant
+                        )
                     else:
-                        self._remember(self._foreign, row.variant.variant_id, name, most=MOST_FOREIGN)
-                        lookup.refused[chunk_id] = "what the remote has of it is not signed with our key"
+                        self._remember(
+                            self._foreign, row.variant.variant_id, name, most=MOST_FOREIGN
+                        )
+                        lookup.refused[chunk_id] = (
+                            "what the remote has of it is not signed with our key"
+                        )
         return lookup
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """Return variant id → token scores from rows already seen, for every given id."""
         with self._lock:
-            return {variant_id: _copied(self._scores.get(variant_id, TokenScores())) for variant_id in variant_ids}
+            return {
+                variant_id: _copied(self._scores.get(variant_id, TokenScores()))
+                for variant_id in variant_ids
+            }
 
     def open(self, variant: Variant) -> RemoteStream | Unavailable:
         """Begin to read the payload of a variant from a look-up, here or in another process; close the stream."""
@@ -136,7 +162,9 @@ class RemoteTier(Closeable):
         if not facts.nbytes:
             return Unavailable(name, LoadFailure.NOT_OFFERED, "no look-up on the remote gave it")
         if self._closed or not self._connection.allows():
-            return Unavailable(name, LoadFailure.CIRCUIT_OPEN, "the remote is left alone after repeated failures")
+            return Unavailable(
+                name, LoadFailure.CIRCUIT_OPEN, "the remote is left alone after repeated failures"
+            )
         timeout_s = self.config.read_timeout_s
         signer = self._signer
         try:
@@ -163,7 +191,8 @@ class RemoteTier(Closeable):
         seal = self._signer.seal(payload) if self._signer is not None else b""
         facts = Payload(nbytes=encoded.nbytes, seal=seal)
         raw = Row(replace(variant, home="remote", payload=facts), token_scores).encode()
-        with self._lock:  # an unsigned row of the variant is replaced: otherwise it would block signed ones forever
+        # an unsigned row of the variant is replaced: otherwise it would block signed ones forever
+        with self._lock:
             foreign = self._foreign.pop(variant.variant_id, None)
         signed = raw if self._signer is None else self._signer.sign(raw)
         return self._outbox.offer(Parcel(name_of(variant), signed, payload, foreign))
@@ -181,7 +210,9 @@ class RemoteTier(Closeable):
             try:
                 usage = self._connection.ask(self._connection.backend.usage(), STATS_S)
             except OSError as error:
-                logger.info("The remote %s could not list its chunk-caches: %s", self.config.shown, error)
+                logger.info(
+                    "The remote %s could not list its chunk-caches: %s", self.config.shown, error
+                )
         with self._lock:
             return RemoteStats(
                 url=self.config.shown,
@@ -210,7 +241,9 @@ class RemoteTier(Closeable):
             self._closed = True
         atexit.unregister(self.close)
         self._connection.begin_close()
-        self._outbox.flush(self.config.close_timeout_s if self._connection.breaker.allows() else 0.0)
+        self._outbox.flush(
+            self.config.close_timeout_s if self._connection.breaker.allows() else 0.0
+        )
         self._connection.close()
 
     # -- small parts --------------------------------------------------------------------------------------------------
@@ -223,7 +256,9 @@ class RemoteTier(Closeable):
             outcome = "left alone"
         elif places:
             try:
-                rows = self._connection.ask(self._connection.backend.lookup(places), self.config.lookup_limit_s)
+                rows = self._connection.ask(
+                    self._connection.backend.lookup(places), self.config.lookup_limit_s
+                )
                 self._connection.breaker.succeeded("lookup")
             except OSError as error:
                 self._connection.failed("lookup", error)
@@ -251,7 +286,9 @@ class RemoteTier(Closeable):
         slices = -(-payload.nbytes // SLICE_BYTES)
         return self._signer.is_signed(raw) and len(payload.seal) == slices * DIGEST_BYTES
 
-    def _remember(self, table: OrderedDict[str, T], variant_id: str, value: T, *, most: int) -> None:
+    def _remember(
+        self, table: OrderedDict[str, T], variant_id: str, value: T, *, most: int
+    ) -> None:
         with self._lock:
             table[variant_id] = value
             table.move_to_end(variant_id)

@@ -16,13 +16,15 @@ from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types import Chunk
 from cachecraft_rag.vllm.settings import OFF, ClientSettings
 
-FIELD = "cachecraft"  # field of a request's body: fields of `ReuseConfig` for this request, and `STRICT_IDS`
+# field of a request's body: fields of `ReuseConfig` for this request, and `STRICT_IDS`
+FIELD = "cachecraft"
 STRICT_IDS = "strict_ids"  # true: refuse a document whose `id` is not the id of its text
 ADMIN_HEADER = "X-CacheCraft-Admin-Key"
 MOST_DOCUMENTS = 1000
 MOST_PRIMED = 4 << 20  # characters per request to prime: a book of a thousand pages
 MOST_BODY = 6 * MOST_PRIMED  # bytes: JSON may write a character as \uXXXX
-_CHARACTERS_PER_TOKEN = 64  # text with more characters per token of the context is refused before it is tokenised
+# text with more characters per token of the context is refused before it is tokenised
+_CHARACTERS_PER_TOKEN = 64
 
 # Settings that do not change captured values.
 _HARMLESS = frozenset({"reuse", "capture", "loading"})
@@ -92,7 +94,12 @@ class Asked:
 
     @classmethod
     def read(
-        cls, request: ChatRequest, default: ReuseConfig, *, context_length: int, allowed: ClientSettings = "all"
+        cls,
+        request: ChatRequest,
+        default: ReuseConfig,
+        *,
+        context_length: int,
+        allowed: ClientSettings = "all",
     ) -> Self:
         """Read vLLM's `ChatCompletionRequest`. Raises ConfigError with what to do instead.
 
@@ -103,17 +110,25 @@ class Asked:
             if not fine(getattr(request, name, None)):
                 raise ConfigError(f"{name} cannot be used together with documents: {advice}")
         if request.tools and request.tool_choice not in (None, "none"):
-            raise ConfigError("tools cannot be used together with documents: leave out one of the two")
+            raise ConfigError(
+                "tools cannot be used together with documents: leave out one of the two"
+            )
         documents = request.documents or []
         check_documents(request.documents)
         system, turns = _conversation(request.messages)
-        size = sum(len(document["text"]) for document in documents) + sum(len(text) for _, text in turns)
+        size = sum(len(document["text"]) for document in documents) + sum(
+            len(text) for _, text in turns
+        )
         if size > (most := _CHARACTERS_PER_TOKEN * context_length):
             raise ConfigError(
                 f"documents and messages have {size} characters, and the model's context is {context_length} tokens; "
                 f"send at most {most}: the best documents only"
             )
-        answer = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        answer = (
+            request.max_tokens
+            if request.max_completion_tokens is None
+            else request.max_completion_tokens
+        )
         return cls(
             question=turns[-1][1],
             chunks=_chunks(documents, strict=_strict_ids(request)),
@@ -125,13 +140,16 @@ class Asked:
         )
 
 
-def plain_config(request: PlainRequest, default: ReuseConfig, allowed: ClientSettings) -> ReuseConfig | None:
+def plain_config(
+    request: PlainRequest, default: ReuseConfig, allowed: ClientSettings
+) -> ReuseConfig | None:
     """Return the settings of a request without documents; None if it asks for no reuse. Raises ConfigError."""
     given = _reuse_settings(request)
     if isinstance(given, Mapping) and given.get("plain_prompts") == "off":
         return None
     capture = default.capture
-    if isinstance(given, Mapping) and allowed == "safe":  # captured later, by the server's own settings
+    # captured later, by the server's own settings
+    if isinstance(given, Mapping) and allowed == "safe":
         capture = capture and given.get("capture") is not False
         given = {**given, "capture": False}
     config = _config(given, default, allowed) or default
@@ -176,7 +194,9 @@ def read_priming(body: bytes, *, context_length: int) -> PrimingRequest:
     check_flag("estimate", given.get("estimate", False))
     sizes = [len(document["text"]) for document in (*given["documents"], *related)]
     if sum(sizes) > MOST_PRIMED:
-        raise ConfigError(f"the documents have {sum(sizes)} characters; send at most {MOST_PRIMED} in one request")
+        raise ConfigError(
+            f"the documents have {sum(sizes)} characters; send at most {MOST_PRIMED} in one request"
+        )
     most = _CHARACTERS_PER_TOKEN * context_length
     for place, size in enumerate(sizes):
         if size > most:
@@ -184,7 +204,9 @@ def read_priming(body: bytes, *, context_length: int) -> PrimingRequest:
                 f"documents[{place}] has {size} characters, and the model's context is {context_length} tokens; split "
                 f"it into chunks of at most {most}"
             )
-    return PrimingRequest(_chunks(given["documents"]), _chunks(related), bool(given.get("estimate")))
+    return PrimingRequest(
+        _chunks(given["documents"]), _chunks(related), bool(given.get("estimate"))
+    )
 
 
 def _chunks(documents: Sequence[Mapping[str, str]], *, strict: bool = False) -> tuple[Chunk, ...]:
@@ -192,7 +214,9 @@ def _chunks(documents: Sequence[Mapping[str, str]], *, strict: bool = False) -> 
 
     Raises ConfigError for such an id if `strict`.
     """
-    chunks = tuple(Chunk(document["text"], known_id=document.get("id", "")) for document in documents)
+    chunks = tuple(
+        Chunk(document["text"], known_id=document.get("id", "")) for document in documents
+    )
     for place, chunk in enumerate(chunks):
         if strict and chunk.stale_id:
             raise ConfigError(
@@ -223,12 +247,16 @@ def check_documents(documents: object) -> None:
     if not isinstance(documents, list):
         raise ConfigError(f"documents must be a list; {_EXAMPLE}")
     if len(documents) > MOST_DOCUMENTS:
-        raise ConfigError(f"there are {len(documents)} documents; send at most {MOST_DOCUMENTS}, the best ones")
+        raise ConfigError(
+            f"there are {len(documents)} documents; send at most {MOST_DOCUMENTS}, the best ones"
+        )
     for place, document in enumerate(documents):
         if not isinstance(document, Mapping) or not isinstance(document.get("text"), str):
             raise ConfigError(f'documents[{place}] must be an object with a "text"; {_EXAMPLE}')
         if wrong := [name for name, value in document.items() if not isinstance(value, str)]:
-            raise ConfigError(f"documents[{place}]: {wrong[0]!r} must be a string; leave it out, or write it as text")
+            raise ConfigError(
+                f"documents[{place}]: {wrong[0]!r} must be a string; leave it out, or write it as text"
+            )
         _check_characters(document["text"], f"documents[{place}]")
 
 
@@ -272,7 +300,11 @@ def _text(content: object, place: int) -> str:
         _check_characters(content, f"messages[{place}]")
         return content
     parts = list(content) if isinstance(content, Sequence) else [content]
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    texts = [
+        part.get("text")
+        for part in parts
+        if isinstance(part, Mapping) and part.get("type") == "text"
+    ]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         raise ConfigError(f"messages[{place}]: together with documents, messages hold text only")
     return _text("".join(map(str, texts)), place)
@@ -283,23 +315,32 @@ def _config(given: object, default: ReuseConfig, allowed: ClientSettings) -> Reu
     if given is None:
         return None
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise ConfigError(f'{FIELD} must be an object with settings of reuse, such as {{"recompute_ratio": 0.2}}')
+        raise ConfigError(
+            f'{FIELD} must be an object with settings of reuse, such as {{"recompute_ratio": 0.2}}'
+        )
     names = [field.name for field in fields(ReuseConfig)]
     check_names(given, names, what=f"setting of {FIELD!r}")
     # Python clients send all settings. Those of `OFF` have their defaults there.
-    config = ReuseConfig(**{name: getattr(default, name) for name in names} | dict(given) | dict(OFF))
+    config = ReuseConfig(
+        **{name: getattr(default, name) for name in names} | dict(given) | dict(OFF)
+    )
     changed = [name for name in names if getattr(config, name) != getattr(default, name)]
     if changed and allowed == "none":
         raise ConfigError(f"{FIELD}: this server sets {', '.join(changed)} itself; leave it out")
     if allowed == "safe" and config.capture and shaping_settings(config, default):
-        return replace(config, capture=False)  # its settings would change chunk-caches that also serve other requests
+        # its settings would change chunk-caches that also serve other requests
+        return replace(config, capture=False)
     return config
 
 
 def shaping_settings(config: ReuseConfig, default: ReuseConfig) -> list[str]:
     """Return the settings that differ from the server's and change captured values."""
     names = [field.name for field in fields(ReuseConfig)]
-    return [name for name in names if name not in _HARMLESS and getattr(config, name) != getattr(default, name)]
+    return [
+        name
+        for name in names
+        if name not in _HARMLESS and getattr(config, name) != getattr(default, name)
+    ]
 
 
 def uncaptured_note(config: ReuseConfig | None, default: ReuseConfig) -> str:

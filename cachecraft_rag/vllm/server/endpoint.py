@@ -20,13 +20,20 @@ import prometheus_client
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from vllm.entrypoints.openai.chat_completion import api_router as own
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+)
 from vllm.entrypoints.openai.completion import api_router as completions
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.responses import api_router as responses
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.entrypoints.serve.utils.api_utils import (
+    load_aware_call,
+    validate_json_request,
+    with_cancellation,
+)
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm.renderers.chat_utils import load_chat_template
@@ -83,7 +90,13 @@ class ChatWithDocuments:
         loop = asyncio.get_running_loop()
         calls = Calls(engine_client, loop)
         template = load_chat_template(args.chat_template)
-        opened = partial(ServerEngine.open, settings, engine_client.model_config, chat_template=template, calls=calls)
+        opened = partial(
+            ServerEngine.open,
+            settings,
+            engine_client.model_config,
+            chat_template=template,
+            calls=calls,
+        )
         engine = await loop.run_in_executor(None, opened)
         await loop.run_in_executor(None, engine.check_reuse)
         state.cachecraft = Endpoint(engine, engine_client.vllm_config.cache_config)
@@ -188,14 +201,18 @@ async def _with_documents(request: ChatCompletionRequest, raw_request: Request) 
 
 @with_cancellation  # type: ignore[untyped-decorator]
 @load_aware_call  # type: ignore[untyped-decorator]
-async def _plain_chat(request: ChatCompletionRequest, raw_request: Request, origin: Origin) -> Response:
+async def _plain_chat(
+    request: ChatCompletionRequest, raw_request: Request, origin: Origin
+) -> Response:
     async def locate(ids: Sequence[int]) -> Searched:
         """Locate each message: there the prompt differs from the same prompt with that message replaced."""
         texts = []
         places = searched_messages(request.messages, search_system=settings.search_system)
         for place in places:
             changed = {"messages": marked(request.messages, place)}
-            rendered = await stock.online_renderer.render_chat(request.model_copy(update=changed, deep=True))
+            rendered = await stock.online_renderer.render_chat(
+                request.model_copy(update=changed, deep=True)
+            )
             if not isinstance(rendered, ErrorResponse):
                 texts.append(text_in(ids, rendered[1][0]["prompt_token_ids"]))
         last = len(request.messages) - 1
@@ -218,15 +235,21 @@ async def create_completion(request: CompletionRequest, raw_request: Request) ->
 
 @with_cancellation  # type: ignore[untyped-decorator]
 @load_aware_call  # type: ignore[untyped-decorator]
-async def _plain_completion(request: CompletionRequest, raw_request: Request, origin: Origin) -> Response:
+async def _plain_completion(
+    request: CompletionRequest, raw_request: Request, origin: Origin
+) -> Response:
     async def locate(ids: Sequence[int]) -> Searched:
         return Searched((range(len(ids)),))
 
-    handler = _searching(raw_request.app.state.openai_serving_completion, raw_request, origin, locate)
+    handler = _searching(
+        raw_request.app.state.openai_serving_completion, raw_request, origin, locate
+    )
     return await _answer(handler.create_completion, request, raw_request)
 
 
-def _origin(request: ChatCompletionRequest | CompletionRequest, raw_request: Request) -> Origin | None:
+def _origin(
+    request: ChatCompletionRequest | CompletionRequest, raw_request: Request
+) -> Origin | None:
     """Return the origin of a request without documents; None if vLLM serves it without reuse."""
     endpoint = _endpoint(raw_request)
     engine = endpoint.engine
@@ -260,7 +283,9 @@ async def create_responses(request: ResponsesRequest, raw_request: Request) -> R
 
 def _require_none(request: CompletionRequest | ResponsesRequest) -> None:
     if (request.model_extra or {}).get("documents") is not None:
-        raise bad_request(ConfigError("documents are taken by /v1/chat/completions: send the question there"))
+        raise bad_request(
+            ConfigError("documents are taken by /v1/chat/completions: send the question there")
+        )
 
 
 async def _answer(
@@ -271,7 +296,9 @@ async def _answer(
     if isinstance(answer, ErrorResponse):
         return JSONResponse(answer.model_dump(), status_code=answer.error.code)
     if isinstance(answer, ChatCompletionResponse | CompletionResponse):
-        load = metrics_header(raw_request.headers.get(own.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, ""))
+        load = metrics_header(
+            raw_request.headers.get(own.ENDPOINT_LOAD_METRICS_FORMAT_HEADER_LABEL, "")
+        )
         return JSONResponse(answer.model_dump(), headers=load)
     interval = float(getattr(raw_request.app.state.args, "sse_keep_alive_interval", 0))
     return StreamingResponse(with_sse_keep_alive(answer, interval), media_type="text/event-stream")
@@ -293,7 +320,9 @@ async def statistics(name: str, raw_request: Request) -> dict[str, object]:
     endpoint = _endpoint(raw_request)
     numbers = endpoint.records.get(name, session=endpoint.session(raw_request))
     if numbers is None:
-        raise HTTPException(404, f"no request {name} with documents is remembered; the last 1,000 are")
+        raise HTTPException(
+            404, f"no request {name} with documents is remembered; the last 1,000 are"
+        )
     return numbers
 
 
@@ -337,7 +366,11 @@ async def _body(raw_request: Request) -> bytes:
     async for piece in raw_request.stream():
         body += piece
         if len(body) > MOST_BODY:
-            raise bad_request(ConfigError(f"the body has more than {MOST_BODY} bytes; send fewer documents at once"))
+            raise bad_request(
+                ConfigError(
+                    f"the body has more than {MOST_BODY} bytes; send fewer documents at once"
+                )
+            )
     return bytes(body)
 
 
@@ -352,7 +385,10 @@ def _administered(raw_request: Request) -> Endpoint:
     given = raw_request.headers.get(ADMIN_HEADER, "").encode()
     keys = endpoint.engine.settings.admin_keys
     if keys and not any(hmac.compare_digest(given, key.encode()) for key in keys):
-        raise HTTPException(403, f"to prime and evict, this server asks for its admin key in the header {ADMIN_HEADER}")
+        raise HTTPException(
+            403,
+            f"to prime and evict, this server asks for its admin key in the header {ADMIN_HEADER}",
+        )
     return endpoint
 
 
@@ -361,7 +397,11 @@ def _router() -> APIRouter:
     router = APIRouter()
     json = Depends(validate_json_request)
     posts: list[tuple[str, Callable[..., Awaitable[object]], list[object]]] = [
-        ("/v1/chat/completions", create_chat_completion, [json, Depends(_documents_are_well_formed)]),
+        (
+            "/v1/chat/completions",
+            create_chat_completion,
+            [json, Depends(_documents_are_well_formed)],
+        ),
         ("/v1/completions", create_completion, [json]),
         ("/v1/responses", create_responses, [json]),
         ("/v1/cachecraft/prime", prime, [json]),

@@ -49,11 +49,15 @@ def serve(
     check_arguments(arguments)
     config = check_config(config)
     # Refused models and options end here, in a moment: importing vLLM takes many seconds, and starting it a minute.
-    served = ServedModel.load(model, dtype=config.dtype, options=VLLMOptions.from_arguments(arguments))
+    served = ServedModel.load(
+        model, dtype=config.dtype, options=VLLMOptions.from_arguments(arguments)
+    )
     require_vllm()
     # One API server, so one process counts: with files that several would share, our own metrics would be left out.
     if os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None) is not None:
-        logger.warning("PROMETHEUS_MULTIPROC_DIR is not used: one process serves HTTP, and /metrics is its own")
+        logger.warning(
+            "PROMETHEUS_MULTIPROC_DIR is not used: one process serves HTTP, and /metrics is its own"
+        )
     named = [name for name in os.environ.get("VLLM_PLUGINS", "").split(",") if name]
     os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*named, PLUGIN, ENDPOINT]))
     settings = ConnectorSettings(
@@ -72,12 +76,16 @@ def check_arguments(arguments: Sequence[str]) -> None:
         if name in _OURS:
             raise ConfigError(f"{name} is set by this command; use its own options")
         if name == "--api-server-count":
-            raise ConfigError("--api-server-count: the statistics of requests are kept in one API server; leave it out")
+            raise ConfigError(
+                "--api-server-count: the statistics of requests are kept in one API server; leave it out"
+            )
         if name == "--headless":
             raise ConfigError("--headless serves no HTTP; leave it out")
 
 
-def _run(served: ServedModel, model: str, settings: ConnectorSettings, arguments: Sequence[str]) -> None:
+def _run(
+    served: ServedModel, model: str, settings: ConnectorSettings, arguments: Sequence[str]
+) -> None:
     import uvloop
     from vllm.entrypoints.openai.api_server import run_server
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -90,7 +98,9 @@ def _run(served: ServedModel, model: str, settings: ConnectorSettings, arguments
         from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
     cli_env_setup()
-    parser: Any = make_arg_parser(FlexibleArgumentParser(prog="cachecraft serve", allow_abbrev=False))
+    parser: Any = make_arg_parser(
+        FlexibleArgumentParser(prog="cachecraft serve", allow_abbrev=False)
+    )
     is_named = any(argument.startswith("--served") for argument in arguments)
     names = () if is_named else ("--served-model-name", model)
     fixed = ("--model", str(served.folder), "--dtype", served.layout.dtype)

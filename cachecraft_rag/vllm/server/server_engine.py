@@ -29,7 +29,8 @@ from cachecraft_rag.vllm.served_model import PROTOCOL, TOKENIZER_FILES, ServedMo
 from cachecraft_rag.vllm.server.documents import Asked
 from cachecraft_rag.vllm.settings import OFF, ConnectorSettings, EndpointSettings
 
-_KEPT_BUILDERS = 32  # prompt builders for clients' instructions that are kept, besides the server's builder
+# prompt builders for clients' instructions that are kept, besides the server's builder
+_KEPT_BUILDERS = 32
 
 
 class ServerEngine(AnswerEngine):
@@ -46,7 +47,12 @@ class ServerEngine(AnswerEngine):
     store: ChunkCacheStore
 
     def __init__(
-        self, model: ServedModel, store: ChunkCacheStore, settings: ConnectorSettings, *, calls: Calls
+        self,
+        model: ServedModel,
+        store: ChunkCacheStore,
+        settings: ConnectorSettings,
+        *,
+        calls: Calls,
     ) -> None:
         config = settings.config
         super().__init__(model, store, config)
@@ -54,7 +60,9 @@ class ServerEngine(AnswerEngine):
         self.system = config.system
         self._model = model
         self._calls = calls
-        self._backend = VLLMBackend(model, store, config, calls=calls, key=settings.key, look_up=self.look_up)
+        self._backend = VLLMBackend(
+            model, store, config, calls=calls, key=settings.key, look_up=self.look_up
+        )
         self._capturer = self._backend
         self.new_variants = self._backend.new_variants
         self._best_last = config.best_last
@@ -63,14 +71,21 @@ class ServerEngine(AnswerEngine):
 
     @classmethod
     def open(
-        cls, settings: ConnectorSettings, model_config: ModelConfig, *, chat_template: str | None, calls: Calls
+        cls,
+        settings: ConnectorSettings,
+        model_config: ModelConfig,
+        *,
+        chat_template: str | None,
+        calls: Calls,
     ) -> Self:
         """Open the engine with vLLM's settings. Raises CacheCraftError if the model cannot be served over HTTP."""
         if model_config.tokenizer != model_config.model:
             raise ConfigError(
                 "the tokenizer is not the model's: its chunk-caches would not fit the model; leave --tokenizer out"
             )
-        model = ServedModel.load(model_config.model, dtype=str(model_config.dtype).removeprefix("torch."))
+        model = ServedModel.load(
+            model_config.model, dtype=str(model_config.dtype).removeprefix("torch.")
+        )
         length = min(model.context_length, int(model_config.max_model_len))
         endpoint = settings.endpoint
         model = replace(
@@ -82,7 +97,12 @@ class ServerEngine(AnswerEngine):
         )
         if chat_template is not None:
             model.tokenizer.chat_template = chat_template
-        engine = cls(model, ChunkCacheStore.open(settings.store, settings.config.store), settings, calls=calls)
+        engine = cls(
+            model,
+            ChunkCacheStore.open(settings.store, settings.config.store),
+            settings,
+            calls=calls,
+        )
         if endpoint.root:
             engine.calibration = load_calibration(Path(endpoint.root), model.fingerprint)
         return engine
@@ -95,10 +115,14 @@ class ServerEngine(AnswerEngine):
         started = time.perf_counter()
         check_asked(asked.question, asked.history, session=session, config=asked.config)
         builder = self._builder(asked.system)
-        prompt = builder.build(asked.question, asked.chunks, history=asked.history, reserve=asked.reserve)
+        prompt = builder.build(
+            asked.question, asked.chunks, history=asked.history, reserve=asked.reserve
+        )
         config = self.calibrated(asked.config or self.config)
         request = Request(prompt, config, SamplingParams(), session, started)
-        return request, Ask(prompt, config, session, client_salt=asked.client_salt, name=request.request_id)
+        return request, Ask(
+            prompt, config, session, client_salt=asked.client_salt, name=request.request_id
+        )
 
     def ended(self, record: RequestRecord) -> None:
         """Count and log a request that has ended."""
@@ -171,7 +195,8 @@ class ServerEngine(AnswerEngine):
         """Return the prompt builder for an instruction; a client's instruction may hold private text."""
         if system is None or system == self.system:
             return self.prompts
-        with self._building_for_system:  # the tokenizer is not thread-safe while a builder copies it
+        # the tokenizer is not thread-safe while a builder copies it
+        with self._building_for_system:
             return self._builder_of(system)
 
     def _new_builder(self, system: str) -> PromptBuilder:

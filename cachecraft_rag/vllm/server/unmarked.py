@@ -15,7 +15,15 @@ import threading
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -27,7 +35,13 @@ from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import make_plan
-from cachecraft_rag.prompt.unmarked import PromptPiece, candidates_of, recognise_captured, segments_of, session_of
+from cachecraft_rag.prompt.unmarked import (
+    PromptPiece,
+    candidates_of,
+    recognise_captured,
+    segments_of,
+    session_of,
+)
 from cachecraft_rag.serving.request import Request
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.background_writer import log_mistake
@@ -43,7 +57,8 @@ Notes = Callable[[], Mapping[str, Candidate]]
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-_BLOCK = 16  # tokens per block of `ServedPrompts`; fewer than are always computed at the end of the last message
+# tokens per block of `ServedPrompts`; fewer than are always computed at the end of the last message
+_BLOCK = 16
 _MOST_BLOCKS = 1 << 17  # number of blocks that `ServedPrompts` remembers
 # A prompt is served from chunk-caches only if they hold so many of its tokens, and so large a fraction of it.
 _LEAST_REUSED = 128
@@ -53,7 +68,8 @@ _MARK = "?"
 
 
 _LEAST_CHARACTERS = 200  # shorter messages are not searched: they hold no passage
-_MOST_MESSAGES = 16  # messages searched per prompt; locating each of them takes one more rendering of the prompt
+# messages searched per prompt; locating each of them takes one more rendering of the prompt
+_MOST_MESSAGES = 16
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,11 @@ class Origin:
     @property
     def owner(self) -> str | None:
         """Session that owns its passages. Requests with a salt are kept apart, too."""
-        return self.session if self.session is not None or not self.salt else f"salt {digest(self.salt)}"
+        return (
+            self.session
+            if self.session is not None or not self.salt
+            else f"salt {digest(self.salt)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -93,7 +113,8 @@ class ServedPrompts:
 
     def __init__(self, tokens: int) -> None:
         self._most = min(tokens // _BLOCK, _MOST_BLOCKS)
-        self._blocks: OrderedDict[bytes, Ask | None] = OrderedDict()  # chained digests, as vLLM's own
+        # chained digests, as vLLM's own
+        self._blocks: OrderedDict[bytes, Ask | None] = OrderedDict()
         self._lock = threading.Lock()
 
     def note(self, ids: Sequence[int], origin: Origin, ask: Ask | None) -> None:
@@ -125,7 +146,9 @@ class ServedPrompts:
 
 def _chain(ids: Sequence[int], origin: Origin) -> Iterator[tuple[int, bytes]]:
     """Yield the end of each whole block, and a digest of all tokens up to it."""
-    chained = hashlib.blake2b(repr((origin.session, origin.salt, origin.config)).encode(), digest_size=16)
+    chained = hashlib.blake2b(
+        repr((origin.session, origin.salt, origin.config)).encode(), digest_size=16
+    )
     packed = array("q", ids).tobytes()
     width = 8 * _BLOCK
     for end in range(width, len(packed) + 1, width):
@@ -142,7 +165,9 @@ def text_in(ids: Sequence[int], marked: Sequence[int]) -> range:
     least = min(len(ids), len(marked))
     first = next((place for place in range(least) if ids[place] != marked[place]), least)
     most = least - first
-    equal_at_end = next((place for place in range(most) if ids[-1 - place] != marked[-1 - place]), most)
+    equal_at_end = next(
+        (place for place in range(most) if ids[-1 - place] != marked[-1 - place]), most
+    )
     return range(first, len(ids) - equal_at_end)
 
 
@@ -166,7 +191,9 @@ def _text_of(content: object) -> str | None:
     if isinstance(content, str):
         return content
     parts = list(content) if isinstance(content, Iterable) else []
-    if not parts or not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+    if not parts or not all(
+        isinstance(part, Mapping) and part.get("type") == "text" for part in parts
+    ):
         return None
     return "".join(str(part.get("text") or "") for part in parts)
 
@@ -190,7 +217,8 @@ class Searched:
     ends_with_question: bool = True
 
 
-Locate = Callable[[Sequence[int]], Awaitable[Searched]]  # finds the parts to search in a prompt's token ids
+# finds the parts to search in a prompt's token ids
+Locate = Callable[[Sequence[int]], Awaitable[Searched]]
 
 
 class PlainPrompts:
@@ -217,13 +245,18 @@ class PlainPrompts:
             prompt = ask.prompt
         elif prompt is None:
             return None
-        elif (before is not None or cached < reused) and reused >= max(_LEAST_REUSED, _LEAST_SHARE * len(ids)):
+        elif (before is not None or cached < reused) and reused >= max(
+            _LEAST_REUSED, _LEAST_SHARE * len(ids)
+        ):
             # The salt keeps exactly filled blocks apart from approximate ones of the same prompt.
             salt = origin.salt if moved else f"exact {origin.salt}"
-            config = replace(origin.config, capture=False)  # found text is captured by later requests, see `notes`
+            # found text is captured by later requests, see `notes`
+            config = replace(origin.config, capture=False)
             ask = Ask(prompt, config, session_of(prompt, origin.owner), client_salt=salt)
         request = Request(prompt, origin.config, SamplingParams(), origin.session, started)
-        return Prepared(request, None if ask is None else replace(ask, name=request.request_id), notes)
+        return Prepared(
+            request, None if ask is None else replace(ask, name=request.request_id), notes
+        )
 
     def _laid_out(
         self, ids: Sequence[int], searched: Searched, origin: Origin
@@ -236,17 +269,23 @@ class PlainPrompts:
         engine = self._engine
         owner = origin.owner
         head = tuple(ids[: max(1, min((text.start for text in searched.texts), default=0))])
-        look_up = partial(engine.store.marked_texts, engine.namespace, engine.decoder.fingerprint, session=owner)
+        look_up = partial(
+            engine.store.marked_texts, engine.namespace, engine.decoder.fingerprint, session=owner
+        )
         pieces = _pieces(ids, searched, len(head))
         recognise = partial(recognise_captured, look_up=look_up)
         tail = segments_of(pieces, engine.prompts.kinds, recognise, private=owner is not None)
         if tail is None:
             return None, dict, 0, False
         private = not engine.settings.shared_system
-        system = Segment("system", digest("system", " ".join(map(str, head))), head, private=private)
+        system = Segment(
+            "system", digest("system", " ".join(map(str, head))), head, private=private
+        )
         prompt = Prompt((system, *tail[:-1], replace(tail[-1], closing=len(pieces[-1].token_ids))))
         session = session_of(prompt, owner)
-        lookup = engine.look_up([segment for segment in prompt.segments if segment.kind != "question"], session=session)
+        lookup = engine.look_up(
+            [segment for segment in prompt.segments if segment.kind != "question"], session=session
+        )
         plan = make_plan(prompt, lookup.variants, origin.config, refused=lookup.refused)
         scope = (engine.namespace, engine.decoder.fingerprint)
         notes: Notes = dict
@@ -260,7 +299,9 @@ class PlainPrompts:
                 stand_in=engine.prompts.stand_in,
                 shared=engine.prompts.system,
             )
-        reused = sum(planned.variant.tokens for planned in plan.segments if planned.variant is not None)
+        reused = sum(
+            planned.variant.tokens for planned in plan.segments if planned.variant is not None
+        )
         moved = any(planned.to_fix for planned in plan.segments)
         return prompt, notes, reused, moved
 
@@ -275,7 +316,9 @@ class PlainPrompts:
     def record(self, prepared: Prepared) -> RequestRecord:
         """Return a new record of a request."""
         name = prepared.request.request_id
-        return RequestRecord(prepared.request, self._engine.decoder.layout.layers, name, alone=prepared.ask is None)
+        return RequestRecord(
+            prepared.request, self._engine.decoder.layout.layers, name, alone=prepared.ask is None
+        )
 
     async def aside(self, act: Callable[[], T]) -> T | None:
         """Call a blocking function; return None if it fails: then vLLM serves the request without chunk-caches."""
@@ -321,7 +364,9 @@ def _continued(before: Ask, ids: Sequence[int]) -> Ask:
     """Return a request that begins with the chunks of an earlier one, whose blocks vLLM's prefix cache has."""
     start = before.prompt.bounds[-2]
     rest = tuple(ids[start:])
-    question = Segment("question", digest("between", str(start), " ".join(map(str, rest))), rest, private=True)
+    question = Segment(
+        "question", digest("between", str(start), " ".join(map(str, rest))), rest, private=True
+    )
     return replace(before, prompt=Prompt((*before.prompt.segments[:-1], question)))
 
 
@@ -338,7 +383,9 @@ class SearchingClient:
     Each prompt is searched on its way, and recorded if it has segments.
     """
 
-    def __init__(self, client: EngineClient, prompts: PlainPrompts, origin: Origin, locate: Locate) -> None:
+    def __init__(
+        self, client: EngineClient, prompts: PlainPrompts, origin: Origin, locate: Locate
+    ) -> None:
         self._client = client
         self._prompts = prompts
         self._origin = origin

@@ -43,7 +43,8 @@ from cachecraft_rag.vllm.worker.working import Workers
 logger = logging.getLogger("cachecraft_rag.vllm")
 T = TypeVar("T")
 
-_NONE: int | None = 0  # no tokens to be filled; annotated with the return type of `Scheduling.matched`
+# no tokens to be filled; annotated with the return type of `Scheduling.matched`
+_NONE: int | None = 0
 
 
 @dataclass
@@ -85,7 +86,9 @@ class ConnectorOutput(Protocol):
 class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     """The connector in vLLM's scheduler, and in each worker; `KVConnectorBase_V1` says when each method is called."""
 
-    def __init__(self, vllm_config: VLLMConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VLLMConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         """Open this process's side. Raises ConfigError without settings, and UnsupportedModelError for other models."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         settle_in()
@@ -97,7 +100,11 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         self._step_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self._sender = str(role.name).lower()
         self._sent_counts: dict[str, object] = {}
-        stack = WorkerStack(_running_model(vllm_config), ranks_of_worker()) if role == KVConnectorRole.WORKER else None
+        stack = (
+            WorkerStack(_running_model(vllm_config), ranks_of_worker())
+            if role == KVConnectorRole.WORKER
+            else None
+        )
         store_config = self._settings.config.store
         if stack is not None and stack.device.type == "cuda":
             # Page-locked memory: copies from it are several times as fast. vLLM needs the GPU's memory for itself.
@@ -113,7 +120,9 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
                 self._store, self._settings, block_size=block_size, prefix_caching=caching
             )
         else:
-            self._end = self._workers = Workers(stack, self._store, self._settings, block_size=block_size)
+            self._end = self._workers = Workers(
+                stack, self._store, self._settings, block_size=block_size
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -122,12 +131,16 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler ----------------------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: EngineRequest, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: EngineRequest, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """Return how many tokens will be filled (None: not known yet), and True if that happens between steps."""
         tokens = self._safely(_NONE, lambda: self._scheduling.matched(request, num_computed_tokens))
         return tokens, bool(tokens)
 
-    def update_state_after_alloc(self, request: EngineRequest, blocks: RequestBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: EngineRequest, blocks: RequestBlocks, num_external_tokens: int
+    ) -> None:
         """Note the blocks of a request that is to be filled."""
         # Not caught: the request already waits for its blocks, and would wait forever.
         self._scheduling.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
@@ -141,15 +154,20 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         fills = scheduling.take_fills()
         idle = scheduling.idle
         if idle:
-            rows = self._settings.least_rows  # a request that arrives now waits for the end of this step
+            # a request that arrives now waits for the end of this step
+            rows = self._settings.least_rows
         gone = sorted({*scheduler_output.finished_req_ids, *scheduling.take_given_up()})
         return StepWork(fills, gone, rows, scheduled == 0, idle, scheduling.take_wanted())
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
         """Take the workers' news."""
         sent = connector_output.kv_connector_worker_meta
-        self._safely(None, lambda: self._scheduling.take_news(sent.news) if sent is not None else None)
-        self._safely(None, lambda: self._scheduling.ended(set(connector_output.finished_recving or ())))
+        self._safely(
+            None, lambda: self._scheduling.take_news(sent.news) if sent is not None else None
+        )
+        self._safely(
+            None, lambda: self._scheduling.ended(set(connector_output.finished_recving or ()))
+        )
 
     def request_finished(
         self, request: EngineRequest, block_ids: list[int]
@@ -174,7 +192,9 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: blocks are filled before vLLM computes with them."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: object, attn_metadata: object, **kwargs: object) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: object, attn_metadata: object, **kwargs: object
+    ) -> None:
         """Do nothing: captures come from our own passes."""
 
     def wait_for_save(self) -> None:

@@ -30,7 +30,14 @@ class Filling:
     """
 
     def __init__(
-        self, fill: Fill, *, stack: Stack, store: ChunkCacheStore, loader: Loader, speed: ComputeSpeed, whole: bool
+        self,
+        fill: Fill,
+        *,
+        stack: Stack,
+        store: ChunkCacheStore,
+        loader: Loader,
+        speed: ComputeSpeed,
+        whole: bool,
     ) -> None:
         """Make the plan, open the chunk-caches and begin to load them.
 
@@ -44,13 +51,21 @@ class Filling:
         self._began = time.perf_counter()
         config = replace(fill.ask.config, loading="whole") if whole else fill.ask.config
         self._resolved = resolve(
-            fill.ask.prompt, fill.found, config, store=store, ranks=stack.ranks, answer_tokens=0, scores=fill.scores
+            fill.ask.prompt,
+            fill.found,
+            config,
+            store=store,
+            ranks=stack.ranks,
+            answer_tokens=0,
+            scores=fill.scores,
         )
         self.plan: Plan = self._resolved.plan
         self.result: PrefillResult | None = None
         job = self._resolved.job
         captures = job.captures if fill.ask.captures is None else fill.ask.captures
-        job = replace(job, rows=job.rows.finish([fill.last]), captures=() if fill.again else captures)
+        job = replace(
+            job, rows=job.rows.finish([fill.last]), captures=() if fill.again else captures
+        )
         self._loads = loader.begin(self._resolved.to_load)
         self._planned = self._idle_since = time.perf_counter()
         self._load_s = 0.0
@@ -65,7 +80,9 @@ class Filling:
     @property
     def row_pass(self) -> RowPass | None:
         """The pass whose next layer runs next; None while waiting for loads and once the prefill is done."""
-        return self._step.row_pass if self.result is None and isinstance(self._step, Forward) else None
+        return (
+            self._step.row_pass if self.result is None and isinstance(self._step, Forward) else None
+        )
 
     def go_on(self) -> None:
         """Take every step that is ready, up to the next layer."""
@@ -111,7 +128,9 @@ class Filling:
     def report(self) -> FillReport:
         """Return numbers for the statistics of the request."""
         assert self.result is not None, "it is not done"
-        segments = [segment.as_dict() for segment in segment_reports(self.plan, self._resolved.tiers)]
+        segments = [
+            segment.as_dict() for segment in segment_reports(self.plan, self._resolved.tiers)
+        ]
         report: FillReport = {
             "segments": segments,
             "row_layers": self.result.row_layers,

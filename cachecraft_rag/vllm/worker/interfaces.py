@@ -80,7 +80,9 @@ class DecoderLayer(Protocol):
 
     self_attn: SelfAttention
 
-    def __call__(self, positions: Tensor, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, positions: Tensor, hidden: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return hidden states and residual."""
 
 

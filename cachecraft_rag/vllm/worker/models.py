@@ -20,7 +20,8 @@ _living: list[weakref.ReferenceType[CausalLM]] = []
 
 def model_of(vllm_config: VLLMConfig) -> CausalLM | None:
     """Return the model that was built with this config; None if another plugin has registered its architecture too."""
-    layers = vllm_config.compilation_config.static_forward_context  # by name; they belong to one model only
+    # by name; they belong to one model only
+    layers = vllm_config.compilation_config.static_forward_context
     with _lock:
         models = [model for reference in _living if (model := reference()) is not None]
     for model in reversed(models):
@@ -33,7 +34,9 @@ def model_of(vllm_config: VLLMConfig) -> CausalLM | None:
 def __getattr__(name: str) -> object:
     if name not in ARCHITECTURES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    base = getattr(importlib.import_module(f"vllm.model_executor.models.{ARCHITECTURES[name]}"), name)
+    base = getattr(
+        importlib.import_module(f"vllm.model_executor.models.{ARCHITECTURES[name]}"), name
+    )
 
     def __init__(self: CausalLM, *, vllm_config: object, prefix: str = "", **more: object) -> None:
         base.__init__(self, vllm_config=vllm_config, prefix=prefix, **more)

@@ -120,8 +120,11 @@ class TensorParallel:
         while True:
             place = torch.tensor([self._act, -self._act, int(some)])
             try:
-                torch.distributed.all_reduce(place, torch.distributed.ReduceOp.MAX, group=self._meetings)
-            except RuntimeError as error:  # how torch.distributed says that one is gone, or too late
+                torch.distributed.all_reduce(
+                    place, torch.distributed.ReduceOp.MAX, group=self._meetings
+                )
+            # how torch.distributed says that one is gone, or too late
+            except RuntimeError as error:
                 raise RanksApartError(f"the ranks lost each other: {error}") from error
             furthest = int(place[0])
             last = -int(place[1])
@@ -147,6 +150,9 @@ def ranks_of_worker() -> OneRank | TensorParallel:
     if group.world_size == 1:
         return OneRank()
     meetings = torch.distributed.new_group(
-        group.ranks, timeout=timedelta(seconds=_MEETING_S), backend="gloo", use_local_synchronization=True
+        group.ranks,
+        timeout=timedelta(seconds=_MEETING_S),
+        backend="gloo",
+        use_local_synchronization=True,
     )
     return TensorParallel(group, meetings)

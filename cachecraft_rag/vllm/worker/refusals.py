@@ -16,7 +16,9 @@ def start_up_refusal(config: VLLMConfig, kv_cache_config: KVCacheConfig) -> Refu
     if early is not None:
         return early
     if getattr(model, "use_mla", False):
-        return Refusal("its attention is latent (MLA) and does not keep keys per head", _OTHER_MODEL)
+        return Refusal(
+            "its attention is latent (MLA) and does not keep keys per head", _OTHER_MODEL
+        )
     return _of_kv_caches(kv_cache_config) or _of_ranks(config)
 
 

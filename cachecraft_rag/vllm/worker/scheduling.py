@@ -96,13 +96,17 @@ class Scheduling:
         self._block_size = block_size
         self._prefix_caching = prefix_caching
         # Threads keep a slow remote from delaying a step. Without a remote, a look-up is one query of the catalog.
-        self._threads = ThreadPoolExecutor(4, "cachecraft-look-up") if store.config.remote is not None else None
+        self._threads = (
+            ThreadPoolExecutor(4, "cachecraft-look-up") if store.config.remote is not None else None
+        )
         self._known: dict[str, Pending] = {}
         # Running requests, including those that vLLM computes itself, but not those that capture new variants.
         self._busy: set[str] = set()
-        self._short: set[str] = set()  # busy requests that have asked for blocks since the last step and got none
+        # busy requests that have asked for blocks since the last step and got none
+        self._short: set[str] = set()
         self._fills: list[Fill] = []
-        self._filled: OrderedDict[int, None] = OrderedDict()  # digests of filled prompts, the latest last
+        # digests of filled prompts, the latest last
+        self._filled: OrderedDict[int, None] = OrderedDict()
         self._capturing: frozenset[str] = frozenset()
         self._captures_wanted = False  # a request has waited for captures since the last step
         self._reports: dict[str, FillReport] = {}  # `Ask.name` → report to be sent to the front end
@@ -147,7 +151,9 @@ class Scheduling:
             return None
         captures = known.ask.config.capture or known.ask.captures is not None
         if not captures and not any(lookup.variants.values()):
-            known.refused = known.refused or "nothing of it is stored, and nothing is to be captured"
+            known.refused = (
+                known.refused or "nothing of it is stored, and nothing is to be captured"
+            )
             return 0
         if is_cached:  # vLLM's own prefix cache has the chunks
             if known.cached is None:
@@ -168,7 +174,16 @@ class Scheduling:
         last = int(request.num_prompt_tokens) - 1
         lookup, scores = known.looked.result()
         self._fills.append(
-            Fill(request.request_id, known.ask, lookup, scores, last - tokens, last, blocks, known.filled)
+            Fill(
+                request.request_id,
+                known.ask,
+                lookup,
+                scores,
+                last - tokens,
+                last,
+                blocks,
+                known.filled,
+            )
         )
         known.filling = known.filled = True
         known.began = time.monotonic()
@@ -191,7 +206,11 @@ class Scheduling:
         self._short = set()
         if not short:
             return []
-        return [name for name, known in self._known.items() if known.filling and known.ask and known.ask.waits]
+        return [
+            name
+            for name, known in self._known.items()
+            if known.filling and known.ask and known.ask.waits
+        ]
 
     def take_fills(self) -> list[Fill]:
         """Return the fills that the workers begin in this step."""
@@ -305,11 +324,15 @@ class Scheduling:
             expected = known.lacks
         else:
             expected = captured + [
-                variant for variant in known.lacks if variant not in captured and _announced(variant, ask, others)
+                variant
+                for variant in known.lacks
+                if variant not in captured and _announced(variant, ask, others)
             ]
         if expected:
             if known.until is None:
-                lengths = {segment.segment_id: len(segment.token_ids) for segment in ask.prompt.segments}
+                lengths = {
+                    segment.segment_id: len(segment.token_ids) for segment in ask.prompt.segments
+                }
                 rows = sum(lengths[variant.segment_id] for variant in expected)
                 longest_wait = _WAIT_S if self._row_s is None else 2.0 * rows * self._row_s
                 known.until = time.monotonic() + longest_wait
@@ -334,7 +357,10 @@ class Scheduling:
         if not ask.config.reuse:
             return LookupResult({}), {}
         segments = [segment for segment in ask.prompt.segments if segment.kind != "question"]
-        tokens = {segment.segment_id: (len(segment.token_ids), segment.tokens_digest) for segment in segments}
+        tokens = {
+            segment.segment_id: (len(segment.token_ids), segment.tokens_digest)
+            for segment in segments
+        }
         lookup = self._store.find(
             self._settings.namespace,
             self._identity.fingerprint,
@@ -344,7 +370,9 @@ class Scheduling:
         )
         if ask.idle:
             lookup = exact_only(lookup)
-        variant_ids = [variant.variant_id for variants in lookup.variants.values() for variant in variants]
+        variant_ids = [
+            variant.variant_id for variants in lookup.variants.values() for variant in variants
+        ]
         return lookup, self._store.token_scores(variant_ids)
 
 

@@ -40,7 +40,9 @@ class WorkerStack:
         self._layers = list(model.model.layers)
         reason = _unsupported_reason(self._layers)
         if reason is not None:
-            raise UnsupportedModelError(f"{type(model).__name__} cannot be served from chunk-caches: {reason}.")
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot be served from chunk-caches: {reason}."
+            )
         attention = self._layers[0].self_attn
         self._rotary = attention.rotary_emb
         parameter = next(model.parameters())
@@ -79,19 +81,25 @@ class WorkerStack:
         cos, sin = self._rotary.cos_sin_cache[positions].to(self.dtype).chunk(2, dim=-1)
         return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
-    def layer(self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass) -> Tensor:
+    def layer(
+        self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass
+    ) -> Tensor:
         """See `Stack.layer`."""
         layer = self._layers[index]
         with self._taken_apart(layer.self_attn.attn, index, layer_pass):
             return torch.stack(layer(positions, hidden[0], hidden[1]))
 
     @contextmanager
-    def _taken_apart(self, attention: Attention, index: int, layer_pass: LayerPass) -> Iterator[None]:
+    def _taken_apart(
+        self, attention: Attention, index: int, layer_pass: LayerPass
+    ) -> Iterator[None]:
         width = attention.head_size
         settings = _settings(attention)
         raised: list[Exception] = []
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, *_unused: object, **_named: object) -> Tensor:
+        def attend(
+            query: Tensor, key: Tensor, value: Tensor, *_unused: object, **_named: object
+        ) -> Tensor:
             q, k, v = (states.reshape(states.shape[0], -1, width) for states in (query, key, value))
             try:
                 return layer_pass.attend(index, q, k, v, settings).reshape(query.shape[0], -1)
@@ -132,18 +140,25 @@ def _settings(attention: Attention) -> AttentionSettings:
 
 def _unsupported_reason(layers: Sequence[object]) -> str | None:
     attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
-    if any(not hasattr(attention, name) for attention in attentions for name in ("rotary_emb", "attn")):
+    if any(
+        not hasattr(attention, name) for attention in attentions for name in ("rotary_emb", "attn")
+    ):
         return "its layers are not laid out like Llama's, or another rank holds some of them"
     rotary = attentions[0].rotary_emb
     if any(attention.rotary_emb is not rotary for attention in attentions):
         return "its layers have rotary embeddings of their own"
     if not getattr(rotary, "is_neox_style", False) or not hasattr(rotary, "cos_sin_cache"):
-        return "its rotary embedding pairs other dimensions than Llama's, or has no table of positions"
+        return (
+            "its rotary embedding pairs other dimensions than Llama's, or has no table of positions"
+        )
     for kernel in (attention.attn for attention in attentions):
         impl = kernel.impl
         if not hasattr(impl, "do_kv_cache_update"):
             return f"the attention backend {type(impl).__name__} writes keys and values together with its forward"
-        if getattr(impl, "alibi_slopes", None) is not None or getattr(impl, "sinks", None) is not None:
+        if (
+            getattr(impl, "alibi_slopes", None) is not None
+            or getattr(impl, "sinks", None) is not None
+        ):
             return "its attention has ALiBi or sinks"
         if getattr(kernel, "kv_sharing_target_layer_name", None) is not None:
             return "some layers use the keys and values of others"

@@ -37,7 +37,8 @@ logger = logging.getLogger("cachecraft_rag.vllm")
 # milliseconds, and a request that arrives during a step waits for its end.
 _SLICE_S = 0.05  # while vLLM's own requests wait for the step
 _SLICE_ALONE_S = 0.25  # while vLLM has nothing to compute
-_RESTS = 4  # while requests run, the thread that describes captures pauses this many times as long as it worked
+# while requests run, the thread that describes captures pauses this many times as long as it worked
+_RESTS = 4
 
 
 class Workers:
@@ -48,7 +49,12 @@ class Workers:
     """
 
     def __init__(
-        self, stack: WorkerStack, store: ChunkCacheStore, settings: ConnectorSettings, *, block_size: int
+        self,
+        stack: WorkerStack,
+        store: ChunkCacheStore,
+        settings: ConnectorSettings,
+        *,
+        block_size: int,
     ) -> None:
         self._stack = stack
         self._store = store
@@ -70,7 +76,8 @@ class Workers:
             start=self._describe,
         )
         self._fillings: dict[str, Filling] = {}  # by request, in order of arrival
-        self._storing: dict[str, frozenset[str]] = {}  # filled requests → segments that must be stored before they end
+        # filled requests → segments that must be stored before they end
+        self._storing: dict[str, frozenset[str]] = {}
         self._done: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._broken = ""  # reason why no blocks can be filled any more
@@ -97,8 +104,11 @@ class Workers:
         new = {fill.request_id: fill for fill in fills}
         if not self._broken:
             try:
-                self._step(new, gone, rows, _SLICE_ALONE_S if alone and not idle else _SLICE_S, idle)
-            except Exception as error:  # no single request caused it, so all of them are left to vLLM
+                self._step(
+                    new, gone, rows, _SLICE_ALONE_S if alone and not idle else _SLICE_S, idle
+                )
+            # no single request caused it, so all of them are left to vLLM
+            except Exception as error:
                 logger.exception("A step has failed")
                 # Several ranks may have stopped at different places and cannot continue together. A single rank can.
                 self._broken = f"the ranks are apart: {error}" if self._ranks.size > 1 else ""
@@ -112,15 +122,22 @@ class Workers:
         else:
             self._hurry.clear()
 
-    def _step(self, new: Mapping[str, Fill], gone: Iterable[str], rows: int, slice_s: float, idle: bool) -> None:
+    def _step(
+        self, new: Mapping[str, Fill], gone: Iterable[str], rows: int, slice_s: float, idle: bool
+    ) -> None:
         for name in gone:
             self._drop(name)
         self._round([([fill], partial(self._begin, fill)) for fill in new.values()])
-        for name in [name for name, ids in self._storing.items() if not self._write_back.pending(ids)]:
+        for name in [
+            name for name, ids in self._storing.items() if not self._write_back.pending(ids)
+        ]:
             del self._storing[name]
             self._done.add(name)
         self._round(
-            [([filling.fill], partial(self._take, filling, filling.go_on)) for filling in self._fillings.values()]
+            [
+                ([filling.fill], partial(self._take, filling, filling.go_on))
+                for filling in self._fillings.values()
+            ]
         )
         budget = rows * self._stack.layout.layers
         deadline = time.perf_counter() + slice_s
@@ -217,8 +234,12 @@ class Workers:
             except AnotherRankFailedError:
                 failed |= {fill.request_id: "" for fill in fills}
             except Exception as error:  # see above
-                logger.exception("Requests %s failed on this rank", [fill.request_id for fill in fills])
-                failed |= {fill.request_id: f"a mistake while it was filled: {error!r}" for fill in fills}
+                logger.exception(
+                    "Requests %s failed on this rank", [fill.request_id for fill in fills]
+                )
+                failed |= {
+                    fill.request_id: f"a mistake while it was filled: {error!r}" for fill in fills
+                }
         everywhere = self._ranks.settle(failed)
         for fill in {fill.request_id: fill for fills, _ in acts for fill in fills}.values():
             if fill.request_id in everywhere:
@@ -239,7 +260,11 @@ class Workers:
     def _leave_all(self, new: Mapping[str, Fill], reason: str) -> None:
         self._done |= self._storing.keys()  # they are filled
         self._storing.clear()
-        running = [filling.fill for filling in self._fillings.values() if filling.fill.request_id not in new]
+        running = [
+            filling.fill
+            for filling in self._fillings.values()
+            if filling.fill.request_id not in new
+        ]
         for fill in [*new.values(), *running]:
             if fill.request_id not in self._done:
                 self._leave(fill, reason)
@@ -247,7 +272,8 @@ class Workers:
     def _give_up(self, filling: Filling) -> None:
         try:
             filling.give_up()
-        except Exception:  # no request waits for it, and if one rank raised, it would lose step with the others
+        # no request waits for it, and if one rank raised, it would lose step with the others
+        except Exception:
             logger.exception("Giving up request %s failed", filling.fill.request_id)
 
     def _begin(self, fill: Fill) -> None:
@@ -283,7 +309,9 @@ class Workers:
             for filling in self._fillings.values()
             if filling.row_pass is not None and (idle or not filling.fill.ask.waits)
         }
-        return [filling for filling, layer in layers.items() if layer == next(iter(layers.values()))]
+        return [
+            filling for filling, layer in layers.items() if layer == next(iter(layers.values()))
+        ]
 
     def _run_layer(self, group: list[Filling]) -> int:
         """Run one layer of these fillings as one forward pass; return the number of rows."""
@@ -296,8 +324,11 @@ class Workers:
             with self._turn():
                 advance(self._stack, passes)
 
-        fills = [filling.fill for filling in group]  # if the forward pass fails, any of them may be the cause
-        ends = [([filling.fill], partial(self._take, filling, filling.end_layer)) for filling in group]
+        # if the forward pass fails, any of them may be the cause
+        fills = [filling.fill for filling in group]
+        ends = [
+            ([filling.fill], partial(self._take, filling, filling.end_layer)) for filling in group
+        ]
         self._round([(fills, run), *ends])
         return rows
 
@@ -306,13 +337,19 @@ class Workers:
         result = filling.end()
         positions = torch.arange(fill.first, fill.last, device=self._stack.device)
         blocks = torch.tensor(fill.blocks, device=self._stack.device)
-        slots = blocks[positions // self._block_size] * self._block_size + positions % self._block_size
+        slots = (
+            blocks[positions // self._block_size] * self._block_size + positions % self._block_size
+        )
         self._stack.write_blocks(result.buffer.kv, slots, fill.first)
         captured = self._capture(filling, result)
         if self.first_rank and not fill.again and not fill.ask.idle:
             for planned in filling.plan.segments:
                 if planned.variant is not None:
-                    self._store.used(planned.variant.variant_id, cfo=planned.cfo or 0.0, tokens=planned.variant.tokens)
+                    self._store.used(
+                        planned.variant.variant_id,
+                        cfo=planned.cfo or 0.0,
+                        tokens=planned.variant.tokens,
+                    )
         self._reports[fill.request_id] = filling.report()
         del self._fillings[fill.request_id]
         if fill.ask.when_stored:
@@ -340,10 +377,17 @@ class Workers:
         segments = ask.prompt.segments
         shares = exact_shares(filling.plan, [len(segment.token_ids) for segment in segments])
         extra_variants = {
-            capture.segment for capture in recorder.captures if ask.idle and capture.segment not in ask.first
+            capture.segment
+            for capture in recorder.captures
+            if ask.idle and capture.segment not in ask.first
         }
         context = CaptureContext(
-            segments, ask.prompt.bounds, shares, ask.session, primed=ask.primed, extra_variants=extra_variants
+            segments,
+            ask.prompt.bounds,
+            shares,
+            ask.session,
+            primed=ask.primed,
+            extra_variants=extra_variants,
         )
         self._write_back.submit(recorder, keys, context)
         return frozenset(segments[capture.segment].segment_id for capture in recorder.captures)

@@ -80,7 +80,9 @@ class Machine:
         speed.stepped(self.fixed_s / 2)
         for positions in (np.arange(self.prompt), np.arange(self.tokens, self.prompt)):
             whole = len(positions) == self.prompt
-            speed.measured(speed.rows(positions), self.pass_s(positions), kind="whole" if whole else "last")
+            speed.measured(
+                speed.rows(positions), self.pass_s(positions), kind="whole" if whole else "last"
+            )
         return speed
 
     def took(self, decoder: Decoder, *, known: bool) -> float:
@@ -97,7 +99,9 @@ class Machine:
                 close=lambda: None,
             )
             pieces = range(0, chunk, 64)
-            extents += [Extent(cast(StoredVariant, stored), start, first, first + 64) for first in pieces]
+            extents += [
+                Extent(cast(StoredVariant, stored), start, first, first + 64) for first in pieces
+            ]
         loads = PendingLoads(LAYERS, extents, Meter(self.bytes_per_s if known else None))
         job = PrefillJob([1] * self.prompt, Rows.of(bounds, new=range(self.tokens, self.prompt)))
         for _ in range(2):
@@ -115,7 +119,11 @@ class Machine:
         """A reader begins its next read."""
         if (job := loads._next()) is None:
             return
-        nbytes = job.extents[0].stored.token_bytes * (job.extents[-1].last - job.extents[0].first) / LAYERS
+        nbytes = (
+            job.extents[0].stored.token_bytes
+            * (job.extents[-1].last - job.extents[0].first)
+            / LAYERS
+        )
 
         def ended() -> None:
             loads.meter.end(nbytes, came=True)
@@ -130,7 +138,9 @@ class Machine:
             ended()
             return
         self.due = max(self.due, self.now) + min(left, PIECE) / self.bytes_per_s
-        heapq.heappush(self.events, (self.due, len(self.events), lambda: self.piece(left - PIECE, ended)))
+        heapq.heappush(
+            self.events, (self.due, len(self.events), lambda: self.piece(left - PIECE, ended))
+        )
 
     def until(self, moment: float, ready: Callable[[], bool] = lambda: False) -> bool:
         while not (came := ready()) and self.events and self.events[0][0] <= moment:
@@ -140,7 +150,9 @@ class Machine:
         return came
 
     def waited(self, step: Wait) -> bool:
-        return self.until(self.now + (1e9 if step.timeout_s is None else step.timeout_s), step.ready)
+        return self.until(
+            self.now + (1e9 if step.timeout_s is None else step.timeout_s), step.ready
+        )
 
     def computed(self, step: Forward) -> None:
         self.until(self.now + self.pass_s(step.row_pass.positions) / LAYERS)
@@ -149,7 +161,9 @@ class Machine:
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "new disk"])
 @pytest.mark.parametrize("tokens", [512, 1024, 2048, 4096])
-@pytest.mark.parametrize(("fixed_s", "row_s", "token_bytes"), [(0.035, 0.62e-3, 23040), (0.065, 1.18e-3, 46080)])
+@pytest.mark.parametrize(
+    ("fixed_s", "row_s", "token_bytes"), [(0.035, 0.62e-3, 23040), (0.065, 1.18e-3, 46080)]
+)
 def test_both_ends_are_never_slower_than_the_better_one_and_mostly_near_the_best_split(
     tiny_decoder: Callable[..., Decoder],
     monkeypatch: pytest.MonkeyPatch,
@@ -159,13 +173,20 @@ def test_both_ends_are_never_slower_than_the_better_one_and_mostly_near_the_best
     tokens: int,
     known: bool,
 ) -> None:
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    small = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
     decoder = tiny_decoder("Llama", num_hidden_layers=LAYERS, max_position_embeddings=8192, **small)
     slowdowns = []
     for times in (0.05, 0.125, 0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0, 8.0, 16.0):
         machine = Machine(tokens, times, fixed_s, row_s, token_bytes)
         for module in (overlapped, pending, rate):
-            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda one=machine: one.now))
+            monkeypatch.setattr(
+                module, "time", SimpleNamespace(perf_counter=lambda one=machine: one.now)
+            )
         took = machine.took(decoder, known=known)
         assert took <= 1.03 * min(machine.full_s, machine.load_s + machine.question_s), times
         slowdowns.append(took / machine.best_split_s)

@@ -37,7 +37,9 @@ def ends_of(
     )
 
 
-def test_a_front_is_computed_in_pieces_of_half_its_share_and_the_rest_goes_with_the_last_pass() -> None:
+def test_a_front_is_computed_in_pieces_of_half_its_share_and_the_rest_goes_with_the_last_pass() -> (
+    None
+):
     ends = ends_of(1.0)
     assert ends.share() == pytest.approx((TOKENS - QUESTION - 30) / 2)  # both ends take as long
     assert ends.next_piece() == (ends.share() / 2, False)
@@ -45,13 +47,17 @@ def test_a_front_is_computed_in_pieces_of_half_its_share_and_the_rest_goes_with_
     assert few.next_piece() == (pytest.approx((500 - QUESTION - 30) / 2), True)
 
 
-def test_until_the_rate_is_settled_a_front_goes_ahead_that_pays_with_loading_twice_as_fast() -> None:
+def test_until_the_rate_is_settled_a_front_goes_ahead_that_pays_with_loading_twice_as_fast() -> (
+    None
+):
     first_reads = ends_of(1.0, is_settled=False)
     assert first_reads.next_piece() == (replace(first_reads, bytes_per_s=2000.0).share(), False)
     assert replace(first_reads, is_settled=True).next_piece() == (first_reads.share() / 2, False)
 
 
-def test_the_first_tokens_of_a_long_prompt_attend_to_less_and_so_more_of_them_are_computed() -> None:
+def test_the_first_tokens_of_a_long_prompt_attend_to_less_and_so_more_of_them_are_computed() -> (
+    None
+):
     speed = ComputeSpeed(keys_per_row=3000.0)
     speed.measured(1000.0, 1.0, kind="piece")
     ends = replace(ends_of(1.0), speed=speed, rows=0.0, bytes_left=3 * TOKENS, bytes_per_s=3000.0)
@@ -89,8 +95,10 @@ def test_what_is_computed_in_any_case_costs_a_front_nothing_more() -> None:
     """Every second token of the chunks is recomputed."""
     ends = replace(ends_of(1.0, fixed_s=0.0), own_positions=range(0, TOKENS, 2), rows=TOKENS / 2)
     share = ends.share()
-    assert TOKENS / 2 + share / 2 == pytest.approx(TOKENS - share)  # both ends take as long, in milliseconds
-    assert replace(ends, bytes_per_s=250.0).next_piece() == (TOKENS, True)  # one pass over TOKENS rows, and no more
+    # both ends take as long, in milliseconds
+    assert TOKENS / 2 + share / 2 == pytest.approx(TOKENS - share)
+    # one pass over TOKENS rows, and no more
+    assert replace(ends, bytes_per_s=250.0).next_piece() == (TOKENS, True)
 
 
 def test_where_loading_is_quick_no_front_is_computed() -> None:
@@ -114,7 +122,8 @@ def test_before_anything_has_come_the_rate_is_at_most_what_was_asked_for() -> No
     slow = replace(ends_of(0.4, is_settled=False), has_loaded=False)
     assert slow.next_piece() == (slow.share(), False)
     slower = replace(slow, bytes_per_s=200.0, tokens=TOKENS)
-    assert slower.next_piece() == (TOKENS, True)  # at half of it a front would hardly be sooner than one pass
+    # at half of it a front would hardly be sooner than one pass
+    assert slower.next_piece() == (TOKENS, True)
     assert replace(slower, has_loaded=True).next_piece()[1] is False
     assert ends_of(0.0, is_settled=False).next_piece() == (64, False)
 
@@ -124,11 +133,14 @@ def test_a_front_ends_with_an_extent_because_what_is_left_of_one_is_loaded_as_a_
     share = ends.share()
     assert share == pytest.approx((4 * TOKENS - QUESTION - 30) / 5)
     near = [round(share) - 40, round(share) + 60]
-    assert replace(ends, extent_ends=[*near, TOKENS]).share() == near[1]  # loading 40 tokens takes longer
+    # loading 40 tokens takes longer
+    assert replace(ends, extent_ends=[*near, TOKENS]).share() == near[1]
     assert replace(ends, extent_ends=[near[0], round(share) + 200, TOKENS]).share() == near[0]
 
 
-def test_half_a_front_ends_with_an_extent_too_and_one_large_extent_is_computed_whole_or_not_at_all() -> None:
+def test_half_a_front_ends_with_an_extent_too_and_one_large_extent_is_computed_whole_or_not_at_all() -> (
+    None
+):
     ends = ends_of(1.0)
     half = round(ends.share() / 2)
     borders = [half + 20, round(ends.share()) + 5, TOKENS]
@@ -142,7 +154,9 @@ def test_while_readers_have_not_begun_half_of_what_is_left_is_computed_at_a_time
 
 
 def test_what_came_just_now_asks_for_nothing_more() -> None:
-    ends = replace(ends_of(1.0), waiting=range(2), bytes_left=0.0, own_positions=range(4), extent_ends=[2])
+    ends = replace(
+        ends_of(1.0), waiting=range(2), bytes_left=0.0, own_positions=range(4), extent_ends=[2]
+    )
     assert ends.share() == 0.0
     assert ends.next_piece()[1]
 
@@ -164,7 +178,9 @@ def test_the_last_pass_waits_for_readers_that_would_take_its_cores() -> None:
     assert not replace(ends_of(6.0, busy_cores=1.0), waiting=(), bytes_left=0.0).load_first()
 
 
-def test_on_a_machine_of_which_nothing_is_known_a_little_is_computed_unless_all_comes_soon() -> None:
+def test_on_a_machine_of_which_nothing_is_known_a_little_is_computed_unless_all_comes_soon() -> (
+    None
+):
     ends = replace(ends_of(1.0), speed=ComputeSpeed(keys_per_row=1e12))
     assert ends.next_piece() == (64, False)
     assert replace(ends, bytes_per_s=1e6).next_piece() == (0.0, True)
@@ -179,7 +195,9 @@ def overlapped_s(tokens: int, *, row_s: float, fixed_s: float, load_token_s: flo
         back = max(front, tokens - int(now / load_token_s))
         waiting = range(front, back)
         left = len(waiting) * 1.0
-        count, last = LoadSplit(waiting, left, 1.0 / load_token_s, True, QUESTION, speed).next_piece()
+        count, last = LoadSplit(
+            waiting, left, 1.0 / load_token_s, True, QUESTION, speed
+        ).next_piece()
         front += round(count)
         passed = fixed_s + (round(count) + QUESTION * last) * row_s
         if last:

@@ -35,7 +35,8 @@ def test_a_pass_of_few_rows_tells_the_fixed_part_and_nothing_of_a_row() -> None:
 def test_a_whole_prompts_rows_are_told_apart_from_those_of_pieces() -> None:
     speed = ComputeSpeed(keys_per_row=1000.0)
     speed.measured(100.0, 0.2, kind="whole")
-    assert speed.seconds(100.0) == speed.whole_s(100.0) == pytest.approx(0.2)  # nothing else is known yet
+    # nothing else is known yet
+    assert speed.seconds(100.0) == speed.whole_s(100.0) == pytest.approx(0.2)
     for _ in range(20):
         speed.measured(100.0, 0.3, kind="piece")
     assert speed.whole_s(100.0) == pytest.approx(0.2)

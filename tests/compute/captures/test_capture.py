@@ -30,7 +30,9 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def described(output: PrefillResult, *, bounds: Sequence[int] = BOUNDS) -> dict[int, AttentionStatistics]:
+def described(
+    output: PrefillResult, *, bounds: Sequence[int] = BOUNDS
+) -> dict[int, AttentionStatistics]:
     """Segment index → statistics of its capture."""
     found = {}
     for capture in output.recorder.captures:
@@ -55,14 +57,19 @@ def test_statistics_are_sums_over_the_models_own_attention(
     family: str, settings: dict[str, Any], tiny_decoder: MakeDecoder
 ) -> None:
     decoder = tiny_decoder(family, **settings)
-    output = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[0, 1, 2, 3]))
+    output = prefill(
+        decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[0, 1, 2, 3])
+    )
     weights = own_attention(decoder, IDS)
     np.fill_diagonal(weights, 0.0)  # eq. 4 counts earlier tokens
     found = described(output)
     for segment in (0, 1, 2, 3):
         rows = weights[BOUNDS[segment] : BOUNDS[segment + 1]]
         towards = [rows[:, BOUNDS[i] : BOUNDS[i + 1]] for i in range(segment + 1)]
-        assert found[segment].inter == pytest.approx([part.sum() for part in towards[:-1]], abs=1e-4)  # eq. 3
+        # eq. 3
+        assert found[segment].inter == pytest.approx(
+            [part.sum() for part in towards[:-1]], abs=1e-4
+        )
         assert found[segment].intra == pytest.approx(towards[-1].sum(), abs=1e-4)  # eq. 4
         scores, prior = found[segment].token_scores.inter, towards[1:-1]
         if segment < 2:
@@ -81,13 +88,17 @@ def test_statistics_are_sums_over_the_models_own_attention(
 
 
 def test_the_system_segment_has_nothing_before_it(tiny_decoder: MakeDecoder) -> None:
-    output = prefill(tiny_decoder("Llama"), PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[0]))
+    output = prefill(
+        tiny_decoder("Llama"), PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[0])
+    )
     found = described(output)[0]
     assert (found.inter, found.token_scores.inter, found.cci) == ((), None, 0.5)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
-def test_stored_keys_are_raw_and_values_are_the_models(family: str, tiny_decoder: MakeDecoder) -> None:
+def test_stored_keys_are_raw_and_values_are_the_models(
+    family: str, tiny_decoder: MakeDecoder
+) -> None:
     decoder = tiny_decoder(family)
     output = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[2]))
     (capture,) = output.recorder.captures
@@ -117,7 +128,9 @@ def test_captures_among_reused_chunks_are_the_rows_of_that_pass(tiny_decoder: Ma
         assert torch.equal(capture.kv[:, 1], merged[:, 1])
         cos, sin = decoder.rope(torch.arange(capture.start, capture.stop))
         for layer in range(decoder.layout.layers):
-            assert torch.allclose(rotate(capture.kv[layer, 0], cos, sin), merged[layer, 0], atol=1e-6)
+            assert torch.allclose(
+                rotate(capture.kv[layer, 0], cos, sin), merged[layer, 0], atol=1e-6
+            )
         same = torch.allclose(capture.kv, exact.kv, atol=1e-4)
         assert same == (capture.segment == 0)
     found = described(mixed)
@@ -128,7 +141,9 @@ def test_captures_among_reused_chunks_are_the_rows_of_that_pass(tiny_decoder: Ma
 
 def test_statistics_do_not_depend_on_the_default_dtype(tiny_decoder: MakeDecoder) -> None:
     # transformers changes the process's default while it loads a model, and captures are described in another thread.
-    output = prefill(tiny_decoder("Llama"), PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[2]))
+    output = prefill(
+        tiny_decoder("Llama"), PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[2])
+    )
     wanted = described(output)[2]
     torch.set_default_dtype(torch.bfloat16)
     try:

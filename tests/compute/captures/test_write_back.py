@@ -60,13 +60,17 @@ def background(decoder: Decoder) -> Background:
     return Background(decoder)
 
 
-def queue_of(store: ChunkCacheStore, decoder: Decoder, background: Background, **settings: Any) -> WriteBackQueue:
+def queue_of(
+    store: ChunkCacheStore, decoder: Decoder, background: Background, **settings: Any
+) -> WriteBackQueue:
     given = {"namespace": "default", "fingerprint": decoder.fingerprint, "layout": decoder.layout}
     return WriteBackQueue(store, start=background.start, **(given | settings))
 
 
 @pytest.fixture
-def queue(store: ChunkCacheStore, decoder: Decoder, background: Background) -> Iterator[WriteBackQueue]:
+def queue(
+    store: ChunkCacheStore, decoder: Decoder, background: Background
+) -> Iterator[WriteBackQueue]:
     made = queue_of(store, decoder, background)
     yield made
     made.close()
@@ -81,7 +85,9 @@ def context(segments: tuple[Segment, ...] = SEGMENTS, session: str | None = None
     return CaptureContext(segments, BOUNDS, [1.0, 1.0, 0.5, 0.5], session)
 
 
-def stored(store: ChunkCacheStore, decoder: Decoder, session: str | None = None) -> dict[str, list[Any]]:
+def stored(
+    store: ChunkCacheStore, decoder: Decoder, session: str | None = None
+) -> dict[str, list[Any]]:
     return store.lookup("default", decoder.fingerprint, NAMES, session=session)
 
 
@@ -101,13 +107,16 @@ def test_captures_arrive_with_their_identity_numbers_and_tensors(
     second = scores[found["second"].variant_id].inter
     assert second is not None
     assert second.shape == (found["second"].tokens,)
-    assert second.sum() == pytest.approx(sum(found["second"].inter[1:]), rel=1e-4)  # eq. 14 adds up to eq. 3
+    # eq. 14 adds up to eq. 3
+    assert second.sum() == pytest.approx(sum(found["second"].inter[1:]), rel=1e-4)
     for capture, name in zip(output.recorder.captures, NAMES, strict=True):
         loaded: Any = store.load(found[name])
         assert torch.equal(loaded.kv, capture.kv)
 
 
-@pytest.mark.parametrize(("private", "kept"), [(0, []), (1, ["the system"]), (2, ["the system", "first"])])
+@pytest.mark.parametrize(
+    ("private", "kept"), [(0, []), (1, ["the system"]), (2, ["the system", "first"])]
+)
 def test_what_private_text_stands_in_or_before_goes_to_its_session_or_nowhere(
     private: int,
     kept: list[str],
@@ -125,7 +134,9 @@ def test_what_private_text_stands_in_or_before_goes_to_its_session_or_nowhere(
     assert [name for name, variants in stored(store, decoder).items() if variants] == kept
     queue.submit(output.recorder, output.buffer.kv[:, 0], context(segments, session="ada"))
     queue.wait_for(NAMES)
-    assert [name for name, variants in stored(store, decoder, session="bob").items() if variants] == kept
+    assert [
+        name for name, variants in stored(store, decoder, session="bob").items() if variants
+    ] == kept
     assert all(stored(store, decoder, session="ada").values())
 
 
@@ -141,7 +152,11 @@ def test_submitting_does_not_wait_and_describing_takes_the_lock(
 
 
 def test_a_capture_that_fails_is_logged_and_nobody_waits_for_it_forever(
-    queue: WriteBackQueue, store: ChunkCacheStore, decoder: Decoder, output: PrefillResult, caplog: Any
+    queue: WriteBackQueue,
+    store: ChunkCacheStore,
+    decoder: Decoder,
+    output: PrefillResult,
+    caplog: Any,
 ) -> None:
     queue.submit(output.recorder, output.buffer.kv[:2, 0], context())  # two of four layers
     waiting = threading.Thread(target=queue.wait_for, args=(NAMES,))
@@ -151,7 +166,8 @@ def test_a_capture_that_fails_is_logged_and_nobody_waits_for_it_forever(
     assert store.stats().variants == 0
     failures: list[Any] = []
     until = time.monotonic() + 60
-    while len(failures) < 3 and time.monotonic() < until:  # a future wakes its waiters before it is logged
+    # a future wakes its waiters before it is logged
+    while len(failures) < 3 and time.monotonic() < until:
         failures = [record for record in caplog.records if record.levelname == "ERROR"]
     assert len(failures) == 3
     assert all(record.exc_info is not None for record in failures)
@@ -163,7 +179,10 @@ def test_a_capture_that_fails_is_logged_and_nobody_waits_for_it_forever(
 def test_a_store_that_is_closed_or_full_drops_captures_with_a_reason(
     decoder: Decoder, output: PrefillResult, tmp_path: Path, caplog: Any
 ) -> None:
-    for disk_bytes, reason in ((1 << 30, "the store is closed"), (10, "larger than the whole byte budget")):
+    for disk_bytes, reason in (
+        (1 << 30, "the store is closed"),
+        (10, "larger than the whole byte budget"),
+    ):
         store = ChunkCacheStore.open(tmp_path / str(disk_bytes), disk_bytes=disk_bytes)
         queue = queue_of(store, decoder, Background(decoder))
         if reason == "the store is closed":
@@ -192,7 +211,9 @@ def test_waiting_for_a_chunk_without_a_capture_under_way_returns_at_once(
 ) -> None:
     with background.lock:  # nothing can be described meanwhile
         queue.submit(output.recorder, output.buffer.kv[:, 0], context())
-        waiting = threading.Thread(target=lambda: [queue.wait_for(["nothing", "of", "the kind"]), queue.wait_for([])])
+        waiting = threading.Thread(
+            target=lambda: [queue.wait_for(["nothing", "of", "the kind"]), queue.wait_for([])]
+        )
         waiting.start()
         waiting.join(60)
         assert not waiting.is_alive()

@@ -44,10 +44,17 @@ class Layer:
         return torch.stack((rotate(raw[0], self.cos, self.sin), raw[1]))
 
     def drift(self, stale: list[StaleChunk], *, strength: float = 1.0) -> DriftCorrection:
-        return DriftCorrection(stale, strength=strength, rotary=RotaryTables([0], [(self.cos, self.sin)]))
+        return DriftCorrection(
+            stale, strength=strength, rotary=RotaryTables([0], [(self.cos, self.sin)])
+        )
 
     def corrected(
-        self, rows: list[int], *, strength: float = 1.0, reason: RowReason = RowReason.RECOMPUTED, segment: int = 1
+        self,
+        rows: list[int],
+        *,
+        strength: float = 1.0,
+        reason: RowReason = RowReason.RECOMPUTED,
+        segment: int = 1,
     ) -> Tensor:
         """The layer after the correction, when these rows of a segment run for this reason."""
         drift = self.drift([StaleChunk(segment, [SPAN])], strength=strength)
@@ -58,7 +65,9 @@ class Layer:
 
 
 @pytest.mark.parametrize("stretch", [1.0, 1.3])  # some rope scalings stretch what they rotate
-def test_a_change_that_all_tokens_share_is_found_at_every_position(decoder: Decoder, stretch: float) -> None:
+def test_a_change_that_all_tokens_share_is_found_at_every_position(
+    decoder: Decoder, stretch: float
+) -> None:
     layer = Layer(decoder, stretch=stretch)
     merged = layer.corrected(RECOMPUTED)
     stale = [p for p in SPAN if p not in RECOMPUTED]
@@ -82,9 +91,16 @@ def test_the_rest_follows_by_the_strength(decoder: Decoder) -> None:
         (RECOMPUTED, RowReason.NEW, 1),
         (RECOMPUTED, RowReason.RECOMPUTED, 2),
     ],
-    ids=["one token", "what was stored did not come", "nothing was stored", "tokens of another chunk"],
+    ids=[
+        "one token",
+        "what was stored did not come",
+        "nothing was stored",
+        "tokens of another chunk",
+    ],
 )
-def test_what_is_no_evidence_moves_nothing(decoder: Decoder, rows: list[int], reason: RowReason, segment: int) -> None:
+def test_what_is_no_evidence_moves_nothing(
+    decoder: Decoder, rows: list[int], reason: RowReason, segment: int
+) -> None:
     layer = Layer(decoder)
     assert torch.equal(layer.corrected(rows, reason=reason, segment=segment), layer.merged)
 
@@ -112,7 +128,9 @@ def test_what_an_earlier_pass_computed_stays(decoder: Decoder) -> None:
     merged = layer.merged.clone()
     drift.correct(0, merged, layer.new[0, RECOMPUTED], layer.new[1, RECOMPUTED])
     assert torch.equal(merged[:, done], layer.merged[:, done])
-    assert torch.allclose(merged[:, done - 1 : done + 2 : 2], layer.new[:, done - 1 : done + 2 : 2], atol=1e-4)
+    assert torch.allclose(
+        merged[:, done - 1 : done + 2 : 2], layer.new[:, done - 1 : done + 2 : 2], atol=1e-4
+    )
 
 
 def test_evidence_that_does_not_come_is_none_from_then_on(decoder: Decoder) -> None:

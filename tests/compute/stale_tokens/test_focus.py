@@ -89,11 +89,15 @@ def test_what_the_question_must_not_shape_is_not_dropped(
 ) -> None:
     rows = Rows.of(BOUNDS, new=QUESTION, recomputed=[10, 20, 30, 40, 50])
     decide(set(), 0)  # nothing is focused
-    output = prefill(decoder, PrefillJob(IDS, rows, resident=caches, early_termination=ON, shared_until=40))
+    output = prefill(
+        decoder, PrefillJob(IDS, rows, resident=caches, early_termination=ON, shared_until=40)
+    )
     assert output.row_layers == 20 + 18 * 3  # the second chunk only
 
 
-def test_captures_go_on_when_other_rows_are_dropped(decoder: Decoder, caches: list[ResidentKV], decide: Decide) -> None:
+def test_captures_go_on_when_other_rows_are_dropped(
+    decoder: Decoder, caches: list[ResidentKV], decide: Decide
+) -> None:
     rows = Rows.of(BOUNDS, new=range(40, 75), recomputed=[10, 20, 30])
     decide({1}, 1)
     job = PrefillJob(IDS, rows, resident=caches[:2], captures=[2], early_termination=ON)
@@ -111,7 +115,9 @@ def question_attention(decoder: Decoder, rows: range) -> list[list[float]]:
     return [[float(one[:, 10:40].sum()), float(one[:, 40:60].sum())] for one in found]
 
 
-def test_the_monitor_sees_what_the_question_pays_to_each_chunk(decoder: Decoder, decide: Decide) -> None:
+def test_the_monitor_sees_what_the_question_pays_to_each_chunk(
+    decoder: Decoder, decide: Decide
+) -> None:
     monitor = decide({0, 1}, 99)
     output = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(75)), early_termination=ON))
     assert output.focus_layer is None
@@ -133,7 +139,9 @@ def test_a_last_token_that_the_server_computes_itself_is_no_row_and_no_key(
     rows = Rows.of(BOUNDS, new=QUESTION, recomputed=recomputed).finish([QUESTION[-1]])
     output = prefill(decoder, PrefillJob(IDS, rows, resident=caches, early_termination=ON))
     assert torch.isfinite(output.hidden).all()
-    for seen, expected in zip(monitor.seen, question_attention(decoder, QUESTION[:-1]), strict=True):
+    for seen, expected in zip(
+        monitor.seen, question_attention(decoder, QUESTION[:-1]), strict=True
+    ):
         assert seen == pytest.approx(expected, abs=1e-4)
 
 
@@ -143,4 +151,8 @@ def test_a_question_without_a_row_of_its_own_ends_nothing(
     monitor = decide({1}, 0)
     rows = Rows.of(BOUNDS, new=QUESTION, recomputed=[10, 20]).finish(QUESTION)
     output = prefill(decoder, PrefillJob(IDS, rows, resident=caches, early_termination=ON))
-    assert (monitor.seen, output.focus_layer, output.row_layers) == ([], None, 2 * decoder.layout.layers)
+    assert (monitor.seen, output.focus_layer, output.row_layers) == (
+        [],
+        None,
+        2 * decoder.layout.layers,
+    )

@@ -45,13 +45,17 @@ class Chooser:
         self.seen, self.rows = seen, rows
         plans = list(PLAN.segments)
         for index, scores in seen.items():
-            plans[index] = SegmentPlan("reused", recompute=tuple(sorted(np.argsort(-scores)[:3].tolist())))
+            plans[index] = SegmentPlan(
+                "reused", recompute=tuple(sorted(np.argsort(-scores)[:3].tolist()))
+            )
         return Plan(tuple(plans))
 
 
 def stored(decoder: Decoder) -> list[ResidentKV]:
     """System and chunks as they are in the full prompt."""
-    output = prefill(decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[0, 1, 2]))
+    output = prefill(
+        decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[0, 1, 2])
+    )
     return [ResidentKV(capture.start, capture.kv.clone()) for capture in output.recorder.captures]
 
 
@@ -81,7 +85,8 @@ def test_the_question_probe_sees_what_the_model_attends_to(decoder: Decoder) -> 
     with decoder.stock() as model, torch.inference_mode():
         model.set_attn_implementation("eager")
         attentions = model(torch.tensor([IDS]), output_attentions=True).attentions
-    expected = attentions[2][0, :, QUESTION.start :].sum(1).mean(0).numpy()  # of five layers the one in the middle
+    # of five layers the one in the middle
+    expected = attentions[2][0, :, QUESTION.start :].sum(1).mean(0).numpy()
     _, chooser = look(decoder, stored(decoder), rows_of())
     seen = np.concatenate([chooser.seen[1], chooser.seen[2]])
     assert np.allclose(seen, expected[12:92] / expected[12:92].mean(), rtol=1e-3)
@@ -103,18 +108,31 @@ def test_chunks_still_to_be_computed_are_hidden_from_the_question(
     assert np.array_equal(seen[0], seen[1])
 
 
-def test_what_was_computed_before_stays_chosen_and_what_came_otherwise_is_not(decoder: Decoder) -> None:
-    before = rows_of(new=[15, 40, 41], recomputed=[13, 14, 60]).mark([15, 40, 41], RowReason.NOT_LOADED)
+def test_what_was_computed_before_stays_chosen_and_what_came_otherwise_is_not(
+    decoder: Decoder,
+) -> None:
+    before = rows_of(new=[15, 40, 41], recomputed=[13, 14, 60]).mark(
+        [15, 40, 41], RowReason.NOT_LOADED
+    )
     before = before.finish([13, 14, 15])
     result, chooser = look(decoder, stored(decoder), before)
-    assert {i: chooser.rows.offsets(i, RowReason.RECOMPUTED).tolist() for i in (1, 2)} == {1: [1, 2], 2: [8]}
-    assert {i: chooser.rows.offsets(i, RowReason.NOT_LOADED).tolist() for i in (1, 2)} == {1: [3, 28, 29], 2: []}
+    assert {i: chooser.rows.offsets(i, RowReason.RECOMPUTED).tolist() for i in (1, 2)} == {
+        1: [1, 2],
+        2: [8],
+    }
+    assert {i: chooser.rows.offsets(i, RowReason.NOT_LOADED).tolist() for i in (1, 2)} == {
+        1: [3, 28, 29],
+        2: [],
+    }
     assert np.flatnonzero(chooser.rows.done).tolist() == [13, 14, 15]
-    assert not chooser.seen[1][[3, 28, 29]].any()  # nothing of them is stored, so nothing is to be fixed
+    # nothing of them is stored, so nothing is to be fixed
+    assert not chooser.seen[1][[3, 28, 29]].any()
     assert np.delete(chooser.seen[1], [3, 28, 29]).all()  # the question attends to all the others
     assert chooser.seen[2].all()
     chosen = [
-        BOUNDS[index] + offset for index in (1, 2) for offset in np.argsort(-chooser.seen[index])[:3].tolist()
+        BOUNDS[index] + offset
+        for index in (1, 2)
+        for offset in np.argsort(-chooser.seen[index])[:3].tolist()
     ]  # a done one stays, another one of the first choice does not
     assert recomputed_in(result.rows) == sorted({13, 14, *chosen})
     assert np.flatnonzero(result.rows.reason == RowReason.NOT_LOADED).tolist() == [15, 40, 41]
@@ -143,7 +161,8 @@ def test_rows_that_join_a_look_are_not_taken_for_the_question(
     loads = losing(PendingLoads.of_nothing(5), late, before=1, spoilt=spoilt)
     result, chooser = look(decoder, stored(decoder), rows_of(), loads=loads)
     expected = {index: plain.seen[index].copy() for index in (1, 2)}
-    expected[2][late.start - BOUNDS[2] : late.stop - BOUNDS[2]] = 0.0  # nothing of them is stored: nothing to fix
+    # nothing of them is stored: nothing to fix
+    expected[2][late.start - BOUNDS[2] : late.stop - BOUNDS[2]] = 0.0
     mean = np.concatenate(list(expected.values())).mean()
     for segment in (1, 2):
         assert np.allclose(chooser.seen[segment], expected[segment] / mean, rtol=1e-3, atol=1e-5)
@@ -154,7 +173,9 @@ def test_a_look_of_the_question_has_no_say_in_what_is_served_to_others(decoder: 
     rows = rows_of(recomputed=[14, 16, 18, 55, 57])
     chooser = Chooser()
     probe = ProbeRequest(QUESTION, chooser)
-    job = PrefillJob(IDS, rows, resident=stored(decoder), reused=(1, 2), probe=probe, shared_until=52)
+    job = PrefillJob(
+        IDS, rows, resident=stored(decoder), reused=(1, 2), probe=probe, shared_until=52
+    )
     prefill(decoder, job)
     assert list(chooser.seen) == [2]
 

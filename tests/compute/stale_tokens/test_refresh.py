@@ -28,7 +28,9 @@ def decoder(tiny_decoder: MakeDecoder) -> Decoder:
     return tiny_decoder("Llama", num_hidden_layers=5)
 
 
-def spoilt(decoder: Decoder, rows: int, *, recomputed: Sequence[int] = (60, 61), **job: object) -> PrefillResult:
+def spoilt(
+    decoder: Decoder, rows: int, *, recomputed: Sequence[int] = (60, 61), **job: object
+) -> PrefillResult:
     """A prefill over exact chunk-caches, but for the second chunk's: its keys and values are somewhat off."""
     captures = prefill(decoder, FULL).recorder.captures
     noise = torch.randn(captures[2].kv.shape, generator=torch.Generator().manual_seed(1))
@@ -42,7 +44,9 @@ def spoilt(decoder: Decoder, rows: int, *, recomputed: Sequence[int] = (60, 61),
 def steps(decoder: Decoder, result: PrefillResult, count: int) -> list[torch.Tensor]:
     """Logits of the first steps of an answer that is given."""
     return [
-        decoder.logits(extend_all(decoder, [DecodeStep(result.buffer, 7 + n, 110 + n, result.refresh)]))[0]
+        decoder.logits(
+            extend_all(decoder, [DecodeStep(result.buffer, 7 + n, 110 + n, result.refresh)])
+        )[0]
         for n in range(count)
     ]
 
@@ -96,7 +100,9 @@ def test_what_an_answer_attends_to_decides(decoder: Decoder) -> None:
     result = prefill(decoder, job)
     assert result.refresh is not None
     first = sum(attentions[layer][0, :, 109].mean(0) for layer in (2, 3, 4))[12:92]
-    assert result.refresh.begin(110)[0].tolist() == sorted((first.argsort(descending=True)[:4] + 12).tolist())
+    assert result.refresh.begin(110)[0].tolist() == sorted(
+        (first.argsort(descending=True)[:4] + 12).tolist()
+    )
 
 
 def test_steps_that_refresh_run_together_as_they_do_alone(decoder: Decoder) -> None:
@@ -110,7 +116,11 @@ def test_steps_that_refresh_run_together_as_they_do_alone(decoder: Decoder) -> N
     assert [result.refresh and result.refresh.refreshed for result in results] == [None, 9, 24]
 
 
-@pytest.mark.parametrize("job", [{"reused": []}, {"shared_until": 92}], ids=["exact", "captured for everybody"])
-def test_exact_tokens_and_those_before_shared_captures_are_never_refreshed(decoder: Decoder, job: object) -> None:
+@pytest.mark.parametrize(
+    "job", [{"reused": []}, {"shared_until": 92}], ids=["exact", "captured for everybody"]
+)
+def test_exact_tokens_and_those_before_shared_captures_are_never_refreshed(
+    decoder: Decoder, job: object
+) -> None:
     assert isinstance(job, dict)
     assert spoilt(decoder, 8, **job).refresh is None

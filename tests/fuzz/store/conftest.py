@@ -21,7 +21,10 @@ from cachecraft_rag.types import Chunk
 _WANTED = os.environ.get("TESTS_FUZZ", "")
 FULL = _WANTED == "full"  # there alone an item has a limit of time, and the process one of memory
 COUNT = 10_000 if FULL else int(_WANTED or "60")
-CHUNKS = [Chunk("Empty the kettle before you descale it. "), Chunk("The crumb tray is on the left. ")]
+CHUNKS = [
+    Chunk("Empty the kettle before you descale it. "),
+    Chunk("The crumb tray is on the left. "),
+]
 QUESTION = "How?"
 MOST_CPU_S, MOST_GROWTH = 2.0, 100 << 20
 
@@ -112,4 +115,6 @@ def fuzz(fuzz_decoder: Decoder) -> Iterator[Fuzz]:
 
 @pytest.fixture
 def fuzz_decoder(tiny_decoder: Callable[..., Decoder]) -> Decoder:
-    return tiny_decoder("Llama", num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2)
+    return tiny_decoder(
+        "Llama", num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2
+    )

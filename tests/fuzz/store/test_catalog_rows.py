@@ -24,9 +24,37 @@ from cachecraft_rag.types import KVLayout, Variant, VariantKey
 
 NAMES = CatalogRow._fields
 ODD = (
-    0, -1, 1, 2, 3, 64, 10**6, 10**10, 2**62, 2**63 - 1, -(2**63), 0.0, 0.5, 1.0, -0.5, 1e300, float("inf"), "", "raw",
-    "int8", "entropy", "x" * 1000, "../../../x", "[]", "[1]", '["a"', b"", b"\x00", b"\xff" * 16, b"\xff" * 480_000,
-)  # fmt: skip
+    0,
+    -1,
+    1,
+    2,
+    3,
+    64,
+    10**6,
+    10**10,
+    2**62,
+    2**63 - 1,
+    -(2**63),
+    0.0,
+    0.5,
+    1.0,
+    -0.5,
+    1e300,
+    float("inf"),
+    "",
+    "raw",
+    "int8",
+    "entropy",
+    "x" * 1000,
+    "../../../x",
+    "[]",
+    "[1]",
+    '["a"',
+    b"",
+    b"\x00",
+    b"\xff" * 16,
+    b"\xff" * 480_000,
+)
 SHARES = ("cci", "exact_share", "intra")  # a lie that is possible is believed
 
 
@@ -49,7 +77,10 @@ class Folder:
 
     @contextmanager
     def open(self) -> Iterator[sqlite3.Connection]:
-        with closing(sqlite3.connect(self.root / "catalog.sqlite", timeout=30)) as database, database:
+        with (
+            closing(sqlite3.connect(self.root / "catalog.sqlite", timeout=30)) as database,
+            database,
+        ):
             yield database
 
     def restore(self) -> None:
@@ -58,7 +89,9 @@ class Folder:
             for name, (columns, rows) in self._tables.items():
                 database.execute(f"DELETE FROM {name}")  # `totals` comes last: triggers change it
                 for row in rows:
-                    database.execute(f"INSERT INTO {name} ({columns}) VALUES ({','.join('?' * len(row))})", row)
+                    database.execute(
+                        f"INSERT INTO {name} ({columns}) VALUES ({','.join('?' * len(row))})", row
+                    )
         for path in self._kept.rglob("*.safetensors"):
             place = self.root / "variants" / path.relative_to(self._kept)
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -70,20 +103,30 @@ class Folder:
     def pick(self, dice: random.Random, database: sqlite3.Connection) -> dict[str, Any]:
         query = f"SELECT s.namespace, s.fingerprint, {COLUMNS} FROM variants AS v JOIN scopes AS s USING (scope)"
         namespace, fingerprint, *row = dice.choice(database.execute(query).fetchall())
-        return {"namespace": namespace, "fingerprint": fingerprint, **dict(zip(NAMES, row, strict=True))}
+        return {
+            "namespace": namespace,
+            "fingerprint": fingerprint,
+            **dict(zip(NAMES, row, strict=True)),
+        }
 
-    def put(self, database: sqlite3.Connection, was: dict[str, Any], row: dict[str, Any], row_sum: str) -> None:
+    def put(
+        self, database: sqlite3.Connection, was: dict[str, Any], row: dict[str, Any], row_sum: str
+    ) -> None:
         """Write the row in place of what it was; its checksum right, wrong or none."""
         found = None
         if row_sum == "right":
             with suppress(TypeError, ValueError, AttributeError, OverflowError, struct.error):
-                found = sum_of(row["namespace"], row["fingerprint"], CatalogRow(*(row[name] for name in NAMES)))
+                found = sum_of(
+                    row["namespace"], row["fingerprint"], CatalogRow(*(row[name] for name in NAMES))
+                )
         elif row_sum == "wrong":
             found = was["row_sum"]
         values = [found if name == "row_sum" else row[name] for name in NAMES]
         marks = ",".join(f"{name} = ?" for name in NAMES)
         with suppress(sqlite3.IntegrityError, OverflowError):
-            database.execute(f"UPDATE variants SET {marks} WHERE variant_id = ?", (*values, was["variant_id"]))
+            database.execute(
+                f"UPDATE variants SET {marks} WHERE variant_id = ?", (*values, was["variant_id"])
+            )
 
 
 def change_column(folder: Folder, dice: random.Random, row_sum: str) -> tuple[str, bool]:
@@ -107,7 +150,10 @@ def change_prefix(folder: Folder, dice: random.Random, row_sum: str) -> tuple[st
         many = dice.choice((1, 2, 100, 30_000))
         ids = ["00" * 16] * many if dice.random() < 0.5 else [f"{n:032x}" for n in range(many)]
         key = VariantKey(was["namespace"], was["fingerprint"], was["chunk_id"], tuple(ids))
-        row = was | {"origin_prefix": pack_ids(ids), "inter": struct.pack(f"<{many}f", *[0.1] * many)}
+        row = was | {
+            "origin_prefix": pack_ids(ids),
+            "inter": struct.pack(f"<{many}f", *[0.1] * many),
+        }
         if dice.random() < 0.5:
             row["variant_id"] = key.variant_id
         folder.put(database, was, row, row_sum)
@@ -120,10 +166,17 @@ def change_scores(folder: Folder, dice: random.Random, row_sum: str) -> tuple[st
         value = dice.choice((0.0, 1.0, -1.0, float("nan"), float("inf"), 3e38))
         many = dice.choice((was["tokens"], was["tokens"], was["tokens"] + 1, 0, 10**6))
         scores: Any = dice.choice((np.full(many, value, "<f4").tobytes(), b"abc", "text", 7))
-        database.execute("INSERT OR REPLACE INTO token_scores VALUES (?,?)", (was["variant_id"], scores))
-        checksum = sum_of_scores(scores) if row_sum == "right" and isinstance(scores, bytes) else None
+        database.execute(
+            "INSERT OR REPLACE INTO token_scores VALUES (?,?)", (was["variant_id"], scores)
+        )
+        checksum = (
+            sum_of_scores(scores) if row_sum == "right" and isinstance(scores, bytes) else None
+        )
         if row_sum != "wrong":
-            database.execute("UPDATE variants SET scores_sum = ? WHERE variant_id = ?", (checksum, was["variant_id"]))
+            database.execute(
+                "UPDATE variants SET scores_sum = ? WHERE variant_id = ?",
+                (checksum, was["variant_id"]),
+            )
     return f"{many} token scores of {value}", False
 
 
@@ -139,12 +192,16 @@ def change_file(folder: Folder, dice: random.Random, row_sum: str) -> tuple[str,
         if kind == "tokens":
             tokens = max(1, tokens + dice.choice((-5, -1, 1, 500)))
         elif kind == "heads":
-            layout = KVLayout(layout.layers, layout.kv_heads * 2, layout.head_dim // 2, layout.dtype)
+            layout = KVLayout(
+                layout.layers, layout.kv_heads * 2, layout.head_dim // 2, layout.dtype
+            )
         elif kind == "layers":
             layout = replace(layout, layers=layout.layers + dice.choice((-1, 1)))
         elif kind == "damage":
             spot = dice.randrange(len(data))
-            path.write_bytes(data[:spot] + bytes([data[spot] ^ 4]) + data[spot + dice.randrange(2) :])
+            path.write_bytes(
+                data[:spot] + bytes([data[spot] ^ 4]) + data[spot + dice.randrange(2) :]
+            )
             return "a byte of a file", False
         else:
             path.write_bytes(folder.file(dice.choice(folder.rows)[2]).read_bytes())
@@ -176,7 +233,9 @@ def change_file(folder: Folder, dice: random.Random, row_sum: str) -> tuple[str,
 CHANGES = (change_column, change_column, change_column, change_prefix, change_scores, change_file)
 
 
-def test_no_row_of_a_catalog_breaks_or_misleads_an_engine(fuzz: Any, fuzz_decoder: Decoder, tmp_path: Path) -> None:
+def test_no_row_of_a_catalog_breaks_or_misleads_an_engine(
+    fuzz: Any, fuzz_decoder: Decoder, tmp_path: Path
+) -> None:
     root = tmp_path / "store"
     with ChunkCacheStore.open(root) as store, Engine(fuzz_decoder, store) as engine:
         for _ in engine.stream(fuzz.question, fuzz.chunks):
@@ -188,7 +247,9 @@ def test_no_row_of_a_catalog_breaks_or_misleads_an_engine(fuzz: Any, fuzz_decode
         for number in range(fuzz.count):
             dice = random.Random(number)
             torch.manual_seed(number)
-            what, lie = dice.choice(CHANGES)(folder, dice, dice.choice(("right", "right", "none", "wrong")))
+            what, lie = dice.choice(CHANGES)(
+                folder, dice, dice.choice(("right", "right", "none", "wrong"))
+            )
             with watch.item((number, what)):
                 judge.ask((number, what), compare=not lie)
                 if number % 4 == 0:
@@ -201,6 +262,9 @@ def test_no_row_of_a_catalog_breaks_or_misleads_an_engine(fuzz: Any, fuzz_decode
                     store.check(repair=True)
                     store.evict(down_to_bytes=number % 40 * 1000)
             folder.restore()
-        assert [chunk.outcome for chunk in judge.ask("honest", compare=True).stats.chunks] == ["exact", "exact"]
+        assert [chunk.outcome for chunk in judge.ask("honest", compare=True).stats.chunks] == [
+            "exact",
+            "exact",
+        ]
         assert store.check().findings == ()
     print(watch, judge.outcomes)

@@ -26,16 +26,70 @@ from cachecraft_rag.store.remote.rows import framed
 from cachecraft_rag.types import KVLayout, Variant, VariantKey
 
 KEY = "a key that only its engines know"
-PATIENT = {"lookup_timeout_s": 30.0, "connect_timeout_s": 30.0, "read_timeout_s": 30.0, "failures": 10**9}
+PATIENT = {
+    "lookup_timeout_s": 30.0,
+    "connect_timeout_s": 30.0,
+    "read_timeout_s": 30.0,
+    "failures": 10**9,
+}
 ODD = (
-    0, -1, 1, 2, 3, 7, 64, 65, 10**6, 10**10, 10**18, 2**63, 10**400, 0.0, 0.5, 1.0, -0.5, 1e9, 1e300, float("nan"),
-    float("inf"), True, False, None, "", "raw", "int8", "entropy", "x" * 1000, "\ud800", "../../x", [], {}, [1.0],
-)  # fmt: skip
+    0,
+    -1,
+    1,
+    2,
+    3,
+    7,
+    64,
+    65,
+    10**6,
+    10**10,
+    10**18,
+    2**63,
+    10**400,
+    0.0,
+    0.5,
+    1.0,
+    -0.5,
+    1e9,
+    1e300,
+    float("nan"),
+    float("inf"),
+    True,
+    False,
+    None,
+    "",
+    "raw",
+    "int8",
+    "entropy",
+    "x" * 1000,
+    "\ud800",
+    "../../x",
+    [],
+    {},
+    [1.0],
+)
 ROW_FIELDS = (
-    "variant_id", "tokens", "tokens_digest", "inter", "intra", "cci", "codec", "nbytes", "reuse_frequency", "created",
-    "primed", "payload_bytes", "token_inter", "layout_version", "key", "session", "home", "payload",
-    "seal", "unheard of",
-)  # fmt: skip
+    "variant_id",
+    "tokens",
+    "tokens_digest",
+    "inter",
+    "intra",
+    "cci",
+    "codec",
+    "nbytes",
+    "reuse_frequency",
+    "created",
+    "primed",
+    "payload_bytes",
+    "token_inter",
+    "layout_version",
+    "key",
+    "session",
+    "home",
+    "payload",
+    "seal",
+    "unheard of",
+)
 
 
 class Remote:
@@ -48,7 +102,11 @@ class Remote:
     def there(self) -> dict[Path, bytes]:
         while True:
             with suppress(FileNotFoundError):
-                return {path: path.read_bytes() for path in sorted(self.root.rglob("*")) if path.is_file()}
+                return {
+                    path: path.read_bytes()
+                    for path in sorted(self.root.rglob("*"))
+                    if path.is_file()
+                }
 
     def restore(self) -> None:
         """Restore all objects. The engine may still be removing, in the background, what it found to be damaged."""
@@ -65,7 +123,9 @@ class Remote:
         row = dice.choice([path for path in self.honest if path.suffix == ".row"])
         return row, row.with_name(row.name.split(".")[0] + ".cache")
 
-    def change_row(self, row: Path, change: Callable[[dict[str, Any]], object], *, keep_id: bool = True) -> None:
+    def change_row(
+        self, row: Path, change: Callable[[dict[str, Any]], object], *, keep_id: bool = True
+    ) -> None:
         """The row with other fields: the checksum right, and what is derived from them too, if asked."""
         data = row.read_bytes()
         fields = json.loads(data[32:].partition(b"\n")[0])
@@ -102,7 +162,10 @@ def with_fields(data: bytes, change: Callable[[dict[str, Any]], object]) -> byte
     change(fields)
     whole = json.loads(data[8:length])
     text = json.dumps(fields, separators=(",", ":"))
-    whole["__metadata__"] |= {"fields": text, "fields_xxh3": xxhash.xxh3_64_hexdigest(text.encode())}
+    whole["__metadata__"] |= {
+        "fields": text,
+        "fields_xxh3": xxhash.xxh3_64_hexdigest(text.encode()),
+    }
     packed = json.dumps(whole, separators=(",", ":")).encode()
     padded = -(-(8 + len(packed)) // 4096) * 4096
     return struct.pack("<Q", padded - 8) + packed.ljust(padded - 8) + data[length:]
@@ -110,12 +173,24 @@ def with_fields(data: bytes, change: Callable[[dict[str, Any]], object]) -> byte
 
 def variant_in(row: Path, fields: dict[str, Any]) -> Variant:
     identity = VariantKey(
-        fields["namespace"], fields["fingerprint"], fields["chunk_id"], tuple(fields["origin_prefix"])
+        fields["namespace"],
+        fields["fingerprint"],
+        fields["chunk_id"],
+        tuple(fields["origin_prefix"]),
     )
     names = (
-        "variant_id", "tokens", "tokens_digest", "inter", "intra", "cci", "exact_share", "codec", "nbytes",
-        "reuse_frequency", "created",
-    )  # fmt: skip
+        "variant_id",
+        "tokens",
+        "tokens_digest",
+        "inter",
+        "intra",
+        "cci",
+        "exact_share",
+        "codec",
+        "nbytes",
+        "reuse_frequency",
+        "created",
+    )
     return Variant(key=identity, session=None, **{name: fields[name] for name in names})
 
 
@@ -131,7 +206,10 @@ def odd_row_field(remote: Remote, dice: random.Random) -> str:
 
 def near_row_field(remote: Remote, dice: random.Random) -> str:
     row, _ = remote.pair(dice)
-    name, by = dice.choice(("tokens", "nbytes", "payload_bytes")), dice.choice((-64, -2, -1, 1, 2, 64, 4096))
+    name, by = (
+        dice.choice(("tokens", "nbytes", "payload_bytes")),
+        dice.choice((-64, -2, -1, 1, 2, 64, 4096)),
+    )
     remote.change_row(row, lambda fields: fields.update({name: fields[name] + by}))
     return f"{name} {by:+}"
 
@@ -145,7 +223,10 @@ def other_tokens_in_harmony(remote: Remote, dice: random.Random) -> str:
     layout = header.layout
     kind = dice.choice(("tokens", "tokens", "heads", "layers", "dtype"))
     if kind == "heads":
-        layout, tokens = KVLayout(layout.layers, layout.kv_heads * 2, layout.head_dim // 2, layout.dtype), header.tokens
+        layout, tokens = (
+            KVLayout(layout.layers, layout.kv_heads * 2, layout.head_dim // 2, layout.dtype),
+            header.tokens,
+        )
     elif kind == "layers":
         layout, tokens = replace(layout, layers=layout.layers + dice.choice((-1, 1))), header.tokens
     elif kind == "dtype":
@@ -155,7 +236,9 @@ def other_tokens_in_harmony(remote: Remote, dice: random.Random) -> str:
     scores = base64.b64encode(np.ones(tokens, "<f4").tobytes()).decode()
     numbers["token_inter"] = scores
     variant = variant_in(row, fields | numbers)
-    encoded = encode(variant, layout, torch.randn(layout.shape(tokens)).to(getattr(torch, layout.dtype)))
+    encoded = encode(
+        variant, layout, torch.randn(layout.shape(tokens)).to(getattr(torch, layout.dtype))
+    )
     remote.change_row(row, lambda found: found.update(numbers))
     remote.change_payload(row, payload, encoded.header + b"".join(encoded.blocks))
     return f"{kind}: {tokens} tokens, {layout}, {codec}"
@@ -163,7 +246,10 @@ def other_tokens_in_harmony(remote: Remote, dice: random.Random) -> str:
 
 def odd_header(remote: Remote, dice: random.Random) -> str:
     row, payload = remote.pair(dice)
-    name, value = dice.choice(("tokens", "codec", "extent_xxh3", "block_sizes", "layout", "chunk_id")), dice.choice(ODD)
+    name, value = (
+        dice.choice(("tokens", "codec", "extent_xxh3", "block_sizes", "layout", "chunk_id")),
+        dice.choice(ODD),
+    )
     inner = dice.choice(("layers", "kv_heads", "head_dim", "dtype"))
 
     def change(fields: dict[str, Any]) -> None:
@@ -207,16 +293,22 @@ def damaged_payload(remote: Remote, dice: random.Random) -> str:
     elif kind == "grow":
         data += bytes(dice.choice((1, 4096, 1 << 20)))
     elif kind == "swap":
-        data = bytearray(dice.choice([d for path, d in remote.honest.items() if path.suffix == ".cache"]))
+        data = bytearray(
+            dice.choice([d for path, d in remote.honest.items() if path.suffix == ".cache"])
+        )
         if bytes(data) == remote.honest[payload]:
             data[-1] ^= 1
     elif kind == "length":
-        data[:8] = struct.pack("<Q", dice.choice((0, 4088, 8184, (16 << 20) - 8, 1 << 40, 2**64 - 1)))
+        data[:8] = struct.pack(
+            "<Q", dice.choice((0, 4088, 8184, (16 << 20) - 8, 1 << 40, 2**64 - 1))
+        )
     else:
         data.clear()
-    (remote.change_payload if dice.random() < 0.7 else lambda _, place, new: place.write_bytes(new))(
-        row, payload, bytes(data)
-    )
+    (
+        remote.change_payload
+        if dice.random() < 0.7
+        else lambda _, place, new: place.write_bytes(new)
+    )(row, payload, bytes(data))
     return f"payload: {kind}"
 
 
@@ -228,15 +320,21 @@ def bomb(remote: Remote, dice: random.Random) -> str:
     header = Header.decode(payload.read_bytes()[: headers_fields(payload.read_bytes())[0]])
     layout = header.layout
     grown = dice.choice((1 << 16, 1 << 24, 1 << 26))
-    frame = zstandard.ZstdCompressor(level=1, write_content_size=dice.random() < 0.5).compress(bytes(grown))
-    start = bytes(2 * layout.kv_heads * (4 + 2 * layout.head_dim)) + len(frame).to_bytes(4, "little")
+    frame = zstandard.ZstdCompressor(level=1, write_content_size=dice.random() < 0.5).compress(
+        bytes(grown)
+    )
+    start = bytes(2 * layout.kv_heads * (4 + 2 * layout.head_dim)) + len(frame).to_bytes(
+        4, "little"
+    )
     block = start + frame * 2
     sums = ((xxhash.xxh3_64_intdigest(block),),) * layout.layers
     sizes = (len(block),) * layout.layers
     try:
         found = replace(header, codec="entropy", extent_sums=sums, block_sizes=sizes).encode()
     except ValueError:  # larger than any block: said only
-        found = with_fields(payload.read_bytes(), lambda fields: fields.update(codec="entropy", block_sizes=sizes))
+        found = with_fields(
+            payload.read_bytes(), lambda fields: fields.update(codec="entropy", block_sizes=sizes)
+        )
     remote.change_row(row, lambda fields: fields.update(codec="entropy"))
     remote.change_payload(row, payload, found + block * layout.layers)
     return f"a bomb of {grown}"
@@ -248,9 +346,19 @@ def strangers(remote: Remote, dice: random.Random) -> str:
     base = row.name.split(".")[0]
     kind = dice.choice(("level", "names", "rows"))
     if kind == "level":
-        row.with_name(f"{base}.{dice.choice(('3000', '9' * 200, '-1', '²', '٣', '1.2', ''))}.row").write_bytes(b"")
+        row.with_name(
+            f"{base}.{dice.choice(('3000', '9' * 200, '-1', '²', '٣', '1.2', ''))}.row"
+        ).write_bytes(b"")
     elif kind == "names":
-        for name in ("x.cache", ".row", "a.b.c.d", base, f"{base}.row", f"{base}.0.cache", "\u2603.1.row"):
+        for name in (
+            "x.cache",
+            ".row",
+            "a.b.c.d",
+            base,
+            f"{base}.row",
+            f"{base}.0.cache",
+            "\u2603.1.row",
+        ):
             row.with_name(name).write_bytes(b"x" * dice.randrange(100))
     else:
         for n in range(200):
@@ -274,9 +382,17 @@ def noise(remote: Remote, dice: random.Random) -> str:
 
 
 STRUCTURE = (
-    odd_row_field, odd_row_field, near_row_field, other_tokens_in_harmony, odd_header, long_prefix, damaged_payload,
-    bomb, strangers, noise,
-)  # fmt: skip
+    odd_row_field,
+    odd_row_field,
+    near_row_field,
+    other_tokens_in_harmony,
+    odd_header,
+    long_prefix,
+    damaged_payload,
+    bomb,
+    strangers,
+    noise,
+)
 
 # -- lies: nobody can tell without a signature; they must harm nothing but the answer ---------------------------------
 
@@ -297,7 +413,10 @@ def other_values(remote: Remote, dice: random.Random) -> str:
 
 def other_share(remote: Remote, dice: random.Random) -> str:
     row, _ = remote.pair(dice)
-    name, value = dice.choice(("exact_share", "cci", "intra")), dice.choice((0.0, 0.3, 1.0, 5.0, float("nan"), 1e308))
+    name, value = (
+        dice.choice(("exact_share", "cci", "intra")),
+        dice.choice((0.0, 0.3, 1.0, 5.0, float("nan"), 1e308)),
+    )
     remote.change_row(row, lambda fields: fields.update({name: value}))
     return f"{name} = {value}"
 
@@ -324,7 +443,10 @@ def test_no_object_on_a_remote_breaks_or_misleads_an_engine(
 ) -> None:
     (tmp_path / "shared").mkdir()
     config = RemoteConfig(f"file://{tmp_path}/shared", key=key, **PATIENT)  # type: ignore[arg-type]
-    with ChunkCacheStore.open(tmp_path / "honest", remote=config) as store, Engine(fuzz_decoder, store) as engine:
+    with (
+        ChunkCacheStore.open(tmp_path / "honest", remote=config) as store,
+        Engine(fuzz_decoder, store) as engine,
+    ):
         for _ in engine.stream(fuzz.question, fuzz.chunks):
             pass
         engine.write_back.close()

@@ -97,7 +97,11 @@ class Proxy:
         passed = 0
         with suppress(OSError):
             while data := source.recv(1 << 16):
-                stall, cut = (self.stall_after, self.cut_after) if down else (self.stall_up_after, sys.maxsize)
+                stall, cut = (
+                    (self.stall_after, self.cut_after)
+                    if down
+                    else (self.stall_up_after, sys.maxsize)
+                )
                 passed = passed + len(data) if min(stall, cut) < sys.maxsize else 0
                 if passed > stall:
                     self._closing.wait()
@@ -135,7 +139,17 @@ def make_redis(tmp_path: Path) -> Iterator[Callable[..., Server]]:
             not_there("redis-server is not installed (Debian: apt-get install redis-server)")
         assert program is not None
         port = port or free_port()
-        command = [program, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
+        command = [
+            program,
+            "--bind",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ]
         command += [word for name, value in settings.items() for word in (f"--{name}", value)]
         started.append(Server(command, port, log=tmp_path / f"redis-{port}.log", cwd=tmp_path))
         return started[-1]
@@ -152,7 +166,17 @@ def start_s3(folder: Path) -> Server:
     except ImportError as error:
         not_there(f"moto is not installed ({error})")
     port = free_port()
-    command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "moto.server",
+        "-H",
+        "127.0.0.1",
+        "-p",
+        str(port),
+    ]
     return Server(command, port, log=folder / f"s3-{port}.log", cwd=folder)
 
 

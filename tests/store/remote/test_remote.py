@@ -37,13 +37,32 @@ MakeTier = Callable[..., RemoteTier]
 
 
 def variant_of(
-    chunk: str = "chunk", *, namespace: str = "ns", fingerprint: str = "model", prefix: tuple[str, ...] = ("system",),
-    layout: KVLayout = LAYOUT, tokens: int = 10, session: str | None = None, created: float = 1e9,
+    chunk: str = "chunk",
+    *,
+    namespace: str = "ns",
+    fingerprint: str = "model",
+    prefix: tuple[str, ...] = ("system",),
+    layout: KVLayout = LAYOUT,
+    tokens: int = 10,
+    session: str | None = None,
+    created: float = 1e9,
     exact_share: float = 1.0,
-) -> Variant:  # fmt: skip
+) -> Variant:
     key = VariantKey(namespace, fingerprint, chunk, prefix)
     inter = tuple(0.5 for _ in prefix)
-    numbers = (tokens, "tokens", inter, 0.3, 0.6, exact_share, session, "raw", layout.nbytes(tokens), 0.0, created)
+    numbers = (
+        tokens,
+        "tokens",
+        inter,
+        0.3,
+        0.6,
+        exact_share,
+        session,
+        "raw",
+        layout.nbytes(tokens),
+        0.0,
+        created,
+    )
     return Variant(key, key.variant_id, *numbers)
 
 
@@ -70,7 +89,9 @@ def send(tier: RemoteTier, *variants: Variant, layout: KVLayout = LAYOUT) -> Non
     assert tier.flush(60)
 
 
-def found(tier: RemoteTier, chunk: str = "chunk", namespace: str = "ns", fingerprint: str = "model") -> list[Variant]:
+def found(
+    tier: RemoteTier, chunk: str = "chunk", namespace: str = "ns", fingerprint: str = "model"
+) -> list[Variant]:
     return tier.find(namespace, fingerprint, [chunk]).variants[chunk]
 
 
@@ -104,7 +125,12 @@ def make_tier() -> Iterator[MakeTier]:
     made: list[RemoteTier] = []
 
     def make(url: str, **changes: Any) -> RemoteTier:
-        patient = {"lookup_timeout_s": 5.0, "connect_timeout_s": 5.0, "read_timeout_s": 5.0, "close_timeout_s": 1.0}
+        patient = {
+            "lookup_timeout_s": 5.0,
+            "connect_timeout_s": 5.0,
+            "read_timeout_s": 5.0,
+            "close_timeout_s": 1.0,
+        }
         made.append(RemoteTier(RemoteConfig(url, **(patient | changes))))
         return made[-1]
 
@@ -187,7 +213,9 @@ def flipped(data: bytes, at: int = -1) -> bytes:
 # -- what is shared, and what is not ----------------------------------------------------------------------------------
 
 
-def test_another_engine_serves_a_sent_chunk_cache_byte_for_byte(url: str, make_tier: MakeTier) -> None:
+def test_another_engine_serves_a_sent_chunk_cache_byte_for_byte(
+    url: str, make_tier: MakeTier
+) -> None:
     variant = variant_of(layout=LARGE, tokens=400, prefix=("system", "ünïcode"))
     send(make_tier(url), variant, layout=LARGE)
     reader = make_tier(url)
@@ -209,9 +237,20 @@ def test_another_engine_serves_a_sent_chunk_cache_byte_for_byte(url: str, make_t
 
 
 def test_namespaces_and_fingerprints_never_cross(url: str, make_tier: MakeTier) -> None:
-    tenants = [("a", "bc"), ("ab", "c"), ("a", "b"), ("a/b", "c"), ("../a", "b"), ("", "abc"), ("ä", "\0*")]
+    tenants = [
+        ("a", "bc"),
+        ("ab", "c"),
+        ("a", "b"),
+        ("a/b", "c"),
+        ("../a", "b"),
+        ("", "abc"),
+        ("ä", "\0*"),
+    ]
     tier = make_tier(url)
-    variants = [variant_of(namespace=namespace, fingerprint=fingerprint) for namespace, fingerprint in tenants]
+    variants = [
+        variant_of(namespace=namespace, fingerprint=fingerprint)
+        for namespace, fingerprint in tenants
+    ]
     send(tier, *variants)
     reader = make_tier(url)
     for variant, (namespace, fingerprint) in zip(variants, tenants, strict=True):
@@ -223,14 +262,25 @@ def test_namespaces_and_fingerprints_never_cross(url: str, make_tier: MakeTier) 
 
 
 def test_a_row_that_was_moved_is_not_believed(redis_url: str, make_tier: MakeTier) -> None:
-    tier, mine, yours = make_tier(redis_url), variant_of(namespace="mine"), variant_of(namespace="yours")
+    tier, mine, yours = (
+        make_tier(redis_url),
+        variant_of(namespace="mine"),
+        variant_of(namespace="yours"),
+    )
     send(tier, mine, yours)
     with redis.Redis.from_url(redis_url) as server:
         keys = [f"cachecraft/v3:rows/{place_of(variant.key)}" for variant in (mine, yours)]
         rows = [server.hgetall(key) for key in keys]
-        server.hset(keys[1], mapping=dict(zip(rows[1], rows[0].values(), strict=True)))  # to another tenant
-        server.hset(keys[0], mapping={name[:-1] + b"1": row for name, row in rows[0].items()})  # to another name
-        server.copy(*(f"cachecraft/v3:data/{place_of(mine.key)}/".encode() + name for name in server.hkeys(keys[0])))
+        # to another tenant
+        server.hset(keys[1], mapping=dict(zip(rows[1], rows[0].values(), strict=True)))
+        # to another name
+        server.hset(keys[0], mapping={name[:-1] + b"1": row for name, row in rows[0].items()})
+        server.copy(
+            *(
+                f"cachecraft/v3:data/{place_of(mine.key)}/".encode() + name
+                for name in server.hkeys(keys[0])
+            )
+        )
     assert found(tier, namespace="yours") == []
     assert [variant.created for variant in found(tier, namespace="mine")] == [mine.created]
 
@@ -244,7 +294,13 @@ def test_private_variants_never_leave(url: str, make_tier: MakeTier) -> None:
     stored = b"".join([*there, *there.values()])
     assert b"shared chunk" in stored  # the scan sees what is there
     values = bytes(tensor_of(private).view(torch.uint8).numpy().tobytes())
-    for secret in (b"a secret chunk", b"my session", b"my own words", private.variant_id.encode(), values[:64]):
+    for secret in (
+        b"a secret chunk",
+        b"my session",
+        b"my own words",
+        private.variant_id.encode(),
+        values[:64],
+    ):
         assert secret not in stored
 
 
@@ -277,11 +333,15 @@ NBYTES = encoded_of(variant_of()).nbytes
 def contents(url: str) -> int:
     """Bytes of payloads and rows that are really there."""
     if not url.startswith("redis"):
-        return sum(meta["size"] for batch in obstore.list(obstore.store.from_url(url)) for meta in batch)
+        return sum(
+            meta["size"] for batch in obstore.list(obstore.store.from_url(url)) for meta in batch
+        )
     with redis.Redis.from_url(url) as server:
         keys = list(server.scan_iter())
         payloads = sum(server.strlen(key) for key in keys if b":data/" in key)
-        return payloads + sum(len(row) for key in keys if b":rows/" in key for row in server.hvals(key))
+        return payloads + sum(
+            len(row) for key in keys if b":rows/" in key for row in server.hvals(key)
+        )
 
 
 def test_a_folder_keeps_its_budget_with_several_writers_and_after_a_restart(
@@ -303,10 +363,14 @@ def test_a_folder_keeps_its_budget_with_several_writers_and_after_a_restart(
     assert not found(smaller, "chunk 0 0")
 
 
-def test_a_folder_keeps_entries_that_were_read_and_drops_the_oldest(shared_folder: str, make_tier: MakeTier) -> None:
+def test_a_folder_keeps_entries_that_were_read_and_drops_the_oldest(
+    shared_folder: str, make_tier: MakeTier
+) -> None:
     tier = make_tier(shared_folder)
     send(tier, *(variant_of(f"chunk {n}", created=1e9 + n) for n in range(6)))
-    for number, path in enumerate(sorted(Path(shared_folder[7:]).rglob("*.cache"), key=lambda path: path.name[-20:])):
+    for number, path in enumerate(
+        sorted(Path(shared_folder[7:]).rglob("*.cache"), key=lambda path: path.name[-20:])
+    ):
         for one in (path, path.with_suffix(".row")):
             os.utime(one, (1e9 + number, 1e9 + number))
     payload(tier.open(found(tier, "chunk 0")[0]))
@@ -316,7 +380,9 @@ def test_a_folder_keeps_entries_that_were_read_and_drops_the_oldest(shared_folde
     assert not {"chunk 1", "chunk 2"} & left
 
 
-def test_a_chunk_cache_larger_than_a_folders_budget_is_not_sent(shared_folder: str, make_tier: MakeTier) -> None:
+def test_a_chunk_cache_larger_than_a_folders_budget_is_not_sent(
+    shared_folder: str, make_tier: MakeTier
+) -> None:
     tier = make_tier(shared_folder, budget_bytes=NBYTES - 1)
     send(tier, variant_of())
     assert tier.stats().captures == {"no room": 1}
@@ -327,7 +393,9 @@ def test_a_chunk_cache_larger_than_a_folders_budget_is_not_sent(shared_folder: s
 def test_redis_keeps_to_its_maxmemory(policy: str, make_redis: Any, make_tier: MakeTier) -> None:
     server = make_redis(maxmemory="12mb", **{"maxmemory-policy": policy})
     tier = make_tier(f"redis://127.0.0.1:{server.port}/0")
-    variants = [variant_of(f"chunk {n}", layout=LARGE, tokens=400, created=1e9 + n) for n in range(8)]
+    variants = [
+        variant_of(f"chunk {n}", layout=LARGE, tokens=400, created=1e9 + n) for n in range(8)
+    ]
     send(tier, *variants, layout=LARGE)
     stats = tier.stats()
     assert stats.budget == 12 << 20
@@ -345,7 +413,9 @@ def test_redis_keeps_to_its_maxmemory(policy: str, make_redis: Any, make_tier: M
     for variant in there:
         try:
             for offered in found(tier, variant.key.chunk_id):
-                assert torch.equal(tensor_from(tier.open(offered), offered), tensor_of(variant, LARGE))
+                assert torch.equal(
+                    tensor_from(tier.open(offered), offered), tensor_of(variant, LARGE)
+                )
                 served += 1
         except OSError:  # a full server evicts at any command, also for the buffers of a read
             assert policy == "allkeys-lru"
@@ -353,7 +423,9 @@ def test_redis_keeps_to_its_maxmemory(policy: str, make_redis: Any, make_tier: M
 
 
 @pytest.mark.parametrize("part", [b"/v3:data/", b"/v3:rows/"])
-def test_a_key_that_redis_evicted_is_a_miss_and_is_sent_again(part: bytes, redis_url: str, make_tier: MakeTier) -> None:
+def test_a_key_that_redis_evicted_is_a_miss_and_is_sent_again(
+    part: bytes, redis_url: str, make_tier: MakeTier
+) -> None:
     tier = make_tier(redis_url)
     send(tier, variant_of())
     with redis.Redis.from_url(redis_url) as server:
@@ -370,7 +442,9 @@ def test_a_chunk_keeps_the_newest_variants(url: str, make_tier: MakeTier) -> Non
     assert tier.stats().variants == 2
 
 
-def test_an_upload_that_breaks_leaves_nothing(make_redis: Any, make_tier: MakeTier, make_proxy: Any) -> None:
+def test_an_upload_that_breaks_leaves_nothing(
+    make_redis: Any, make_tier: MakeTier, make_proxy: Any
+) -> None:
     server = make_redis()
     url, proxy = f"redis://127.0.0.1:{server.port}/0", make_proxy(server.port)
     lost = make_tier(f"redis://127.0.0.1:{proxy.port}/0", put_timeout_s=0.5)
@@ -389,9 +463,14 @@ def test_an_upload_that_breaks_leaves_nothing(make_redis: Any, make_tier: MakeTi
 
 def test_a_full_queue_drops(make_redis: Any, make_tier: MakeTier) -> None:
     server = make_redis()
-    tier = make_tier(f"redis://127.0.0.1:{server.port}/0", queue_bytes=2 * (NBYTES + 1000), put_timeout_s=2.0)
+    tier = make_tier(
+        f"redis://127.0.0.1:{server.port}/0", queue_bytes=2 * (NBYTES + 1000), put_timeout_s=2.0
+    )
     server.stop()
-    took = [tier.put(variant_of(str(n)), encoded_of(variant_of(str(n))), TokenScores()) for n in range(6)]
+    took = [
+        tier.put(variant_of(str(n)), encoded_of(variant_of(str(n))), TokenScores())
+        for n in range(6)
+    ]
     assert took[:2] == [True, True]
     assert took[-1] is False
     assert tier.stats().queued_bytes <= 2 * (NBYTES + 1000)
@@ -413,7 +492,9 @@ def test_damaged_rows_are_misses_and_give_way_to_sound_ones(url: str, make_tier:
     eventually(lambda: contents(url) == 0)
     send(tier, variant_of(created=2e9))
     assert [variant.created for variant in found(tier)] == [2e9]
-    assert torch.equal(tensor_from(tier.open(found(tier)[0]), variant_of()), tensor_of(variant_of()))
+    assert torch.equal(
+        tensor_from(tier.open(found(tier)[0]), variant_of()), tensor_of(variant_of())
+    )
 
 
 SENT = dataclasses.replace(variant_of(prefix=("system", "b")), payload=Payload(nbytes=5000))
@@ -440,11 +521,20 @@ def test_noise_is_no_row(noise: bytes) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"tokens": 0}, {"tokens": "10"}, {"tokens": True}, {"nbytes": -1}, {"inter": (0.1,)}, {"cci": float("nan")},
-        {"intra": None}, {"created": float("inf")}, {"codec": 7}, {"tokens_digest": None}, {"variant_id": "0" * 32},
+        {"tokens": 0},
+        {"tokens": "10"},
+        {"tokens": True},
+        {"nbytes": -1},
+        {"inter": (0.1,)},
+        {"cci": float("nan")},
+        {"intra": None},
+        {"created": float("inf")},
+        {"codec": 7},
+        {"tokens_digest": None},
+        {"variant_id": "0" * 32},
         {"reuse_frequency": "1"},
     ],
-)  # fmt: skip
+)
 def test_a_well_formed_row_that_says_nonsense_is_no_row(change: dict[str, Any]) -> None:
     assert read_row(ROW).variant.key.origin_prefix == ("system", "b")
     raw = Row(dataclasses.replace(read_row(ROW).variant, **change), TokenScores()).encode()
@@ -476,8 +566,13 @@ def test_no_wrong_tensor_comes_of_a_changed_payload(data: st.DataObject) -> None
     with RemoteTier(RemoteConfig("memory://")) as tier:
         sound = encoded_of(variant)
         whole = sound.header + b"".join(sound.blocks)
-        at, length = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, len(whole)))
-        wrong = data.draw(st.sampled_from([flipped(whole, at), whole[:length], whole + b"x", whole[::-1]]))
+        at, length = (
+            data.draw(st.integers(0, len(whole) - 1)),
+            data.draw(st.integers(0, len(whole))),
+        )
+        wrong = data.draw(
+            st.sampled_from([flipped(whole, at), whole[:length], whole + b"x", whole[::-1]])
+        )
         assert tier.put(variant, Encoded(wrong, ()), TokenScores())
         assert tier.flush(60)
         if wrong == whole or not found(tier):
@@ -517,7 +612,12 @@ def test_an_entry_evicted_meanwhile_is_gone_and_no_failure(url: str, make_tier: 
 
 
 def impatient(make_tier: MakeTier, url: str, **changes: Any) -> RemoteTier:
-    quick = {"lookup_timeout_s": 0.1, "connect_timeout_s": 0.3, "read_timeout_s": 0.3, "cool_down_s": 0.2}
+    quick = {
+        "lookup_timeout_s": 0.1,
+        "connect_timeout_s": 0.3,
+        "read_timeout_s": 0.3,
+        "cool_down_s": 0.2,
+    }
     return make_tier(url, **(quick | changes))
 
 
@@ -532,7 +632,9 @@ def misses_until_left_alone(tier: RemoteTier) -> None:
     assert tier.stats().lookups["left alone"] == before + 20
 
 
-def test_a_server_that_hangs_costs_three_waits_and_comes_back(make_redis: Any, make_tier: MakeTier) -> None:
+def test_a_server_that_hangs_costs_three_waits_and_comes_back(
+    make_redis: Any, make_tier: MakeTier
+) -> None:
     server = make_redis()
     tier = impatient(make_tier, f"redis://127.0.0.1:{server.port}/0")
     send(tier, variant_of())
@@ -545,7 +647,9 @@ def test_a_server_that_hangs_costs_three_waits_and_comes_back(make_redis: Any, m
     assert tier.stats().breaker == "closed"
 
 
-def test_a_killed_server_is_a_miss_and_a_restarted_one_is_used_again(make_redis: Any, make_tier: MakeTier) -> None:
+def test_a_killed_server_is_a_miss_and_a_restarted_one_is_used_again(
+    make_redis: Any, make_tier: MakeTier
+) -> None:
     server = make_redis()
     tier = impatient(make_tier, f"redis://127.0.0.1:{server.port}/0")
     send(tier, variant_of())
@@ -564,16 +668,17 @@ def test_a_killed_server_is_a_miss_and_a_restarted_one_is_used_again(make_redis:
     eventually(lambda: len(found(tier)) == 1)
 
 
-def test_a_latency_of_minutes_is_not_waited_for(make_redis: Any, make_tier: MakeTier, make_proxy: Any) -> None:
+def test_a_latency_of_minutes_is_not_waited_for(
+    make_redis: Any, make_tier: MakeTier, make_proxy: Any
+) -> None:
     proxy = make_proxy(make_redis().port)
     tier = impatient(make_tier, f"redis://127.0.0.1:{proxy.port}/0")
     send(tier, variant_of())
     proxy.delay_s = 600.0
     misses_until_left_alone(tier)
     pause_s = tier._connection.breaker._pause_s
-    eventually(
-        lambda: found(tier) == [] and tier._connection.breaker._pause_s >= 4 * pause_s
-    )  # two probes took too long
+    # Two probes took too long.
+    eventually(lambda: found(tier) == [] and tier._connection.breaker._pause_s >= 4 * pause_s)
     assert tier.stats().breaker != "closed"
     misses_until_left_alone(tier)
 
@@ -589,7 +694,9 @@ def proxied(request: pytest.FixtureRequest, make_proxy: Any) -> tuple[Any, str]:
     return proxy, request.getfixturevalue("s3_bucket")(server, port=proxy.port)
 
 
-def test_a_transfer_that_stalls_gives_what_came_and_ends_in_time(proxied: tuple[Any, str], make_tier: MakeTier) -> None:
+def test_a_transfer_that_stalls_gives_what_came_and_ends_in_time(
+    proxied: tuple[Any, str], make_tier: MakeTier
+) -> None:
     proxy, address = proxied
     variant = variant_of(layout=LARGE, tokens=400)
     send(make_tier(address), variant, layout=LARGE)
@@ -611,7 +718,9 @@ def test_a_transfer_that_stalls_gives_what_came_and_ends_in_time(proxied: tuple[
     assert isinstance(tier.open(there), Unavailable)
 
 
-def test_a_transfer_survives_connections_that_break(proxied: tuple[Any, str], make_tier: MakeTier) -> None:
+def test_a_transfer_survives_connections_that_break(
+    proxied: tuple[Any, str], make_tier: MakeTier
+) -> None:
     proxy, address = proxied
     variant = variant_of(layout=LARGE, tokens=400)
     tier = make_tier(address)
@@ -690,7 +799,9 @@ def test_closing_takes_no_longer_than_it_may(make_redis: Any, make_tier: MakeTie
     server.go_on()
 
 
-def test_a_program_that_forgets_to_close_sends_what_it_put(redis_url: str, make_tier: MakeTier, tmp_path: Path) -> None:
+def test_a_program_that_forgets_to_close_sends_what_it_put(
+    redis_url: str, make_tier: MakeTier, tmp_path: Path
+) -> None:
     program = """if True:
         import sys, torch
         from cachecraft_rag.store import ChunkCacheStore
@@ -709,12 +820,16 @@ def test_a_program_that_forgets_to_close_sends_what_it_put(redis_url: str, make_
 # -- secrets, settings, the breaker -----------------------------------------------------------------------------------
 
 
-def test_passwords_are_never_shown(make_redis: Any, make_tier: MakeTier, caplog: pytest.LogCaptureFixture) -> None:
+def test_passwords_are_never_shown(
+    make_redis: Any, make_tier: MakeTier, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG)
     server = make_redis(requirepass="hunter2@x")
     right = make_tier(f"redis://:hunter2%40x@127.0.0.1:{server.port}/0")
     send(right, variant_of())
-    wrong = make_tier(f"redis://:hunter3@127.0.0.1:{server.port}/0?client_name=hunter4", cool_down_s=0.01)
+    wrong = make_tier(
+        f"redis://:hunter3@127.0.0.1:{server.port}/0?client_name=hunter4", cool_down_s=0.01
+    )
     for _ in range(5):
         assert found(wrong) == []
     wrong.put(variant_of("x"), encoded_of(variant_of("x")), TokenScores())
@@ -723,7 +838,13 @@ def test_passwords_are_never_shown(make_redis: Any, make_tier: MakeTier, caplog:
         RemoteTier(RemoteConfig("redis://:hunter5@host/0?socket_timeout=hunter6"))
     with pytest.raises(ConfigError) as unknown:
         RemoteConfig("http://me:hunter7@host")
-    text = caplog.text + repr(wrong.stats()) + repr(wrong.config) + str(refused.value) + str(unknown.value)
+    text = (
+        caplog.text
+        + repr(wrong.stats())
+        + repr(wrong.config)
+        + str(refused.value)
+        + str(unknown.value)
+    )
     assert "failed and is not asked for a while" in text
     assert "redis://***@127.0.0.1" in text
     assert "hunter" not in text
@@ -740,7 +861,10 @@ def test_passwords_are_never_shown(make_redis: Any, make_tier: MakeTier, caplog:
         ({"url": "unix://"}, "names no host, bucket or path"),
         ({"budget_bytes": 0}, "budget_bytes is 0; it must be a whole number, at least 1"),
         ({"budget_bytes": 1 << 30}, "only; set `maxmemory` of the server instead"),
-        ({"url": "s3://bucket", "budget_bytes": 1 << 30}, "only; set life-cycle rules of the bucket instead"),
+        (
+            {"url": "s3://bucket", "budget_bytes": 1 << 30},
+            "only; set life-cycle rules of the bucket instead",
+        ),
         ({"key": b"0123456789abcdef"}, "key must be text, not bytes"),
         ({"key": 5}, "key must be text, not int"),
         ({"key_file": 5}, "key_file must be a path"),
@@ -761,7 +885,9 @@ def test_without_the_library_it_says_what_to_type() -> None:
         "    try: RemoteTier(RemoteConfig(url))\n"
         "    except Exception as error: print(type(error).__name__, error)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.count("pip install 'cachecraft-rag[remote]'") == 2
     assert done.stdout.count("ConfigError") == 2
 

@@ -25,7 +25,9 @@ NOWHERE = "redis://:secret@127.0.0.1:1/0"
 def capture(chunk: str = "chunk") -> Capture:
     key = VariantKey("ns", "model", chunk, ("system",))
     scores = TokenScores(np.zeros(3, np.float32))
-    return Capture(key, LAYOUT, "tokens", torch.ones(LAYOUT.shape(3)), scores, (0.1,), 0.3, 0.6, 1.0)
+    return Capture(
+        key, LAYOUT, "tokens", torch.ones(LAYOUT.shape(3)), scores, (0.1,), 0.3, 0.6, 1.0
+    )
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -49,7 +51,9 @@ def ask(tiny_decoder: Any, tmp_path: Path) -> Any:
     return once
 
 
-def test_a_dead_redis_is_said_in_a_single_question(ask: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dead_redis_is_said_in_a_single_question(
+    ask: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "cachecraft_rag"):
         stats = ask(NOWHERE, "one")
     assert stats.remote in ("failed", "too slow")
@@ -73,11 +77,15 @@ def test_without_a_remote_or_with_one_that_answers_nothing_is_said(
 def test_a_folder_that_is_not_there_is_refused_and_not_made(tmp_path: Path, name: str) -> None:
     (tmp_path / "a file").touch()
     with pytest.raises(ConfigError, match="mkdir -p"):
-        ChunkCacheStore.open(tmp_path / "store", remote=f"file://{tmp_path}/{name.replace(' ', '%20')}")
+        ChunkCacheStore.open(
+            tmp_path / "store", remote=f"file://{tmp_path}/{name.replace(' ', '%20')}"
+        )
     assert not (tmp_path / "not mounted").exists()
 
 
-def test_a_folder_that_vanishes_is_not_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_vanishes_is_not_made_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     with (

@@ -25,15 +25,30 @@ from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.pending import Extent, PendingLoads
 from cachecraft_rag.store.loading.rate import Meter
 from cachecraft_rag.store.remote import RemoteConfig
-from cachecraft_rag.types import Capture, Chunk, KVLayout, LoadedVariant, TokenScores, Unavailable, Variant, VariantKey
+from cachecraft_rag.types import (
+    Capture,
+    Chunk,
+    KVLayout,
+    LoadedVariant,
+    TokenScores,
+    Unavailable,
+    Variant,
+    VariantKey,
+)
 
 KETTLE = Chunk("Empty the kettle before you descale it with vinegar. " * 3)
 TOASTER = Chunk("The toaster has a crumb tray; pull it out to the left. " * 3)
 CHUNKS = [KETTLE, TOASTER]
 QUESTION = "How do I descale the kettle?"
 SHORT = SamplingParams(max_new_tokens=12)
-PATIENT = {"lookup_timeout_s": 5.0, "connect_timeout_s": 5.0, "read_timeout_s": 5.0}  # a busy machine is no failure
-QUICK = {"lookup_timeout_s": 0.5, "connect_timeout_s": 0.5, "read_timeout_s": 0.5, "cool_down_s": 600.0}
+# a busy machine is no failure
+PATIENT = {"lookup_timeout_s": 5.0, "connect_timeout_s": 5.0, "read_timeout_s": 5.0}
+QUICK = {
+    "lookup_timeout_s": 0.5,
+    "connect_timeout_s": 0.5,
+    "read_timeout_s": 0.5,
+    "cool_down_s": 600.0,
+}
 LAYERWISE = ReuseConfig(alpha=0.3, loading="layerwise")
 MakeEngine = Callable[..., Engine]
 
@@ -53,7 +68,11 @@ def make_engine(decoder: Decoder, tmp_path: Path) -> Iterator[MakeEngine]:
     made: list[tuple[Engine, ChunkCacheStore]] = []
 
     def make(
-        url: str | None, *, config: dict[str, Any] = PATIENT, loading: Loading = "layerwise", **settings: Any
+        url: str | None,
+        *,
+        config: dict[str, Any] = PATIENT,
+        loading: Loading = "layerwise",
+        **settings: Any,
     ) -> Engine:
         remote = RemoteConfig(url, **config) if url else None
         store = ChunkCacheStore.open(tmp_path / f"store {len(made)}", remote=remote, **settings)
@@ -71,7 +90,9 @@ def ask(engine: Engine, chunks: list[Chunk] = CHUNKS, **how: Any) -> Generation:
     answer = engine.stream(QUESTION, chunks, **({"sampling": SHORT} | how))
     for _ in answer:
         pass
-    engine.write_back.wait_for([chunk.chunk_id for chunk in chunks] + [engine.prompts.system.segment_id])
+    engine.write_back.wait_for(
+        [chunk.chunk_id for chunk in chunks] + [engine.prompts.system.segment_id]
+    )
     assert engine.store.flush(60)
     return answer
 
@@ -158,11 +179,19 @@ def test_a_second_process_is_served_the_caches_of_the_first(
     texts = []
     for place, url in enumerate(urls):
         with (
-            ChunkCacheStore.open(tmp_path / f"first {place}", remote=RemoteConfig(url, **PATIENT)) as store,
+            ChunkCacheStore.open(
+                tmp_path / f"first {place}", remote=RemoteConfig(url, **PATIENT)
+            ) as store,
             Engine(same, store, config=LAYERWISE) as engine,
         ):
             texts.append(ask(engine).text)
-    arguments = [str(model), str(tmp_path / "second"), QUESTION, [chunk.text for chunk in CHUNKS], *urls]
+    arguments = [
+        str(model),
+        str(tmp_path / "second"),
+        QUESTION,
+        [chunk.text for chunk in CHUNKS],
+        *urls,
+    ]
     command = [sys.executable, "-W", "ignore", "-c", SECOND_PROCESS, json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -173,23 +202,31 @@ def test_a_second_process_is_served_the_caches_of_the_first(
         assert loads == {"remote": 3}
 
 
-def test_another_tenant_or_model_gets_nothing(url: str, make_engine: MakeEngine, tiny_decoder: Any) -> None:
+def test_another_tenant_or_model_gets_nothing(
+    url: str, make_engine: MakeEngine, tiny_decoder: Any
+) -> None:
     ask(make_engine(url))
     stranger, other_model = make_engine(url), make_engine(url)
     stranger = Engine(stranger.decoder, stranger.store, namespace="stranger")
     other_model = Engine(
-        tiny_decoder("Llama", seed=7, num_key_value_heads=4, head_dim=64), other_model.store, namespace="default"
+        tiny_decoder("Llama", seed=7, num_key_value_heads=4, head_dim=64),
+        other_model.store,
+        namespace="default",
     )
     for engine in (stranger, other_model):
         with engine:
             assert happened(ask(engine)) == COMPUTED
 
 
-def test_captures_behind_private_text_stay_local(url: str, decoder: Decoder, make_engine: MakeEngine) -> None:
+def test_captures_behind_private_text_stay_local(
+    url: str, decoder: Decoder, make_engine: MakeEngine
+) -> None:
     shared = make_engine(url)
     with Engine(decoder, shared.store, system="My PIN is 4711.", private_system=True) as private:
         ask(private, session="me")
-        assert [variant.session for row in shared.store.rows() if (variant := row.variant)] == ["me"] * 3
+        assert [variant.session for row in shared.store.rows() if (variant := row.variant)] == [
+            "me"
+        ] * 3
         assert shared.store.stats().remote.variants == 0
         assert happened(ask(private, session="me")) == EXACT_FROM["host"]
     ask(shared)
@@ -224,7 +261,9 @@ def test_no_fault_of_the_remote_is_waited_for_beyond_its_time_outs(
     server = make_redis()
     text = primed(make_engine, f"redis://127.0.0.1:{server.port}/0")
     proxy = make_proxy(server.port)
-    engine = make_engine(f"redis://127.0.0.1:{proxy.port}/0", config=QUICK, loading=loading, host_bytes=0)
+    engine = make_engine(
+        f"redis://127.0.0.1:{proxy.port}/0", config=QUICK, loading=loading, host_bytes=0
+    )
     assert engine.store.lookup("default", "nothing", ["warm"]) == {"warm": []}
     find = engine.store.find
 
@@ -244,12 +283,14 @@ def test_no_fault_of_the_remote_is_waited_for_beyond_its_time_outs(
     engine.store.evict(down_to_bytes=0)
     for _ in range(3):  # the breaker counts look-ups on their own
         engine.store.lookup("default", engine.decoder.fingerprint, ["x"])
-    if loading == "layerwise" or fault not in ("stall", "cut"):  # Cake computes what stalls, and nothing has failed
+    # Cake computes what stalls, and nothing has failed
+    if loading == "layerwise" or fault not in ("stall", "cut"):
         assert engine.store.stats().remote.breaker == "open"
         before = engine.store.stats().remote.lookups.get("left alone", 0)
         for _ in range(100):
             assert engine.store.lookup("default", engine.decoder.fingerprint, ["x"]) == {"x": []}
-        assert engine.store.stats().remote.lookups["left alone"] == before + 100  # none of them waited
+        # none of them waited
+        assert engine.store.stats().remote.lookups["left alone"] == before + 100
     again = ask(engine)
     assert again.text == text
     if fault == "SIGSTOP":
@@ -277,7 +318,9 @@ def test_an_s3_server_that_dies_in_the_middle_is_a_miss(
 
 
 @pytest.mark.parametrize("change", ["flip", "truncate", "swap"])
-def test_a_damaged_payload_is_a_miss_and_is_replaced(change: str, make_engine: MakeEngine, make_redis: Any) -> None:
+def test_a_damaged_payload_is_a_miss_and_is_replaced(
+    change: str, make_engine: MakeEngine, make_redis: Any
+) -> None:
     url = f"redis://127.0.0.1:{make_redis().port}/0"
     text = primed(make_engine, url)
     with redis.Redis.from_url(url) as server:
@@ -311,11 +354,15 @@ def test_a_damaged_payload_is_a_miss_and_is_replaced(change: str, make_engine: M
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
 
 
-def capture(chunk: str = "chunk", prefix: tuple[str, ...] = ("system",), session: str | None = None) -> Capture:
+def capture(
+    chunk: str = "chunk", prefix: tuple[str, ...] = ("system",), session: str | None = None
+) -> Capture:
     key = VariantKey("ns", "model", chunk, prefix)
     generator = torch.Generator().manual_seed(int(key.variant_id[:8], 16))
     kv = torch.randn(LAYOUT.shape(100), generator=generator).bfloat16()
-    return Capture(key, LAYOUT, "tokens", kv, TokenScores(), tuple(0.1 for _ in prefix), 0.3, 0.6, 1.0, session)
+    return Capture(
+        key, LAYOUT, "tokens", kv, TokenScores(), tuple(0.1 for _ in prefix), 0.3, 0.6, 1.0, session
+    )
 
 
 def open_store(folder: Path, url: str, **settings: Any) -> ChunkCacheStore:
@@ -358,7 +405,9 @@ def test_the_local_copy_of_what_memory_has_no_room_for_is_sound(tmp_path: Path) 
         (stored,) = second.open_variants(second.lookup("ns", "model", ["chunk"])["chunk"])
         assert isinstance(stored, StoredVariant)
         placed = torch.empty(layers, 2, 100, LAYOUT.kv_heads, LAYOUT.head_dim, dtype=torch.bfloat16)
-        loads = PendingLoads(layers, [Extent(stored, 0, 0, 100, kept=second.keeps(stored))], Meter(None))
+        loads = PendingLoads(
+            layers, [Extent(stored, 0, 0, 100, kept=second.keeps(stored))], Meter(None)
+        )
         loads.send_to(Into(placed))
         loads.read()
         loads.close()
@@ -387,11 +436,17 @@ def test_the_local_copy_goes_first_and_enough_is_enough(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/shared"
     with open_store(tmp_path / "a", url) as first:
         put(first, capture(), capture(prefix=("system", "b")))
-    with open_store(tmp_path / "b", url) as second, open_store(tmp_path / "c", url, ask_below=3) as curious:
+    with (
+        open_store(tmp_path / "b", url) as second,
+        open_store(tmp_path / "c", url, ask_below=3) as curious,
+    ):
         for store in (second, curious):
             put(store, capture())
         assert [v.home for v in second.lookup("ns", "model", ["chunk"])["chunk"]] == ["disk"]
-        assert [v.home for v in curious.lookup("ns", "model", ["chunk"])["chunk"]] == ["disk", "remote"]
+        assert [v.home for v in curious.lookup("ns", "model", ["chunk"])["chunk"]] == [
+            "disk",
+            "remote",
+        ]
 
 
 def test_a_capture_too_large_for_the_disk_is_still_sent(tmp_path: Path) -> None:
@@ -418,7 +473,9 @@ def test_many_threads_fetch_the_same_variant_once_to_disk(tmp_path: Path) -> Non
     with ChunkCacheStore.open(tmp_path / "b", remote=url, host_bytes=0) as second:
         (variant,) = second.lookup("ns", "model", ["chunk"])["chunk"]
         results: list[Any] = []
-        threads = [threading.Thread(target=lambda: results.append(second.load(variant))) for _ in range(8)]
+        threads = [
+            threading.Thread(target=lambda: results.append(second.load(variant))) for _ in range(8)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -34,7 +34,10 @@ from cachecraft_rag.store.remote.rows import decode_row, framed, unframed
 from cachecraft_rag.store.remote.signing import SLICE_BYTES, Signer
 from cachecraft_rag.types import Chunk, KVLayout, TokenScores, Variant, VariantKey
 
-CHUNKS = [Chunk("Empty the kettle before you descale it. " * 2), Chunk("The crumb tray is on the left. " * 2)]
+CHUNKS = [
+    Chunk("Empty the kettle before you descale it. " * 2),
+    Chunk("The crumb tray is on the left. " * 2),
+]
 PATIENT = {"lookup_timeout_s": 30.0, "connect_timeout_s": 30.0, "read_timeout_s": 30.0}
 KEY, OTHER_KEY = "the key of all our engines", "the key of somebody else"
 Change = Callable[[dict[str, Any]], object]
@@ -51,8 +54,12 @@ class Shared:
 
     def engine(self, **settings: Any) -> Engine:
         remote = RemoteConfig(self.url, **(PATIENT | settings))
-        store = ChunkCacheStore.open(self.folder / f"store {len(self.engines)}", remote=remote, host_bytes=0)
-        self.engines.append(Engine(self.decoder, store, config=ReuseConfig(alpha=0.3, loading="layerwise")))
+        store = ChunkCacheStore.open(
+            self.folder / f"store {len(self.engines)}", remote=remote, host_bytes=0
+        )
+        self.engines.append(
+            Engine(self.decoder, store, config=ReuseConfig(alpha=0.3, loading="layerwise"))
+        )
         return self.engines[-1]
 
     def close(self) -> None:
@@ -69,9 +76,13 @@ class Shared:
             created, text, signature = unframed(path.read_bytes())
             fields = json.loads(text)
             change(fields)
-            path.write_bytes(framed(created, json.dumps(fields, separators=(",", ":")).encode(), signature))
+            path.write_bytes(
+                framed(created, json.dumps(fields, separators=(",", ":")).encode(), signature)
+            )
 
-    def rewrite(self, change: Callable[[dict[str, Any], KVLayout], tuple[dict[str, Any], KVLayout]]) -> None:
+    def rewrite(
+        self, change: Callable[[dict[str, Any], KVLayout], tuple[dict[str, Any], KVLayout]]
+    ) -> None:
         """Every row and its payload say something else, in harmony, as we would write it."""
         for path in self.paths(".row"):
             payload = path.with_name(path.name.split(".")[0] + ".cache")
@@ -85,17 +96,31 @@ class Shared:
             encoded = encode(variant_of(fields), layout, kv)
             fields |= {"payload_bytes": encoded.nbytes, "nbytes": layout.nbytes(fields["tokens"])}
             payload.write_bytes(encoded.header + b"".join(encoded.blocks))
-            path.write_bytes(framed(created, json.dumps(fields, separators=(",", ":")).encode(), signature))
+            path.write_bytes(
+                framed(created, json.dumps(fields, separators=(",", ":")).encode(), signature)
+            )
 
 
 def variant_of(fields: dict[str, Any]) -> Variant:
     identity = VariantKey(
-        fields["namespace"], fields["fingerprint"], fields["chunk_id"], tuple(fields["origin_prefix"])
+        fields["namespace"],
+        fields["fingerprint"],
+        fields["chunk_id"],
+        tuple(fields["origin_prefix"]),
     )
     names = (
-        "variant_id", "tokens", "tokens_digest", "inter", "intra", "cci", "exact_share", "codec", "nbytes",
-        "reuse_frequency", "created",
-    )  # fmt: skip
+        "variant_id",
+        "tokens",
+        "tokens_digest",
+        "inter",
+        "intra",
+        "cci",
+        "exact_share",
+        "codec",
+        "nbytes",
+        "reuse_frequency",
+        "created",
+    )
     return Variant(key=identity, session=None, **{name: fields[name] for name in names})
 
 
@@ -103,7 +128,9 @@ def ask(engine: Engine, **how: Any) -> Generation:
     answer = engine.stream("How?", CHUNKS, sampling=SamplingParams(max_new_tokens=6), **how)
     for _ in answer:
         pass
-    engine.write_back.wait_for([chunk.chunk_id for chunk in CHUNKS] + [engine.prompts.system.segment_id])
+    engine.write_back.wait_for(
+        [chunk.chunk_id for chunk in CHUNKS] + [engine.prompts.system.segment_id]
+    )
     assert engine.store.flush(60)
     return answer
 
@@ -132,7 +159,10 @@ def other_tokens(by: int) -> Any:
 HARMONY = {
     "more tokens": other_tokens(5),
     "fewer tokens": other_tokens(-5),
-    "other heads": lambda fields, layout: ({}, replace(layout, kv_heads=4, head_dim=layout.head_dim // 2)),
+    "other heads": lambda fields, layout: (
+        {},
+        replace(layout, kv_heads=4, head_dim=layout.head_dim // 2),
+    ),
     "more heads": lambda fields, layout: ({}, replace(layout, kv_heads=4)),
     "fewer layers": lambda fields, layout: ({}, replace(layout, layers=layout.layers - 1)),
     "other dtype": lambda fields, layout: ({}, replace(layout, dtype="bfloat16")),
@@ -140,14 +170,18 @@ HARMONY = {
 
 
 @pytest.mark.parametrize("lie", list(HARMONY))
-def test_entries_that_the_model_never_wrote_are_misses_and_stay_off_the_disk(lie: str, shared: Shared) -> None:
+def test_entries_that_the_model_never_wrote_are_misses_and_stay_off_the_disk(
+    lie: str, shared: Shared
+) -> None:
     captured = ask(shared.engine())
     shared.rewrite(HARMONY[lie])
     victim = shared.engine()
     answer = ask(victim)
     assert answer.text == captured.text
     assert outcomes(answer) == ["computed"] * 2
-    assert all("damaged" in chunk.reason or "contradicts" in chunk.reason for chunk in answer.stats.chunks)
+    assert all(
+        "damaged" in chunk.reason or "contradicts" in chunk.reason for chunk in answer.stats.chunks
+    )
     again = ask(victim)
     assert (again.text, outcomes(again)) == (captured.text, ["exact"] * 2)  # of its own captures
     assert victim.store.check().findings == ()
@@ -155,8 +189,16 @@ def test_entries_that_the_model_never_wrote_are_misses_and_stay_off_the_disk(lie
 
 def test_token_scores_of_the_wrong_kind_and_a_huge_share_are_no_rows(shared: Shared) -> None:
     captured = ask(shared.engine())
-    for wrong in ({"exact_share": 1e308}, {"exact_share": 1.5}, {"cci": -1.0}, {"intra": 1e9}, {"inter": [1e9]},
-                  {"session": None}, {"home": "disk"}, {"unheard of": 1}):  # fmt: skip
+    for wrong in (
+        {"exact_share": 1e308},
+        {"exact_share": 1.5},
+        {"cci": -1.0},
+        {"intra": 1e9},
+        {"inter": [1e9]},
+        {"session": None},
+        {"home": "disk"},
+        {"unheard of": 1},
+    ):
         kept = {path: path.read_bytes() for path in shared.paths(".row")}
         shared.change_rows(lambda fields, wrong=wrong: fields.update(wrong))
         answer = ask(shared.engine(), config=ReuseConfig(capture=False, loading="layerwise"))
@@ -208,9 +250,11 @@ def test_a_header_of_billions_allocates_nothing(field: str, value: int, shared: 
         data = path.read_bytes()
         length = 8 + int.from_bytes(data[:8], "little")
         header = Header.decode(data[:length])
-        wrong = replace(header, tokens=value) if field == "tokens" else replace(
-            header, layout=replace(header.layout, **{field: value})
-        )  # fmt: skip
+        wrong = (
+            replace(header, tokens=value)
+            if field == "tokens"
+            else replace(header, layout=replace(header.layout, **{field: value}))
+        )
         with pytest.raises(ValueError, match=r"checksums|block sizes|counts|header damaged"):
             Header.decode(raw_header(header, wrong))
         path.write_bytes(raw_header(header, wrong) + data[length:])
@@ -233,11 +277,30 @@ def test_a_key_of_another_kind_spoils_no_look_up_of_others(make_redis: Any) -> N
     with RemoteTier(RemoteConfig(url, **PATIENT)) as tier, redis.Redis.from_url(url) as server:
         for number in range(3):
             key = VariantKey("ns", "model", f"chunk {number}", ("system",))
-            numbers = (10, "tokens", (0.5,), 0.3, 0.6, 1.0, None, "raw", layout.nbytes(10), 0.0, 1e9)
+            numbers = (
+                10,
+                "tokens",
+                (0.5,),
+                0.3,
+                0.6,
+                1.0,
+                None,
+                "raw",
+                layout.nbytes(10),
+                0.0,
+                1e9,
+            )
             variant = Variant(key, key.variant_id, *numbers)
-            assert tier.put(variant, encode(variant, layout, torch.randn(layout.shape(10)).bfloat16()), TokenScores())
+            assert tier.put(
+                variant,
+                encode(variant, layout, torch.randn(layout.shape(10)).bfloat16()),
+                TokenScores(),
+            )
         assert tier.flush(30)
-        rows, data = (sorted(name for name in server.scan_iter() if part in name) for part in (b"rows/", b"data/"))
+        rows, data = (
+            sorted(name for name in server.scan_iter() if part in name)
+            for part in (b"rows/", b"data/")
+        )
         server.delete(rows[0], data[1])
         server.set(rows[0], "no hash")
         server.hset(data[1], "no", "text")
@@ -263,7 +326,19 @@ def test_bounds_hold_for_what_is_written(shared: Shared) -> None:
     for codec in ("raw", "int8", "entropy"):
         for tokens in (1, 63, 64, 65, 300):
             key = VariantKey("ns ☃", "model", "chunk", ("system", "ü" * 100))
-            numbers = (tokens, "tokens", (0.5, 0.1), 0.3, 0.6, 1.0, None, codec, layout.nbytes(tokens), 0.0, 1e9)
+            numbers = (
+                tokens,
+                "tokens",
+                (0.5, 0.1),
+                0.3,
+                0.6,
+                1.0,
+                None,
+                codec,
+                layout.nbytes(tokens),
+                0.0,
+                1e9,
+            )
             variant = Variant(key, key.variant_id, *numbers)
             for kv in (torch.randn(layout.shape(tokens)), torch.rand(layout.shape(tokens)) * 1e6):
                 encoded = encode(variant, layout, kv)
@@ -294,19 +369,27 @@ def test_engines_with_one_key_share_and_others_read_what_is_signed(shared: Share
     captured = ask(shared.engine(key=KEY))
     for settings_ in ({"key": KEY}, {}):
         served = ask(shared.engine(**settings_))
-        assert [(chunk.outcome, chunk.tier) for chunk in served.stats.chunks] == [("exact", "remote")] * 2
+        assert [(chunk.outcome, chunk.tier) for chunk in served.stats.chunks] == [
+            ("exact", "remote")
+        ] * 2
         assert served.text == captured.text
 
 
 @pytest.mark.parametrize("writer", [None, OTHER_KEY])
-def test_an_unsigned_entry_is_a_miss_and_gives_way_to_a_signed_one(writer: str | None, shared: Shared) -> None:
+def test_an_unsigned_entry_is_a_miss_and_gives_way_to_a_signed_one(
+    writer: str | None, shared: Shared
+) -> None:
     captured = ask(shared.engine(key=writer))
     victim = shared.engine(key=KEY)
     answer = ask(victim)
     assert (answer.text, outcomes(answer)) == (captured.text, ["computed"] * 2)
-    assert {chunk.reason for chunk in answer.stats.chunks} == {"what the remote has of it is not signed with our key"}
+    assert {chunk.reason for chunk in answer.stats.chunks} == {
+        "what the remote has of it is not signed with our key"
+    }
     third = ask(shared.engine(key=KEY))
-    assert [(chunk.outcome, chunk.tier) for chunk in third.stats.chunks] == [("exact", "remote")] * 2
+    assert [(chunk.outcome, chunk.tier) for chunk in third.stats.chunks] == [
+        ("exact", "remote")
+    ] * 2
 
 
 def change_values(shared: Shared) -> None:
@@ -336,9 +419,13 @@ def change_payload_only(shared: Shared) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [change_values, change_share, swap_seals, strip_signatures, change_payload_only], ids=lambda c: c.__name__
+    "change",
+    [change_values, change_share, swap_seals, strip_signatures, change_payload_only],
+    ids=lambda c: c.__name__,
 )
-def test_nothing_that_was_changed_is_believed_with_a_key(change: Callable[[Shared], None], shared: Shared) -> None:
+def test_nothing_that_was_changed_is_believed_with_a_key(
+    change: Callable[[Shared], None], shared: Shared
+) -> None:
     captured = ask(shared.engine(key=KEY))
     change(shared)
     victim = shared.engine(key=KEY)
@@ -351,7 +438,11 @@ def test_nothing_that_was_changed_is_believed_with_a_key(change: Callable[[Share
 def test_a_seal_holds_every_slice_in_its_place() -> None:
     signer = Signer([KEY.encode()])
     data = random.Random(0).randbytes(2 * SLICE_BYTES + 1000)
-    parts = (memoryview(data)[:100], memoryview(data)[100 : SLICE_BYTES + 5], memoryview(data)[SLICE_BYTES + 5 :])
+    parts = (
+        memoryview(data)[:100],
+        memoryview(data)[100 : SLICE_BYTES + 5],
+        memoryview(data)[SLICE_BYTES + 5 :],
+    )
     seal = signer.seal(parts)
     assert seal == signer.seal([memoryview(data)])
     slices = [data[start : start + SLICE_BYTES] for start in range(0, len(data), SLICE_BYTES)]
@@ -370,7 +461,9 @@ def test_a_key_is_changed_one_engine_at_a_time(shared: Shared, tmp_path: Path) -
     assert outcomes(served) == ["exact"] * 2
 
 
-def test_keys_come_from_the_setting_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_come_from_the_setting_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"\n {KEY} \n{OTHER_KEY}\n")
     for name in ("CACHECRAFT_REMOTE_KEY", "CACHECRAFT_REMOTE_KEY_FILE"):
@@ -400,14 +493,18 @@ def test_keys_come_from_the_setting_a_file_or_the_environment(tmp_path: Path, mo
         ({"key": "hunter2" + "\0" * 20}, "that can be printed"),
     ],
 )
-def test_a_key_that_cannot_be_used_is_named_but_not_shown(setting: dict[str, Any], message: str) -> None:
+def test_a_key_that_cannot_be_used_is_named_but_not_shown(
+    setting: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
         RemoteTier(RemoteConfig("memory://", **setting))
     assert "hunter2" not in chain(refused.value)
 
 
 @pytest.mark.parametrize("name", ["CACHECRAFT_REMOTE_KEY", "CACHECRAFT_REMOTE_KEY_FILE"])
-def test_an_empty_variable_does_not_mean_unsigned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_does_not_mean_unsigned(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, "")
     with pytest.raises(ConfigError, match="unset its variable"):
         RemoteTier(RemoteConfig("memory://"))
@@ -425,10 +522,29 @@ def urls(draw: st.DrawFn) -> str:
     """URLs, and typos of them, that hold the secret where a password may stand."""
     secret = draw(AROUND) + SECRET + draw(AROUND)
     scheme = draw(
-        st.sampled_from(["redis", "rediss", "unix", "s3", "gs", "az", "file", "memory", "http", "rdis", "", "Redis"])
+        st.sampled_from(
+            [
+                "redis",
+                "rediss",
+                "unix",
+                "s3",
+                "gs",
+                "az",
+                "file",
+                "memory",
+                "http",
+                "rdis",
+                "",
+                "Redis",
+            ]
+        )
     )
     slashes = draw(st.sampled_from(["://", ":/", ":", "//", ":///", "", "::/"]))
-    host = draw(st.sampled_from(["host", "127.0.0.1:1", "localhost:99999999", "[::1]", "ho st", "bucket/path", ""]))
+    host = draw(
+        st.sampled_from(
+            ["host", "127.0.0.1:1", "localhost:99999999", "[::1]", "ho st", "bucket/path", ""]
+        )
+    )
     shape = draw(st.sampled_from(["user", "password", "query", "fragment", "port"]))
     return {
         "user": f"{scheme}{slashes}{secret}@{host}",
@@ -448,18 +564,26 @@ def chain(error: BaseException | None) -> str:
     return "".join(shown_text)
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(urls())
 def test_no_secret_of_a_url_is_shown_anywhere(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, url: str
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    quick = {"lookup_timeout_s": 0.05, "connect_timeout_s": 0.05, "close_timeout_s": 0.05, "failures": 1}
+    quick = {
+        "lookup_timeout_s": 0.05,
+        "connect_timeout_s": 0.05,
+        "close_timeout_s": 0.05,
+        "failures": 1,
+    }
     shown_text = shown_url(url)
     try:
         config = RemoteConfig(url, **quick)  # type: ignore[arg-type]
         shown_text += repr(config) + config.shown + repr(StoreConfig(remote=config))
-        if not url.startswith(("file", "s3", "gs", "az")):  # those would be made, or looked for, far away
+        # those would be made, or looked for, far away
+        if not url.startswith(("file", "s3", "gs", "az")):
             with RemoteTier(config) as tier:
                 tier.find("ns", "model", ["chunk"])
                 shown_text += repr(tier.stats()) + repr(tier)
@@ -473,7 +597,12 @@ def test_no_secret_of_a_url_is_shown_anywhere(
 
 
 def test_typos_of_every_kind_are_refused_without_the_password() -> None:
-    for url in ("redis:/:secret@host", "redis//:secret@host", "redis://:sec'ret secret@host:x", "redis:secret@host"):
+    for url in (
+        "redis:/:secret@host",
+        "redis//:secret@host",
+        "redis://:sec'ret secret@host:x",
+        "redis:secret@host",
+    ):
         with pytest.raises(ConfigError) as refused:
             RemoteTier(RemoteConfig(url))
         assert "secret" not in chain(refused.value)
