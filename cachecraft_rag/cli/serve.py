@@ -25,7 +25,7 @@ _REUSE_KEYS = [
 ]
 _KEYS = [
     key
-    for key in (*ENGINE_KEYS, "best_last", "private_system")
+    for key in (*ENGINE_KEYS, "best_last", "private_system", "audit", "quality_target")
     if key not in ("model", "device", "threads")
 ]
 

@@ -20,6 +20,7 @@ from cachecraft_rag.errors import ServerError, UnsupportedCallError
 from cachecraft_rag.model.facts import DiskSpace
 from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.serving.answer_text import answer_text
+from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.priming import DocumentPrimer, Primer, Related
 from cachecraft_rag.serving.request import Request, RequestProgress
 from cachecraft_rag.store import RowFilter
@@ -31,6 +32,7 @@ from cachecraft_rag.vllm.server.documents import FIELD, MOST_DOCUMENTS, MOST_PRI
 logger = logging.getLogger("cachecraft_rag.vllm")
 
 _PRIME = "/v1/cachecraft/prime"
+_REMEMBERED = 1000  # answers whose audits can be asked for; a server remembers as many
 _MISSING = Capabilities(
     {
         Capability.CAPTURE: "a server captures texts: use engine.primer().prime(chunks)",
@@ -72,6 +74,8 @@ class HTTPEngine(AnswerEngine):
         self._system = system
         # take the report of an answer that has ended, by its id
         self._unreported: dict[str, Callable[[], None]] = {}
+        # id of a request → its id in the server, and the headers that it was sent with
+        self._answered: dict[str, tuple[str, Mapping[str, str]]] = {}
 
     @classmethod
     def connect(
@@ -152,6 +156,18 @@ class HTTPEngine(AnswerEngine):
         if self._home.here:
             self._link.close()
 
+    def audit_of(self, request_id: str) -> Audit | None:
+        """Return the audit of an answer, by the `request_id` of its statistics.
+
+        None if the server audits nothing (`cachecraft serve --audit`), not yet, or if the answer is not one of the last
+        1,000 of this engine. Raises ServerError.
+        """
+        asked = self._answered.get(request_id)
+        if asked is None:
+            return None
+        name, headers = asked
+        return self._link.audit(name, headers=headers)
+
     def _prepared(self, request: Request, asked: Question) -> Request:
         """Add the body that is sent to the server."""
         sampling = request.sampling
@@ -209,6 +225,9 @@ class HTTPEngine(AnswerEngine):
         finally:
             progress.end(request, "closed")
             if names:
+                self._answered[request.request_id] = names[-1], headers
+                if len(self._answered) > _REMEMBERED:
+                    self._answered.pop(next(iter(self._answered)), None)
                 self._unreported[request.request_id] = lambda: progress.reported(
                     self._link.report(names[-1], headers=headers)
                 )

@@ -21,6 +21,7 @@ from cachecraft_rag.client.replies import (
     report_of,
 )
 from cachecraft_rag.errors import CacheCraftError, ConfigError, ContextLengthError, ServerError
+from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.vllm.served_model import PROTOCOL
 from cachecraft_rag.vllm.server.documents import ADMIN_HEADER
 
@@ -182,6 +183,16 @@ class Link:
                 "The statistics of request %s did not arrive: %s", printable(name), error
             )
             return {}
+
+    def audit(self, name: str, *, headers: Mapping[str, str]) -> Audit | None:
+        """Return the audit of a request's answer; None if the server has none, or not yet.
+
+        Raises ServerError, also for a reply that is no audit.
+        """
+        reply = self.call(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=headers)
+        with checked_reply(self.url, "an audit"):
+            audit = mapping_of(reply).get("audit")
+            return None if audit is None else Audit.from_dict(mapping_of(audit))
 
     def events(
         self, body: Mapping[str, object], *, headers: Mapping[str, str]

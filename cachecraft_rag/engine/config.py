@@ -48,8 +48,9 @@ class EngineConfig:
                     answer is under way), always or off; or a `NewVariants` with a budget. An engine over vLLM refuses
                     always
     audit           which answers are compared with full prefill while no answer is under way: off, idle (every answer
-                    with reuse) or a share from 0 to 1; or an `Audits` with limits. An engine over vLLM audits nothing
-    audit_text      whether the text of audited answers is kept with their results, see `Audits`
+                    with reuse) or a share from 0 to 1; or an `Audits` with limits
+    audit_text      whether the text of audited answers is kept with their results, see `Audits`. An engine over vLLM
+                    refuses it
     quality_target  share of answer tokens that should agree with full prefill, such as 0.98; None = no target. Audits
                     then raise and lower the recompute ratio of requests that set neither a ratio nor α. Needs `audit`
     min_ratio       smallest recompute ratio that a quality target chooses

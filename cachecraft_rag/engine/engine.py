@@ -46,6 +46,7 @@ from cachecraft_rag.serving.answering import Answering
 from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.audits.auditor import Auditor
 from cachecraft_rag.serving.audits.controller import RatioController
+from cachecraft_rag.serving.audits.results import AuditResults
 from cachecraft_rag.serving.capturing import LocalCapturer
 from cachecraft_rag.serving.config import Audits, NewVariants
 from cachecraft_rag.serving.joint_rows import JointRows
@@ -173,17 +174,22 @@ class Engine(AnswerEngine):
     def _new_auditor(self, config: EngineConfig, loader: Loader) -> Auditor:
         assert isinstance(config.audit, Audits), "EngineConfig turns a word or a number into Audits"
         target = config.target()
+        results = AuditResults(
+            config.audit,
+            self.store,
+            namespace=config.namespace,
+            fingerprint=self.decoder.fingerprint,
+            registry=self.request_counts.registry,
+            controller=None if target is None else RatioController(target),
+        )
         return Auditor(
-            config=config.audit,
             decoder=self.decoder,
             store=self.store,
             loader=loader,
-            namespace=config.namespace,
             look_up=self.look_up,
             loop=self.loop,
             captures_pending=self._captures_pending,
-            registry=self.request_counts.registry,
-            controller=None if target is None else RatioController(target),
+            results=results,
         )
 
     @classmethod
@@ -275,7 +281,7 @@ class Engine(AnswerEngine):
         None if it was not audited (see `EngineConfig.audit`), not yet (`settle` waits for it), or too long ago: the
         last 1,024 results are kept in memory, and more of them on disk (`cachecraft quality`).
         """
-        return self.auditor.result(request_id)
+        return self.auditor.results.get(request_id)
 
     def settle(self, timeout: float | None = None) -> bool:
         """Wait for the work that follows from answers: captures, new variants within their budget, audits, and writing.
@@ -307,7 +313,7 @@ class Engine(AnswerEngine):
                 self.loop.call(self._close_idle_work)
             self.write_back.close()
             self.loop.close()
-            self.auditor.close_log()
+            self.auditor.results.close()
 
     def _captures_pending(self) -> bool:
         """Return whether captures or new variants are still to be stored."""
@@ -345,18 +351,7 @@ class Engine(AnswerEngine):
 
     def _prepared(self, request: Request, asked: Question) -> Request:
         """Add the ratio that a quality target chooses, and the grammar of the answer."""
-        controller = self.auditor.controller
-        config = asked.config or self.config
-        if (
-            controller is not None
-            and config.reuse
-            and config.recompute_ratio is None
-            and config.alpha is None
-        ):
-            ratio, reason = controller.choice()
-            request = replace(
-                request, config=replace(request.config, recompute_ratio=ratio), quality=reason
-            )
+        request = self.auditor.results.with_ratio(request, asked.config or self.config)
         schema = asked.sampling.json_schema
         if schema is None:
             return request

@@ -22,7 +22,10 @@ from cachecraft_rag.types import Prompt, RemovedChunks, TierName
 
 @dataclass(frozen=True, slots=True)
 class SegmentReport:
-    """Outcome of one segment, as plain values; see `planner.SegmentPlan` and `stats.ChunkStats`."""
+    """Outcome of one segment, as plain values; see `planner.SegmentPlan` and `stats.ChunkStats`.
+
+    primed  True if its chunk-cache comes from priming
+    """
 
     outcome: SegmentOutcome
     reason: Reason = Reason.REUSED
@@ -33,6 +36,7 @@ class SegmentReport:
     beta_prime: float | None = None
     variant_id: str | None = None
     tier: TierName | None = None
+    primed: bool = False
 
     @property
     def stored(self) -> bool:
@@ -64,6 +68,7 @@ def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentR
             beta_prime=planned.adjusted,
             variant_id=variant_id,
             tier=None if variant_id is None else tiers.get(variant_id),
+            primed=planned.variant is not None and planned.variant.primed,
         )
         reports.append(report)
     return tuple(reports)
@@ -167,6 +172,10 @@ class RequestProgress:
         self.waited_s = report.get("waited_s", self.waited_s)
         self.remote = report.get("remote", self.remote)
 
+    def segment_reports(self) -> tuple[SegmentReport, ...]:
+        """Return the reports of the segments, in order."""
+        return segment_reports(self.plan, self.tiers) if self.reports is None else self.reports
+
     def drew_first(self, *, at: float) -> None:
         """Note the time of the first token, unless it is known."""
         self.first_token_s = self.first_token_s or at
@@ -200,10 +209,7 @@ class RequestProgress:
 
 def stats_of(request: Request, progress: RequestProgress, layers: int) -> RequestStats:
     """Return the statistics of a request so far; `layers` is the number of layers of the model."""
-    reports = progress.reports
-    if reports is None:
-        reports = segment_reports(progress.plan, progress.tiers)
-
+    reports = progress.segment_reports()
     lengths = [len(segment.token_ids) for segment in request.prompt.segments]
     total = sum(lengths)
     stored = sum(length for length, report in zip(lengths, reports, strict=False) if report.stored)

@@ -2,7 +2,8 @@
 
 Import from here: `engine` (`VLLMEngine`) and what its processes share: `messages`, `settings`, `metrics`, `records`,
 `served_model`, `plugin`. The sub-folder `worker` runs inside vLLM's engine and worker processes, `server` inside its
-API server. The modules here import neither; `server` imports them and `worker` imports them.
+API server, and `idle` holds the work that waits until the server is idle. The modules here and in `idle` import neither
+`worker` nor `server`; both of these import them.
 
 Never here: anything that an engine without vLLM needs.
 """

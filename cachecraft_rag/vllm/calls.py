@@ -40,6 +40,7 @@ class RequestOutput(Protocol):
     """`vllm.RequestOutput`, an output of a request."""
 
     outputs: Sequence[CompletionOutput]
+    prompt_logprobs: Sequence[Mapping[int, TokenLogprob] | None] | None
     finished: bool
     kv_transfer_params: dict[str, Any] | None
     num_cached_tokens: int | None
@@ -64,14 +65,16 @@ class EngineClient(Protocol):
 class Step:
     """New token ids of one step.
 
-    report    `kv_transfer_params`; sent with the last step only
-    logprobs  token id → log probability, for the likeliest tokens in place of the last one; empty if not requested
+    report           `kv_transfer_params`; sent with the last step only
+    logprobs         for each new token the log-probabilities of the likeliest tokens in its place, if requested
+    prompt_logprobs  the same for each token of the prompt; sent with one step, and only if requested
     """
 
     tokens: tuple[int, ...]
     finished: bool = False
     report: Mapping[str, FillReport] = field(default_factory=dict)
-    logprobs: dict[int, float] = field(default_factory=dict)
+    logprobs: Sequence[Mapping[int, TokenLogprob]] = ()
+    prompt_logprobs: Sequence[Mapping[int, TokenLogprob] | None] = ()
     error: BaseException | None = None
 
 
@@ -128,14 +131,13 @@ class Calls(Closeable):
             assert self._engine is not None, "it is closed"
             async for output in self._engine.generate(prompt, params, name):
                 best = output.outputs[0]
-                last_logprobs = best.logprobs[-1].items() if best.logprobs else ()
-                logprobs = {token: entry.logprob for token, entry in last_logprobs}
                 steps.put(
                     Step(
                         tuple(best.token_ids),
                         output.finished,
                         output.kv_transfer_params or {},
-                        logprobs,
+                        best.logprobs or (),
+                        output.prompt_logprobs or (),
                     )
                 )
         except BaseException as error:  # otherwise the reader of the steps would wait forever

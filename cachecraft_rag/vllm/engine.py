@@ -7,21 +7,28 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+from prometheus_client import CollectorRegistry
+
 from cachecraft_rag.checks import check_kind, check_mapping, check_path, check_text
-from cachecraft_rag.engine.base import AnswerEngine, PathLike
+from cachecraft_rag.engine.base import AnswerEngine, PathLike, Question
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.answer_text import answer_text
-from cachecraft_rag.serving.config import NewVariants
+from cachecraft_rag.serving.audits.audit import Audit
+from cachecraft_rag.serving.audits.controller import RatioController
+from cachecraft_rag.serving.audits.predictions import LikeliestTokens
+from cachecraft_rag.serving.audits.results import AuditResults
+from cachecraft_rag.serving.config import Audits, NewVariants
 from cachecraft_rag.serving.new_variants import EXACT, Dropped, LookUp, missing_of
 from cachecraft_rag.serving.request import Request, RequestProgress, SegmentReport
 from cachecraft_rag.serving.sampling import SamplingParams as Sampling
@@ -29,8 +36,16 @@ from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.config import CACHE_FOLDER
 from cachecraft_rag.types import Prompt, Segment
 from cachecraft_rag.vllm.calls import Calls, Serving, Step
+from cachecraft_rag.vllm.idle.audits import (
+    KEPT,
+    FullPrediction,
+    IdleAudits,
+    PredictedAnswer,
+    check_server,
+    likeliest_of,
+)
+from cachecraft_rag.vllm.idle.new_variants import Captured, IdleVariants
 from cachecraft_rag.vllm.messages import FIELD, Ask, FillReport
-from cachecraft_rag.vllm.new_variants import Captured, IdleVariants
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
 from cachecraft_rag.vllm.served_model import ServedModel
@@ -53,9 +68,14 @@ class VLLMBackend:
         calls: sends requests to vLLM.
         key: the connector's key, which signs messages to it.
         look_up: looks up stored variants.
+        registry: of the metrics of audits.
 
     Attributes:
         new_variants: captures chunks that were reused and fixed, while the engine is idle.
+        audits: compares answers with full prefill, while the engine is idle.
+
+    Raises:
+        ConfigError: if answers are to be audited and vLLM's options do not allow it.
     """
 
     def __init__(
@@ -67,10 +87,14 @@ class VLLMBackend:
         calls: Calls,
         key: str,
         look_up: LookUp,
+        registry: CollectorRegistry,
     ) -> None:
         assert isinstance(config.new_variants, NewVariants), (
             "EngineConfig turns a word into NewVariants"
         )
+        assert isinstance(config.audit, Audits), "EngineConfig turns a word or a number into Audits"
+        if config.audit.share:
+            check_server(calls.vllm_config)
         self._model = model
         self._store = store
         self._namespace = config.namespace
@@ -79,11 +103,35 @@ class VLLMBackend:
         self._key = key
         self._look_up = look_up
         self.new_variants = IdleVariants(config.new_variants, self._capture_missing)
-        store.before_removal.append(self.new_variants.forget)
+        target = config.target()
+        results = AuditResults(
+            config.audit,
+            store,
+            namespace=config.namespace,
+            fingerprint=model.fingerprint,
+            registry=registry,
+            controller=None if target is None else RatioController(target),
+        )
+        self.audits = IdleAudits(
+            results,
+            self._predicted_in_full,
+            wait_for_variants=self.new_variants.settle,
+            layers=model.layout.layers,
+        )
+        store.before_removal.extend((self.new_variants.forget, self.audits.forget))
 
     def close(self) -> None:
-        """Finish the running captures; vLLM keeps running."""
+        """Finish the running captures, and drop the audits; vLLM keeps running."""
+        self.audits.close()
         self.new_variants.close()
+
+    def settle(self, timeout: float | None = None) -> bool:
+        """Wait for new variants within their budget, and for audits; return False after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self.new_variants.settle(timeout):
+            return False
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        return self.audits.settle(left)
 
     # -- the self-check -----------------------------------------------------------------------------------------------
 
@@ -125,11 +173,11 @@ class VLLMBackend:
             step = self._last_step(
                 {"prompt_token_ids": asked}, self._one_token(None, logprobs=_LIKELIEST)
             )
-            likeliest = sorted(step.logprobs.items(), key=lambda item: -item[1])
+            likeliest = _by_likelihood(step)
             return Predicted(dict(likeliest[: _LIKELIEST // 2]))
 
         step = self._last_step(self._prompt(asked), self._one_token(asked, logprobs=_LIKELIEST))
-        likeliest = sorted(step.logprobs.items(), key=lambda item: -item[1])
+        likeliest = _by_likelihood(step)
         report = step.report.get(FIELD, {"refused": "vLLM has reported nothing about it"})
         segments = [SegmentReport.from_dict(values) for values in report.get("segments", ())]
         taken = sum(
@@ -218,6 +266,7 @@ class VLLMBackend:
     def pieces(self, request: Request, progress: RequestProgress) -> Generator[str]:
         """Yield the answer's text piece by piece."""
         sampling = request.sampling
+        predicted = self.audits.recorder(request)
         ask = Ask(request.prompt, request.config, request.session, name=request.request_id)
         params = self._params(
             ask,
@@ -226,12 +275,13 @@ class VLLMBackend:
             top_p=sampling.top_p,
             seed=sampling.seed,
             structured_outputs=_structured(sampling),
+            logprobs=None if predicted is None else KEPT,
         )
         reports: list[FillReport] = []
         try:
             self._calls.reports[ask.name] = None
             with closing(self._calls.generate(self._prompt(ask), params)) as steps:
-                tokens = _tokens(request, progress, steps, reports)
+                tokens = _tokens(request, progress, steps, reports, predicted)
                 yield from answer_text(
                     request, progress, tokens, self._model.tokenizer, self._model.end_tokens
                 )
@@ -242,6 +292,52 @@ class VLLMBackend:
                 progress.reported(report)
             progress.end(request, "closed")
             self.note_fixed(request, reports[0] if reports else report)
+            is_closed = progress.finish in ("closed", "failed")
+            read = progress.generated if is_closed else len(progress.tokens)
+            self.audits.answered(request, progress, predicted, tokens=read)
+
+    # -- audits -------------------------------------------------------------------------------------------------------
+
+    def _predicted_in_full(self, request: Request, tokens: Sequence[int]) -> FullPrediction | None:
+        """Compute a prompt exactly and the tokens of its answer; return what is predicted at the place of each token.
+
+        None if the request gave way to others. Raises RuntimeError if vLLM has computed the prompt itself.
+        """
+        *context, question = request.prompt.segments
+        with_answer = replace(question, token_ids=(*question.token_ids, *tokens[:-1]))
+        ask = Ask(
+            Prompt((*context, with_answer)),
+            EXACT,
+            request.session,
+            # A new salt, because vLLM predicts nothing at tokens that its prefix cache has.
+            client_salt=secrets.token_hex(8),
+            captures=(),
+            idle=True,
+            own_tokens=len(tokens),
+        )
+        params = self._one_token(
+            ask,
+            logprobs=KEPT,
+            prompt_logprobs=KEPT if len(tokens) > 1 else None,
+            skip_reading_prefix_cache=False,
+        )
+        *_, last = steps = list(self._calls.generate(self._prompt(ask), params))
+        report = last.report.get(FIELD, {})
+        if "given_up" in report:
+            return None
+        if "segments" not in report:
+            raise RuntimeError(
+                f"the prompt was not computed for the audit: {report.get('refused')}"
+            )
+
+        begin = request.prompt.bounds[-1]
+        of_prompt = next((step.prompt_logprobs for step in steps if step.prompt_logprobs), ())
+        places: list[LikeliestTokens] = []
+        for logprobs in (*of_prompt[begin : begin + len(tokens) - 1], last.logprobs[-1]):
+            assert logprobs is not None, "vLLM predicts every token but the first"
+            places.append(likeliest_of(logprobs))
+        computed = report["row_layers"] // self._model.layout.layers + len(tokens)
+        return FullPrediction(places, computed)
 
     # -- requests to vLLM ---------------------------------------------------------------------------------------------
 
@@ -277,6 +373,12 @@ class VLLMBackend:
         )
 
 
+def _by_likelihood(step: Step) -> list[tuple[int, float]]:
+    """Return the tokens in place of the last one with their log-probabilities, the likeliest first."""
+    log_shares = likeliest_of(step.logprobs[-1]).log_shares
+    return sorted(log_shares.items(), key=lambda item: -item[1])
+
+
 def _with_question(segments: Sequence[Segment]) -> Prompt:
     """Return a prompt of these segments, with the question that a request must have."""
     end = segments[-1].token_ids[-1]
@@ -285,15 +387,21 @@ def _with_question(segments: Sequence[Segment]) -> Prompt:
 
 
 def _tokens(
-    request: Request, progress: RequestProgress, steps: Iterable[Step], reports: list[FillReport]
+    request: Request,
+    progress: RequestProgress,
+    steps: Iterable[Step],
+    reports: list[FillReport],
+    predicted: PredictedAnswer | None,
 ) -> Iterator[int]:
-    """Yield the tokens of an answer; `reports` takes up the connector's reports."""
+    """Yield the tokens of an answer; `reports` takes up the connector's reports, `predicted` the predictions."""
     for step in steps:
         progress.drew_first(at=request.clock())
         if step.report:
             report: FillReport = step.report.get(FIELD, {})
             reports.append(report)
             progress.reported(report)
+        if predicted is not None:
+            predicted.note(step.tokens, step.logprobs)
         yield from step.tokens
 
 
@@ -331,7 +439,13 @@ class VLLMEngine(AnswerEngine):
         self._serving = serving
         self._opened = ExitStack()  # closed by `close`, after vLLM
         self._backend = VLLMBackend(
-            model, store, config, calls=serving, key=key, look_up=self.look_up
+            model,
+            store,
+            config,
+            calls=serving,
+            key=key,
+            look_up=self.look_up,
+            registry=self.request_counts.registry,
         )
         self._capturer = self._backend
         self.new_variants = self._backend.new_variants
@@ -385,8 +499,16 @@ class VLLMEngine(AnswerEngine):
         return engine
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait until new variants are captured within their budget; return False after `timeout` seconds."""
-        return self.new_variants.settle(timeout)
+        """Wait for new variants within their budget, and for audits; return False after `timeout` seconds."""
+        return self._backend.settle(timeout)
+
+    def audit_of(self, request_id: str) -> Audit | None:
+        """Return the audit of an answer, by the `request_id` of its statistics; see `Engine.audit_of`."""
+        return self._backend.audits.results.get(request_id)
+
+    def _prepared(self, request: Request, asked: Question) -> Request:
+        """Add the ratio that a quality target chooses."""
+        return self._backend.audits.results.with_ratio(request, asked.config or self.config)
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
         """See `AnswerEngine.calibrated`; unmarked text is not searched."""

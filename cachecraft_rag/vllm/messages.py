@@ -71,6 +71,8 @@ class Ask:
                  is given up if another request lacks blocks
     first        found segments of an idle request that may not be stored yet. No other request would store them, so
                  on a busy server the request begins after a while, and is not paused once it has begun
+    own_tokens   tokens at the end of the prompt that vLLM computes itself: one, or in an audit one for each token of
+                 the answer, because vLLM predicts the next token only where it computes
     name         name under which the front end receives the report once the prompt is filled; "": only with the answer
     """
 
@@ -84,6 +86,7 @@ class Ask:
     client_salt: str = ""
     idle: bool = False
     first: tuple[int, ...] = ()
+    own_tokens: int = 1
     name: str = ""
 
     def __post_init__(self) -> None:

@@ -49,6 +49,8 @@ class ModelConfig(Protocol):
     max_model_len: int
     model_impl: str
     disable_sliding_window: bool
+    logprobs_mode: str
+    max_logprobs: int
     hf_config: PretrainedConfig
     hf_text_config: PretrainedConfig
 

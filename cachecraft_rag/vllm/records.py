@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from cachecraft_rag.observability.stats import Finish, RequestStats
 from cachecraft_rag.planning.planner import SegmentOutcome
@@ -13,7 +14,18 @@ from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.serving.request import Request, RequestProgress, SegmentReport, stats_of
 from cachecraft_rag.types import Prompt
 from cachecraft_rag.vllm.calls import EngineClient, RequestOutput
+from cachecraft_rag.vllm.idle.audits import KEPT, PredictedAnswer
 from cachecraft_rag.vllm.messages import FIELD, FillReport
+
+
+class RequestParams(Protocol):
+    """`vllm.SamplingParams` or `vllm.PoolingParams` of a request; `n` is missing in the latter."""
+
+    logprobs: int | None
+    prompt_logprobs: int | None
+    structured_outputs: object
+    extra_args: dict[str, Any] | None
+
 
 _REMEMBERED = 1000  # requests: a few kilobytes each
 
@@ -60,6 +72,7 @@ class RequestRecord:
     counted  True once its end was counted
     alone    True if vLLM computes it without chunk-caches
     remark   note to the client, sent with the statistics; "" if there is nothing to say
+    predicted  the answer's tokens with the predictions, if it is to be audited
     """
 
     request: Request
@@ -71,6 +84,19 @@ class RequestRecord:
     counted: bool = False
     alone: bool = False
     remark: str = ""
+    predicted: PredictedAnswer | None = None
+
+    def request_predictions(self, params: RequestParams) -> None:
+        """Request the log-probabilities that an audit needs, if the answer is to be audited.
+
+        It is not if it has a grammar, or if the client wants log-probabilities itself.
+        """
+        if self.predicted is None:
+            return
+        if params.structured_outputs is not None or params.logprobs is not None:
+            self.predicted = None
+        else:
+            params.logprobs = KEPT
 
     def note(self, output: RequestOutput) -> None:
         """Note an output of vLLM: new tokens, or all tokens at once if the answer is not streamed."""
@@ -85,6 +111,9 @@ class RequestRecord:
         generated = progress.generated
         for completion in output.outputs:
             generated += len(completion.token_ids)
+            if self.predicted is not None:
+                self.predicted.note(completion.token_ids, completion.logprobs or ())
+                completion.logprobs = None  # the client has not asked for them
             if completion.finish_reason is None:
                 continue
             # vLLM says "stop" for an end token, which it counts, and for a stop string, which it names.
@@ -186,10 +215,11 @@ class RecordingClient:
         return getattr(self._client, name)
 
     def generate(
-        self, prompt: object, params: object, request_id: str, **options: object
+        self, prompt: object, params: RequestParams, request_id: str, **options: object
     ) -> AsyncGenerator[RequestOutput]:
         """Generate as vLLM's client does; the last output carries the whole record."""
         self._record.begun = True
+        self._record.request_predictions(params)
         self._record.request = replace(self._record.request, request_id=request_id)
         return self._generate(prompt, params, request_id, **options)
 

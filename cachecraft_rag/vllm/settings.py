@@ -34,6 +34,7 @@ _MEMORY = "vLLM has the device's memory; its own prefix cache takes the device t
 
 def check_config(config: EngineConfig) -> EngineConfig:
     """Return the config with `OFF` applied. Raises ConfigError for an option that has no effect over vLLM."""
+    config.require_usable_target()
     usual = EngineConfig()
     wrong = {
         name: why
@@ -42,13 +43,8 @@ def check_config(config: EngineConfig) -> EngineConfig:
     }
     if getattr(config.new_variants, "when", "") == "always":
         wrong["new_variants"] = "they are made while no request is under way"
-    if getattr(config.audit, "share", 0.0):
-        wrong["audit"] = "answers are audited by the transformers backend only"
-    for name in ("audit_text", "quality_target", "min_ratio", "max_ratio"):
-        if getattr(config, name) != getattr(usual, name):
-            wrong[name] = (
-                "it needs audits, and answers are audited by the transformers backend only"
-            )
+    if getattr(config.audit, "keep_text", False):
+        wrong["audit_text"] = "a server computes what audits need, and no further text"
     if config.reuse.refresh_rows:
         wrong["reuse.refresh_rows"] = "a decode step carries rows of the answer only"
     wrong |= {

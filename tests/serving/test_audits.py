@@ -21,6 +21,7 @@ from cachecraft_rag.evaluation.metrics import divergence
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.audits import auditor as auditor_module
+from cachecraft_rag.serving.audits import results as results_module
 from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.audits.audit_log import AUDIT_FILE, AuditLog, audits_in
 from cachecraft_rag.serving.audits.predictions import KEPT, Predictions, compare
@@ -488,7 +489,7 @@ def test_of_equal_logits_the_token_that_greedy_sampling_takes_is_noted() -> None
 
 
 def test_near_ties_are_counted(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auditor_module, "NEAR_TIE", 2.0)  # every difference is one
+    monkeypatch.setattr(results_module, "NEAR_TIE", 2.0)  # every difference is one
     engine = make_engine()
     ask(engine, CHUNKS)
     config = replace(CONFIG, capture=False)

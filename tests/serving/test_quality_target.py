@@ -16,7 +16,7 @@ from cachecraft_rag.engine.settings import load_settings
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.serving.audits import auditor as auditor_module
+from cachecraft_rag.serving.audits import results as results_module
 from cachecraft_rag.serving.audits.controller import LEVELS, QualityTarget, RatioController
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -225,7 +225,7 @@ def test_an_engine_raises_the_ratio_until_answers_agree_and_goes_on_there(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # the tiny model finds many tokens about equally likely
-    monkeypatch.setattr(auditor_module, "NEAR_TIE", 0.0)
+    monkeypatch.setattr(results_module, "NEAR_TIE", 0.0)
     engine = make_engine()
     capture_chunks(engine)
     first = ask(engine, "Question 0?")
@@ -234,8 +234,8 @@ def test_an_engine_raises_the_ratio_until_answers_agree_and_goes_on_there(
     for number in range(1, 120):
         last = ask(engine, f"Question {number}?")
         reasons.append(last.stats.quality)
-    assert engine.auditor.controller is not None
-    ratio = engine.auditor.controller.ratio
+    assert engine.auditor.results.controller is not None
+    ratio = engine.auditor.results.controller.ratio
     assert ratio > 0.15
     assert last.stats.tokens_recomputed > first.stats.tokens_recomputed
     assert any("audits, agreement" in reason and "target 0.9" in reason for reason in reasons)
@@ -246,11 +246,11 @@ def test_an_engine_raises_the_ratio_until_answers_agree_and_goes_on_there(
     engine.close()
 
     again = make_engine()
-    assert again.auditor.controller is not None
-    assert again.auditor.controller.choice() == engine.auditor.controller.choice()
+    assert again.auditor.results.controller is not None
+    assert again.auditor.results.controller.choice() == engine.auditor.results.controller.choice()
     other = make_engine(namespace="other")
-    assert other.auditor.controller is not None
-    assert other.auditor.controller.ratio == 0.15
+    assert other.auditor.results.controller is not None
+    assert other.auditor.results.controller.ratio == 0.15
 
 
 def test_a_ratio_of_the_request_goes_before_the_target(make_engine: MakeEngine) -> None:
@@ -292,8 +292,8 @@ def test_answers_that_say_nothing_about_the_ratio_do_not_change_it(make_engine: 
         for _ in engine.stream("Why?", chunks, sampling=SamplingParams(max_new_tokens=2)):
             pass
     assert engine.settle(60)
-    assert engine.auditor.controller is not None
-    assert engine.auditor.controller.ratio == 0.15
+    assert engine.auditor.results.controller is not None
+    assert engine.auditor.results.controller.ratio == 0.15
     answered = engine.request_counts.registry.get_sample_value(
         "cachecraft_audited_answers_total", {"result": "exact"}
     )

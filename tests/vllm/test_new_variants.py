@@ -24,8 +24,8 @@ from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.types import Capture, Chunk, Segment, TokenScores, Variant, VariantKey
 from cachecraft_rag.vllm.calls import Step
 from cachecraft_rag.vllm.engine import VLLMEngine
+from cachecraft_rag.vllm.idle.new_variants import Captured, IdleVariants
 from cachecraft_rag.vllm.messages import FIELD
-from cachecraft_rag.vllm.new_variants import Captured, IdleVariants
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
 from cachecraft_rag.vllm.settings import ConnectorSettings

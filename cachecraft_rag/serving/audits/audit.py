@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
-from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.serving.request import Request, RequestProgress
 
 NEAR_TIE: Final = 0.02  # difference of two probabilities, as in `cachecraft eval`
@@ -50,7 +50,8 @@ class Audit:
     selector         how the tokens to recompute were chosen
     recomputed       share of the reused chunks' tokens that was recomputed; 0 if no chunk was reused
     origin           how the reused chunks were captured: "primed", "asked" (while answering questions), "mixed", or
-                     "none" if no chunk was reused
+                     "none" if no chunk-cache was read: nothing was reused, or a server's prefix cache still had the
+                     prompt from an earlier request
     outcomes         number of chunks by outcome, see `ChunkStats`
     ratio            the recompute ratio, if a quality target chose it; else None
     early            True if early termination ended the computation of the chunks
@@ -71,6 +72,33 @@ class Audit:
     ratio: float | None = None
     early: bool = False
     text: AuditText | None = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Make an audit from the values of `as_dict`. Raises KeyError, TypeError or ValueError for other values."""
+        tokens = int(values["tokens"])
+        differences = tuple(int(place) for place in values["differences"])
+        if tokens <= 0 or len(differences) > tokens:
+            raise ValueError("more differences than tokens")
+        ratio = values["ratio"]
+        text = values["text"]
+        outcomes = dict(values["outcomes"])
+        return cls(
+            request_id=str(values["request_id"]),
+            created=float(values["created"]),
+            tokens=tokens,
+            differences=differences,
+            near_ties=int(values["near_ties"]),
+            kl=float(values["kl"]),
+            computed_tokens=int(values["computed_tokens"]),
+            selector=str(values["selector"]),
+            recomputed=float(values["recomputed"]),
+            origin=str(values["origin"]),
+            outcomes={str(name): int(count) for name, count in outcomes.items()},
+            ratio=None if ratio is None else float(ratio),
+            early=bool(values["early"]),
+            text=None if text is None else AuditText(**text),
+        )
 
     @property
     def is_same(self) -> bool:
@@ -127,37 +155,25 @@ class ReuseFacts:
 
 def reuse_facts(request: Request, progress: RequestProgress, *, exact: bool) -> ReuseFacts:
     """Return the facts about a prompt as its plan was carried out."""
-    recomputed, reused = _reused_tokens(request, progress.plan)
+    reports = progress.segment_reports()
     chunks = [
-        planned
-        for segment, planned in zip(request.prompt.segments, progress.plan.segments, strict=True)
+        (len(segment.token_ids), report)
+        for segment, report in zip(request.prompt.segments, reports, strict=False)
         if segment.kind == "chunk"
     ]
-    origins = {
-        "primed" if planned.variant.primed else "asked"
-        for planned in chunks
-        if planned.variant is not None
-    }
+    reused = [(tokens, report) for tokens, report in chunks if report.variant_id is not None]
+    tokens_reused = sum(tokens for tokens, _ in reused)
+    tokens_recomputed = sum(report.recomputed for _, report in reused)
+    origins = {"primed" if report.primed else "asked" for _, report in reused}
     origin = "none"
     if origins:
         origin = origins.pop() if len(origins) == 1 else "mixed"
     return ReuseFacts(
         selector=request.config.selector,
-        recomputed=recomputed / reused if reused else 0.0,
+        recomputed=tokens_recomputed / tokens_reused if tokens_reused else 0.0,
         origin=origin,
-        outcomes=dict(Counter(str(planned.outcome) for planned in chunks)),
+        outcomes=dict(Counter(str(report.outcome) for _, report in chunks)),
         ratio=request.config.recompute_ratio if request.quality else None,
         early=progress.focus_layer is not None,
         exact=exact,
     )
-
-
-def _reused_tokens(request: Request, plan: Plan) -> tuple[int, int]:
-    """Return the recomputed tokens of reused chunks, and all their tokens."""
-    recomputed = 0
-    total = 0
-    for segment, planned in zip(request.prompt.segments, plan.segments, strict=True):
-        if segment.kind == "chunk" and planned.variant is not None:
-            recomputed += len(planned.recompute)
-            total += len(segment.token_ids)
-    return recomputed, total

@@ -12,10 +12,9 @@ import sqlite3
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from cachecraft_rag.errors import StoreError
-from cachecraft_rag.serving.audits.audit import Audit, AuditText
+from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.store.database import Database, Kind
 
 AUDIT_FILE = "audits.sqlite"
@@ -28,8 +27,23 @@ _TABLES = (
          origin TEXT NOT NULL, outcomes TEXT NOT NULL, ratio REAL, early INTEGER NOT NULL, text TEXT)""",
     "CREATE INDEX audits_by_scope ON audits (namespace, fingerprint, place)",
 )
-_COLUMNS = """request_id, created, tokens, differences, near_ties, kl, computed_tokens, selector, recomputed, origin,
-    outcomes, ratio, early, text"""
+_NAMES = (
+    "request_id",
+    "created",
+    "tokens",
+    "differences",
+    "near_ties",
+    "kl",
+    "computed_tokens",
+    "selector",
+    "recomputed",
+    "origin",
+    "outcomes",
+    "ratio",
+    "early",
+    "text",
+)
+_COLUMNS = ", ".join(_NAMES)
 _INSERT = f"INSERT INTO audits (namespace, fingerprint, {_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
 _READ = f"""SELECT {_COLUMNS} FROM audits WHERE namespace = coalesce(?1, namespace)
     AND fingerprint = coalesce(?2, fingerprint) ORDER BY place DESC LIMIT ?3"""
@@ -117,47 +131,13 @@ def audits_in(
         log.close()
 
 
-def _readable(rows: Iterable[tuple[Any, ...]]) -> Iterable[Audit]:
+def _readable(rows: Iterable[sqlite3.Row]) -> Iterable[Audit]:
     for row in rows:
+        values = dict(zip(_NAMES, row, strict=True))
         try:
-            yield _audit_of(*row)
+            for name in ("differences", "outcomes"):
+                values[name] = json.loads(values[name])
+            values["text"] = None if values["text"] is None else json.loads(values["text"])
+            yield Audit.from_dict(values)
         except (TypeError, ValueError):  # also of json
             continue
-
-
-def _audit_of(
-    request_id: str,
-    created: float,
-    tokens: int,
-    differences: str,
-    near_ties: int,
-    kl: float,
-    computed_tokens: int,
-    selector: str,
-    recomputed: float,
-    origin: str,
-    outcomes: str,
-    ratio: float | None,
-    early: int,
-    text: str | None,
-) -> Audit:
-    """Make an audit from a row. Raises TypeError or ValueError for a damaged one."""
-    places = tuple(int(place) for place in json.loads(differences))
-    if not int(tokens) > 0 or len(places) > tokens:
-        raise ValueError("more differences than tokens")
-    return Audit(
-        request_id=str(request_id),
-        created=float(created),
-        tokens=int(tokens),
-        differences=places,
-        near_ties=int(near_ties),
-        kl=float(kl),
-        computed_tokens=int(computed_tokens),
-        selector=str(selector),
-        recomputed=float(recomputed),
-        origin=str(origin),
-        outcomes={str(name): int(count) for name, count in dict(json.loads(outcomes)).items()},
-        ratio=None if ratio is None else float(ratio),
-        early=bool(early),
-        text=None if text is None else AuditText(**json.loads(text)),
-    )

@@ -8,15 +8,11 @@ with reuse is noted while the answer is decoded, so reuse is not computed a seco
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import partial
 
-import prometheus_client
 from torch import Tensor
 
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
@@ -29,10 +25,9 @@ from cachecraft_rag.compute.resolve import Resolved, resolve
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.serving.answer_text import AnswerText
-from cachecraft_rag.serving.audits.audit import NEAR_TIE, Audit, AuditText, ReuseFacts, reuse_facts
-from cachecraft_rag.serving.audits.audit_log import AuditLog, audits_in
-from cachecraft_rag.serving.audits.controller import RatioController
+from cachecraft_rag.serving.audits.audit import Audit, AuditText, ReuseFacts, reuse_facts
 from cachecraft_rag.serving.audits.predictions import ComparedPlace, Predictions, compare
+from cachecraft_rag.serving.audits.results import AuditDrop, AuditResults, audit_of
 from cachecraft_rag.serving.config import Audits
 from cachecraft_rag.serving.new_variants import EXACT, LookUp, exact_only
 from cachecraft_rag.serving.request import Request, RequestProgress, stats_of
@@ -45,20 +40,9 @@ from cachecraft_rag.types import Prompt
 logger = logging.getLogger("cachecraft_rag.audits")
 
 _AT_ONCE = 8  # answer tokens in one step: less work than one layer of a prompt
-_REMEMBERED = 1024  # results that are kept in memory
-_RESUMED = 2000  # results on disk that a controller starts from; older ones hardly count any more
 _EXACT_WITHOUT_CAPTURE = replace(EXACT, capture=False)
 # Errors of the disk, the device (torch raises RuntimeError) or memory: the next audit may succeed.
 _EXPECTED_ERRORS = (CacheCraftError, OSError, RuntimeError, MemoryError)
-
-
-class AuditDrop(StrEnum):
-    """Reason for not auditing an answer that waited for it."""
-
-    FULL = "too_many_waiting"
-    FAILED = "failed"
-    CLOSED = "closed"
-    REMOVED = "removed"  # one of its chunks, with its document
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,53 +78,37 @@ class FullPrefill:
 class Auditor:
     """Audits answers, the latest last. For the loop's thread, except `result`, which any thread may call.
 
-    decoder, store, loader, namespace  of the engine
+    decoder, store, loader  of the engine
     look_up           looks up what is stored
     loop              runs the audits while it is idle
     captures_pending  whether captures or new variants are still to be stored
-    registry          of the metrics
-    controller        sets the recompute ratio from the results; None without a quality target
+    results           takes the results
     """
 
-    config: Audits
     decoder: Decoder
     store: ChunkCacheStore
     loader: Loader
-    namespace: str
     look_up: LookUp
     loop: StepLoop
     captures_pending: Callable[[], bool]
-    registry: prometheus_client.CollectorRegistry
-    controller: RatioController | None = None
+    results: AuditResults
     _waiting: deque[WaitingAudit] = field(default_factory=deque)
-    _results: OrderedDict[str, Audit] = field(default_factory=OrderedDict)
     _task: LoopTask | None = None  # of the audit under way
     _running: WaitingAudit | None = None
     # reason that is counted if the audit under way is given up
     _dropped_as: AuditDrop = AuditDrop.CLOSED
     _closed: bool = False
     _storing: int = 0  # results that are being written
-    _log: AuditLog | None = None
-    _log_lock: threading.Lock = field(default_factory=threading.Lock)  # guards the two around it
-    _log_closed: bool = False
-    _has_warned: bool = False
 
-    def __post_init__(self) -> None:
-        if not self.config.share:  # neither metrics nor a file
-            return
-        self._metrics = AuditMetrics(self.registry)
-        if self.controller is not None:
-            self._metrics.show_ratio(self.controller)
-            self._take_up_earlier(self.controller)
+    @property
+    def config(self) -> Audits:
+        """Limits of the audits."""
+        return self.results.config
 
     @property
     def busy(self) -> bool:
         """True while an answer is being audited or waits for it, or a result is being written."""
         return self._task is not None or bool(self._waiting) or self._storing > 0
-
-    def result(self, request_id: str) -> Audit | None:
-        """Return the result of one of the last audits, or None: not audited, not yet, or too long ago."""
-        return self._results.get(request_id)
 
     def recorder(self, request: Request) -> Predictions | None:
         """Return where to note the predictions of an answer; None if it is not to be audited.
@@ -169,19 +137,22 @@ class Auditor:
         if predictions is None or not tokens or self._closed:
             return
         if any(segment.segment_id in progress.removed for segment in request.prompt.segments):
-            self._metrics.drop(AuditDrop.REMOVED)
+            self.results.drop(AuditDrop.REMOVED)
             return
         layers = self.decoder.layout.layers
         facts = reuse_facts(request, progress, exact=stats_of(request, progress, layers).exact)
         waiting = WaitingAudit(request, predictions, tuple(progress.tokens[:tokens]), facts)
         if facts.exact:  # full prefill would compute the same keys and values again
             text = self._same_text(waiting) if self.config.keep_text else None
-            self._keep(self._result(waiting, [], computed=0, text=text), waiting)
+            exact = audit_of(
+                request.request_id, facts, [], tokens=len(waiting.tokens), computed=0, text=text
+            )
+            self._keep(exact, waiting)
             return
         self._waiting.append(waiting)
         if len(self._waiting) > self.config.waiting:
             self._waiting.popleft()
-            self._metrics.drop(AuditDrop.FULL)
+            self.results.drop(AuditDrop.FULL)
         self._begin()
 
     def forget(self, chunk_ids: Collection[str]) -> None:
@@ -190,7 +161,7 @@ class Auditor:
         for waiting in list(self._waiting):
             if _holds(waiting, removed):
                 self._waiting.remove(waiting)
-                self._metrics.drop(AuditDrop.REMOVED)
+                self.results.drop(AuditDrop.REMOVED)
         if self.running(removed):
             self._give_up(AuditDrop.REMOVED)
 
@@ -203,15 +174,8 @@ class Auditor:
         self._closed = True
         for _ in range(len(self._waiting)):
             self._waiting.pop()
-            self._metrics.drop(AuditDrop.CLOSED)
+            self.results.drop(AuditDrop.CLOSED)
         self._give_up(AuditDrop.CLOSED)
-
-    def close_log(self) -> None:
-        """Close the file of results."""
-        with self._log_lock:
-            self._log_closed = True
-            if self._log is not None:
-                self._log.close()
 
     def _give_up(self, reason: AuditDrop) -> None:
         if self._task is not None:
@@ -238,31 +202,24 @@ class Auditor:
         self._running = None
         if error is not None:
             logger.error("An answer could not be audited", exc_info=error)
-            self._metrics.drop(AuditDrop.FAILED)
+            self.results.drop(AuditDrop.FAILED)
             # a mistake of ours: no more answers are audited
             if not isinstance(error, _EXPECTED_ERRORS):
                 self.close()
         elif task.closed or result is None:
-            self._metrics.drop(self._dropped_as)
+            self.results.drop(self._dropped_as)
         else:
             self._keep(result, waiting)
         self._begin()
 
     def _keep(self, audit: Audit, waiting: WaitingAudit) -> None:
         """Keep a result in memory and on disk, count it, and report it."""
-        self._results[audit.request_id] = audit
-        if len(self._results) > _REMEMBERED:
-            self._results.popitem(last=False)
-        self._metrics.add(audit)
-        # An exact answer says nothing about the ratio.
-        if self.controller is not None and audit.ratio is not None and not audit.is_exact:
-            self.controller.add(audit.ratio, tokens=audit.tokens, agreeing=audit.agreeing_net)
-
+        self.results.keep(audit)
         is_private = waiting.request.session is not None
         stored = replace(audit, text=None) if is_private else audit
 
         def steps() -> Work[None]:
-            yield self.loop.aside(self._store, stored)
+            yield self.loop.aside(self.results.write, stored)
 
         def ended(_result: None, error: BaseException | None) -> None:
             self._storing -= 1
@@ -271,69 +228,6 @@ class Auditor:
 
         self._storing += 1
         self.loop.start(LoopTask(lambda _: steps(), ended, Priority.JOB))
-
-    def _take_up_earlier(self, controller: RatioController) -> None:
-        """Bring the controller to where it was: audits of this tenant and model on disk, of all processes."""
-        try:
-            earlier = audits_in(
-                self.store.root,
-                namespace=self.namespace,
-                fingerprint=self.decoder.fingerprint,
-                limit=_RESUMED,
-            )
-        except (CacheCraftError, OSError) as error:
-            logger.warning(
-                "Earlier audits could not be read, so the quality target starts from the default: %s",
-                error,
-            )
-            return
-        controller.resume(
-            (audit.ratio, audit.tokens, audit.agreeing_net)
-            for audit in reversed(earlier)
-            if audit.ratio is not None and not audit.is_exact
-        )
-
-    def _store(self, audit: Audit) -> None:
-        """Write a result; for another thread. A file that cannot be written costs the result, and no answer."""
-        with self._log_lock:
-            try:
-                if self._log_closed or not self.store.root.is_dir():
-                    return
-                if self._log is None:
-                    self._log = AuditLog(self.store.root, kept=self.config.kept)
-                self._log.add(self.namespace, self.decoder.fingerprint, audit)
-            except (CacheCraftError, OSError) as error:
-                level = logging.INFO if self._has_warned else logging.WARNING
-                self._has_warned = True
-                logger.log(level, "The result of an audit was not stored: %s", error)
-
-    def _result(
-        self,
-        waiting: WaitingAudit,
-        places: Sequence[ComparedPlace],
-        *,
-        computed: int,
-        text: AuditText | None,
-    ) -> Audit:
-        """Return the result; without `places`, of an answer that is exact."""
-        facts = waiting.facts
-        differing = [number for number, place in enumerate(places) if place.differs]
-        return Audit(
-            request_id=waiting.request.request_id,
-            created=time.time(),
-            tokens=len(waiting.tokens),
-            differences=tuple(differing),
-            near_ties=sum(places[number].margin < NEAR_TIE for number in differing),
-            kl=sum(place.kl for place in places) / max(1, len(places)),
-            computed_tokens=computed,
-            selector=facts.selector,
-            recomputed=facts.recomputed,
-            origin=facts.origin,
-            outcomes=facts.outcomes,
-            ratio=facts.ratio,
-            early=facts.early,
-            text=text,
-        )
 
     # -- one audit ----------------------------------------------------------------------------------------------------
 
@@ -348,7 +242,14 @@ class Auditor:
         text = None
         if self.config.keep_text:
             text = yield from self._text(waiting, full, places)
-        return self._result(waiting, places, computed=full.computed, text=text)
+        return audit_of(
+            waiting.request.request_id,
+            waiting.facts,
+            places,
+            tokens=len(waiting.tokens),
+            computed=full.computed,
+            text=text,
+        )
 
     def _full_prefill(self, waiting: WaitingAudit) -> Work[FullPrefill]:
         yield Call(lambda: None)  # puts the look-up off until the loop is idle
@@ -448,66 +349,6 @@ class Auditor:
         """Compute one token, and return the likeliest next one."""
         hidden = extend(self.decoder, buffer, [token], position)
         return int(self.decoder.logits(hidden)[0].argmax())
-
-
-class AuditMetrics:
-    """Prometheus metrics of the audits."""
-
-    def __init__(self, registry: prometheus_client.CollectorRegistry) -> None:
-        self._registry = registry
-        counter = partial(prometheus_client.Counter, registry=registry)
-        self._answers = counter(
-            "cachecraft_audited_answers",
-            "Audited answers: same if full prefill agrees with every token; exact ones are not compared",
-            ["result"],
-        )
-        self._tokens = counter(
-            "cachecraft_audited_tokens",
-            "Tokens of audited answers, by whether full prefill agrees",
-            ["result"],
-        )
-        self._kl = prometheus_client.Summary(
-            "cachecraft_audit_kl_nats",
-            "KL divergence of reuse from full prefill, a mean per answer",
-            registry=registry,
-        )
-        self._computed = counter(
-            "cachecraft_audit_computed_tokens", "Tokens that were computed for audits"
-        )
-        self._dropped = counter(
-            "cachecraft_audits_dropped", "Answers that were not audited, by reason", ["reason"]
-        )
-        for result in ("same", "changed", "exact"):  # a scraper sees the zeros too
-            self._answers.labels(result)
-        for result in ("same", "near_tie", "changed"):
-            self._tokens.labels(result)
-        for reason in AuditDrop:
-            self._dropped.labels(str(reason))
-
-    def show_ratio(self, controller: RatioController) -> None:
-        """Show the recompute ratio that a quality target sets."""
-        gauge = prometheus_client.Gauge(
-            "cachecraft_controlled_recompute_ratio",
-            "Recompute ratio that the quality target sets",
-            registry=self._registry,
-        )
-        gauge.set_function(lambda: controller.ratio)
-
-    def add(self, audit: Audit) -> None:
-        """Count an audit."""
-        if audit.is_exact:
-            self._answers.labels("exact").inc()
-            return
-        self._answers.labels("same" if audit.is_same else "changed").inc()
-        self._tokens.labels("same").inc(audit.agreeing)
-        self._tokens.labels("near_tie").inc(audit.near_ties)
-        self._tokens.labels("changed").inc(audit.tokens - audit.agreeing_net)
-        self._kl.observe(audit.kl)
-        self._computed.inc(audit.computed_tokens)
-
-    def drop(self, reason: AuditDrop) -> None:
-        """Count an answer that is not audited."""
-        self._dropped.labels(str(reason)).inc()
 
 
 def _common_beginning(text: str, other_text: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -99,3 +101,48 @@ def compare(predictions: Predictions, logits: Tensor, *, begin: int) -> list[Com
     margins = torch.where(differs, share_highest - share_noted, 0.0)
     columns = (likeliest.tolist(), differs.tolist(), margins.tolist(), divergence.tolist())
     return [ComparedPlace(*values) for values in zip(*columns, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class LikeliestTokens:
+    """The likeliest next tokens at one place, as vLLM reports them.
+
+    likeliest   the likeliest token, as greedy sampling takes it
+    log_shares  token id → natural logarithm of its probability; at least those of the likeliest tokens
+    """
+
+    likeliest: int
+    log_shares: Mapping[int, float]
+
+
+def compare_likeliest(reuse: LikeliestTokens, full: LikeliestTokens) -> ComparedPlace:
+    """Compare what reuse predicts at a place with what full prefill predicts, where only few tokens of each are known.
+
+    The divergence is taken over the tokens known of both, and all other tokens together. Like `compare`'s it is never
+    more than the divergence over the whole vocabulary. If reuse's likeliest token is not among those known of full
+    prefill, the margin is taken to the least likely one of these, and so a little less than the true margin.
+
+    >>> reuse = LikeliestTokens(5, {5: math.log(0.5), 6: math.log(0.25)})
+    >>> full = LikeliestTokens(6, {5: math.log(0.25), 6: math.log(0.5)})
+    >>> place = compare_likeliest(reuse, full)
+    >>> place.differs, place.likeliest, round(place.margin, 6), round(place.kl, 6)
+    (True, 6, 0.25, 0.173287)
+    """
+    divergence = 0.0
+    rest_reuse = 1.0
+    rest_full = 1.0
+    for token in reuse.log_shares.keys() & full.log_shares.keys():
+        share_full = math.exp(full.log_shares[token])
+        divergence += share_full * (full.log_shares[token] - reuse.log_shares[token])
+        rest_full -= share_full
+        rest_reuse -= math.exp(reuse.log_shares[token])
+    if rest_full > 1e-7:
+        divergence += rest_full * math.log(rest_full / max(rest_reuse, 1e-7))
+
+    margin = 0.0
+    differs = reuse.likeliest != full.likeliest
+    if differs:
+        least_known = min(full.log_shares.values())
+        log_share = full.log_shares.get(reuse.likeliest, least_known)
+        margin = math.exp(full.log_shares[full.likeliest]) - math.exp(log_share)
+    return ComparedPlace(full.likeliest, differs, margin, max(0.0, divergence))

@@ -12,7 +12,7 @@ import hmac
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -177,7 +177,13 @@ async def _with_documents(request: ChatCompletionRequest, raw_request: Request) 
         )
         prepared, ask = engine.prepare(asked, session=session)
         remark = uncaptured_note(asked.config, engine.config)
-        record = RequestRecord(prepared, engine.decoder.layout.layers, ask.name, remark=remark)
+        record = RequestRecord(
+            prepared,
+            engine.decoder.layout.layers,
+            ask.name,
+            remark=remark,
+            predicted=engine.predicted_answer(prepared),
+        )
         return record, engine.transfer(ask), ask.cache_salt(engine.namespace)
 
     try:
@@ -262,7 +268,12 @@ def _origin(
         raise bad_request(error) from error
     if config is None:
         return None
-    return Origin(session, request.cache_salt or "", engine.calibrated(config))
+    calibrated = engine.calibrated(config)
+    quality = ""
+    if (chosen := engine.chosen_ratio(config)) is not None:
+        ratio, quality = chosen
+        calibrated = replace(calibrated, recompute_ratio=ratio)
+    return Origin(session, request.cache_salt or "", calibrated, quality)
 
 
 def _searching(stock: Any, raw_request: Request, origin: Origin, locate: Locate) -> Any:
@@ -323,7 +334,8 @@ async def statistics(name: str, raw_request: Request) -> dict[str, object]:
         raise HTTPException(
             404, f"no request {name} with documents is remembered; the last 1,000 are"
         )
-    return numbers
+    audit = endpoint.engine.audit_of(name)
+    return numbers | {"audit": None if audit is None else audit.as_dict()}
 
 
 async def prime(raw_request: Request) -> dict[str, object]:

@@ -17,11 +17,13 @@ from cachecraft_rag.observability.request_log import log_request
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import PromptBuilder
+from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.request import Request, RequestProgress, check_asked
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.vllm.calls import Calls
 from cachecraft_rag.vllm.engine import VLLMBackend
+from cachecraft_rag.vllm.idle.audits import PredictedAnswer
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.options import ModelConfig
 from cachecraft_rag.vllm.records import RequestRecord
@@ -61,7 +63,13 @@ class ServerEngine(AnswerEngine):
         self._model = model
         self._calls = calls
         self._backend = VLLMBackend(
-            model, store, config, calls=calls, key=settings.key, look_up=self.look_up
+            model,
+            store,
+            config,
+            calls=calls,
+            key=settings.key,
+            look_up=self.look_up,
+            registry=self.request_counts.registry,
         )
         self._capturer = self._backend
         self.new_variants = self._backend.new_variants
@@ -120,9 +128,27 @@ class ServerEngine(AnswerEngine):
         )
         config = self.calibrated(asked.config or self.config)
         request = Request(prompt, config, SamplingParams(), session, started)
-        return request, Ask(
-            prompt, config, session, client_salt=asked.client_salt, name=request.request_id
+        request = self._backend.audits.results.with_ratio(request, asked.config or self.config)
+        ask = Ask(
+            prompt,
+            request.config,
+            session,
+            client_salt=asked.client_salt,
+            name=request.request_id,
         )
+        return request, ask
+
+    def chosen_ratio(self, asked: ReuseConfig) -> tuple[float, str] | None:
+        """See `AuditResults.chosen_ratio`."""
+        return self._backend.audits.results.chosen_ratio(asked)
+
+    def predicted_answer(self, request: Request) -> PredictedAnswer | None:
+        """Return where to note what is predicted along an answer; None if it is not to be audited."""
+        return self._backend.audits.recorder(request)
+
+    def audit_of(self, request_id: str) -> Audit | None:
+        """Return the audit of an answer, by the id of its request; see `Engine.audit_of`."""
+        return self._backend.audits.results.get(request_id)
 
     def ended(self, record: RequestRecord) -> None:
         """Count and log a request that has ended."""
@@ -130,6 +156,7 @@ class ServerEngine(AnswerEngine):
         self.request_counts.add(stats)
         log_request(stats)
         self._backend.note_fixed(record.request, record.report)
+        self._backend.audits.answered(record.request, record.progress, record.predicted)
 
     def transfer(self, ask: Ask) -> dict[str, object]:
         """Return vLLM's `kv_transfer_params` of a request."""
@@ -140,8 +167,8 @@ class ServerEngine(AnswerEngine):
         self._backend.check_reuse()
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait until new variants are captured within their budget; returns False after `timeout` seconds."""
-        return self.new_variants.settle(timeout)
+        """Wait for new variants within their budget, and for audits; returns False after `timeout` seconds."""
+        return self._backend.settle(timeout)
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
         """See `AnswerEngine.calibrated`; `server.unmarked` searches unmarked text."""

@@ -29,7 +29,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.candidates import Candidate
@@ -48,7 +48,7 @@ from cachecraft_rag.store.background_writer import log_mistake
 from cachecraft_rag.types import Prompt, Segment, digest
 from cachecraft_rag.vllm.calls import EngineClient, RequestOutput
 from cachecraft_rag.vllm.messages import FIELD, Ask
-from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
+from cachecraft_rag.vllm.records import RecordingClient, Records, RequestParams, RequestRecord
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
 
 T = TypeVar("T")
@@ -74,11 +74,15 @@ _MOST_MESSAGES = 16
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a request: its session, its `cache_salt` and its reuse settings."""
+    """Origin of a request: its session, its `cache_salt` and its reuse settings.
+
+    quality  reason for the recompute ratio, if a quality target chose it; else ""
+    """
 
     session: str | None
     salt: str
     config: ReuseConfig
+    quality: str = ""
 
     @property
     def owner(self) -> str | None:
@@ -253,7 +257,14 @@ class PlainPrompts:
             # found text is captured by later requests, see `notes`
             config = replace(origin.config, capture=False)
             ask = Ask(prompt, config, session_of(prompt, origin.owner), client_salt=salt)
-        request = Request(prompt, origin.config, SamplingParams(), origin.session, started)
+        request = Request(
+            prompt,
+            origin.config,
+            SamplingParams(),
+            origin.session,
+            started,
+            quality=origin.quality,
+        )
         return Prepared(
             request, None if ask is None else replace(ask, name=request.request_id), notes
         )
@@ -317,7 +328,11 @@ class PlainPrompts:
         """Return a new record of a request."""
         name = prepared.request.request_id
         return RequestRecord(
-            prepared.request, self._engine.decoder.layout.layers, name, alone=prepared.ask is None
+            prepared.request,
+            self._engine.decoder.layout.layers,
+            name,
+            alone=prepared.ask is None,
+            predicted=self._engine.predicted_answer(prepared.request),
         )
 
     async def aside(self, act: Callable[[], T]) -> T | None:
@@ -368,13 +383,6 @@ def _continued(before: Ask, ids: Sequence[int]) -> Ask:
         "question", digest("between", str(start), " ".join(map(str, rest))), rest, private=True
     )
     return replace(before, prompt=Prompt((*before.prompt.segments[:-1], question)))
-
-
-class RequestParams(Protocol):
-    """`vllm.SamplingParams` or `vllm.PoolingParams` of a request; `n` is missing in the latter."""
-
-    prompt_logprobs: int | None
-    extra_args: dict[str, Any] | None
 
 
 class SearchingClient:

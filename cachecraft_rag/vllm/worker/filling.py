@@ -20,7 +20,7 @@ from cachecraft_rag.vllm.messages import Fill, FillReport
 
 
 class Filling:
-    """A request's prefill: the Hugging Face engine's, but for the prompt's last token, which vLLM computes itself.
+    """A request's prefill: the Hugging Face engine's, without the last tokens of the prompt, which vLLM computes.
 
     While it waits for loads, where `driver.run` would block, the worker continues with another request.
 
@@ -64,7 +64,9 @@ class Filling:
         job = self._resolved.job
         captures = job.captures if fill.ask.captures is None else fill.ask.captures
         job = replace(
-            job, rows=job.rows.finish([fill.last]), captures=() if fill.again else captures
+            job,
+            rows=job.rows.finish(range(fill.last, fill.ask.prompt.bounds[-1])),
+            captures=() if fill.again else captures,
         )
         self._loads = loader.begin(self._resolved.to_load)
         self._planned = self._idle_since = time.perf_counter()

@@ -43,11 +43,14 @@ def _of_ranks(config: VLLMConfig) -> Refusal | None:
     return None
 
 
-def request_refusal(request: EngineRequest, *, salt: str | None) -> str | None:
+def request_refusal(
+    request: EngineRequest, *, salt: str | None, is_audit: bool = False
+) -> str | None:
     """Return the reason why vLLM computes this request without chunk-caches, or None.
 
     Args:
         salt: the `cache_salt` that it must have while prefix caching is on; None while it is off.
+        is_audit: True if it asks for log-probabilities of tokens that are not filled.
     """
     sampling = request.sampling_params
     if sampling is None:
@@ -58,7 +61,8 @@ def request_refusal(request: EngineRequest, *, salt: str | None) -> str | None:
         return "its prompt holds images or sound"
     if request.lora_request is not None:
         return "it uses a LoRA adapter"
-    if sampling.prompt_logprobs is not None or request.skip_reading_prefix_cache:
+    wants_logprobs = sampling.prompt_logprobs is not None and not is_audit
+    if wants_logprobs or request.skip_reading_prefix_cache:
         return "it asks for log probabilities of the prompt, so vLLM computes all of it"
     if salt is not None and request.cache_salt != salt:
         return "its cache_salt is not that of its segments, so others could be served blocks that were filled for it"

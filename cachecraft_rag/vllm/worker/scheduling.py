@@ -163,7 +163,7 @@ class Scheduling:
         running_fills = sum(pending.filling for pending in self._known.values())
         if running_fills >= self._settings.fill_at_once:
             return None
-        return int(request.num_prompt_tokens) - 1 - computed
+        return int(request.num_prompt_tokens) - known.ask.own_tokens - computed
 
     def allocated(self, request: EngineRequest, blocks: tuple[int, ...], tokens: int) -> None:
         """Note the blocks that vLLM has given the request; `tokens` of their positions are to be filled."""
@@ -171,7 +171,7 @@ class Scheduling:
         known = self._known.get(request.request_id)
         if tokens <= 0 or known is None or known.ask is None or known.looked is None:
             return
-        last = int(request.num_prompt_tokens) - 1
+        last = int(request.num_prompt_tokens) - known.ask.own_tokens
         lookup, scores = known.looked.result()
         self._fills.append(
             Fill(
@@ -291,7 +291,8 @@ class Scheduling:
         except CacheCraftError as error:
             return self._refused(request, str(error))
         salt = ask.cache_salt(self._settings.namespace) if self._prefix_caching else None
-        if (reason := request_refusal(request, salt=salt)) is not None:
+        reason = request_refusal(request, salt=salt, is_audit=ask.own_tokens > 1)
+        if reason is not None:
             return self._refused(request, reason)
         if len(ask.prompt.segments[-1].token_ids) < 2:
             return self._refused(request, "its question is a single token")

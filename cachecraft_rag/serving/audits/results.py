@@ -1,0 +1,256 @@
+"""Results of audits: kept in memory and on disk, counted as metrics, and reported to the quality target."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import StrEnum
+from functools import partial
+
+import prometheus_client
+
+from cachecraft_rag.errors import CacheCraftError
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.serving.audits.audit import NEAR_TIE, Audit, AuditText, ReuseFacts
+from cachecraft_rag.serving.audits.audit_log import AuditLog, audits_in
+from cachecraft_rag.serving.audits.controller import RatioController
+from cachecraft_rag.serving.audits.predictions import ComparedPlace
+from cachecraft_rag.serving.config import Audits
+from cachecraft_rag.serving.request import Request
+from cachecraft_rag.store import ChunkCacheStore
+
+logger = logging.getLogger("cachecraft_rag.audits")
+
+_REMEMBERED = 1024  # results that are kept in memory
+_RESUMED = 2000  # results on disk that a controller starts from; older ones hardly count any more
+
+
+class AuditDrop(StrEnum):
+    """Reason for not auditing an answer that waited for it."""
+
+    FULL = "too_many_waiting"
+    FAILED = "failed"
+    CLOSED = "closed"
+    REMOVED = "removed"  # one of its chunks, with its document
+    GAVE_WAY = "gave_way"  # over vLLM: other requests needed its memory, several times
+
+
+class AuditResults:
+    """The results of the audits of one engine. Any thread may call any method.
+
+    Without audits (`Audits.share` is 0) there are neither metrics nor a file.
+
+    Args:
+        config: limits of the audits.
+        store: the engine's store; results are kept in a file in its folder.
+        namespace: tenant of the results.
+        fingerprint: identity of the model.
+        registry: of the metrics.
+        controller: sets the recompute ratio from the results; None without a quality target.
+    """
+
+    def __init__(
+        self,
+        config: Audits,
+        store: ChunkCacheStore,
+        *,
+        namespace: str,
+        fingerprint: str,
+        registry: prometheus_client.CollectorRegistry,
+        controller: RatioController | None = None,
+    ) -> None:
+        self.config = config
+        self.controller = controller
+        self._store = store
+        self._namespace = namespace
+        self._fingerprint = fingerprint
+        self._lock = threading.Lock()  # guards the results and the controller
+        self._results: OrderedDict[str, Audit] = OrderedDict()
+        self._log_lock = threading.Lock()  # guards the three below
+        self._log: AuditLog | None = None
+        self._log_closed = False
+        self._has_warned = False
+        if not config.share:
+            return
+        self._metrics = AuditMetrics(registry)
+        if controller is not None:
+            self._metrics.show_ratio(controller)
+            self._take_up_earlier(controller)
+
+    def get(self, request_id: str) -> Audit | None:
+        """Return the result of one of the last audits, or None: not audited, not yet, or too long ago."""
+        with self._lock:
+            return self._results.get(request_id)
+
+    def chosen_ratio(self, asked: ReuseConfig) -> tuple[float, str] | None:
+        """Return the recompute ratio that the quality target chooses, and the reason for it.
+
+        None without a target, and for settings that set a ratio or α themselves.
+        """
+        is_open = asked.reuse and asked.recompute_ratio is None and asked.alpha is None
+        return self.controller.choice() if self.controller is not None and is_open else None
+
+    def with_ratio(self, request: Request, asked: ReuseConfig) -> Request:
+        """Return a request with the `chosen_ratio` for the settings that were asked for."""
+        chosen = self.chosen_ratio(asked)
+        if chosen is None:
+            return request
+        ratio, reason = chosen
+        config = replace(request.config, recompute_ratio=ratio)
+        return replace(request, config=config, quality=reason)
+
+    def keep(self, audit: Audit) -> None:
+        """Keep a result in memory, count it, and report it to the controller."""
+        with self._lock:
+            self._results[audit.request_id] = audit
+            if len(self._results) > _REMEMBERED:
+                self._results.popitem(last=False)
+            # An exact answer says nothing about the ratio.
+            if self.controller is not None and audit.ratio is not None and not audit.is_exact:
+                self.controller.add(audit.ratio, tokens=audit.tokens, agreeing=audit.agreeing_net)
+        self._metrics.add(audit)
+
+    def write(self, audit: Audit) -> None:
+        """Write a result to disk. A file that cannot be written costs the result, and no answer."""
+        with self._log_lock:
+            try:
+                if self._log_closed or not self._store.root.is_dir():
+                    return
+                if self._log is None:
+                    self._log = AuditLog(self._store.root, kept=self.config.kept)
+                self._log.add(self._namespace, self._fingerprint, audit)
+            except (CacheCraftError, OSError) as error:
+                level = logging.INFO if self._has_warned else logging.WARNING
+                self._has_warned = True
+                logger.log(level, "The result of an audit was not stored: %s", error)
+
+    def drop(self, reason: AuditDrop) -> None:
+        """Count an answer that is not audited."""
+        self._metrics.drop(reason)
+
+    def close(self) -> None:
+        """Close the file of results."""
+        with self._log_lock:
+            self._log_closed = True
+            if self._log is not None:
+                self._log.close()
+
+    def _take_up_earlier(self, controller: RatioController) -> None:
+        """Bring the controller to where it was: audits of this tenant and model on disk, of all processes."""
+        try:
+            earlier = audits_in(
+                self._store.root,
+                namespace=self._namespace,
+                fingerprint=self._fingerprint,
+                limit=_RESUMED,
+            )
+        except (CacheCraftError, OSError) as error:
+            logger.warning(
+                "Earlier audits could not be read, so the quality target starts from the default: %s",
+                error,
+            )
+            return
+        controller.resume(
+            (audit.ratio, audit.tokens, audit.agreeing_net)
+            for audit in reversed(earlier)
+            if audit.ratio is not None and not audit.is_exact
+        )
+
+
+def audit_of(
+    request_id: str,
+    facts: ReuseFacts,
+    places: Sequence[ComparedPlace],
+    *,
+    tokens: int,
+    computed: int,
+    text: AuditText | None = None,
+) -> Audit:
+    """Return the result of an audit.
+
+    Args:
+        places: one for each token of the answer; empty for an answer that is exact.
+        tokens: tokens of the answer that were audited.
+        computed: tokens that were computed for the audit.
+    """
+    differing = [number for number, place in enumerate(places) if place.differs]
+    return Audit(
+        request_id=request_id,
+        created=time.time(),
+        tokens=tokens,
+        differences=tuple(differing),
+        near_ties=sum(places[number].margin < NEAR_TIE for number in differing),
+        kl=sum(place.kl for place in places) / max(1, len(places)),
+        computed_tokens=computed,
+        selector=facts.selector,
+        recomputed=facts.recomputed,
+        origin=facts.origin,
+        outcomes=facts.outcomes,
+        ratio=facts.ratio,
+        early=facts.early,
+        text=text,
+    )
+
+
+class AuditMetrics:
+    """Prometheus metrics of the audits."""
+
+    def __init__(self, registry: prometheus_client.CollectorRegistry) -> None:
+        self._registry = registry
+        counter = partial(prometheus_client.Counter, registry=registry)
+        self._answers = counter(
+            "cachecraft_audited_answers",
+            "Audited answers: same if full prefill agrees with every token; exact ones are not compared",
+            ["result"],
+        )
+        self._tokens = counter(
+            "cachecraft_audited_tokens",
+            "Tokens of audited answers, by whether full prefill agrees",
+            ["result"],
+        )
+        self._kl = prometheus_client.Summary(
+            "cachecraft_audit_kl_nats",
+            "KL divergence of reuse from full prefill, a mean per answer",
+            registry=registry,
+        )
+        self._computed = counter(
+            "cachecraft_audit_computed_tokens", "Tokens that were computed for audits"
+        )
+        self._dropped = counter(
+            "cachecraft_audits_dropped", "Answers that were not audited, by reason", ["reason"]
+        )
+        for result in ("same", "changed", "exact"):  # a scraper sees the zeros too
+            self._answers.labels(result)
+        for result in ("same", "near_tie", "changed"):
+            self._tokens.labels(result)
+        for reason in AuditDrop:
+            self._dropped.labels(str(reason))
+
+    def show_ratio(self, controller: RatioController) -> None:
+        """Show the recompute ratio that a quality target sets."""
+        gauge = prometheus_client.Gauge(
+            "cachecraft_controlled_recompute_ratio",
+            "Recompute ratio that the quality target sets",
+            registry=self._registry,
+        )
+        gauge.set_function(lambda: controller.ratio)
+
+    def add(self, audit: Audit) -> None:
+        """Count an audit."""
+        if audit.is_exact:
+            self._answers.labels("exact").inc()
+            return
+        self._answers.labels("same" if audit.is_same else "changed").inc()
+        self._tokens.labels("same").inc(audit.agreeing)
+        self._tokens.labels("near_tie").inc(audit.near_ties)
+        self._tokens.labels("changed").inc(audit.tokens - audit.agreeing_net)
+        self._kl.observe(audit.kl)
+        self._computed.inc(audit.computed_tokens)
+
+    def drop(self, reason: AuditDrop) -> None:
+        """Count an answer that is not audited."""
+        self._dropped.labels(str(reason)).inc()
