@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _STANDARD_KV = ("auto", "float16", "bfloat16", "float32", "half", "float")
+# Model types without a single layer of attention.
+_STATE_SPACE = ("mamba", "mamba2", "falcon_mamba")
 _OTHER_MODEL = (
     "Choose another model, serve this one without reuse (`vllm serve`), or ask it without a server: docs/models.md "
     "lists the families that run in process"
@@ -57,6 +59,12 @@ def _refusals(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusa
 
 def _of_model(config: PretrainedConfig) -> Iterator[Refusal]:
     text = config.get_text_config()
+    if text.model_type in _STATE_SPACE:
+        # no advice to ask it without a server: no engine can reuse it
+        yield Refusal(
+            "it is a state-space model, which has no KV cache",
+            "Choose another model, or serve this one without reuse (`vllm serve`)",
+        )
     if getattr(text, "kv_lora_rank", None):
         yield Refusal("its attention is latent (MLA) and does not keep keys per head", _OTHER_MODEL)
     if getattr(config, "is_encoder_decoder", False):

@@ -103,6 +103,10 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen3Moe", {}, "Qwen3MoeForCausalLM"),
     ("DeepseekV3", {}, "latent (MLA)"),
     ("T5", {}, "encoder-decoder"),
+    ("Mamba", {}, "it is a state-space model, which has no KV cache. Choose another model"),
+    ("Mamba", {"architectures": None}, "state-space model"),
+    ("Mamba2", {}, "state-space model"),
+    ("FalconMamba", {}, "state-space model"),
     ("Llama", {"architectures": None}, "its architecture is unknown"),
     (
         "Llama",
@@ -247,6 +251,7 @@ def test_what_only_a_running_vllm_knows(
         ("Gemma3Text", [], "Gemma3TextForCausalLM"),
         ("GptOss", [], "GptOssForCausalLM"),
         ("Qwen3Moe", [], "Qwen3MoeForCausalLM"),
+        ("Mamba", [], "state-space model"),
         ("Llama", ["--enable-lora"], "LoRA"),
         ("Llama", ["--kv-cache-dtype", "fp8"], "quantised (fp8)"),
         ("Llama", ["--offload-group-size", "4"], "another layer's weights"),
