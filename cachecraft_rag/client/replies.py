@@ -223,8 +223,14 @@ def new_tokens(event: Mapping[str, object]) -> list[int]:
 
 
 def report_of(reply: object) -> Mapping[str, object]:
-    """Return the report of a request; empty if the server has none. For use within `checked_reply`."""
-    report = mapping_of(mapping_of(reply).get("report") or {})
+    """Return the report of a request; empty if the server has none. For use within `checked_reply`.
+
+    Of a request that was computed without chunk-caches it only has `refused`, the reason.
+    """
+    record = mapping_of(reply)
+    if record.get("refused"):
+        return {"refused": printable(text_of(record["refused"]))}
+    report = mapping_of(record.get("report") or {})
     for entry in list_of(report.get("segments") or []):
         segment = mapping_of(entry)
         for name in ("recomputed", "not_loaded"):

@@ -45,11 +45,19 @@ class Reason(StrEnum):
     PROMPT_FULL = "prompt_full", "the prompt was full; the lowest-ranked chunks are left out"
     TOO_LONG = "too_long", "it does not fit the model's context"
     FAILED = "failed", "the request failed before its first token"
+    LEFT_TO_SERVER = "left_to_server", "the server computed the request without chunk-caches"
     NOT_REPORTED = "not_reported", "the server did not say what it did"
 
 
 _DETAIL_ALONE = frozenset(
-    {Reason.REFUSED, Reason.LOSSY_CODEC, Reason.NOT_LOADED, Reason.COMPUTED_LATE, Reason.TOO_LONG}
+    {
+        Reason.REFUSED,
+        Reason.LOSSY_CODEC,
+        Reason.NOT_LOADED,
+        Reason.COMPUTED_LATE,
+        Reason.TOO_LONG,
+        Reason.LEFT_TO_SERVER,
+    }
 )
 
 

@@ -115,6 +115,7 @@ class RequestProgress:
     finish         how the answer ended, as far as its reader knows
     remote         outcome of the remote look-up
     reports        reports of the segments, if another process carried the plan out
+    refused        why that process computed the request without chunk-caches; "" if it did not, or did not say
     removed        chunks removed since the question was asked
     """
 
@@ -133,6 +134,7 @@ class RequestProgress:
     finish: Finish | None = None
     remote: str | None = None
     reports: tuple[SegmentReport, ...] | None = None
+    refused: str = ""
     removed: RemovedChunks = field(default_factory=RemovedChunks)
 
     def got_turn(self, *, after_s: float) -> None:
@@ -161,11 +163,12 @@ class RequestProgress:
     def reported(self, report: Mapping[str, Any]) -> None:
         """Take over the report of another process that carried the plan out.
 
-        It has no segments if the request was computed without chunk-caches. Raises KeyError, TypeError or ValueError
-        for an invalid report, and then changes nothing.
+        It has `refused` and no segments if the request was computed without chunk-caches. Raises KeyError, TypeError
+        or ValueError for an invalid report, and then changes nothing.
         """
         reports = tuple(SegmentReport.from_dict(values) for values in report.get("segments", ()))
         self.reports = reports
+        self.refused = report.get("refused", "")
         self.row_layers = report.get("row_layers", self.row_layers)
         self.focus_layer = report.get("focus_layer", self.focus_layer)
         self.planned_s = report.get("planned_s", self.planned_s)
@@ -262,8 +265,17 @@ def _chunk_stats(
             )
         elif report is None:
             reason = Reason.NOT_REPORTED
+            detail = ""
+            if progress.refused:
+                reason = Reason.LEFT_TO_SERVER
+                detail = f"{reason.sentence}: {progress.refused}"
             yield ChunkStats(
-                segment.segment_id, "computed", explain(reason), reason, tokens, computed=tokens
+                segment.segment_id,
+                "computed",
+                explain(reason, detail),
+                reason,
+                tokens,
+                computed=tokens,
             )
         else:
             yield ChunkStats(

@@ -119,6 +119,8 @@ REPORTS: dict[str, Any] = {
     },
     "a time as a text": {"report": {"planned_s": "now"}},
     "rows as a list": {"report": {"row_layers": []}},
+    "a refusal that is a number": {"refused": 5},
+    "a refusal of half a character": {"refused": "\ud800"},
 }
 
 

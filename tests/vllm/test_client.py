@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cachecraft_rag.client.http import HTTPEngine
 from cachecraft_rag.errors import ConfigError, ContextLengthError, ServerError, UnsupportedCallError
+from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import RowFilter
@@ -226,6 +227,36 @@ def test_an_answer_its_statistics_and_its_ends(
         stream = engine.stream("x", [])
         with pytest.raises(ConfigError, match="leave it out"):
             list(stream)
+
+
+@pytest.mark.parametrize(
+    ("record", "code", "says"),
+    [
+        (
+            {"report": None, "refused": "its question is a \x1b[31msingle token"},
+            Reason.LEFT_TO_SERVER,
+            "the server computed the request without chunk-caches: its question is a single token",
+        ),
+        ({"report": None, "refused": None}, Reason.NOT_REPORTED, Reason.NOT_REPORTED.sentence),
+    ],
+)
+def test_a_request_that_the_server_computed_itself_says_why(
+    tmp_path: Path,
+    byte_tokenizer: PreTrainedTokenizerFast,
+    record: dict[str, Any],
+    code: Reason,
+    says: str,
+) -> None:
+    answers = answers_of(byte_tokenizer, tmp_path / "t") | {
+        "/v1/chat/completions": (200, tokens(40, 256) + "data: [DONE]\n\n"),
+        "/v1/cachecraft/requests/c-1": (200, record),
+    }
+    with serving(answers) as url, HTTPEngine.connect(url) as engine:
+        answer = engine.stream("How?", [Chunk("vinegar")])
+        list(answer)
+        (chunk,) = answer.stats.chunks
+    assert (chunk.outcome, chunk.reason_code, chunk.reason) == ("computed", code, says)
+    assert chunk.computed == chunk.tokens > 0
 
 
 def test_a_large_document_is_primed_in_several_requests(

@@ -169,3 +169,15 @@ def test_statistics_and_metrics_agree_however_an_answer_ends() -> None:
     }
     expected = Counter(str(stats.finish) for stats in ended) + Counter(["refused"])
     assert {end: value for end, value in ends.items() if value} == expected
+
+
+def test_chunks_of_a_refused_request_say_why_they_were_computed() -> None:
+    records = Records(lambda _record: None)
+    name = "refused by the connector"
+    asyncio.run(served(name, records))
+    kept: Any = records.get(name, session=None)
+    (chunk,) = kept["stats"]["chunks"]
+    assert (chunk["outcome"], chunk["reason_code"]) == ("computed", Reason.LEFT_TO_SERVER)
+    assert chunk["reason"] == (
+        "the server computed the request without chunk-caches: its cache_salt …"
+    )
