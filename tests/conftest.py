@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import logging
 import math
 import os
 import resource
@@ -88,6 +89,17 @@ class Clock:
         if self.now >= self.alarm_at:
             self.alarm_at = math.inf
             self.alarm()
+
+
+@pytest.fixture(autouse=True)
+def package_logger() -> Iterator[None]:
+    """The package's logger as each test found it: a command sets its level and handlers for its process."""
+    logger = logging.getLogger("cachecraft_rag")
+    level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.propagate = propagate
+    logger.handlers[:] = handlers
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,15 +8,16 @@ The 2 is for keys and values; a value takes 4 bytes in float32, 2 in bfloat16 an
 from __future__ import annotations
 
 from cachecraft_rag.errors import ConfigError, UnsupportedModelError
-from cachecraft_rag.store.codecs import CODECS, codec_named
+from cachecraft_rag.store.codecs import CODECS
 from cachecraft_rag.types import KVLayout
 
-ENTROPY_SMALLER = 4.0  # than bfloat16, measured: the size depends on the values
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def cache_bytes(layout: KVLayout, tokens: int, codec: str = "raw") -> int:
-    """Bytes of a chunk-cache on disk, without its header of a few kilobytes; for `entropy` about. Memory holds it raw.
+    """Return the bytes of a chunk-cache on disk, without its header of a few kilobytes. Memory holds it raw.
+
+    About, for a codec whose size depends on the values.
 
     Raises ConfigError for an unknown codec.
 
@@ -26,12 +27,9 @@ def cache_bytes(layout: KVLayout, tokens: int, codec: str = "raw") -> int:
     >>> [cache_bytes(llama, 1000, codec) for codec in ("raw", "int8", "entropy")]
     [131072000, 66560000, 32768000]
     """
-    if codec == "entropy":  # as `codec_named`, but zstandard need not be installed to look at sizes
-        values = layout.layers * 2 * tokens * layout.kv_heads * layout.head_dim
-        return round(values * 2 / ENTROPY_SMALLER)
-    nbytes = codec_named(codec).block_bytes(layout, tokens)
-    assert nbytes is not None, f"{codec} is one of {', '.join(CODECS)} whose size is known"
-    return nbytes * layout.layers
+    if codec not in CODECS:
+        raise ConfigError(f"codec unknown: {codec!r}. Choose one of {', '.join(CODECS)}.")
+    return CODECS[codec].typical_bytes(layout, tokens) * layout.layers
 
 
 def layout_named(model: str, *, dtype: str = "auto") -> KVLayout:

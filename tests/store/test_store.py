@@ -21,6 +21,7 @@ from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
 from cachecraft_rag.store.background_writer import variant_of
 from cachecraft_rag.store.catalog import Catalog
+from cachecraft_rag.store.codecs import CODECS
 from cachecraft_rag.store.files.disk import DiskTier
 from cachecraft_rag.store.layout import StoredVariant, encode
 from cachecraft_rag.store.memory import MemoryTier
@@ -396,7 +397,7 @@ def test_a_tensor_that_contradicts_its_layout_is_a_mistake_of_the_caller(
 
 
 def test_a_store_holds_several_codecs_and_serves_them_all_to_any_opening(tmp_path: Path) -> None:
-    captures = {codec: make(codec, tokens=64) for codec in ("raw", "int8", "entropy")}
+    captures = {codec: make(codec, tokens=64) for codec in CODECS}
     for codec, capture in captures.items():
         with ChunkCacheStore.open(tmp_path, codec=codec) as store:
             assert stored(store, capture).codec == codec

@@ -51,8 +51,19 @@ class Codec(ABC):
     def block_bytes(self, layout: KVLayout, tokens: int) -> int | None:
         """Return the bytes of each layer's block; None if they depend on the values."""
 
+    @classmethod
+    def typical_bytes(cls, layout: KVLayout, tokens: int) -> int:
+        """Return the bytes of a layer's block, about. Override it wherever `block_bytes` is None.
+
+        A class method, so that the packages of a codec need not be installed to look at sizes.
+        """
+        return cls().block_bytes(layout, tokens) or 0
+
     def most_bytes(self, layout: KVLayout, tokens: int) -> int:
-        """Return the bytes of the largest block that `encode` may return; a larger one is damaged."""
+        """Return the bytes of the largest block that `encode` may return; a larger one is damaged.
+
+        Override it wherever `block_bytes` is None.
+        """
         return self.block_bytes(layout, tokens) or 0
 
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
@@ -77,6 +88,8 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, block: Tensor, *, out: Tensor) -> None:
         """Fill `out` `[2, tokens, kv_heads, head_dim]`, of the dtype that was encoded, from a block uint8 `[bytes]`.
+
+        `out` is contiguous if `run` returns nothing.
 
         Raises ValueError with the reason if the block cannot be decoded to that shape; `out` may be partly filled then.
         Checksums detect changed bytes, not this method.

@@ -34,6 +34,7 @@ _KEY_STEP = 0.25  # of the head's spread
 _VALUE_STEPS = (0.3, 0.4, 0.4)  # the same in the first, middle and last third of the layers
 _LARGEST_DELTA = 126  # and one to spare, because value and anchor are rounded each on its own
 _LARGEST_ANCHOR = 32767
+_SMALLER = 4.0  # than bfloat16, measured
 _LEVEL = 1  # higher ones look for matches where there are none: slower, and larger by up to a tenth
 
 
@@ -55,6 +56,12 @@ class Entropy(Codec):
     def block_bytes(self, layout: KVLayout, tokens: int) -> None:
         """Depends on the values."""
         return
+
+    @classmethod
+    def typical_bytes(cls, layout: KVLayout, tokens: int) -> int:
+        """A quarter of bfloat16's bytes."""
+        values = 2 * tokens * layout.kv_heads * layout.head_dim
+        return round(values * 2 / _SMALLER)
 
     def most_bytes(self, layout: KVLayout, tokens: int) -> int:
         """Steps and anchor, and two frames of noise, which zstandard makes longer by less than a 128th and 1 KiB."""

@@ -19,6 +19,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog.rows import COLUMNS, CatalogRow, pack_ids, sum_of, sum_of_scores
+from cachecraft_rag.store.codecs import CODECS
 from cachecraft_rag.store.layout import Header, encode
 from cachecraft_rag.types import KVLayout, Variant, VariantKey
 
@@ -206,7 +207,7 @@ def change_file(folder: Folder, dice: random.Random, row_sum: str) -> tuple[str,
         else:
             path.write_bytes(folder.file(dice.choice(folder.rows)[2]).read_bytes())
             return "another file in its place", False
-        codec = dice.choice(("raw", "int8", "entropy"))
+        codec = dice.choice(tuple(CODECS))
         row = was | {"tokens": tokens, "nbytes": layout.nbytes(tokens), "codec": codec}
         variant = Variant(
             key=header.key,

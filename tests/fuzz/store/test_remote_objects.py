@@ -20,6 +20,7 @@ import xxhash
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.codecs import CODECS
 from cachecraft_rag.store.layout import Header, encode
 from cachecraft_rag.store.remote import RemoteConfig
 from cachecraft_rag.store.remote.rows import framed
@@ -231,7 +232,7 @@ def other_tokens_in_harmony(remote: Remote, dice: random.Random) -> str:
         layout, tokens = replace(layout, layers=layout.layers + dice.choice((-1, 1))), header.tokens
     elif kind == "dtype":
         layout, tokens = replace(layout, dtype=dice.choice(("bfloat16", "float16"))), header.tokens
-    codec = dice.choice(("raw", "raw", "int8", "entropy"))
+    codec = dice.choice(("raw", *CODECS))
     numbers = {"tokens": tokens, "nbytes": layout.nbytes(tokens), "codec": codec}
     scores = base64.b64encode(np.ones(tokens, "<f4").tobytes()).decode()
     numbers["token_inter"] = scores

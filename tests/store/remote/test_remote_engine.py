@@ -21,6 +21,7 @@ from cachecraft_rag.planning.config import Loading, ReuseConfig
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
+from cachecraft_rag.store.codecs import CODECS
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.pending import Extent, PendingLoads
 from cachecraft_rag.store.loading.rate import Meter
@@ -375,7 +376,7 @@ def put(store: ChunkCacheStore, *captures: Capture) -> None:
     assert store.flush(10)
 
 
-@pytest.mark.parametrize("codec", ["raw", "int8", "entropy"])
+@pytest.mark.parametrize("codec", CODECS)
 def test_every_codec_travels(codec: str, tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     url, one = f"file://{tmp_path}/shared", capture()

@@ -27,6 +27,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
+from cachecraft_rag.store.codecs import CODECS
 from cachecraft_rag.store.layout import Header, encode, longest_header, longest_payload
 from cachecraft_rag.store.remote import RemoteConfig, RemoteTier
 from cachecraft_rag.store.remote.config import hidden, shown_url
@@ -323,7 +324,7 @@ def test_a_key_of_another_kind_spoils_no_look_up_of_others(make_redis: Any) -> N
 
 def test_bounds_hold_for_what_is_written(shared: Shared) -> None:
     layout = KVLayout(layers=5, kv_heads=3, head_dim=7, dtype="float32")
-    for codec in ("raw", "int8", "entropy"):
+    for codec in CODECS:
         for tokens in (1, 63, 64, 65, 300):
             key = VariantKey("ns ☃", "model", "chunk", ("system", "ü" * 100))
             numbers = (
