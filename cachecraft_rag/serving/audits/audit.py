@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Final
 
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.serving.request import Request, RequestProgress
@@ -102,7 +102,7 @@ class Audit:
         """The first place that differs, or None."""
         return self.differences[0] if self.differences else None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain values, for JSON."""
         derived = {
             "agreement": self.agreement,
