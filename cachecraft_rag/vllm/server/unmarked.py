@@ -374,7 +374,7 @@ class RequestParams(Protocol):
     """`vllm.SamplingParams` or `vllm.PoolingParams` of a request; `n` is missing in the latter."""
 
     prompt_logprobs: int | None
-    extra_args: dict[str, Any] | None
+    extra_args: dict[str, object] | None
 
 
 class SearchingClient:
