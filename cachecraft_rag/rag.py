@@ -230,7 +230,7 @@ class CacheCraft(Retriever, Closeable):
         embeddings: PathLike = BUNDLED_EMBEDDER,
         config: EngineConfig | None = None,
         backend: str = "transformers",
-        **options: Any,
+        **options: object,
     ) -> Self:
         """Load a model and open (or make) a store folder.
 

@@ -314,13 +314,13 @@ def _where(filter: Filter | None) -> Where | None:
     return (lambda metadata: filter(_values(metadata))) if callable(filter) else filter
 
 
-def _values(metadata: Metadata) -> dict[str, Any]:
+def _values(metadata: Metadata) -> dict[str, object]:
     """Return the metadata that the document was added with."""
     rest: dict[str, object] = json.loads(str(metadata.get(_OURS, "{}"))).get("rest", {})
     return {key: value for key, value in metadata.items() if key != _OURS} | rest
 
 
-class NotedMetadata(dict[str, Any]):
+class NotedMetadata(dict[str, object]):
     """Metadata of a document with notes of this package, which a comparison ignores.
 
     LangChain expects a store to return documents equal to those that were added. The chunk id and the outcome are about

@@ -164,7 +164,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     _store: FaissStore | None = PrivateAttr(default=None)
     _evictions: Evictions = PrivateAttr()
     _owned: bool = PrivateAttr(default=True)
-    _opening: Any = PrivateAttr(default_factory=threading.Lock)
+    _opening: threading.Lock = PrivateAttr(default_factory=threading.Lock)
 
     def __init__(
         self,

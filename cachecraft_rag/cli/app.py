@@ -133,7 +133,7 @@ class LazyCommands(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return len(COMMANDS)
 
-    def __setitem__(self, name: str, command: Any) -> None:
+    def __setitem__(self, name: str, command: object) -> None:
         raise TypeError("commands are added to COMMANDS")
 
     def __delitem__(self, name: str) -> None:

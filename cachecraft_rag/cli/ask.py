@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -71,7 +71,7 @@ def require_match(store: Path, where: Where | None) -> None:
             )
 
 
-def load(settings: Settings, *, server: str | None = None, **chosen: Any) -> CacheCraft:
+def load(settings: Settings, *, server: str | None = None, **chosen: object) -> CacheCraft:
     """Open a `CacheCraft`, with a spinner while the model loads; over a server, where one is named.
 
     `chosen` options of `EngineConfig` go before the settings.

@@ -59,6 +59,8 @@ _PANELS: Mapping[str, tuple[str, ...]] = {
     "Answer": ("system", "max_new_tokens", "temperature", "top_p", "seed", "stop"),
 }
 
+Command = Callable[..., None]
+
 
 def option_of(key: str, **changes: Any) -> Any:
     """Return the option of a setting, as its dataclass describes it.
@@ -145,8 +147,8 @@ ANSWER_KEYS = (
 
 
 def takes(
-    *keys: str, defaults: Mapping[str, Any] = MappingProxyType({}), **groups: type
-) -> Callable[..., Any]:
+    *keys: str, defaults: Mapping[str, object] = MappingProxyType({}), **groups: type
+) -> Callable[[Command], Command]:
     """Give a command settings, and the fields of dataclasses, as options.
 
     The command gets the `Settings`, flags first, as its parameter `settings`, and each dataclass as one object for the
@@ -159,7 +161,7 @@ def takes(
         groups: dataclasses, whose fields may be annotated with options of their own.
     """
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+    def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
         key_of = {key.replace(".", "_"): key for key in keys}
         fields_of = {
@@ -207,7 +209,7 @@ def takes(
     return decorate
 
 
-def _parameter_of_setting(name: str, key: str, default: Any) -> inspect.Parameter:
+def _parameter_of_setting(name: str, key: str, default: object) -> inspect.Parameter:
     """Return a setting as an option of text or a flag; without it, the other sources of the setting decide."""
     known = known_settings()[key]
     kind: Any = str | None
@@ -221,7 +223,9 @@ def _parameter_of_setting(name: str, key: str, default: Any) -> inspect.Paramete
     return inspect.Parameter(name, _KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
 
 
-def _parameters_of_group(group: type, defaults: Mapping[str, Any]) -> dict[str, inspect.Parameter]:
+def _parameters_of_group(
+    group: type, defaults: Mapping[str, object]
+) -> dict[str, inspect.Parameter]:
     """Return the fields of a dataclass as options."""
     hints = get_type_hints(group, include_extras=True)
     texts: dict[str, str] = {}
@@ -291,7 +295,7 @@ def print_table(
     out.print(table)
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """One line of JSON on stdout."""
     typer.echo(as_json(value))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import typer
 
@@ -98,7 +98,7 @@ def serve(
     """
     from cachecraft_rag.serving.sampling import SamplingParams
     from cachecraft_rag.vllm.server.launch import serve as run
-    from cachecraft_rag.vllm.settings import EndpointSettings
+    from cachecraft_rag.vllm.settings import ClientSettings, EndpointSettings
 
     for key, advice in _NOT_HERE.items():
         if settings[key] is not None:
@@ -115,7 +115,7 @@ def serve(
         endpoint=EndpointSettings(
             shared_system=server.shared_system,
             session_header=server.session_header,
-            client_settings=cast(Any, server.client_settings),
+            client_settings=cast(ClientSettings, server.client_settings),
             plain_prompts="reuse" if plain else "off",
             search_system=server.search_system,
             admin_keys=()

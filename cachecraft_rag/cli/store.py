@@ -106,7 +106,7 @@ def ls(
     out.print(f"{len(rows)} of {total} variants")
 
 
-def _as_dict(row: Listed) -> dict[str, Any]:
+def _as_dict(row: Listed) -> dict[str, object]:
     """A row for --json, without the fields that only a look-up for a model fills in."""
     fields_of_row = asdict(row)
     del fields_of_row["variant"]["payload"]
@@ -224,8 +224,12 @@ def evict(as_json: options.Json = False, *, settings: Settings, chosen: EvictOpt
     before = (
         None if chosen.older_than_days is None else time.time() - chosen.older_than_days * 86400
     )
-    part: dict[str, Any] = {"namespace": chosen.namespace, "fingerprint": chosen.fingerprint}
-    rows = RowFilter(**part, chunk_prefix=begins(chosen.chunk), created_before=before)
+    rows = RowFilter(
+        namespace=chosen.namespace,
+        fingerprint=chosen.fingerprint,
+        chunk_prefix=begins(chosen.chunk),
+        created_before=before,
+    )
     down_to = 0 if chosen.all else None
     if chosen.down_to_mb is not None:
         down_to = int(min(chosen.down_to_mb, 1e12) * 1e6)

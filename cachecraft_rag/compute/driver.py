@@ -28,7 +28,7 @@ T = TypeVar("T")
 class Call:
     """Call `function`, which computes on the model's device, and send back its result."""
 
-    function: Callable[[], Any]
+    function: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class Until:
 
 
 AnyStep = Wait | Forward | DecodeStep | Until | Call | Future[Any]
-Work = Generator[Any, Any, T]  # of `AnyStep`
+Work = Generator[AnyStep, Any, T]
 
 
 def run(
     stack: Stack,
-    steps: Generator[Any, Any, T],
+    steps: Work[T],
     turn: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> T:
     """Run the steps of a prefill or of a capture, and return the result of the generator.
@@ -61,7 +61,7 @@ def run(
         steps: the generator of steps; it is closed in the end.
         turn: makes the context in which a step that computes is run.
     """
-    outcome: Any = None
+    outcome: object = None
     try:
         while True:
             try:
@@ -77,6 +77,7 @@ def run(
                 with turn():
                     outcome = step.function()
             else:
+                assert isinstance(step, Forward), "prefills and captures have no other steps"
                 with turn():
                     outcome = advance(stack, [step.row_pass])
     finally:
@@ -88,7 +89,7 @@ def prefill(stack: Stack, job: PrefillJob) -> PrefillResult:
     return run(stack, prefill_steps(stack, job))
 
 
-def prefill_steps(stack: Stack, job: PrefillJob) -> Generator[Any, Any, PrefillResult]:
+def prefill_steps(stack: Stack, job: PrefillJob) -> Work[PrefillResult]:
     """Return the steps of a job that has nothing to load."""
     no_loads = PendingLoads.of_nothing(stack.layout.layers)
     speed = ComputeSpeed(stack.keys_per_row)

@@ -9,10 +9,10 @@ import shutil
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, ClassVar, Protocol, Self, TypedDict, Unpack
+from typing import ClassVar, Protocol, Self, TypedDict, Unpack
 
 from cachecraft_rag.checks import check_kind, listed
 from cachecraft_rag.engine.capabilities import ALL, Capabilities, Capability
@@ -28,7 +28,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import PromptBuilder, Turn
 from cachecraft_rag.prompt.tools import Tool, checked_tools
 from cachecraft_rag.prompt.unmarked import Recognise, session_of
-from cachecraft_rag.serving.generation import Generation
+from cachecraft_rag.serving.generation import Generation, Pieces
 from cachecraft_rag.serving.priming import DocumentPrimer, Primer, Related
 from cachecraft_rag.serving.request import Request, RequestProgress, check_asked
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -195,7 +195,7 @@ class AnswerEngine(ABC):
             return self._builder_with_tools(json.dumps(checked_tools(tools)))
 
     @abstractmethod
-    def _pieces(self, request: Request, progress: RequestProgress) -> Iterator[str]:
+    def _pieces(self, request: Request, progress: RequestProgress) -> Pieces:
         """Return the answer's pieces as an iterator with `close`; the model runs once the first is requested."""
 
     def _ended(self, stats: Callable[[], RequestStats], error: str | None) -> None:
@@ -214,7 +214,7 @@ class AnswerEngine(ABC):
             top_p=sampling.top_p,
         )
 
-    def _later(self, function: Callable[..., object], *arguments: Any) -> None:
+    def _later(self, function: Callable[..., object], *arguments: object) -> None:
         """Call a function in another thread. Takes no lock: finalisers call this, in threads that may hold any lock."""
         _thread.start_new_thread(function, arguments)
 

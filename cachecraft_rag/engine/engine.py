@@ -199,7 +199,7 @@ class Engine(AnswerEngine):
         *,
         store: PathLike = "chunk-caches",
         config: EngineConfig | None = None,
-        **options: Any,
+        **options: object,
     ) -> Self:
         """Load a model, check it (`self_check`) and open (or make) the chunk-caches in a store folder.
 
@@ -372,16 +372,16 @@ class Engine(AnswerEngine):
         answer = partial(self._answering.answer, request=request, progress=progress, queue=queue)
         self.loop.start(LoopTask(answer, ended, Priority.ANSWER, self.loop.watched(reader)))
 
-    def _start_job(self, steps: Work[Any], ended: Ended) -> None:
+    def _start_job(self, steps: Work[object], ended: Ended) -> None:
         """Run a job in the background."""
 
-        def stored(result: Any, error: BaseException | None) -> None:
+        def stored(result: object, error: BaseException | None) -> None:
             ended(result, error)
             self._answering.stored_changed()
 
         self.loop.start(LoopTask(lambda _: steps, stored, Priority.JOB))
 
-    def _later(self, function: Callable[..., object], *arguments: Any) -> None:
+    def _later(self, function: Callable[..., object], *arguments: object) -> None:
         if self.loop.alive:
             self.loop.call_soon(partial(function, *arguments))
         else:

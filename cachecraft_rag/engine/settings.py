@@ -16,7 +16,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, partial
@@ -103,15 +103,15 @@ class Setting:
     """The value of one key and its origin: a flag, a variable, a file, or "default"."""
 
     key: str
-    value: Any
+    value: object
     origin: str
 
     @property
-    def shown(self) -> Any:
+    def shown(self) -> object:
         """The value in a form that people and logs may see."""
         if self.key in _SECRET and self.value is not None:
             return "***"
-        if self.key == "remote.url" and self.value is not None:
+        if self.key == "remote.url" and isinstance(self.value, str):
             return RemoteConfig(self.value).shown
         return sorted(self.value) if isinstance(self.value, frozenset) else self.value
 
@@ -127,9 +127,9 @@ class KnownKey:
 
     key: str
     kind: str
-    default: Any
+    default: object
     help: str
-    check: Callable[[Any], object]
+    check: Callable[[object], object]
 
     @property
     def is_size(self) -> bool:
@@ -141,7 +141,7 @@ class KnownKey:
         """True if several values are allowed."""
         return self.kind.startswith(("tuple", "frozenset"))
 
-    def read(self, text: str) -> Any:
+    def read(self, text: str) -> object:
         """Return the value of the text of a variable or a flag, unchecked."""
         if self.kind == "bool":
             return _BOOLEANS.get(text.strip().lower(), text)
@@ -151,17 +151,20 @@ class KnownKey:
             return [part.strip() for part in text.split(",") if part.strip()]
         return text
 
-    def checked(self, value: Any) -> Any:
+    def checked(self, value: object) -> object:
         """Return the value in the type of its dataclass. Raises ConfigError."""
         if self.is_size and isinstance(value, str):
             value = math.inf if value in ("inf", "none") else size_of(value)
         if isinstance(value, list):
             value = tuple(value)
         self.check(value)
-        return frozenset(value) if self.kind.startswith("frozenset") else value
+        if self.kind.startswith("frozenset"):
+            assert isinstance(value, Iterable)  # or the check would have failed
+            return frozenset(value)
+        return value
 
 
-def _number(text: str) -> Any:
+def _number(text: str) -> float | str:
     """Return the number of a text, or the text if it is not a number.
 
     >>> _number("50_000"), _number("0.5"), _number("many")
@@ -208,7 +211,7 @@ def descriptions(kind: type) -> dict[str, str]:
     return texts
 
 
-def _check(config: Callable[..., object], name: str, value: Any) -> None:
+def _check(config: Callable[..., object], name: str, value: object) -> None:
     """Make the dataclass with this value; raises ConfigError."""
     required = {"url": "memory://"} if config is RemoteConfig else {}
     config(**(required | {name: value}))
@@ -258,13 +261,13 @@ class Settings:
         """Return the value of a key."""
         return self.entries[key].value
 
-    def given(self) -> dict[str, Any]:
+    def given(self) -> dict[str, object]:
         """Return the values that are not defaults."""
         return {
             key: setting.value for key, setting in self.entries.items() if setting.origin != DEFAULT
         }
 
-    def flags(self) -> dict[str, Any]:
+    def flags(self) -> dict[str, object]:
         """Return the values that were given by flags."""
         return {
             key: setting.value
@@ -282,7 +285,7 @@ class Settings:
             )
         return Settings(kept, self.file)
 
-    def engine_config(self, **options: Any) -> EngineConfig:
+    def engine_config(self, **options: object) -> EngineConfig:
         """Return the configuration of the engine; `options` of `EngineConfig` override it. Raises ConfigError."""
         names = EngineConfig.option_names() - {"reuse", "remote"}
         flat = {key: value for key, value in self.given().items() if key in names}
@@ -323,8 +326,8 @@ def load_settings(
     path: str | os.PathLike[str] | None = None,
     *,
     environment: Mapping[str, str] | None = None,
-    flags: Mapping[str, Any] | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    flags: Mapping[str, object] | None = None,
+    defaults: Mapping[str, object] | None = None,
 ) -> Settings:
     """Read the settings file, then the environment, then flags; later values override earlier ones.
 
@@ -366,7 +369,7 @@ class _Given(NamedTuple):
     """A value of a key; `place` names its origin in an error message."""
 
     key: str
-    value: Any
+    value: object
     origin: str
     place: str
 
@@ -420,7 +423,7 @@ def _key_of(variable: str, known: Mapping[str, KnownKey]) -> str | None:
     return _ALIASES.get(names[variable], names[variable])
 
 
-def _of_file(file: Path, known: Mapping[str, KnownKey]) -> dict[str, Any]:
+def _of_file(file: Path, known: Mapping[str, KnownKey]) -> dict[str, object]:
     """Return the keys and values of a file. Raises ConfigError."""
     try:
         tables = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -430,7 +433,7 @@ def _of_file(file: Path, known: Mapping[str, KnownKey]) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in tables.items():
         if isinstance(value, dict) and key in ("reuse", "remote"):
             flat |= {f"{key}.{name}": setting for name, setting in value.items()}
@@ -441,6 +444,7 @@ def _of_file(file: Path, known: Mapping[str, KnownKey]) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     for key in ("store", "remote.key_file"):
-        if isinstance(flat.get(key), str):
-            flat[key] = str(file.parent / flat[key])
+        path = flat.get(key)
+        if isinstance(path, str):
+            flat[key] = str(file.parent / path)
     return flat

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from cachecraft_rag.evaluation.intervals import (
     Interval,
@@ -80,7 +79,7 @@ class QualityReport:
     computed_tokens: int
     worst: tuple[Audit, ...]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain values, for JSON."""
         return asdict(self) | {"worst": [audit.as_dict() for audit in self.worst]}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cachecraft_rag.evaluation.intervals import (
     Interval,
@@ -205,7 +204,7 @@ class Report:
 
         Shares also have the number of questions counted, under `…_hits`.
         """
-        methods: dict[str, Any] = {}
+        methods: dict[str, dict[str, object]] = {}
         for label, estimates in self.methods.items():
             name, ratio = self.ratios[label]
             methods[label] = {"method": name, "ratio": ratio}

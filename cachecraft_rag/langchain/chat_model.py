@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
+from langchain_core.language_models import LanguageModelInput
 from langchain_core.language_models.chat_models import (
     BaseChatModel,
     agenerate_from_stream,
@@ -101,7 +102,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_settings_of_servers(cls, values: Any) -> object:
+    def _without_settings_of_servers(cls, values: dict[str, object]) -> dict[str, object]:
         """Ignore server settings (a timeout …), so that this model can replace a remote one in an application."""
         return {name: value for name, value in values.items() if name not in _SERVER_SETTINGS}
 
@@ -127,7 +128,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         """
         check_settings(settings, cls)
         names = EngineConfig.option_names() - cls.model_fields.keys()
-        options: Any = {name: settings.pop(name) for name in names & settings.keys()}
+        options = {name: settings.pop(name) for name in names & settings.keys()}
         with ExitStack() as opened:
             engine = opened.enter_context(
                 Engine.from_pretrained(model, store=store, config=config, **options)
@@ -146,7 +147,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         *,
         tool_choice: str | bool | dict[str, Any] | None = None,
         **kwargs: object,
-    ) -> Runnable[Any, AIMessage]:
+    ) -> Runnable[LanguageModelInput, AIMessage]:
         """Return the model with tools, which it calls in the form of its chat template.
 
         Args:
@@ -166,7 +167,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
         strict: bool | None = None,
         **kwargs: object,
-    ) -> Runnable[Any, Any]:
+    ) -> Runnable[LanguageModelInput, dict[str, object] | BaseModel]:
         """Return the model with answers that keep to a schema: a pydantic model, a TypedDict or a JSON schema.
 
         Each token is drawn among those that lead to JSON of the schema, whatever `method` and `strict` say.
@@ -179,12 +180,9 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         kept_to = {"kwargs": {"method": method}, "schema": json_schema}
         model = self.bind(json_schema=json_schema, ls_structured_output_format=kept_to, **kwargs)
         is_model = isinstance(schema, type) and is_basemodel_subclass(schema)
-        parser: Any = (
-            PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
-        )
+        parser = PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
         if not include_raw:
-            answers: Runnable[object, object] = model | parser
-            return answers
+            return model | parser
         parsed = RunnablePassthrough.assign(
             parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
         ).with_fallbacks(

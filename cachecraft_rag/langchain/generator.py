@@ -28,7 +28,7 @@ from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.types import NOTE_KEYS, OUTCOME_KEY
 
 
-class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
+class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str]):
     """Documents and a question in, the answer's text out: replaces `create_stuff_documents_chain(llm, prompt)`.
 
     The input is a dict: `input`, the question; `context`, documents, best first; optionally `chat_history`, messages in
@@ -78,11 +78,11 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
         self.llm.close()
 
     def invoke(
-        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
+        self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
     ) -> str:
         """The whole answer; `kwargs` as in a call of `ChatCacheCraft`, here and below."""
 
-        def answer(input: dict[str, Any], config: RunnableConfig) -> str:
+        def answer(input: dict[str, object], config: RunnableConfig) -> str:
             asked = self._read(input)
             try:
                 return self.llm.invoke(
@@ -94,11 +94,11 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
         return RunnableLambda(answer, name=self.get_name()).invoke(input, config)
 
     async def ainvoke(
-        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
+        self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
     ) -> str:
         """The whole answer, without blocking the event loop."""
 
-        async def answer(input: dict[str, Any], config: RunnableConfig) -> str:
+        async def answer(input: dict[str, object], config: RunnableConfig) -> str:
             asked = self._read(input)
             try:
                 message = await self.llm.ainvoke(
@@ -112,20 +112,20 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
         return text
 
     def stream(
-        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
+        self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
     ) -> Iterator[str]:
         """The answer piece by piece."""
         return self._streamed(kwargs).stream(input, config)
 
     def astream(
-        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: object
+        self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: object
     ) -> AsyncIterator[str]:
         """The answer piece by piece, without blocking the event loop."""
         return self._streamed(kwargs).astream(input, config)
 
     def transform(
         self,
-        input: Iterator[dict[str, Any]],
+        input: Iterator[dict[str, object]],
         config: RunnableConfig | None = None,
         **kwargs: object,
     ) -> Iterator[str]:
@@ -134,15 +134,15 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
 
     def atransform(
         self,
-        input: AsyncIterator[dict[str, Any]],
+        input: AsyncIterator[dict[str, object]],
         config: RunnableConfig | None = None,
         **kwargs: object,
     ) -> AsyncIterator[str]:
         """`astream` for a chain whose earlier steps deliver the input in parts."""
         return self._streamed(kwargs).atransform(input, config)
 
-    def _streamed(self, options: dict[str, Any]) -> Runnable[dict[str, Any], str]:
-        def pieces(input: dict[str, Any], config: RunnableConfig) -> Iterator[str]:
+    def _streamed(self, options: dict[str, Any]) -> Runnable[dict[str, object], str]:
+        def pieces(input: dict[str, object], config: RunnableConfig) -> Iterator[str]:
             asked = self._read(input)
             try:
                 for chunk in self.llm.stream(
@@ -153,7 +153,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
             finally:
                 asked.note_outcomes()
 
-        async def apieces(input: dict[str, Any], config: RunnableConfig) -> AsyncIterator[str]:
+        async def apieces(input: dict[str, object], config: RunnableConfig) -> AsyncIterator[str]:
             asked = self._read(input)
             try:
                 async for chunk in self.llm.astream(
@@ -165,7 +165,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, Any], str]):
                 asked.note_outcomes()
 
         untyped: Any = RunnableLambda  # LangChain's types know no generator with a config
-        streamed: Runnable[dict[str, Any], str] = untyped(pieces, apieces, name=self.get_name())
+        streamed: Runnable[dict[str, object], str] = untyped(pieces, apieces, name=self.get_name())
         return streamed
 
     def _read(self, input: dict[str, object]) -> _Asked:

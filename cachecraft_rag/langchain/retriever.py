@@ -21,7 +21,7 @@ from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.langchain import CacheCraftVectorStore
 
 
-class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]):
+class ConversationRetriever(RunnableSerializable[dict[str, object], list[Document]]):
     """Any retriever, for a question in its conversation: `create_retrieval_chain(ConversationRetriever(retriever), …)`.
 
     The input is a dict with the question and, from the second turn on, the `chat_history`, as for
@@ -35,23 +35,23 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
-    retriever: SkipValidation[Runnable[str, Any]]
+    retriever: SkipValidation[Runnable[str, list[Document]]]
     input_key: str = "input"
     history_key: str = "chat_history"
 
-    def __init__(self, retriever: Runnable[str, Any], **settings: Any) -> None:
+    def __init__(self, retriever: Runnable[str, list[Document]], **settings: Any) -> None:
         check_kind("retriever", retriever, Runnable, advice="vector_store.as_retriever() is one")
         with config_errors():
             super().__init__(retriever=retriever, **settings)  # type: ignore[call-arg]
 
     def invoke(
-        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
+        self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
     ) -> list[Document]:
         """Return the documents, best first; `kwargs` go to the retriever of a first question."""
         return self._call_with_config(self._retrieve, input, config, run_type="retriever", **kwargs)
 
     async def ainvoke(
-        self, input: dict[str, Any], config: RunnableConfig | None = None, **kwargs: Any
+        self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
     ) -> list[Document]:
         """`invoke`, through the retriever's own asynchronous calls."""
         return await self._acall_with_config(
@@ -60,7 +60,7 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
 
     def _retrieve(
         self,
-        input: dict[str, Any],
+        input: dict[str, object],
         run_manager: CallbackManagerForChainRun,
         config: RunnableConfig,
         **kwargs: object,
@@ -74,7 +74,7 @@ class ConversationRetriever(RunnableSerializable[dict[str, Any], list[Document]]
 
     async def _aretrieve(
         self,
-        input: dict[str, Any],
+        input: dict[str, object],
         run_manager: AsyncCallbackManagerForChainRun,
         config: RunnableConfig,
         **kwargs: object,

@@ -117,14 +117,15 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             )
         check_text("empty_response", empty_response, optional=True)
         llm = CacheCraftLLM(engine, sampling=sampling, max_tokens=max_tokens, session=session)
-        sizes: dict[str, Any] = {"context_window": llm.context_window, "num_output": llm.num_output}
         # Otherwise both helpers would count with OpenAI's tokenizer. The engine, not they, makes the chunks fit.
         count = engine.decoder.tokenizer.encode
         super().__init__(
             llm=llm,
             callback_manager=callback_manager,
-            prompt_helper=PromptHelper(tokenizer=count, **sizes),
-            chat_prompt_helper=ChatPromptHelper(tokenizer=count, **sizes),
+            prompt_helper=PromptHelper(llm.context_window, llm.num_output, tokenizer=count),
+            chat_prompt_helper=ChatPromptHelper(
+                llm.context_window, llm.num_output, tokenizer=count
+            ),
             streaming=streaming,
             empty_response=empty_response,
             output_cls=output_cls,
@@ -181,7 +182,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
 
     def synthesize(
         self, query: QueryTextType, nodes: list[NodeWithScore], *args: object, **settings: object
-    ) -> Any:
+    ) -> RESPONSE_TYPE:
         """LlamaIndex's own; the model does not see the nodes' `file_path`."""
         sources = Sources(nodes)
         settings["document_ids"] = sources.noted_ids
@@ -193,7 +194,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
 
     async def asynthesize(
         self, query: QueryTextType, nodes: list[NodeWithScore], *args: object, **settings: object
-    ) -> Any:
+    ) -> RESPONSE_TYPE:
         """`synthesize` with the model in threads."""
         sources = Sources(nodes)
         settings["document_ids"] = sources.noted_ids

@@ -12,7 +12,6 @@ import logging
 import math
 from collections import Counter
 from datetime import UTC, datetime
-from typing import Any
 
 from cachecraft_rag.observability.stats import RequestStats
 
@@ -37,16 +36,16 @@ def log_request(stats: RequestStats, *, error: str | None = None) -> None:
     )
 
 
-def request_fields(stats: RequestStats, *, error: str | None = None) -> dict[str, Any]:
+def request_fields(stats: RequestStats, *, error: str | None = None) -> dict[str, object]:
     """Return the fields of a request's log record; times in seconds."""
-    fields: dict[str, Any] = {"event": "request"}
+    fields: dict[str, object] = {"event": "request"}
     if error is not None:
         fields["error"] = error
-    fields |= stats.as_dict()
-    del fields["searched"]  # holds the question's text
-    for chunk in fields["chunks"]:
+    statistics = stats.as_dict()
+    del statistics["searched"]  # holds the question's text
+    for chunk in statistics["chunks"]:
         chunk["reason"] = str(chunk.pop("reason_code"))
-    return fields
+    return fields | statistics
 
 
 class JsonFormatter(logging.Formatter):
@@ -59,7 +58,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter.format`."""
-        fields: dict[str, Any] = {
+        fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "level": record.levelname,
             "logger": record.name,
@@ -71,7 +70,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(_plain(fields), allow_nan=False)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return the value in types that JSON has; None for NaN and infinities."""
     if isinstance(value, dict):
         return {str(name): _plain(part) for name, part in value.items()}

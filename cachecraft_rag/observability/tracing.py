@@ -15,16 +15,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from cachecraft_rag import __version__
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.observability.stats import RequestStats
 
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span
+    from opentelemetry.util.types import AttributeValue
+
 logger = logging.getLogger("cachecraft_rag.tracing")
 
 OnEnd = Callable[[Callable[[], RequestStats], str | None], object]
-Attributes = dict[str, Any]  # values: str, int, float, or a list of one of them
+Attributes = dict[str, "AttributeValue"]
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -67,17 +72,12 @@ class TracedRequest:
 
 def is_tracing() -> bool:
     """Return whether the application has configured a tracer provider; imports nothing."""
-    return _trace_api() is not None
-
-
-def _trace_api() -> Any:
-    """Return the module `opentelemetry.trace`; None if it was not imported, or no provider is configured."""
     trace = sys.modules.get("opentelemetry.trace")
     # None too while another thread imports the module
     provider_of = getattr(trace, "get_tracer_provider", None)
-    if trace is None or provider_of is None or isinstance(provider_of(), trace.ProxyTracerProvider):
-        return None
-    return trace
+    if trace is None or provider_of is None:
+        return False
+    return not isinstance(provider_of(), trace.ProxyTracerProvider)
 
 
 @contextmanager
@@ -137,11 +137,12 @@ def _record(
     stats: RequestStats,
     error: str | None,
     *,
-    parent: Any,
+    parent: Context,
     clock: _WallClock,
 ) -> None:
     """Make the spans of a request that has ended."""
-    trace = _trace_api()
+    from opentelemetry import trace
+
     tracer = trace.get_tracer("cachecraft_rag", __version__)
     started = request.started
     root = tracer.start_span(
@@ -154,8 +155,8 @@ def _record(
     within = trace.set_span_in_context(root, parent)
 
     def child(
-        name: str, began: float, ended: float, attributes: Attributes, *, inside: Any = within
-    ) -> Any:
+        name: str, began: float, ended: float, attributes: Attributes, *, inside: Context = within
+    ) -> Span:
         span = tracer.start_span(
             name, context=inside, start_time=clock.ns(began), attributes=attributes
         )

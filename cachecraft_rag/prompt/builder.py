@@ -332,7 +332,7 @@ class PromptBuilder:
 
     def _marked(self, turns: Sequence[Turn]) -> tuple[list[dict[str, object]], list[_MarkedText]]:
         """Return the messages with marks in place of texts, and the texts."""
-        messages: list[dict[str, Any]] = []
+        messages: list[dict[str, object]] = []
         texts: list[_MarkedText] = []
         # calls without a result yet: the tool's name and the call's number
         unanswered: list[tuple[str, int]] = []
@@ -387,7 +387,7 @@ class PromptBuilder:
             plain.append((role, text))
         return plain
 
-    def _renderings(self, messages: list[dict[str, Any]]) -> Iterator[str]:
+    def _renderings(self, messages: list[dict[str, object]]) -> Iterator[str]:
         """Yield the prompt's text with the instruction as a system turn, then with it before the first user turn.
 
         The second is the only one if the template has no system role (Gemma-2 raises, others ignore it). It is also
@@ -398,7 +398,7 @@ class PromptBuilder:
             names = {"user": "", "assistant": "Answer: "}
             lines = [self._system_text]
             for message in messages:
-                lines.append(names[message["role"]] + message["content"])
+                lines.append(names[str(message["role"])] + str(message["content"]))
             yield start + "\n".join(lines) + "\nAnswer:"
             return
 
@@ -429,14 +429,16 @@ class PromptBuilder:
 
         texts = [str(template)]
         for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
-            messages = [{"role": role, "content": _QUESTION_MARK} for role in roles]
+            messages: list[dict[str, object]] = [
+                {"role": role, "content": _QUESTION_MARK} for role in roles
+            ]
             try:
                 texts.append(self._apply(messages))
             except TemplateError:  # no system role, or no conversation at all: `_cut` reports it
                 continue
         return "\n".join(texts)
 
-    def _apply(self, messages: list[dict[str, Any]]) -> str:
+    def _apply(self, messages: list[dict[str, object]]) -> str:
         uses_tools = self.tools and self.calls.native
         return _rendered(self._tokenizer, messages, tools=self.tools if uses_tools else None)
 
@@ -473,7 +475,10 @@ class PromptBuilder:
 
 
 def _rendered(
-    tokenizer: Any, messages: list[dict[str, Any]], *, tools: Sequence[Mapping[str, object]] | None
+    tokenizer: Any,
+    messages: list[dict[str, object]],
+    *,
+    tools: Sequence[Mapping[str, object]] | None,
 ) -> str:
     options = {"tools": tools} if tools is not None else {}
     rendered: str = tokenizer.apply_chat_template(

@@ -213,7 +213,7 @@ def _closed(schema: object) -> Any:
     if not isinstance(schema, dict):
         return schema
 
-    closed: dict[str, Any] = {}
+    closed: dict[str, object] = {}
     for name, value in schema.items():
         if name in ("properties", "$defs", "definitions") and isinstance(value, dict):
             closed[name] = {key: _closed(part) for key, part in value.items()}

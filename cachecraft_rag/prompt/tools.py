@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from cachecraft_rag.checks import check_mapping, listed, shown
 from cachecraft_rag.errors import ConfigError
@@ -28,6 +28,13 @@ class ToolCall(NamedTuple):
     arguments: str
 
 
+class PastCall(TypedDict):
+    """A call of a tool earlier in the conversation."""
+
+    name: str
+    arguments: dict[str, object]
+
+
 @dataclass(frozen=True)
 class CallFormat:
     """The form in which a model writes a call: `begin`, then a JSON object with the tool's name and its arguments.
@@ -41,7 +48,7 @@ class CallFormat:
     begin: str = "<tool_call>"
     native: bool = False
 
-    def schema(self, tools: Sequence[Tool]) -> dict[str, Any]:
+    def schema(self, tools: Sequence[Tool]) -> dict[str, object]:
         """Return the JSON schema of an answer that calls one of these tools."""
         calls = []
         for tool in tools:
@@ -137,7 +144,7 @@ def format_of(render: Callable[..., str], tokenizer: Any) -> CallFormat:
     return CallFormat()
 
 
-def calls_in(text: str) -> list[dict[str, Any]]:
+def calls_in(text: str) -> list[PastCall]:
     """Return the calls of a turn. Raises ConfigError.
 
     >>> calls_in('[{"name": "add", "arguments": {"a": 1}}]')

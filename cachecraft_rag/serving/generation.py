@@ -7,12 +7,23 @@ import contextvars
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from itertools import islice
-from typing import Any
+from typing import Protocol, TypeVar
 
 from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.serving.request import Request, RequestProgress, stats_of
 
+T = TypeVar("T")
 OnEnd = Callable[[Callable[[], RequestStats], str | None], object]
+
+
+class Pieces(Protocol):
+    """Pieces of an answer's text; closing it ends the answer."""
+
+    def __next__(self) -> str:
+        """Return the next piece."""
+
+    def close(self) -> object:
+        """End the answer."""
 
 
 class Generation(Iterator[str], AsyncIterator[str]):
@@ -25,16 +36,16 @@ class Generation(Iterator[str], AsyncIterator[str]):
         self,
         request: Request,
         progress: RequestProgress,
-        pieces: Any,
+        pieces: Pieces,
         *,
         layers: int,
         ended: OnEnd,
-        later: Callable[..., Any],
+        later: Callable[..., object],
     ) -> None:
         """Wrap the pieces of an engine.
 
         Args:
-            pieces: an iterator with `close`; with `arrived` too if an event loop may wait for them.
+            pieces: an iterator with a method `arrived` if an event loop may wait for the next one.
             ended: counts the answer once it has ended; its second argument names the kind of exception.
             later: calls a function later in another thread, without a lock.
         """
@@ -54,7 +65,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
             raise StopIteration
         self._begun = True
         try:
-            piece: str = next(self._pieces)
+            piece = next(self._pieces)
         except StopIteration:
             if self._end():
                 self._ended(self._stats, None)
@@ -90,7 +101,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
             raise
         if not pieces:
             raise StopAsyncIteration
-        return str(pieces[0])
+        return pieces[0]
 
     def close(self) -> None:
         """End the answer here; its captures are kept, in the background. Any thread and finalisers may call this.
@@ -129,7 +140,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
         return True
 
 
-async def _in_a_thread(step: Callable[[], Any]) -> Any:
+async def _in_a_thread(step: Callable[[], T]) -> T:
     """Run a step in a thread. A cancellation is raised once it is done, because a thread cannot be stopped."""
     context = contextvars.copy_context()
     future = asyncio.get_running_loop().run_in_executor(None, context.run, step)

@@ -43,7 +43,7 @@ class SegmentReport:
         """True if a chunk-cache or a server's prefix cache served it, except for tokens that were not loaded."""
         return self.variant_id is not None or self.reason is Reason.PREFIX_CACHED
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain values, for JSON."""
         return asdict(self) | {"reason": str(self.reason)}
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from cachecraft_rag.prompt.output_schema import Constraint
 
-JSONSchema = str | Mapping[str, Any] | type  # as text, as a dict, or as a pydantic model
+JSONSchema = str | Mapping[str, object] | type  # as text, as a dict, or as a pydantic model
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from cachecraft_rag.store.loading.pending import PendingLoads
 
 logger = logging.getLogger("cachecraft_rag")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _PREFILL_SHARE = 8.0  # prefill-to-decode time ratio while answers stream
 _PAUSE_S = 1.0  # a reader who takes longer over one piece does not stop work in idle time
@@ -83,12 +84,12 @@ class LoopTask:
     closed    whether it is to end early
     """
 
-    make: Callable[[LoopTask], Work[Any]]
+    make: Callable[[LoopTask], Work[object]]
     ended: Ended
     priority: Priority
     handle: weakref.ref[Handle] | None = None
     context: Context = field(default_factory=copy_context)
-    steps: Work[Any] = field(init=False)
+    steps: Work[object] = field(init=False)
     step: AnyStep | None = None
     since: float = 0.0
     loads: PendingLoads | None = None
@@ -181,13 +182,13 @@ class StepLoop:
         """Have a function called in the loop's thread, if it still runs. Takes no lock."""
         self._inbox.put(function)
 
-    def aside(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    def aside(self, function: Callable[[*Ts], T], *arguments: *Ts) -> Future[T]:
         """Call a function in another thread, with the context variables of this one."""
         call = partial(copy_context().run, function, *arguments)
         try:
             return self._planners.submit(call)
         except RuntimeError:  # the executor or the interpreter is shutting down
-            done: Future[Any] = Future()
+            done: Future[T] = Future()
             _fulfil(done, call)
             return done
 
@@ -358,7 +359,7 @@ class StepLoop:
         task.steps = task.make(task)
         self._resume(task, None)
 
-    def _resume(self, task: LoopTask, result: Any, error: BaseException | None = None) -> None:
+    def _resume(self, task: LoopTask, result: object, error: BaseException | None = None) -> None:
         """Send a task the result of its step, or the error, and take its next step."""
         try:
             if error is None:
@@ -377,7 +378,7 @@ class StepLoop:
             elif isinstance(task.step, Future):
                 task.step.add_done_callback(lambda _: self.wake())
 
-    def _end(self, task: LoopTask, result: Any, error: BaseException | None) -> None:
+    def _end(self, task: LoopTask, result: object, error: BaseException | None) -> None:
         self._tasks.remove(task)
         task.step = None
         try:

@@ -458,7 +458,7 @@ class VLLMEngine(AnswerEngine):
         store: PathLike = "chunk-caches",
         config: EngineConfig | None = None,
         server: Mapping[str, Any] | None = None,
-        **options: Any,
+        **options: object,
     ) -> Self:
         """Start vLLM and open (or make) the chunk-caches below a store folder.
 

@@ -72,7 +72,7 @@ class ReportedCounts(KVConnectorPromMetrics):
         on_report: called with the name and the report of each filled request.
     """
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)
         self.latest: dict[tuple[int, str], Mapping[str, object]] = {}
         self.on_report: Callable[[str, FillReport], object] = lambda _name, _report: None

@@ -150,7 +150,7 @@ class VLLMOptions:
         >>> VLLMOptions.from_arguments(["--enable-lora", "--kv_cache_dtype=fp8", "-pp", "2"]).kv_cache_dtype
         'fp8'
         """
-        values: dict[str, Any] = {}
+        values: dict[str, str | bool] = {}
         for place, argument in enumerate(arguments):
             if not argument.startswith("-"):
                 continue
@@ -168,7 +168,7 @@ class VLLMOptions:
         return cls.from_values(values)
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> Self:
+    def from_values(cls, values: Mapping[str, object]) -> Self:
         """Read the options from a mapping with names of vLLM's `EngineArgs`; missing ones have their defaults.
 
         Raises ConfigError for a function in place of plain values, because functions cannot be compared.

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from cachecraft_rag.observability.stats import Finish, RequestStats
 from cachecraft_rag.planning.planner import SegmentOutcome
@@ -24,7 +24,7 @@ class RequestParams(Protocol):
     logprobs: int | None
     prompt_logprobs: int | None
     structured_outputs: object
-    extra_args: dict[str, Any] | None
+    extra_args: dict[str, object] | None
 
 
 _REMEMBERED = 1000  # requests: a few kilobytes each

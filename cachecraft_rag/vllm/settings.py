@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 from cachecraft_rag.checks import check_choice, check_flag, check_text
 from cachecraft_rag.engine.config import EngineConfig
@@ -19,9 +19,15 @@ _KEY = "settings"  # name of the settings in the extra config
 
 
 ClientSettings = Literal["none", "safe", "all"]
+
+
+class _PlainPrompts(TypedDict):
+    plain_prompts: PlainPromptsMode
+
+
 # Fields of `ReuseConfig`: an engine over vLLM reuses chunks only. A server's endpoint also reuses text of plain prompts
 # (`EndpointSettings`).
-OFF: Mapping[str, Any] = {"plain_prompts": "off"}
+OFF: _PlainPrompts = {"plain_prompts": "off"}
 # Engine options that vLLM decides itself → what to do instead.
 _VLLM_DECIDES = {
     "device": "vLLM chooses the device",

@@ -6,7 +6,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -34,11 +34,13 @@ _SMALL_BYTES = 1 << 16
 
 _local = threading.local()
 
+T = TypeVar("T")
+
 _P = ctypes.c_void_p
 _N = ctypes.c_long
 
 
-def _fields(text: str, kind: object) -> list[tuple[str, Any]]:
+def _fields(text: str, kind: T) -> list[tuple[str, T]]:
     return [(name, kind) for name in text.split()]
 
 

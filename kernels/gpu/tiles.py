@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Self
+from typing import Self
 
 import torch
 import triton
@@ -78,7 +78,7 @@ class Tiling:
 
     def constants(
         self, q: Tensor, visible: Visibility, *, absent: Tensor | None, softcap: float | None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the constants and launch options that the kernels share."""
         return {
             "HEAD_DIM": q.shape[-1],

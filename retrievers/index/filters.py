@@ -12,7 +12,9 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types import Metadata, Scalar
 
 # Conditions on a chunk's metadata: values (1 is not True), or comparisons such as {"$in": ["a", "b"]}; or a predicate.
-Where = Mapping[str, "Scalar | Mapping[str, Any] | Sequence[Any]"] | Callable[[Metadata], bool]
+Where = (
+    Mapping[str, "Scalar | Mapping[str, object] | Sequence[object]"] | Callable[[Metadata], bool]
+)
 
 
 def _same(stored: object, wanted: object) -> bool:

@@ -18,7 +18,7 @@ from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.settings import known_settings
 from cachecraft_rag.errors import ConfigError, UnsupportedModelError
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.serving.config import NewVariants
+from cachecraft_rag.serving.config import Audits, NewVariants
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
 from cachecraft_rag.types import Chunk
@@ -91,11 +91,7 @@ OTHERS: dict[str, Any] = {  # a value of each setting that is not its default
 REFUSED = {
     "threads",
     "metrics_port",
-    "audit",
     "audit_text",
-    "quality_target",
-    "min_ratio",
-    "max_ratio",
     "device",
     "new_variants",
     "decode_rows",
@@ -142,7 +138,8 @@ def test_each_setting_acts_or_is_refused(
     given, warned = OTHERS[key], list[str]()
     monkeypatch.setattr("cachecraft_rag.cli.serve.warn", warned.append)
     text = str(given).lower() if isinstance(given, bool) else str(given)
-    found = started(**{f"CACHECRAFT_{key.replace('.', '_').upper()}": text})
+    needed = {"CACHECRAFT_AUDIT": "idle"} if key == "quality_target" else {}
+    found = started(**needed, **{f"CACHECRAFT_{key.replace('.', '_').upper()}": text})
     if key in REFUSED:
         assert isinstance(found, str)
         assert f"{key} has no effect" in found
@@ -173,6 +170,8 @@ def test_each_setting_acts_or_is_refused(
         assert getattr(found.config.reuse, name) == given
     elif key == "store":
         assert Path(found.store).parts[-2:] == ("elsewhere", "caches")
+    elif key == "audit":
+        assert found.config.audit == Audits(1.0)
     elif key == "dtype":
         assert found.identity == given  # type: ignore[comparison-overlap]
     else:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cachecraft_rag.checks import MOST, check_whole
 from cachecraft_rag.cli import options
@@ -77,12 +77,18 @@ class Questions:
                 half=half, passages=self.passages, limit=self.limit, seed=self.seed
             )
         limit = DEFAULT_LIMIT if self.limit is None else self.limit
-        drawn: dict[str, Any] = {"passages": self.passages, "limit": limit, "seed": self.seed}
         if self.data is not None:
-            drawn |= {"format": self.format, "chunk_tokens": self.chunk_tokens}
-            return load_dataset(self.data, read=read or read_source, **drawn)
+            return load_dataset(
+                self.data,
+                format=self.format,
+                passages=self.passages,
+                limit=limit,
+                seed=self.seed,
+                chunk_tokens=self.chunk_tokens,
+                read=read or read_source,
+            )
         self._refuse_file_options()
-        return handbook_dataset(**drawn)
+        return handbook_dataset(passages=self.passages, limit=limit, seed=self.seed)
 
     def _refuse_file_options(self) -> None:
         if self.format is not None or self.chunk_tokens is not None:

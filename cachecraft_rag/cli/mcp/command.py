@@ -6,7 +6,7 @@ import logging
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -89,7 +89,7 @@ def mcp(*, settings: Settings, chosen: McpOptions) -> None:
 
 
 def load_while_serving(
-    settings: Settings, chosen: McpOptions, loaded: Future[Any], server: ServerThread
+    settings: Settings, chosen: McpOptions, loaded: Future[CacheCraft], server: ServerThread
 ) -> None:
     """Serve until the client leaves, and load the model meanwhile: clients give a server seconds to answer.
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import getdoc
-from typing import Any
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -100,7 +99,7 @@ def server_of(tools: DocumentTools, *, folders: str, verbose: bool = False) -> M
     return server
 
 
-def serve_http(server: MCPServer[Any], address: Address, listening: socket.socket) -> None:
+def serve_http(server: MCPServer[None], address: Address, listening: socket.socket) -> None:
     """Serve streamable HTTP at `/mcp` on a socket until the process ends.
 
     On this computer's own addresses the SDK refuses requests that name another host (DNS rebinding).

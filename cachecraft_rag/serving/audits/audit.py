@@ -130,7 +130,7 @@ class Audit:
         """The first place that differs, or None."""
         return self.differences[0] if self.differences else None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain values, for JSON."""
         derived = {
             "agreement": self.agreement,

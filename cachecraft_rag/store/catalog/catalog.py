@@ -195,8 +195,10 @@ class Catalog:
         condition, parameters = chosen.as_sql()
         query = f"{_LISTED} WHERE {condition} ORDER BY v.score DESC, v.created DESC, v.variant_id LIMIT ? OFFSET ?"
         rows = [
-            _listed(*columns)
-            for *columns, _, _ in self._fetched(query, (*parameters, limit, offset))
+            _listed(namespace, fingerprint, CatalogRow(*columns))
+            for namespace, fingerprint, *columns, _, _ in self._fetched(
+                query, (*parameters, limit, offset)
+            )
         ]
         return [row for row in rows if isinstance(row, Listed)]
 
@@ -208,8 +210,8 @@ class Catalog:
         query = f"{_LISTED} WHERE v.variant_id > ?1 ORDER BY v.variant_id LIMIT ?2"
         after = ""
         while batch := self._fetched(query, (after, page)):
-            for *columns, checksum, scores in batch:
-                row = _listed(*columns)
+            for namespace, fingerprint, *columns, checksum, scores in batch:
+                row = _listed(namespace, fingerprint, CatalogRow(*columns))
                 if isinstance(row, Listed) and isinstance(
                     flaw := _read_scores(row.variant.tokens, checksum, scores), str
                 ):
@@ -626,14 +628,13 @@ def _read(
     return DamagedRow(FileRef(row.variant_id, row.created, nbytes), row.chunk_id, reason)
 
 
-def _listed(namespace: str, fingerprint: str, *columns: Any) -> Listed | DamagedRow:
+def _listed(namespace: str, fingerprint: str, row: CatalogRow) -> Listed | DamagedRow:
     """A row and its file's size, or the damaged row."""
-    row = CatalogRow(*columns)
     read = _read(namespace, fingerprint, row)
     return read if isinstance(read, DamagedRow) else Listed(read, row.file_bytes)
 
 
-def _read_scores(tokens: Any, checksum: Any, inter: Any) -> TokenScores | str:
+def _read_scores(tokens: int | None, checksum: int, inter: bytes | None) -> TokenScores | str:
     """Return a variant's token scores, or what is wrong with them. `tokens` is None if the variant has no row."""
     if tokens is None:
         return TokenScores()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cachecraft_rag.store.database import Database, fetched
 
@@ -33,9 +33,9 @@ class MarkedText(NamedTuple):
 
     mark: int
     chunk_id: str
-    place: Any
-    tokens: Any
-    tokens_digest: Any
+    place: object
+    tokens: object
+    tokens_digest: object
 
 
 class FoundTexts:

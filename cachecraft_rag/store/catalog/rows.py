@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -32,25 +32,28 @@ _WRONG = (
 
 
 class CatalogRow(NamedTuple):
-    """The columns of a variant, in the order of the queries; any of them may be damaged."""
+    """The columns of a variant, in the order of the queries.
 
-    chunk_id: Any
-    variant_id: Any
-    origin_prefix: Any
-    tokens: Any
-    tokens_digest: Any
-    inter: Any
-    intra: Any
-    cci: Any
-    exact_share: Any
-    session: Any
-    codec: Any
-    nbytes: Any
-    reuse_frequency: Any
-    created: Any
-    primed: Any
-    file_bytes: Any
-    row_sum: Any = None
+    The types are those of an intact row. Until the checksum has been compared, any column may hold any value.
+    """
+
+    chunk_id: str
+    variant_id: str
+    origin_prefix: bytes | str
+    tokens: int
+    tokens_digest: str
+    inter: bytes
+    intra: float
+    cci: float
+    exact_share: float
+    session: str | None
+    codec: str
+    nbytes: int
+    reuse_frequency: float
+    created: float
+    primed: int
+    file_bytes: int
+    row_sum: int | None = None
 
 
 _UNCHANGED = ("variant_id", "tokens", "tokens_digest", "session", "codec", "nbytes")
@@ -118,7 +121,7 @@ def sum_of(namespace: str, fingerprint: str, row: CatalogRow) -> int:
     counts = (row.tokens, row.nbytes, row.primed, row.file_bytes)
     measures = (row.intra, row.cci, row.exact_share, row.created)
     numbers = _NUMBERS.pack(*counts, *measures, len(text), len(ids), type(ids) is str)
-    packed_ids = ids.encode() if type(ids) is str else ids
+    packed_ids = ids.encode() if isinstance(ids, str) else ids
     return xxhash.xxh3_64_intdigest(b"".join((numbers, text, packed_ids, row.inter))) - _HALF
 
 

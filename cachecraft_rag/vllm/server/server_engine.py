@@ -8,7 +8,7 @@ from collections.abc import Generator
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from cachecraft_rag import __version__
 from cachecraft_rag.engine.base import AnswerEngine
@@ -174,7 +174,7 @@ class ServerEngine(AnswerEngine):
         """See `AnswerEngine.calibrated`; `server.unmarked` searches unmarked text."""
         return replace(super().calibrated(config), **OFF)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Return facts that a client needs, as plain JSON values."""
         return {
             "protocol": PROTOCOL,
