@@ -43,7 +43,7 @@ class QualityGroup:
 class PositionGroup:
     """Tokens at the same places of their answers.
 
-    first, last  places, the answer's first token is 1; `last` is None for "and all further ones"
+    first, last  places, the answer's first token is 1; `last`: None for "and all further ones"
     tokens       audited tokens at these places
     agreement    share that full prefill agrees with, after the same beginning
     """

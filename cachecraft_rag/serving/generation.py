@@ -124,7 +124,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
 
     @property
     def stats(self) -> RequestStats:
-        """Statistics of the request so far; `finish` is None until it has ended."""
+        """Statistics of the request so far; `finish`: None until it has ended."""
         return self._stats()
 
     def _stats(self) -> RequestStats:

@@ -112,7 +112,8 @@ class JointRows:
     def _decode_alone(self, step: DecodeStep) -> Tensor:
         started = time.perf_counter()
         logits = self._decoder.next_logits(extend_all(self._decoder, [step]))
-        if step.refresh is None:  # a step that refreshes has more than one row
+        # A step that refreshes has more than one row.
+        if step.refresh is None:
             self.speed.stepped(time.perf_counter() - started)
         self._rows.observe(1)
         return logits

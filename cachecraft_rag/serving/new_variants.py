@@ -118,7 +118,7 @@ class WantedVariants:
         self._refusals = self._refusals + refused if refused else 0
 
     def drop(self, candidate: Candidate, reason: Dropped | None) -> None:
-        """Remove a candidate; `reason` is None if it was stored."""
+        """Remove a candidate; `reason`: None if it was stored."""
         self.candidates.remove(candidate)
         self.count(reason)
 
@@ -233,7 +233,7 @@ class VariantMaker:
         self.loop.start(self._task)
 
     def _ended(self, dropped: Dropped | None, error: BaseException | None) -> None:
-        """Count the result of the capture that was under way; `dropped` is None if it was stored."""
+        """Count the result of the capture that was under way; `dropped`: None if it was stored."""
         task = self._task
         candidate = self._running
         assert task is not None

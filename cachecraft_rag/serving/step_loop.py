@@ -172,7 +172,8 @@ class StepLoop:
         if threading.current_thread() is self._thread:
             return function()
         with self._guard:
-            if self._thread is None:  # and none can begin while the guard is held
+            # And none can begin while the guard is held.
+            if self._thread is None:
                 return function()
         done: Future[T] = Future()
         self._send(partial(_fulfil, done, function))

@@ -45,7 +45,7 @@ class MemoryTier:
     slower tier. A new tensor never leaves at once, because it is about to be used.
 
     Ctrl-C may interrupt a change between any two lines. The dictionary of tensors is always valid: the heap is only a
-    hint, and the sum of bytes is None during a change, so the next caller computes it again.
+    hint, and the sum of bytes is unset during a change, so the next caller computes it again.
 
     Args:
         budget_bytes: most bytes of all tensors; 0 switches the tier off.

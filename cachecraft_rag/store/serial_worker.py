@@ -92,7 +92,8 @@ class SerialWorker:
                 job = self._jobs.get_nowait()
             except Empty:
                 return
-            if job is None:  # the end, which the thread or `shut_down` is to see
+            # The end, which the thread or `shut_down` is to see.
+            if job is None:
                 self._jobs.put(None)
                 return
             job()

@@ -635,7 +635,7 @@ def _listed(namespace: str, fingerprint: str, row: CatalogRow) -> Listed | Damag
 
 
 def _read_scores(tokens: int | None, checksum: int, inter: bytes | None) -> TokenScores | str:
-    """Return a variant's token scores, or what is wrong with them. `tokens` is None if the variant has no row."""
+    """Return a variant's token scores, or what is wrong with them. `tokens`: None if the variant has no row."""
     if tokens is None:
         return TokenScores()
     try:

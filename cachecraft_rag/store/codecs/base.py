@@ -53,7 +53,7 @@ class Codec(ABC):
 
     @classmethod
     def typical_bytes(cls, layout: KVLayout, tokens: int) -> int:
-        """Return the bytes of a layer's block, about. Override it wherever `block_bytes` is None.
+        """Return the bytes of a layer's block, about. Override it wherever `block_bytes` returns None.
 
         A class method, so that the packages of a codec need not be installed to look at sizes.
         """
@@ -62,7 +62,7 @@ class Codec(ABC):
     def most_bytes(self, layout: KVLayout, tokens: int) -> int:
         """Return the bytes of the largest block that `encode` may return; a larger one is damaged.
 
-        Override it wherever `block_bytes` is None.
+        Override it wherever `block_bytes` returns None.
         """
         return self.block_bytes(layout, tokens) or 0
 

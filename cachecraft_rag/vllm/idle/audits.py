@@ -108,7 +108,7 @@ class WaitingAnswer:
 
 @dataclass(frozen=True)
 class FullPrediction:
-    """What full prefill predicts along an answer.
+    """Predictions of full prefill along an answer.
 
     places    one for each token of the answer
     computed  tokens that were computed
