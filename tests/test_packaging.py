@@ -180,6 +180,7 @@ def clean_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "Makefile",
         "constraints.txt",
         "mkdocs.yml",
+        "Dockerfile",
     ):
         shutil.copy(ROOT / name, target / name)
     return target
@@ -208,6 +209,8 @@ def test_sdist_and_the_wheel_built_from_it_are_whole(
         "benchmarks/follow-ups.jsonl",
         "tests/test_packaging.py",
         "examples/handbook/welcome.md",
+        "examples/kubernetes/cachecraft-rag/templates/servers.yaml",
+        "Dockerfile",
     ):
         assert (tree / name).is_file(), name
     wheel = build("wheel", tree, tmp_path)
