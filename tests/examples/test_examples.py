@@ -132,6 +132,6 @@ def test_the_compose_file_starts_replicas_as_the_command_allows() -> None:
             given = context.params
         assert (given["model"], given["session_header"]) == ("Qwen/Qwen3-8B", "X-Session")
         assert f"{name}:{given['port']}" in services["router"]["environment"]["REPLICAS"].split()
-        assert (folder / one["build"]["context"] / one["build"]["dockerfile"]).is_file()
+        assert (folder / one["build"]["context"] / "Dockerfile").is_file()
     assert len({one["volumes"][1] for one in replicas.values()}) == 2  # a store of its own for each
     assert "X-Session" in (folder / "Caddyfile").read_text()
