@@ -57,8 +57,10 @@ class EngineConfig:
     max_ratio       largest recompute ratio that a quality target chooses
     decode_rows     most answers that a decode step computes together; 1 = each separately
     max_waiting     most requests that wait while another request has its turn; further ones get BusyError
+    preload_bytes   most bytes of chunk-caches that waiting requests load before their turn, the first to wait first;
+                    the next request always loads
     wait_timeout_s  longest time that a request waits for its turn, then WaitTimeoutError; None = no limit. An
-                    engine over vLLM, which has its own queue and batches, refuses these three
+                    engine over vLLM, which has its own queue and batches, refuses these four
     store           budgets, codec and remote of the chunk-caches
     """
 
@@ -77,6 +79,7 @@ class EngineConfig:
     max_ratio: float = 1.0
     decode_rows: int = 8
     max_waiting: int = 256
+    preload_bytes: int = 256 << 20
     wait_timeout_s: float | None = None
     store: StoreConfig = field(default_factory=StoreConfig)
 
@@ -117,6 +120,7 @@ class EngineConfig:
         self.target()
         check_whole("decode_rows", self.decode_rows, least=1)
         check_whole("max_waiting", self.max_waiting)
+        check_whole("preload_bytes", self.preload_bytes)
         check_number("wait_timeout_s", self.wait_timeout_s, most=MOST_SECONDS, optional=True)
         check_kind("store", self.store, StoreConfig, advice="write StoreConfig(host_bytes=…)")
 

@@ -136,7 +136,12 @@ class Engine(AnswerEngine):
         self._constraints = Constraints(
             decoder.tokenizer, decoder.model.config.vocab_size, decoder.end_tokens
         )
-        self._admission = AdmissionQueue(chosen.max_waiting, chosen.wait_timeout_s, registry)
+        self._admission = AdmissionQueue(
+            chosen.max_waiting,
+            chosen.wait_timeout_s,
+            preload_bytes=chosen.preload_bytes,
+            registry=registry,
+        )
         self.write_back = WriteBackQueue(
             store,
             namespace=chosen.namespace,

@@ -91,16 +91,25 @@ class AdmissionQueue:
     Args:
         max_waiting: most requests that wait for a turn while another request has it.
         timeout_s: longest wait; None = no limit.
+        preload_bytes: most bytes that requests load before their turn, except the next one, which always loads.
         registry: takes the metrics of the queue.
     """
 
     def __init__(
-        self, max_waiting: int, timeout_s: float | None, registry: CollectorRegistry | None = None
+        self,
+        max_waiting: int,
+        timeout_s: float | None,
+        *,
+        preload_bytes: int = 0,
+        registry: CollectorRegistry | None = None,
     ) -> None:
         self._max_waiting = max_waiting
         self._timeout_s = timeout_s
+        self._preload_bytes = preload_bytes
         self._waiting: list[LoopTask] = []
         self._prefilling: list[LoopTask] = []
+        # waiting requests that have asked for room to preload → bytes that they got; None: they got none
+        self._preloads: dict[LoopTask, int | None] = {}
 
         waiting = Gauge(
             "cachecraft_waiting_requests", "Requests that wait for a turn", registry=registry
@@ -143,6 +152,31 @@ class AdmissionQueue:
                 "wait_timeout_s (EngineConfig)"
             )
 
+    @property
+    def preloading_bytes(self) -> int:
+        """Bytes that waiting requests are loading or have loaded."""
+        return sum(nbytes or 0 for nbytes in self._preloads.values())
+
+    def may_preload(self, task: LoopTask) -> bool:
+        """Return whether it is a waiting request's time to plan and load: those between the next one and it have begun.
+
+        The next request plans and loads in any case.
+        """
+        if not self.preloading_bytes < self._preload_bytes:
+            return False
+        between = self._waiting[1 : self._waiting.index(task)]
+        return all(other in self._preloads for other in between)
+
+    def reserve(self, task: LoopTask, nbytes: int) -> bool:
+        """Reserve room for what a waiting request loads; return False if there is too little left.
+
+        The next request needs no room: what it loads is used next. The room is free again once the request has its
+        turn, or leaves.
+        """
+        fits = self.preloading_bytes + nbytes <= self._preload_bytes
+        self._preloads[task] = nbytes if fits else None
+        return fits
+
     def is_first(self, task: LoopTask) -> bool:
         """Return whether no request waits before this one."""
         return self._waiting[0] is task
@@ -154,6 +188,7 @@ class AdmissionQueue:
     def begin(self, task: LoopTask) -> None:
         """Give the turn to a request."""
         self._waiting.remove(task)
+        self._preloads.pop(task, None)
         self._prefilling.append(task)
 
     def leave(self, task: LoopTask) -> None:
@@ -161,6 +196,7 @@ class AdmissionQueue:
         for tasks in (self._waiting, self._prefilling):
             if task in tasks:
                 tasks.remove(task)
+        self._preloads.pop(task, None)
 
 
 def _waits_for_loading(task: LoopTask) -> bool:

@@ -137,13 +137,21 @@ class Answering:
         admission.enter(task)
         try:
             began = time.perf_counter()
+            changes = self._changes
             if not admission.is_first(task):
+                yield from admission.wait(
+                    lambda: admission.is_first(task) or admission.may_preload(task), began
+                )
+                changes = self._changes
+                if not admission.is_first(task):
+                    plan = yield from self._preload(task, request, progress)
                 yield from admission.wait(lambda: admission.is_first(task), began)
 
             # The next in line plans and loads while it waits.
-            changes = self._changes
             if not admission.is_free():
-                plan = yield self.loop.aside(self._plan, request, progress, None)
+                if plan is None:
+                    changes = self._changes
+                    plan = yield self.loop.aside(self._plan, request, progress, None)
                 rows = plan.resolved.job.rows.open()
                 yield from admission.wait(
                     lambda: admission.is_free() or self._joins(rows, request), began
@@ -169,6 +177,21 @@ class Answering:
             admission.leave(task)
             if plan is not None:
                 plan.close()
+
+    def _preload(
+        self, task: LoopTask, request: Request, progress: RequestProgress
+    ) -> Work[LoadingPlan | None]:
+        """Plan, and begin to load, for a request that others wait before; None if the budget has no room for it.
+
+        The source is Cache-Craft, section 3.5: chunk-caches of all waiting requests are loaded ahead.
+        """
+        resolved: Resolved = yield self.loop.aside(self._resolve, request, progress)
+        layout = self.decoder.layout
+        nbytes = sum(layout.nbytes(stored.variant.tokens) for stored, _ in resolved.to_load)
+        if not self.admission.reserve(task, nbytes):
+            resolved.close()
+            return None
+        return LoadingPlan(resolved, self.loader.begin(resolved.to_load), self.loader)
 
     def _joins(self, rows: Sequence[int] | NDArray[np.int64], request: Request) -> bool:
         """Return whether a request may prefill beside the running ones: it joins their forwards and waits for none of

@@ -33,6 +33,7 @@ _VLLM_DECIDES = {
     "device": "vLLM chooses the device",
     "decode_rows": "vLLM batches answers itself; its max_num_seqs limits a batch",
     "max_waiting": "vLLM has its own queue, which max_num_queued_reqs limits",
+    "preload_bytes": "vLLM has its own queue, and the requests that it has begun load",
     "wait_timeout_s": "vLLM has its own queue; limit the wait in a router in front of the server",
 }
 _MEMORY = "vLLM has the device's memory; its own prefix cache takes the device tier's place"

@@ -126,6 +126,78 @@ def test_the_plan_is_that_of_the_turn(engine: Engine) -> None:
     first.ended()
 
 
+def stored_by_another_engine(make_engine: MakeEngine, chunks: list[Chunk]) -> int:
+    """Store these chunks; return the bytes of one of them in memory."""
+    warm = make_engine()
+    for chunk in chunks:
+        Asking(warm, [chunk]).ended()
+    warm.settle()
+    rows = [row.variant for row in warm.store.rows()]
+    return max(warm.decoder.layout.nbytes(variant.tokens) for variant in rows)
+
+
+SEVERAL = [Chunk(f"{number}. The crumb tray of the toaster is pulled out.") for number in range(4)]
+
+
+def test_all_that_wait_load_in_the_order_of_waiting(make_engine: MakeEngine) -> None:
+    stored_by_another_engine(make_engine, SEVERAL)
+    engine, begun = make_engine(host_bytes=0), list[Any]()
+    begin = engine._answering.loader.begin
+    engine._answering.loader.begin = lambda stored: begun.append(begin(stored)) or begun[-1]  # type: ignore[method-assign]
+    with Turn(engine, [TOASTER]) as first:
+        others = [Asking(engine, [chunk], QUESTION) for chunk in SEVERAL]
+        layers = engine.decoder.layout.layers
+        until(lambda: len(begun) == 4 and all(loads.depth() == layers for loads in begun))
+        waiting(engine, 4)
+        assert engine._admission.preloading_bytes > 0
+    assert [other.outcomes for other in others] == [["exact"]] * 4
+    assert len(begun) == 5  # of `first` too; what was loaded early serves
+    names = [
+        {stored.variant.key.chunk_id for stored in loads.chunks()}
+        - {engine.prompts.system.segment_id}
+        for loads in begun[:4]
+    ]
+    assert names == [{chunk.chunk_id} for chunk in SEVERAL]
+    first.ended()
+    assert engine._admission.preloading_bytes == 0
+    assert all(loads._closed for loads in begun)
+
+
+def test_preloading_keeps_to_its_budget(make_engine: MakeEngine) -> None:
+    nbytes = stored_by_another_engine(make_engine, SEVERAL)
+    engine, begun = make_engine(host_bytes=0, preload_bytes=2 * nbytes), list[Any]()
+    begin = engine._answering.loader.begin
+    engine._answering.loader.begin = lambda stored: begun.append(begin(stored)) or begun[-1]  # type: ignore[method-assign]
+    with Turn(engine, [TOASTER]) as first:
+        others = [Asking(engine, [chunk], QUESTION) for chunk in SEVERAL]
+        waiting(engine, 4)
+        until(lambda: len(engine._admission._preloads) >= 2)
+        assert engine._admission.preloading_bytes <= 2 * nbytes
+        assert len(begun) < 4
+    assert [other.outcomes for other in others] == [["exact"]] * 4
+    first.ended()
+    assert engine._admission.preloading_bytes == 0
+
+
+def test_a_request_that_leaves_gives_its_room_back(make_engine: MakeEngine) -> None:
+    stored_by_another_engine(make_engine, SEVERAL)
+    engine, begun = make_engine(host_bytes=0), list[Any]()
+    begin = engine._answering.loader.begin
+    engine._answering.loader.begin = lambda stored: begun.append(begin(stored)) or begun[-1]  # type: ignore[method-assign]
+    with Turn(engine, [TOASTER]) as first:
+        others = [Asking(engine, [chunk], QUESTION) for chunk in SEVERAL]
+        until(lambda: len(begun) == 4)
+        before = engine._admission.preloading_bytes
+        for other in others[2:]:
+            other.answer.close()
+        waiting(engine, 2)
+        until(lambda: 0 < engine._admission.preloading_bytes < before)
+        assert all(loads._closed for loads in begun[2:4])
+    assert [other.outcomes for other in others[:2]] == [["exact"]] * 2
+    first.ended()
+    assert engine._admission.preloading_bytes == 0
+
+
 @pytest.mark.parametrize("gone", [False, True])
 def test_the_next_one_loads_while_it_waits(make_engine: MakeEngine, gone: bool) -> None:
     warm = make_engine()
