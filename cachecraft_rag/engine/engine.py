@@ -288,6 +288,11 @@ class Engine(AnswerEngine):
         """
         return self.auditor.results.get(request_id)
 
+    @property
+    def preloading_bytes(self) -> int:
+        """Bytes of chunk-caches that waiting requests load before their turn, see `EngineConfig.preload_bytes`."""
+        return self._admission.preloading_bytes
+
     def settle(self, timeout: float | None = None) -> bool:
         """Wait for the work that follows from answers: captures, new variants within their budget, audits, and writing.
 

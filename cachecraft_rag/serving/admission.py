@@ -154,8 +154,8 @@ class AdmissionQueue:
 
     @property
     def preloading_bytes(self) -> int:
-        """Bytes that waiting requests are loading or have loaded."""
-        return sum(nbytes or 0 for nbytes in self._preloads.values())
+        """Bytes that waiting requests are loading or have loaded; any thread may ask."""
+        return sum(nbytes or 0 for nbytes in list(self._preloads.values()))
 
     def may_preload(self, task: LoopTask) -> bool:
         """Return whether it is a waiting request's time to plan and load: those between the next one and it have begun.
