@@ -2,7 +2,8 @@
 
 Bursts of requests arrive at once. Each burst is answered twice, with the same passages in the same order: once with
 preloading for the whole queue, once with loading for the next request only. Nothing stays in memory between requests,
-so all chunk-caches are read from the disk, at a limited rate.
+so all chunk-caches are read from the disk, at a limited rate. The first requests of a burst may reuse nothing: while
+they are computed, the disk has time for those that follow.
 """
 
 from __future__ import annotations
@@ -76,9 +77,14 @@ def measure(
     bursts: int,
     requests: int,
     passages: int,
+    computed: int,
     progress: Callable[[Progress], None],
 ) -> PreloadingGain:
-    """Answer bursts of requests with both kinds of loading, over the same primed chunk-caches."""
+    """Answer bursts of requests with both kinds of loading, over the same primed chunk-caches.
+
+    Args:
+        computed: first requests of each burst that reuse nothing.
+    """
     with (
         ChunkCacheStore.open(folder) as store,
         Engine(decoder, store, new_variants="off") as engine,
@@ -103,7 +109,7 @@ def measure(
                     preload_bytes=preload_bytes,
                     config=ReuseConfig.deterministic(),
                 ) as engine:
-                    _answer(engine, burst, times[preload_bytes])
+                    _answer(engine, burst, times[preload_bytes], computed=computed)
             progress(Progress(number + 1, bursts, "Asking"))
 
     alone = times[0].median_ttft_s
@@ -119,7 +125,9 @@ def measure(
     )
 
 
-def _answer(engine: Engine, burst: Sequence[Sequence[Chunk]], times: BurstTimes) -> None:
+def _answer(
+    engine: Engine, burst: Sequence[Sequence[Chunk]], times: BurstTimes, *, computed: int
+) -> None:
     """Answer all requests of a burst at once, and note the median time to the first token."""
     done = threading.Event()
 
@@ -135,6 +143,7 @@ def _answer(engine: Engine, burst: Sequence[Sequence[Chunk]], times: BurstTimes)
             f"What do these pages say? ({number})",
             chunks,
             sampling=SamplingParams(max_new_tokens=1),
+            config=ReuseConfig.full_prefill() if number < computed else None,
         )
         for number, chunks in enumerate(burst)
     ]
@@ -158,6 +167,9 @@ def main(
     bursts: Annotated[int, typer.Option(min=2, help="Pairs of bursts.")] = 20,
     requests: Annotated[int, typer.Option(min=2, help="Requests that arrive at once.")] = 8,
     passages: Annotated[int, typer.Option(min=1, help="Passages of each request.")] = 5,
+    computed: Annotated[
+        int, typer.Option(min=0, help="First requests of each burst that reuse nothing.")
+    ] = 0,
     as_json: options.Json = False,
 ) -> None:
     """Measure the time to the first token with and without preloading for the whole queue."""
@@ -178,6 +190,7 @@ def main(
                 bursts=bursts,
                 requests=requests,
                 passages=passages,
+                computed=computed,
                 progress=show,
             )
         gains.append(gain)

@@ -23,6 +23,7 @@ def test_each_burst_is_answered_with_both_kinds_of_loading(
         bursts=3,
         requests=4,
         passages=2,
+        computed=1,
         progress=shown.append,
     )
     assert gain.bursts == 3
