@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import time
@@ -277,13 +278,19 @@ class CacheCraft(Retriever, Closeable):
             url: such as "http://127.0.0.1:8000".
             store: folder for the retrieval index; chunk-caches are the server's.
             embeddings: as in `from_pretrained`.
-            options: model, system, api_key, admin_key, timeout_s: see `client.http.HTTPEngine.connect`.
+            options: model, system, api_key, admin_key, timeout_s, total_timeout_s: see
+                `client.http.HTTPEngine.connect`.
 
         Raises:
-            ServerError: nothing answers there, or something else does; IndexStoreError, ConfigError.
+            ServerError: nothing answers there, something else does, or a server of another version.
+            ModelNotFoundError: the embedding model cannot be loaded.
+            IndexStoreError: the index in `store` is of another embedding model, or damaged.
+            ConfigError: an option is unknown or out of range.
         """
         from cachecraft_rag.client.http import HTTPEngine
 
+        names = inspect.signature(HTTPEngine.connect).parameters.keys() - {"url"}
+        check_names(options, names)
         check_path("embeddings", embeddings)
         return cls._over(HTTPEngine.connect(url, **options), store, embeddings)
 

@@ -151,7 +151,10 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return cls(rag.index, CacheCraftEmbeddings(rag.embedder), caches=rag.caches)
 
     def close(self) -> None:
-        """Delete the chunk-caches of deleted documents, and close the index if it was opened here."""
+        """Delete the chunk-caches of deleted documents that were not added again; close an index that was opened here.
+
+        If the store of chunk-caches fails or is closed, they stay until their space is needed; the log says so.
+        """
         self._evictions.finish(self.index)
         if self._owns_index:
             self.index.close()

@@ -244,9 +244,14 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         filters: MetadataFilters | None = None,
         **delete_kwargs: object,
     ) -> None:
-        """Remove the nodes that have one of the ids and pass the filters; one of the two must be given."""
+        """Remove the nodes that have one of the ids (None: any) and pass the filters; chunk-caches as in `delete`.
+
+        No node has one of an empty list of ids. Raises `ConfigError` without ids and without a condition in the
+        filters, because that would remove everything.
+        """
         check_names(delete_kwargs, ())
-        if node_ids is None and filters is None:
+        has_condition = filters is not None and bool(filters.filters)
+        if node_ids is None and not has_condition:
             raise ConfigError("delete_nodes needs node_ids or filters; clear() removes everything")
         if self._store is not None:
             chosen = (

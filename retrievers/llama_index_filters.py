@@ -26,7 +26,11 @@ def where_of(
     node_ids: Sequence[str] | None = None,
     doc_ids: Sequence[str] | None = None,
 ) -> Where | None:
-    """Return LlamaIndex's filters as a `where` of `FaissStore.search`; an empty list of ids means any id."""
+    """Return filters and ids, all of which must hold, as a `where` of `FaissStore.search`; None if nothing is left out.
+
+    None and an empty list of ids mean any id. Raises `ConfigError` for filters nested too deep. Values that cannot be
+    compared raise LlamaIndex's own TypeError or ValueError in the search.
+    """
     parts: list[Where] = [_group(filters)] if filters is not None and filters.filters else []
     nodes = frozenset(node_ids or ())
     documents = frozenset(doc_ids or ())

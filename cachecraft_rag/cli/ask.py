@@ -72,9 +72,18 @@ def require_match(store: Path, where: Where | None) -> None:
 
 
 def load(settings: Settings, *, server: str | None = None, **chosen: object) -> CacheCraft:
-    """Open a `CacheCraft`, with a spinner while the model loads; over a server, where one is named.
+    """Open a `CacheCraft` by the settings, with a spinner meanwhile; the caller closes it.
 
-    `chosen` options of `EngineConfig` go before the settings.
+    Sends traces if the environment names a collector.
+
+    Args:
+        server: address of a server that `cachecraft serve` started. Then only store, embeddings and a given `system`
+            are taken from the settings; `chosen` is checked and not used.
+        chosen: options of `EngineConfig`; they override the settings.
+
+    Raises:
+        ConfigError: a setting or an option is wrong; else as `CacheCraft.connect` with a server, or as
+            `CacheCraft.from_pretrained`.
     """
     config = settings.engine_config(**chosen)
     trace_requests()

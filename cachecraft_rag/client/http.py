@@ -311,7 +311,13 @@ class ServerCaches(Caches):
         self._link = link
 
     def evict(self, chosen: RowFilter | None = None) -> Evicted:
-        """See `Caches.evict`; by chunk ids only. Raises ServerError, and UnsupportedCallError for any other choice."""
+        """Remove the chunk-caches of `chosen.chunk_ids`; return their number, and their bytes on the server's disk.
+
+        Raises:
+            UnsupportedCallError: None, or a filter by anything but chunk ids.
+            ServerError: no server answers, or its reply is malformed.
+            ConfigError: the server refuses the ids.
+        """
         if (
             chosen is None
             or chosen != RowFilter(chunk_ids=chosen.chunk_ids)

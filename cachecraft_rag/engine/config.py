@@ -29,6 +29,7 @@ _OFTEN_TRIED = MappingProxyType(
         name: _PER_QUESTION.format("max_new_tokens" if name == "max_tokens" else name)
         for name in ("max_tokens", "max_new_tokens", "temperature", "top_p", "seed", "stop")
     }
+    | {setting.name: f"reuse=ReuseConfig({setting.name}=…)" for setting in fields(ReuseConfig)}
 )
 
 
@@ -40,7 +41,8 @@ class EngineConfig:
                     bfloat16 on a CPU that computes it); see `Decoder.load`
     device          device of the model: cpu, cuda, cuda:1 … or auto
     namespace       tenant; no other tenant uses its chunk-caches. The retrieval index is shared
-    system          instruction before every prompt. Chunk-caches belong to it: prime and ask with the same instruction
+    system          instruction before every prompt. Prime and ask with the same one: after another instruction,
+                    chunk-caches are reused approximately, as after other neighbours
     private_system  whether `system` holds one user's text: captures after it are then private to the session
     best_last       whether the best chunk is nearest to the question, see `PromptBuilder`
     reuse           settings of the reuse of chunk-caches
@@ -141,7 +143,11 @@ class EngineConfig:
             )
 
     def target(self) -> QualityTarget | None:
-        """Return the quality target, or None without one. Raises ConfigError for limits that do not fit."""
+        """Return the quality target with its limits, or None without one.
+
+        `__post_init__` calls this, so it raises ConfigError when the options are made: for a target that is not between
+        0 and 1, or a `min_ratio` above `max_ratio`. `require_usable_target` checks that answers are audited.
+        """
         if self.quality_target is None:
             return None
         return QualityTarget(self.quality_target, self.min_ratio, self.max_ratio)

@@ -138,7 +138,11 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         return chat
 
     def close(self) -> None:
-        """Write pending captures and close what `from_pretrained` opened."""
+        """Close the engine that `from_pretrained` opened, which writes its pending captures.
+
+        A second call does nothing.
+        An engine that was passed in stays open, and its pending captures are not written: close it yourself.
+        """
         self._opened.close()
 
     def bind_tools(

@@ -36,9 +36,9 @@ class ReuseConfig:
                      recomputation (the baseline SET-CACHE of §5.1.4)
     alpha            α of eq. 12. None = the value that `cachecraft calibrate` found for this model and store, or
                      else `DEFAULT_ALPHA`
-    recompute_ratio  fraction of each moved chunk's tokens to recompute; 1 is exact, also with a lossy codec.
-                     None = CFO decides. With a ratio, α is ignored: CFO at `DEFAULT_ALPHA` only ranks the variants of
-                     a chunk
+    recompute_ratio  fraction of the moved chunks' tokens to recompute, see `budget_scope`; 1 is exact, also with a
+                     lossy codec. None = CFO decides. With a ratio, α is ignored: CFO at `DEFAULT_ALPHA` only ranks
+                     the variants of a chunk
     selector         method of choosing the recomputed tokens, a name in `selectors.SELECTORS`
     probe_min_rows   smallest number of computed rows for which a selector's probe runs. A probe reads half of the
                      weights once more: a tenth of the time of a prompt of 700 tokens

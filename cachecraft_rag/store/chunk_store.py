@@ -443,7 +443,11 @@ class ChunkCacheStore(Closeable):
         return self._remote.stats(ask=ask) if self._remote is not None else None
 
     def counts(self) -> dict[str, Any]:
-        """Return the fields of `StoreStats` that need neither catalog nor remote: memory use and process counts."""
+        """Return memory use in bytes and what this process has counted, without asking the catalog or the remote.
+
+        The keys are fields of `StoreStats`: host_bytes, device_bytes, queued_bytes, lookups, loads, load_failures,
+        captures and evictions.
+        """
         queued_bytes, captures = self._writer.counts()
         with self._lock:
             return {

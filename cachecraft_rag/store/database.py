@@ -89,7 +89,7 @@ class Database:
                 raise
 
     def close(self) -> None:
-        """Close both connections; any later call raises the kind's error."""
+        """Close both connections; a second call does nothing. Any other call then raises the kind's error."""
         with self._open_lock:
             self._closed = True
         with self._read_lock:

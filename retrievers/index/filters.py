@@ -82,7 +82,10 @@ def check_depth(depth: int) -> None:
 
 
 def encoded(metadata: Metadata) -> str:
-    """Return metadata as JSON, always the same text for the same values. Raises `ConfigError` unless they are scalars.
+    """Return metadata as JSON with sorted keys: the same text for values that are equal and of the same type.
+
+    NaN and infinities are written as Python does, which is not JSON. Raises `ConfigError` unless each value is a text,
+    a number, True, False or None.
 
     >>> encoded({"page": 3, "format": "text"})
     '{"format":"text","page":3}'

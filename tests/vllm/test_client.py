@@ -101,6 +101,8 @@ def test_no_server_and_others_than_ours(
     ours = answers_of(byte_tokenizer, tmp_path / "t")
     with pytest.raises(ServerError, match=r"does not answer .*cachecraft serve MODEL"):
         CacheCraft.connect("http://127.0.0.1:9", store=tmp_path)
+    with pytest.raises(ConfigError, match=r"timeout: no such option\. Did you mean timeout_s"):
+        CacheCraft.connect("http://127.0.0.1:9", store=tmp_path, timeout=3)
     with pytest.raises(ConfigError, match="write for example http"):
         HTTPEngine.connect("127.0.0.1:8000")
     cases: list[tuple[dict[str, Any], str, dict[str, Any]]] = [

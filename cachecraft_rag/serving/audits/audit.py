@@ -40,7 +40,8 @@ class Audit:
     created          time of the audit, seconds since 1970
     tokens           tokens of the answer, with the token that ended it; of an answer that its reader closed, those
                      that were read
-    differences      places at which full prefill finds another token the likeliest; 0 is the answer's first token
+    differences      places at which full prefill finds another token the likeliest than reuse does; 0 is the answer's
+                     first token
     near_ties        number of these places at which full prefill finds both tokens almost equally likely: their
                      probabilities differ by less than `NEAR_TIE`. In bfloat16, rounding alone decides many of them
     kl               mean over the tokens of KL(full prefill ‖ reuse) in nats, or a little less: see
@@ -102,17 +103,17 @@ class Audit:
 
     @property
     def is_same(self) -> bool:
-        """True if full prefill agrees with every token."""
+        """True if full prefill and reuse find the same token the likeliest at every place; near-ties count as not."""
         return not self.differences
 
     @property
     def agreeing(self) -> int:
-        """Number of tokens that full prefill agrees with."""
+        """Number of places at which full prefill and reuse find the same token the likeliest."""
         return self.tokens - len(self.differences)
 
     @property
     def agreeing_net(self) -> int:
-        """Number of tokens that full prefill agrees with, near-ties included."""
+        """The same, with near-ties counted as agreeing."""
         return self.agreeing + self.near_ties
 
     @property
@@ -122,7 +123,7 @@ class Audit:
 
     @property
     def agreement(self) -> float:
-        """Share of the tokens that full prefill agrees with, 0 to 1."""
+        """`agreeing` as a share of the tokens, 0 to 1."""
         return self.agreeing / self.tokens
 
     @property

@@ -431,12 +431,15 @@ class PendingLoads:
             return self._depth
 
     def lost(self, stored: StoredVariant) -> Unavailable | None:
-        """Return the reason why a part of this chunk failed to load, or None."""
+        """Return why a part of this chunk-cache failed to load, or None.
+
+        Raises KeyError if it is not of this request.
+        """
         reasons = (extent.lost for extent in self.of(stored) if extent.lost is not None)
         return next(reasons, None)
 
     def chunks(self) -> list[StoredVariant]:
-        """Return the chunk-caches in prompt order."""
+        """Return all chunk-caches of the request in prompt order, whether loaded, lost or computed by now."""
         return [extents[0].stored for extents in self._by_chunk.values()]
 
     def of(self, stored: StoredVariant) -> Sequence[Extent]:

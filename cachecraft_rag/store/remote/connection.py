@@ -100,7 +100,10 @@ class Connection(Closeable):
         self._warned = True
 
     def begin_close(self) -> None:
-        """Start no new work except for sending queued captures."""
+        """Start no more work in the background, and no probe. Returns at once.
+
+        `submit` still works, so that queued captures can be sent, and so does `ask`: the caller must not ask any more.
+        """
         self._closing = True
 
     def close(self) -> None:
