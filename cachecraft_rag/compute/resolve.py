@@ -252,7 +252,7 @@ def _select_again(
             is_done = rows.done[span][selected]
             recomputed[index] = frozenset(selected[is_done].tolist())
             excluded[index] = frozenset(
-                rows.offsets(index, RowReason.NEW, RowReason.NOT_LOADED).tolist()
+                rows.offsets(index, RowReason.NEW, RowReason.INSTEAD_OF_LOADING).tolist()
             )
         else:  # without new scores, the segment keeps its selection
             recomputed[index] = frozenset(selected.tolist())
@@ -280,8 +280,9 @@ def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult
             result.recorder.forget(index)
         if index in result.late and segments[index].outcome == "reused":
             reason = Reason.COMPUTED_LATE
+            detail = ""
             # its tokens attended to stored tokens of the same segment
             result.recorder.forget(index)
-        computed = result.rows.offsets(index, RowReason.NOT_LOADED).tolist()
+        computed = result.rows.offsets(index, RowReason.INSTEAD_OF_LOADING).tolist()
         segments[index] = with_not_loaded(segments[index], computed, reason, detail)
     return Plan(tuple(segments))

@@ -18,13 +18,16 @@ class ChunkStats:
     outcome      exact: after its origin prefix, from a lossless codec; reused: moved and partly recomputed, or after
                  its origin prefix but from a lossy codec; computed: without a chunk-cache; trimmed: left out of the
                  prompt; failed: the request failed before its first token
-    reason       sentence that says why it was not simply reused; else empty
+    reason       sentence that says why it was not simply reused; empty if it was, wholly or with some of its tokens
+                 recomputed
     reason_code  the same as a `Reason`
     tokens       its length
-    recomputed   tokens that were recomputed to fix it
+    recomputed   tokens that were recomputed to fix it. Not ⌈cfo · tokens⌉, because the budgets of all chunks are spent
+                 together (`ReuseConfig.budget_scope`)
     computed     tokens that were computed without its chunk-cache: all, or those that were faster computed than loaded
-    cfo          eq. 12 of the chosen variant; None if no variant was stored
-    beta_prime   eq. 8 of the chosen variant; None likewise
+    cfo          Cache-Craft's eq. 12 of the best variant that was considered; None if none fitted. With
+                 `recompute_ratio` it only ranks the variants
+    beta_prime   Cache-Craft's eq. 8 of the same variant; None likewise
     variant_id   id of the variant; None if the chunk was computed
     tier         tier that the variant was read from; None if the chunk was computed
     stale_id     id that came with its text, if the text was edited after it was retrieved; else empty

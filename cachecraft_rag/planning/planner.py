@@ -349,8 +349,9 @@ def with_selection(
 ) -> Plan:
     """Return the plan with the tokens to recompute.
 
-    Their number is ⌈CFO · |C|⌉ for each chunk (§3.2.1), or ⌈r · |C|⌉ if a fixed ratio r is set. Of a chunk that is
-    marked `in_full`, all tokens are chosen.
+    Their number is ⌈CFO · |C|⌉ for each chunk (§3.2.1), or ⌈r · |C|⌉ if a fixed ratio r is set. With
+    `budget_scope="prompt"`, the default, these numbers are added up and spent on the whole prompt, see
+    `selectors.select`. Of a chunk that is marked `in_full`, all tokens are chosen.
 
     Args:
         plan: a plan from `make_plan`.

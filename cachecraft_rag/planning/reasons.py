@@ -9,6 +9,13 @@ from typing import Self
 class Reason(StrEnum):
     """The value is the code that statistics count by; `explain` gives the sentence.
 
+    A reason is set before computing by `planner.make_plan`, and after it by `compute.resolve.executed_plan` for what
+    was computed instead of loaded. Those of chunks that were trimmed, failed or computed by a server are set by
+    `serving.request`. These settings lead to a reason: REUSE_OFF `reuse`, OTHER_PREFIX `scope`, NOT_WORTH_FIXING
+    `alpha`, NEAREST `nearest_share`, COMPUTED_FASTER and COMPUTED_LATE `loading`, LOSSY_CODEC `codec`.
+
+    REUSED, the empty code, is also that of a chunk of which some tokens were recomputed: that is the usual case.
+
     >>> str(Reason.NOT_STORED), explain(Reason.NOT_STORED)
     ('not_stored', 'no chunk-cache stored')
     """
@@ -33,7 +40,10 @@ class Reason(StrEnum):
     NEAREST = "nearest", "nearest to the question, so all of it was recomputed"
     LOSSY_CODEC = "lossy_codec", "after its origin prefix, but stored by a lossy codec"
     NOT_LOADED = "not_loaded", "it could not be loaded"
-    COMPUTED_FASTER = "computed_faster", "computing it was faster than loading it"
+    COMPUTED_FASTER = (
+        "computed_faster",
+        "computing it was faster than loading it, or loading stood still",
+    )
     COMPUTED_LATE = (
         "computed_late",
         "computed in the end, but its first layers had been in use as they were stored",

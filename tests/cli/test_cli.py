@@ -328,7 +328,10 @@ def test_a_chunk_that_was_loaded_in_part_is_not_called_reused_and_computed() -> 
     part = ChunkStats("id", "reused", reason.sentence, reason_code=reason)
     assert outcome_of(part) == "reused in part: computing the rest was faster than loading it"
     computed = ChunkStats("id", "computed", reason.sentence, reason_code=reason)
-    assert outcome_of(computed) == "computed: computing it was faster than loading it"
+    assert (
+        outcome_of(computed)
+        == "computed: computing it was faster than loading it, or loading stood still"
+    )
 
 
 def test_an_empty_question_is_refused_before_a_model_is_loaded(
