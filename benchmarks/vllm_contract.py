@@ -248,6 +248,8 @@ USES: tuple[Use, ...] = (
             "use_mla",
             "is_encoder_decoder",
             "disable_sliding_window",
+            "logprobs_mode",
+            "max_logprobs",
             "model_impl",
         ),
     ),
@@ -340,6 +342,7 @@ USES: tuple[Use, ...] = (
             "seed",
             "logprobs",
             "prompt_logprobs",
+            "skip_reading_prefix_cache",
             "detokenize",
             "stop_token_ids",
             "output_kind",
@@ -348,12 +351,26 @@ USES: tuple[Use, ...] = (
             "n",
         ),
     ),
+    # An audit sets it to False: otherwise the scheduler would ignore the tokens that the connector fills.
+    Use("vllm.sampling_params", text=("if self.skip_reading_prefix_cache is None:",)),
+    # Predictions of an audit's prompt begin where vLLM computes, and stand at their places in the prompt.
+    Use(
+        "vllm.v1.worker.gpu_model_runner",
+        text=("start_idx = request.num_computed_tokens", "chunk_slice = slice(start_idx, "),
+    ),
     Use("vllm.sampling_params", "RequestOutputKind", attributes=("DELTA",)),
     Use("vllm.sampling_params", "StructuredOutputsParams", attributes=("json",)),
     Use(
         "vllm",
         "RequestOutput",
-        attributes=("outputs", "finished", "kv_transfer_params", "num_cached_tokens", "metrics"),
+        attributes=(
+            "outputs",
+            "finished",
+            "kv_transfer_params",
+            "num_cached_tokens",
+            "metrics",
+            "prompt_logprobs",
+        ),
     ),
     Use(
         "vllm",

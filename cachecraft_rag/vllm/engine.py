@@ -330,10 +330,12 @@ class VLLMBackend:
                 f"the prompt was not computed for the audit: {report.get('refused')}"
             )
 
-        begin = request.prompt.bounds[-1]
         of_prompt = next((step.prompt_logprobs for step in steps if step.prompt_logprobs), ())
+        # The answer's tokens are the last ones. vLLM's second model runner reports only the tokens that it computes,
+        # the first one all places of the prompt.
+        of_answer = of_prompt[len(of_prompt) - len(tokens) + 1 :]
         places: list[LikeliestTokens] = []
-        for logprobs in (*of_prompt[begin : begin + len(tokens) - 1], last.logprobs[-1]):
+        for logprobs in (*of_answer, last.logprobs[-1]):
             assert logprobs is not None, "vLLM predicts every token but the first"
             places.append(likeliest_of(logprobs))
         computed = report["row_layers"] // self._model.layout.layers + len(tokens)
