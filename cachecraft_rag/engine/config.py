@@ -59,8 +59,8 @@ class EngineConfig:
     max_ratio       largest recompute ratio that a quality target chooses
     decode_rows     most answers that a decode step computes together; 1 = each separately
     max_waiting     most requests that wait while another request has its turn; further ones get BusyError
-    preload_bytes   most bytes of chunk-caches that waiting requests load before their turn, the first to wait first;
-                    the next request always loads
+    preload_bytes   most bytes of chunk-caches that waiting requests load before their turn, besides the next one, which
+                    always loads; 0 = only the next one
     wait_timeout_s  longest time that a request waits for its turn, then WaitTimeoutError; None = no limit. An
                     engine over vLLM, which has its own queue and batches, refuses these four
     store           budgets, codec and remote of the chunk-caches
@@ -81,7 +81,7 @@ class EngineConfig:
     max_ratio: float = 1.0
     decode_rows: int = 8
     max_waiting: int = 256
-    preload_bytes: int = 256 << 20
+    preload_bytes: int = 0
     wait_timeout_s: float | None = None
     store: StoreConfig = field(default_factory=StoreConfig)
 

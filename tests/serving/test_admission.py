@@ -141,7 +141,7 @@ SEVERAL = [Chunk(f"{number}. The crumb tray of the toaster is pulled out.") for 
 
 def test_all_that_wait_load_in_the_order_of_waiting(make_engine: MakeEngine) -> None:
     stored_by_another_engine(make_engine, SEVERAL)
-    engine, begun = make_engine(host_bytes=0), list[Any]()
+    engine, begun = make_engine(host_bytes=0, preload_bytes=1 << 30), list[Any]()
     begin = engine._answering.loader.begin
     engine._answering.loader.begin = lambda stored: begun.append(begin(stored)) or begun[-1]  # type: ignore[method-assign]
     with Turn(engine, [TOASTER]) as first:
@@ -181,7 +181,7 @@ def test_preloading_keeps_to_its_budget(make_engine: MakeEngine) -> None:
 
 def test_a_request_that_leaves_gives_its_room_back(make_engine: MakeEngine) -> None:
     stored_by_another_engine(make_engine, SEVERAL)
-    engine, begun = make_engine(host_bytes=0), list[Any]()
+    engine, begun = make_engine(host_bytes=0, preload_bytes=1 << 30), list[Any]()
     begin = engine._answering.loader.begin
     engine._answering.loader.begin = lambda stored: begun.append(begin(stored)) or begun[-1]  # type: ignore[method-assign]
     with Turn(engine, [TOASTER]) as first:
