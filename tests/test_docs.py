@@ -40,6 +40,8 @@ STAND_INS = {"s3://bucket/prefix": "memory://", "engine, 9464)": "engine, 0)"}
 SHELL_STAND_INS = {  # a server that a test has not, and shorter runs
     "redis://cache-host:6379/0": "file://{folder}/shared",
     "--data squad.json": "--data squad.json --answer-tokens 2",
+    "--data questions.jsonl": "--data questions.jsonl --answer-tokens 2",
+    "quality --store audited": "quality",  # the folder of the Python example
     "--data lookalikes": "--data lookalikes --limit 2 --answer-tokens 2",
     "python -m benchmarks ttft": "python -m benchmarks ttft --tokens 300 --pairs 1",
 }
@@ -347,6 +349,11 @@ def test_shell_lines_run(
         squad_article(name, towns, lambda year: year % 2 == 0) for name in ("mill", "bridge")
     ]
     (reader / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}))
+    example = re.search(
+        r'^\{"question": .*\}$', PAGES["docs/guides/tuning.md"].read_text("utf-8"), re.M
+    )
+    assert example is not None
+    (reader / "questions.jsonl").write_text(f"{example[0]}\n" * 3)
     traffic = [json.dumps({"chunks": [f"chunk {n % 7}", f"chunk {n % 3}"]}) for n in range(100)]
     (reader / "traffic.jsonl").write_text("\n".join(traffic))
     lines = [(place, line) for place, line in shell_lines() if not not_run(line)]

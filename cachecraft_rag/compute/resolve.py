@@ -280,7 +280,6 @@ def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult
             result.recorder.forget(index)
         if index in result.late and segments[index].outcome == "reused":
             reason = Reason.COMPUTED_LATE
-            detail = ""
             # its tokens attended to stored tokens of the same segment
             result.recorder.forget(index)
         computed = result.rows.offsets(index, RowReason.INSTEAD_OF_LOADING).tolist()
