@@ -562,7 +562,7 @@ def test_an_answer_is_not_called_exact_where_a_moved_chunk_was_computed_after_ot
 
     def fails_at_the_end(self: StoredVariant, layer: int, *where: Any, **out: Any) -> None:
         if layer == decoder.layout.layers - 1 and self.variant.key.chunk_id in lost:
-            time.sleep(0.3)  # the last pass stands before this layer by then
+            time.sleep(2.0)  # the last pass stands before this layer by then
             raise OSError("the disk fails")
         read(self, layer, *where, **out)
 
