@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from cachecraft_rag.checks import (
@@ -277,14 +278,19 @@ class CacheCraft(Retriever, Closeable):
             url: such as "http://127.0.0.1:8000".
             store: folder for the retrieval index; chunk-caches are the server's.
             embeddings: as in `from_pretrained`.
-            options: model, system, api_key, admin_key, timeout_s: see `client.http.HTTPEngine.connect`.
+            options: model, system, api_key, admin_key, timeout_s, total_timeout_s: see
+                `client.http.HTTPEngine.connect`.
 
         Raises:
-            ServerError: nothing answers there, or something else does; IndexStoreError, ConfigError.
+            ServerError: nothing answers there, or something else does, or a server of another version.
+            ModelNotFoundError: the embedding model cannot be loaded.
+            IndexStoreError: the index in `store` is of another embedding model, or damaged.
+            ConfigError: an option is unknown, or an argument is out of range.
         """
         from cachecraft_rag.client.http import HTTPEngine
 
         check_path("embeddings", embeddings)
+        check_names(options, signature(HTTPEngine.connect).parameters.keys() - {"url"})
         return cls._over(HTTPEngine.connect(url, **options), store, embeddings)
 
     @classmethod

@@ -58,7 +58,7 @@ from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder, uni
 from cachecraft_rag.retrievers.index.faiss_store import DATABASE, FaissStore
 from cachecraft_rag.retrievers.index.removal import Evictions
 from cachecraft_rag.retrievers.index.schema import UNKNOWN_EMBEDDING
-from cachecraft_rag.retrievers.llama_index_filters import NODE, where_of
+from cachecraft_rag.retrievers.llama_index_filters import NODE, has_empty_group, where_of
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.durable import Caches
@@ -244,10 +244,16 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         filters: MetadataFilters | None = None,
         **delete_kwargs: object,
     ) -> None:
-        """Remove the nodes that have one of the ids and pass the filters; one of the two must be given."""
+        """Remove the nodes that have one of the ids (None: any) and pass the filters.
+
+        No node has one of an empty list of ids. Chunk-caches follow as in `delete`. Raises `ConfigError` without ids
+        unless there are filters, and each group of them has a condition: an empty group passes every node.
+        """
         check_names(delete_kwargs, ())
-        if node_ids is None and filters is None:
-            raise ConfigError("delete_nodes needs node_ids or filters; clear() removes everything")
+        if node_ids is None and (filters is None or has_empty_group(filters)):
+            raise ConfigError(
+                "delete_nodes needs node_ids, or filters whose groups all have a condition; clear() removes everything"
+            )
         if self._store is not None:
             chosen = (
                 node_ids

@@ -89,6 +89,11 @@ def test_what_was_opened_is_closed_again_when_a_later_part_cannot_be(
         opened[0].stats()
 
 
+def test_an_unknown_option_of_a_connection_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"timeout: no such option\. Did you mean timeout_s\?"):
+        CacheCraft.connect("http://127.0.0.1:9", store=tmp_path, timeout=3)
+
+
 def test_later_questions_reuse_the_captures_of_the_first_exactly_or_moved(
     fresh: CacheCraft,
 ) -> None:

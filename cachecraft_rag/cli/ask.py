@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cachecraft_rag.checks import check_names
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import err, out
 from cachecraft_rag.cli.first_sentence import first_sentence
@@ -72,10 +73,21 @@ def require_match(store: Path, where: Where | None) -> None:
 
 
 def load(settings: Settings, *, server: str | None = None, **chosen: Any) -> CacheCraft:
-    """Open a `CacheCraft`, with a spinner while the model loads; over a server, where one is named.
+    """Open a `CacheCraft` by the settings, with a spinner on stderr meanwhile; the caller closes it.
 
-    `chosen` options of `EngineConfig` go before the settings.
+    Sends traces if the environment names a collector. Without a server, other libraries' output is silenced.
+
+    Args:
+        server: address of a server that `cachecraft serve` started. Of the settings only `store`, `embeddings` and a
+            given `system` are then used; the others are checked.
+        chosen: options of `EngineConfig`; they override the settings. Over a server only `system` is possible.
+
+    Raises:
+        ConfigError: a setting or an option is wrong, or a server cannot be given this option.
+        CacheCraftError: others as `CacheCraft.connect` with a server, else as `CacheCraft.from_pretrained`.
     """
+    if server is not None:
+        check_names(chosen, ("system",), what="option over a server")
     config = settings.engine_config(**chosen)
     trace_requests()
     store = settings["store"]
@@ -88,7 +100,7 @@ def load(settings: Settings, *, server: str | None = None, **chosen: Any) -> Cac
         if settings["embeddings"] is not None:
             options_of_index["embeddings"] = settings["embeddings"]
         if server is not None:
-            system = settings.given().get("system")
+            system = (settings.given() | chosen).get("system")
             return CacheCraft.connect(server, store=store, system=system, **options_of_index)
         options.quiet_libraries()
         return CacheCraft.from_pretrained(model, store=store, config=config, **options_of_index)
