@@ -374,7 +374,9 @@ def whole_answer(stream: AnswerStream, *, brief: bool) -> Answer:
 def outcome_of(chunk: ChunkStats) -> str:
     """Return how a chunk-cache was used, with the reason if it was not simply reused."""
     if chunk.reason_code is Reason.COMPUTED_FASTER and chunk.outcome in ("exact", "reused"):
-        return f"{chunk.outcome} in part: computing the rest was faster than loading it"
+        return (
+            f"{chunk.outcome} in part: computing the rest was expected to be faster than loading it"
+        )
     return chunk.outcome if not chunk.reason else f"{chunk.outcome}: {chunk.reason}"
 
 
