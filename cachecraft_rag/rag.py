@@ -103,7 +103,9 @@ class Comparison:
 
     @property
     def agreement(self) -> float:
-        """The share of words that both answers have in the same order: 1.0 for equal answers.
+        """The share of words that both answers have in the same order, 0 to 1: 1.0 for equal answers.
+
+        This compares texts; `Audit.agreement` compares the likeliest token at each place.
 
         Twice the longest common subsequence, divided by the words of both answers.
         """
