@@ -1,4 +1,4 @@
-"""Retrieval without a framework: a question and its conversation in, the nearest chunks out."""
+"""Retrieval without a framework: a question and its conversation in, the most similar chunks out."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class Retriever:
         where: Where | None = None,
         history: Iterable[Turn] = (),
     ) -> list[SearchHit]:
-        """Return the `top_k` chunks nearest to the question, best first; `where` filters them, see `FaissStore.search`.
+        """Return the `top_k` chunks most similar to the question, best first.
+
+        `where` filters them, see `FaissStore.search`.
 
         Args:
             history: the conversation before the question, user first. The question is then searched for together with

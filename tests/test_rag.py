@@ -104,7 +104,7 @@ def test_later_questions_reuse_the_captures_of_the_first_exactly_or_moved(
     assert second.stats.tokens_reused > 0
     assert second.stats.tokens_recomputed == 0
     ranked = [source.chunk_id for source in first.sources]
-    # the best stands nearest the question
+    # the best is the last, directly before the question
     assert ranked == [chunk.chunk_id for chunk in reversed(first.stats.chunks)]
     other = fresh.ask("What does the warranty say about limescale?", sampling=SHORT)
     moved = [chunk for chunk in other.stats.chunks if chunk.outcome == "reused"]

@@ -84,7 +84,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     `response.metadata["cachecraft"]` is `RequestStats.as_dict()` plus `chunk_ids`, which maps node ids to chunk ids;
     for a stream it is complete at the stream's end, as is the outcome in the metadata of each source node.
     `get_response` returns text alone; its statistics are in the `AnswerStatsEvent`. Pass the nodes best first, as
-    retrievers return them: the engine puts the best one nearest to the question.
+    retrievers return them: the engine puts the best one last, directly before the question.
 
     Args:
         engine: you close it yourself.

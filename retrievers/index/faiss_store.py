@@ -219,7 +219,7 @@ class FaissStore(Closeable):
     def search(
         self, vector: ArrayLike, k: int, *, where: Where | None = None, exact: bool = False
     ) -> list[SearchHit]:
-        """Return the `k` nearest chunks, or as many as there are; by falling score, equal scores by chunk id.
+        """Return the `k` most similar chunks, or as many as there are; by falling score, equal scores by chunk id.
 
         vector  `[dim]`, of unit length for cosine scores
         where   only chunks with an owner whose metadata has these values (1 is not True) or passes these comparisons
@@ -287,7 +287,7 @@ class FaissStore(Closeable):
             return {chunk_id: np.frombuffer(vector, dtype="<f4") for chunk_id, vector in rows}
 
     def similar(self, chunk_id: str, k: int) -> list[Chunk]:
-        """Return the `k` other chunks whose vectors are nearest to this chunk's vector, best first.
+        """Return the `k` other chunks whose vectors are most similar to this chunk's, best first.
 
         Raises:
             IndexStoreError: the chunk is not in the store.
