@@ -151,7 +151,11 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return cls(rag.index, CacheCraftEmbeddings(rag.embedder), caches=rag.caches)
 
     def close(self) -> None:
-        """Delete the chunk-caches of deleted documents, and close the index if it was opened here."""
+        """Delete the chunk-caches of deleted documents that were not added again; close the index if opened here.
+
+        If the store of chunk-caches fails or is closed, they stay until their space is needed, with a warning in the
+        log. A second call does nothing more.
+        """
         self._evictions.finish(self.index)
         if self._owns_index:
             self.index.close()
@@ -166,7 +170,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[str]:
         """Add documents, or replace those with the same ids; returns the ids, new ones where none were given.
 
-        Raises `ConfigError` for metadata that JSON cannot hold.
+        Raises `ConfigError` for metadata that JSON cannot hold or another number of ids, and `IndexStoreError` for
+        vectors that do not fit the index.
         """
         check_names(kwargs, ())
         documents = list(documents)
@@ -204,7 +209,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return True
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """Return the documents with these ids; unknown ids are skipped."""
+        """Return the documents with these ids, in their order; unknown ids are skipped."""
         chunks_by_id = {name: self.index.chunks_of(name) for name in ids}
         # A chunk that was not added through LangChain has its chunk id as its id.
         unknown = [name for name, chunks in chunks_by_id.items() if not chunks]
@@ -225,7 +230,10 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     def conversation_search(
         self, query: str, history: Sequence[Turn], k: int = 4, *, filter: Filter | None = None
     ) -> list[tuple[Document, float]]:
-        """Return the `k` documents most similar to a question in its conversation, with their cosines."""
+        """Return the `k` documents most similar to a question in its conversation, with their cosines.
+
+        `filter` and errors as in `similarity_search_with_score`.
+        """
         check_whole("k", k, least=1)
 
         def encode(texts: list[str]) -> list[list[float]]:
@@ -243,6 +251,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
                 `$eq`, `$ne`, `$in`, `$nin`, `$gt`, `$gte`, `$lt`, `$lte`, and `$and`, `$or` over filters), or a
                 predicate on the metadata. It is applied before the search, so there are always `k` hits if `k`
                 documents pass.
+
+        Raises `ConfigError` for an unknown option, a `k` below 1 or an invalid filter.
         """
         return self._search(self._embedding.embed_query(query), k, filter=filter, **kwargs)
 

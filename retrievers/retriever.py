@@ -56,7 +56,8 @@ class Retriever:
                 because their chunk-caches exist.
 
         Raises:
-            ConfigError: a question that is not a text, a `top_k` below 1, or a history that is no list of pairs.
+            ConfigError: a question that is not a text, a `top_k` below 1, an invalid filter, or a history that is no
+                list of pairs.
             IndexStoreError: the index holds no documents yet.
         """
         check_text("question", question, damaged=True)
@@ -73,7 +74,11 @@ class Retriever:
         return hits
 
     def documents(self) -> list[StoredDocument]:
-        """Return all documents of the index, sorted by `doc_id`, with the number of their chunks."""
+        """Return all documents of the index, sorted by `doc_id`, with the number of their chunks.
+
+        Raises:
+            IndexStoreError: the index is closed or damaged.
+        """
         return self.index.documents()
 
     def remove_documents(self, names: Iterable[str]) -> RemovalReport:
@@ -83,12 +88,17 @@ class Retriever:
 
         Raises:
             DocumentError: a name that no document has; nothing was removed then.
+            StoreError, ServerError: the documents were removed, but their chunk-caches could not be.
         """
         return remove_documents(self.index, names, caches=self.caches)
 
 
 def open_index(root: str | os.PathLike[str], embedder: Embedder) -> FaissStore:
-    """Open the retrieval index inside the store folder `root`, or make it."""
+    """Open the retrieval index inside the store folder `root`, or make it.
+
+    Raises:
+        IndexStoreError: it was made with another embedding model, or is damaged.
+    """
     return FaissStore.open(
         Path(root) / INDEX_FOLDER, dim=embedder.dim, embedder_fingerprint=embedder.fingerprint
     )

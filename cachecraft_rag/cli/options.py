@@ -322,7 +322,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """A spinner on stderr, for work without steps."""
+    """A spinner with a text on stderr while the block runs, for work without steps; nothing without a terminal."""
     with err.status(Text(text)):
         yield
 

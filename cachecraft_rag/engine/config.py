@@ -138,7 +138,11 @@ class EngineConfig:
             )
 
     def target(self) -> QualityTarget | None:
-        """Return the quality target, or None without one. Raises ConfigError for limits that do not fit."""
+        """Return the quality target with its limits, or None without one.
+
+        Called when the options are made, which raises ConfigError for a target of 0 or 1, or a `min_ratio` above
+        `max_ratio`; so it raises nothing later. `require_usable_target` checks that answers are audited.
+        """
         if self.quality_target is None:
             return None
         return QualityTarget(self.quality_target, self.min_ratio, self.max_ratio)

@@ -137,7 +137,10 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         return chat
 
     def close(self) -> None:
-        """Write pending captures and close what `from_pretrained` opened."""
+        """Close the engine that `from_pretrained` opened, which writes pending captures; a second call does nothing.
+
+        An engine that was passed in stays open and its pending captures are not written here: close it yourself.
+        """
         self._opened.close()
 
     def bind_tools(

@@ -157,7 +157,10 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         self.memory.reset()
 
     def close(self) -> None:
-        """Write pending captures and close what was opened here."""
+        """Close the engine that this class opened, which writes its pending captures; a second call does nothing.
+
+        An engine that was passed in stays open and its pending captures are not written here: close it yourself.
+        """
         self._query_engine.close()
 
     @trace_method("chat")

@@ -243,5 +243,8 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         )
 
     def close(self) -> None:
-        """Write pending captures and close what was opened here; an engine that was passed in stays open."""
+        """Close the engine that this class opened, which writes its pending captures; a second call does nothing.
+
+        An engine that was passed in stays open and its pending captures are not written here: close it yourself.
+        """
         self.synthesizer.close()

@@ -156,6 +156,9 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         Args:
             config: how to open the engine.
             engine_options: single options of `EngineConfig` by name (`system`, `device` …), which override `config`.
+
+        Raises:
+            ConfigError: an unknown or invalid option; others as `Engine.from_pretrained`.
         """
         with ExitStack() as opened:
             engine = opened.enter_context(
@@ -176,7 +179,10 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         return made
 
     def close(self) -> None:
-        """Write pending captures and close what `from_pretrained` opened."""
+        """Close the engine that `from_pretrained` opened, which writes pending captures; a second call does nothing.
+
+        An engine that was passed in stays open and its pending captures are not written here: close it yourself.
+        """
         self._opened.close()
 
     def synthesize(

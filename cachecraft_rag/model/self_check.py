@@ -30,10 +30,14 @@ LAYER_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.005, torch.bfloat16: 0.
 
 
 def load_checked(name: str, *, dtype: str = "auto", device: str = "auto") -> Decoder:
-    """Load a model and check it. If it fails in a bfloat16 that `dtype="auto"` chose, it is loaded in float32.
+    """Load a model and check it.
+
+    On a CPU, a model that fails in a bfloat16 that `dtype="auto"` chose is loaded in float32 instead, with a warning in
+    the log, and checked again.
 
     Raises:
-        UnsupportedModelError: it fails the check; others as `Decoder.load`.
+        UnsupportedModelError: it fails the check; where float32 was tried, in that too.
+        CacheCraftError: others as `Decoder.load`.
     """
     decoder = Decoder.load(name, dtype=dtype, device=device)
     try:

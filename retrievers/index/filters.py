@@ -80,7 +80,10 @@ def check_depth(depth: int) -> None:
 
 
 def encoded(metadata: Metadata) -> str:
-    """Return metadata as JSON, always the same text for the same values. Raises `ConfigError` unless they are scalars.
+    """Return metadata as JSON with sorted keys: the same text for values that are equal and of the same type.
+
+    NaN and infinities are written as Python does, which is not JSON. Raises `ConfigError` unless each value is a text,
+    a number, True, False or None.
 
     >>> encoded({"page": 3, "format": "text"})
     '{"format":"text","page":3}'
@@ -94,7 +97,9 @@ def encoded(metadata: Metadata) -> str:
 
 
 def accepts(where: Where | None, metadata: Metadata) -> bool:
-    """Return True if metadata passes a filter; everything passes None.
+    """Return True if metadata passes a filter, which `check_where` accepts; everything passes None.
+
+    Raises what the filter raises if it is a function.
 
     >>> [accepts({"page": 1}, metadata) for metadata in ({"page": 1, "format": "text"}, {"page": True}, {})]
     [True, False, False]

@@ -76,7 +76,7 @@ class AuditLog:
         self._database = Database(folder / AUDIT_FILE, kind=_KIND, busy_timeout_s=busy_timeout_s)
 
     def close(self) -> None:
-        """Close the file; any later call raises StoreError."""
+        """Close the file; a second call does nothing. `add` and `read` then raise StoreError."""
         self._database.close()
 
     def add(self, namespace: str, fingerprint: str, audit: Audit) -> None:

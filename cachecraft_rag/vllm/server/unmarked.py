@@ -344,7 +344,13 @@ class PlainPrompts:
             return None
 
     def note(self, notes: Notes) -> None:
-        """Note the text of a prompt after its answer, and request captures of text that was seen before."""
+        """Count a prompt's texts as seen, and let those that were seen before be captured in idle time.
+
+        To be called after the answer. Returns at once: a thread does the work, and failures are only logged.
+
+        Args:
+            notes: `Prepared.notes` of the prompt.
+        """
         self._threads.submit(self._note, notes).add_done_callback(log_mistake)
 
     def _note(self, notes: Notes) -> None:
