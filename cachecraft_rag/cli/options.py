@@ -379,7 +379,7 @@ class ProgressLines:
 
 
 def numbers(text: str) -> list[float]:
-    """A comma-separated list of numbers.
+    """Return a comma-separated list of numbers. Raises ConfigError for another text.
 
     >>> numbers("0.5,1,2")
     [0.5, 1.0, 2.0]

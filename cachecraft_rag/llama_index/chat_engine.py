@@ -79,6 +79,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         query_engine: closed with this chat engine, as far as it opened anything.
         memory: where turns are kept; by default a buffer of a quarter of the model's context.
         chat_history: earlier turns, with the default memory.
+
+    Raises ConfigError for a memory together with a history.
     """
 
     def __init__(

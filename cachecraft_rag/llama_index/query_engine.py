@@ -66,7 +66,8 @@ def _retriever(
 class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
     """Any LlamaIndex retriever, then `CacheCraftSynthesizer`. Make it with `from_index` or `from_defaults`.
 
-    Close it at the end (or use a `with` block); otherwise pending captures may be lost.
+    Close it at the end (or use a `with` block); otherwise pending captures may be lost. Raises ConfigError for another
+    synthesizer.
     """
 
     def __init__(

@@ -95,6 +95,8 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         output_cls: a pydantic model that the answer keeps to; the response is a `PydanticResponse`. Not for streams.
         text_qa_template: LlamaIndex's, with {context_str} first and {query_str} after it. Text before the chunks
             belongs in the engine's instruction (`system`).
+
+    Raises ConfigError for an `output_cls` or a template that cannot be used.
     """
 
     def __init__(

@@ -119,6 +119,8 @@ class PromptBuilder:
             first.
         tools: tools that the model may call, see `tools`. The template writes them before the chunks, so they are part
             of the instruction: chunk-caches captured after other tools do not match.
+
+    Raises ConfigError for an instruction or tools that cannot be used.
     """
 
     def __init__(
