@@ -35,7 +35,7 @@ SIMILAR_CHUNKS = 2
 
 
 class Similar:
-    """The most similar chunks of the whole dataset, the nearest last (FusionRAG).
+    """The most similar chunks of the whole dataset, the most similar last (FusionRAG).
 
     Args:
         embed: texts → unit vectors `[texts, dim]`; None = the bundled embedding model, loaded on first use.
@@ -59,8 +59,8 @@ class Similar:
         own = next(
             place for place, one in enumerate(self._chunks) if one.chunk_id == chunk.chunk_id
         )
-        nearest = (self._vectors @ self._vectors[own]).argsort(kind="stable")[::-1].tolist()
-        few = [place for place in nearest if place != own][:SIMILAR_CHUNKS]
+        similar = (self._vectors @ self._vectors[own]).argsort(kind="stable")[::-1].tolist()
+        few = [place for place in similar if place != own][:SIMILAR_CHUNKS]
         return [self._chunks[place] for place in reversed(few)]
 
 

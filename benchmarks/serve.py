@@ -58,7 +58,7 @@ class ServeSettings:
     loads          requests per second, as shares of the capacity of prefix caching …
     qps            … or as numbers, which then go before `loads`
     ratios         recompute ratios of the sides with reuse
-    nearest_share  see `ReuseConfig`; 0 never recomputes the chunk nearest to the question in full
+    nearest_share  see `ReuseConfig`; 0 never recomputes the last chunk in full
     chunks, chunk_tokens, top_k   chunks in all, the tokens of each, and chunks per request
     questions, exponent, variation  see `traffic.Traffic`
     answer_tokens  longest answer
@@ -423,7 +423,7 @@ def main(
             "--nearest-share",
             min=0.0,
             max=1.0,
-            help="Largest share of the chunk tokens for which the chunk nearest to the question is recomputed in full.",
+            help="Largest share of the chunk tokens with which the last chunk is recomputed in full.",
         ),
     ] = _NEAREST_SHARE,
     chunks: Annotated[int, typer.Option("--chunks", min=2, help="Chunks in all.")] = 40,

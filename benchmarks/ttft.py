@@ -27,7 +27,7 @@ class TtftOptions:
     chunk_tokens     length of each
     tokens           instead of --chunks: lengths of whole prompts, comma-separated
     recompute_ratio  recompute ratio
-    nearest_share    see `ReuseConfig`; 0 never recomputes the chunk nearest to the question in full
+    nearest_share    see `ReuseConfig`; 0 never recomputes the last chunk in full
     pairs            runs of each side, alternating
     seed             seed of torch; the prompt is always the same
     profile          show where the time goes, part by part

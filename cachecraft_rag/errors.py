@@ -14,6 +14,9 @@
     └── ContextLengthError     the prompt does not fit the model's context
 
 Every message says what to do next. A missing or corrupt chunk-cache is never an exception: it is a miss with a reason.
+
+Docstrings name the errors that a public function raises. One that names none raises only ConfigError for an argument of
+a wrong type, ForkError in a forked process, and, where its object was closed, the error that its class names for that.
 """
 
 

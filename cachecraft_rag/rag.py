@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from cachecraft_rag.checks import (
@@ -48,7 +49,11 @@ logger = logging.getLogger("cachecraft_rag.rag")
 
 
 class AnswerStream(Iterator[str]):
-    """An answer as an iterator of text pieces. `sources` is complete from the start, `text` and `stats` at the end."""
+    """An answer as an iterator of text pieces. `sources` is complete from the start, `text` and `stats` at the end.
+
+    The model runs while pieces are read. The first piece raises BusyError or WaitTimeoutError if the engine is too busy
+    (`EngineConfig.max_waiting`, `wait_timeout_s`), and any piece ServerError if a server makes the answer and fails.
+    """
 
     def __init__(
         self, generation: Generation, sources: tuple[Source, ...], *, searched: tuple[str, ...] = ()
@@ -61,7 +66,7 @@ class AnswerStream(Iterator[str]):
         return next(self._generation)
 
     async def anext(self) -> str:
-        """Return the next piece without blocking the event loop."""
+        """Return the next piece without blocking the event loop. Raises StopAsyncIteration at the end."""
         return await anext(self._generation)
 
     @property
@@ -75,11 +80,11 @@ class AnswerStream(Iterator[str]):
         return replace(self._generation.stats, searched=self._searched)
 
     def close(self) -> None:
-        """Stop generating."""
+        """Stop generating; the text so far stays. A second call does nothing."""
         self._generation.close()
 
     def answer(self) -> Answer:
-        """Consume the rest and return the whole answer."""
+        """Consume the rest and return the whole answer, also what was read before; errors as for pieces."""
         for _ in self:
             pass
         return Answer(self.text, self.sources, self.stats)
@@ -103,7 +108,9 @@ class Comparison:
 
     @property
     def agreement(self) -> float:
-        """The share of words that both answers have in the same order: 1.0 for equal answers.
+        """The share of words that both answers have in the same order, 0 to 1: 1.0 for equal answers.
+
+        This compares texts; `Audit.agreement` compares the likeliest token at each place.
 
         Twice the longest common subsequence, divided by the words of both answers.
         """
@@ -282,16 +289,17 @@ class CacheCraft(Retriever, Closeable):
                 `client.http.HTTPEngine.connect`.
 
         Raises:
-            ServerError: nothing answers there, something else does, or a server of another version.
+            ServerError: nothing answers there, or something else does, or a server of another version.
             ModelNotFoundError: the embedding model cannot be loaded.
             IndexStoreError: the index in `store` is of another embedding model, or damaged.
-            ConfigError: an option is unknown or out of range.
+            ConfigError: an option is unknown, or an argument is out of range.
         """
         from cachecraft_rag.client.http import HTTPEngine
 
         names = inspect.signature(HTTPEngine.connect).parameters.keys() - {"url"}
         check_names(options, names)
         check_path("embeddings", embeddings)
+        check_names(options, signature(HTTPEngine.connect).parameters.keys() - {"url"})
         return cls._over(HTTPEngine.connect(url, **options), store, embeddings)
 
     @classmethod
@@ -302,7 +310,8 @@ class CacheCraft(Retriever, Closeable):
 
         Args:
             path: the file; None: `cachecraft.toml` in the working directory, if it is there.
-            options: as in `from_pretrained`, with `model`, `store` and `embeddings`; they go before everything else.
+            backend: as in `from_pretrained`.
+            options: as in `from_pretrained`, with `model`, `store` and `embeddings`; they override the settings.
 
         Raises:
             ConfigError: names file or variable, key, and what to do; else as `from_pretrained`.
@@ -337,7 +346,10 @@ class CacheCraft(Retriever, Closeable):
             follow_links: also read targets of links outside the folder; otherwise such links are reported as problems.
 
         Raises:
-            DocumentError: there is nothing at the path. A single unreadable file is a problem in the report instead.
+            DocumentError: there is nothing at the path, or a document in memory has the id of an indexed file. A single
+                unreadable file is a problem in the report instead.
+            IndexStoreError: the index cannot be written.
+            StoreError, ServerError: chunk-caches of removed documents could not be deleted, or others not be primed.
         """
         check_flag("prime", prime)
         check_flag("follow_links", follow_links)
@@ -384,7 +396,10 @@ class CacheCraft(Retriever, Closeable):
                 it is logged.
 
         Returns:
-            How many chunk-caches were captured.
+            Number of captured chunk-caches. Those that are stored already are not captured again.
+
+        Raises:
+            StoreError, ServerError: the store is closed, or the server fails. What was captured before stays.
         """
         check_callable("progress", progress)
         check_flag("alone", alone)
@@ -395,7 +410,10 @@ class CacheCraft(Retriever, Closeable):
         )
 
     def estimate_priming(self, *, alone: bool = False) -> PrimingEstimate:
-        """Size and time of what `prime` would compute and store now; nothing is computed."""
+        """Return the size and time of what `prime` would compute and store now; nothing is computed.
+
+        Raises as `prime`.
+        """
         from cachecraft_rag.serving.priming import estimate_priming
 
         return estimate_priming(self._primer(alone), self._texts())
@@ -439,7 +457,8 @@ class CacheCraft(Retriever, Closeable):
                 name, such as `max_tokens=60` or `temperature=0.7`.
 
         Raises:
-            ConfigError, ContextLengthError: as in `Engine.stream`.
+            ConfigError: an option or the filter is unknown or invalid; else as in `Engine.stream`.
+            ContextLengthError: as in `Engine.stream`.
             IndexStoreError: the index holds no documents yet.
         """
         check_names(answering, AnsweringOptions.__annotations__)
@@ -463,11 +482,11 @@ class CacheCraft(Retriever, Closeable):
         return AnswerStream(generation, sources, searched=search_texts(question, context))
 
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
-        """Retrieve and answer; options and errors as in `stream`."""
+        """Retrieve and answer; options as in `stream`, errors as in `stream` and of `AnswerStream`."""
         return self.stream(question, **options).answer()
 
     def compare(self, question: str, **options: Unpack[AskOptions]) -> Comparison:
-        """Answer with reuse and then with full prefill, over the same chunks; options and errors as in `stream`.
+        """Answer with reuse and then with full prefill, over the same chunks; options and errors as in `ask`.
 
         Neither answer captures anything, so comparing one question changes no later comparison. The first request of
         a process is slower than the others; here it is the one with reuse.
@@ -499,7 +518,10 @@ class CacheCraft(Retriever, Closeable):
         return Answer(stream.text, stream.sources, stream.stats)
 
     def close(self) -> None:
-        """Write pending captures and close the engine, and what `from_pretrained` opened."""
+        """Write pending captures and close the engine, and the index if this class opened it.
+
+        Opened here are those of `from_pretrained`, `from_settings` and `connect`. A second call does nothing.
+        """
         with self._opened:
             self.engine.close()
 

@@ -74,6 +74,8 @@ class Chunk:
     known_id   the id that a retriever gave with the text
     chunk_id   its identity, the digest of its text: `known_id`, unless the text was edited after it was retrieved
     stale_id   `known_id` if it is the id of another text, else ""
+
+    Raises ConfigError if text or id is not a str.
     """
 
     text: str

@@ -76,7 +76,7 @@ def search(
     top_k: int,
     where: Where | None = None,
 ) -> list[SearchHit]:
-    """Return the `top_k` chunks nearest to a question in its conversation, best first.
+    """Return the `top_k` chunks most similar to a question in its conversation, best first.
 
     A follow-up also repeats the search of the turn before, for the chunks to prefer where scores tie.
 

@@ -151,9 +151,10 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return cls(rag.index, CacheCraftEmbeddings(rag.embedder), caches=rag.caches)
 
     def close(self) -> None:
-        """Delete the chunk-caches of deleted documents that were not added again; close an index that was opened here.
+        """Delete the chunk-caches of deleted documents that were not added again; close the index if opened here.
 
-        If the store of chunk-caches fails or is closed, they stay until their space is needed; the log says so.
+        If the store of chunk-caches fails or is closed, they stay until their space is needed, with a warning in the
+        log. A second call does nothing more.
         """
         self._evictions.finish(self.index)
         if self._owns_index:
@@ -169,7 +170,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[str]:
         """Add documents, or replace those with the same ids; returns the ids, new ones where none were given.
 
-        Raises `ConfigError` for metadata that JSON cannot hold.
+        Raises `ConfigError` for metadata that JSON cannot hold or another number of ids, and `IndexStoreError` for
+        vectors that do not fit the index.
         """
         check_names(kwargs, ())
         documents = list(documents)
@@ -207,7 +209,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return True
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """Return the documents with these ids; unknown ids are skipped."""
+        """Return the documents with these ids, in their order; unknown ids are skipped."""
         chunks_by_id = {name: self.index.chunks_of(name) for name in ids}
         # A chunk that was not added through LangChain has its chunk id as its id.
         unknown = [name for name, chunks in chunks_by_id.items() if not chunks]
@@ -216,19 +218,22 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return [_document(chunk) for name in ids for chunk in chunks_by_id[name]]
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        """Return the `k` nearest documents, nearest first; `filter` as in `similarity_search_with_score`."""
+        """Return the `k` most similar documents, best first; as `similarity_search_with_score`."""
         return [document for document, _ in self.similarity_search_with_score(query, k, **kwargs)]
 
     def similarity_search_by_vector(
         self, embedding: list[float], k: int = 4, **kwargs: Any
     ) -> list[Document]:
-        """Return the `k` documents nearest to a vector."""
+        """Return the `k` documents most similar to a vector, best first; as `similarity_search_with_score`."""
         return [document for document, _ in self._search(embedding, k, **kwargs)]
 
     def conversation_search(
         self, query: str, history: Sequence[Turn], k: int = 4, *, filter: Filter | None = None
     ) -> list[tuple[Document, float]]:
-        """Return the `k` documents nearest to a question in its conversation, with their cosines."""
+        """Return the `k` documents most similar to a question in its conversation, with their cosines.
+
+        `filter` and errors as in `similarity_search_with_score`.
+        """
         check_whole("k", k, least=1)
 
         def encode(texts: list[str]) -> list[list[float]]:
@@ -240,19 +245,21 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     def similarity_search_with_score(
         self, query: str, k: int = 4, *, filter: Filter | None = None, **kwargs: object
     ) -> list[tuple[Document, float]]:
-        """Return the `k` nearest documents with their cosines.
+        """Return the `k` most similar documents with their cosines, best first.
 
         filter  values that the metadata must have, or comparisons of its scalar values (`{"page": {"$in": [1, 2]}}`:
                 `$eq`, `$ne`, `$in`, `$nin`, `$gt`, `$gte`, `$lt`, `$lte`, and `$and`, `$or` over filters), or a
                 predicate on the metadata. It is applied before the search, so there are always `k` hits if `k`
                 documents pass.
+
+        Raises `ConfigError` for an unknown option, a `k` below 1 or an invalid filter.
         """
         return self._search(self._embedding.embed_query(query), k, filter=filter, **kwargs)
 
     def max_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
-        """Return `k` of the `fetch_k` nearest documents, chosen to be near the query and unlike each other."""
+        """Return `k` of the `fetch_k` most similar documents, chosen to be like the query and unlike each other."""
         vector = self._embedding.embed_query(query)
         return self.max_marginal_relevance_search_by_vector(
             vector, k, fetch_k, lambda_mult, **kwargs
@@ -273,12 +280,12 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         check_whole("k", k, least=1)
         check_whole("fetch_k", fetch_k, least=1)
         check_number("lambda_mult", lambda_mult, most=1)
-        nearest = [document for document, _ in self._search(embedding, fetch_k, filter=filter)]
-        chunk_ids = [noted_chunk_id(document.metadata) for document in nearest]
+        similar = [document for document, _ in self._search(embedding, fetch_k, filter=filter)]
+        chunk_ids = [noted_chunk_id(document.metadata) for document in similar]
         known = self.index.known_vectors(chunk_ids)
         vectors = [known[chunk_id].tolist() for chunk_id in chunk_ids]
         chosen = maximal_marginal_relevance(unit_vectors(embedding), vectors, lambda_mult, k)
-        return [nearest[row] for row in chosen]
+        return [similar[row] for row in chosen]
 
     def _search(
         self, embedding: list[float], k: int, *, filter: Filter | None = None, **unknown: object

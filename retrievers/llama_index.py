@@ -58,7 +58,7 @@ from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder, uni
 from cachecraft_rag.retrievers.index.faiss_store import DATABASE, FaissStore
 from cachecraft_rag.retrievers.index.removal import Evictions
 from cachecraft_rag.retrievers.index.schema import UNKNOWN_EMBEDDING
-from cachecraft_rag.retrievers.llama_index_filters import NODE, where_of
+from cachecraft_rag.retrievers.llama_index_filters import NODE, has_empty_group, where_of
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.durable import Caches
@@ -212,7 +212,11 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     # --- changes ---
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: object) -> list[str]:
-        """Add nodes with their embeddings, or replace those with the same ids; returns the node ids."""
+        """Add nodes with their embeddings, or replace those with the same ids; returns the node ids.
+
+        Raises `IndexStoreError` for vectors that do not fit the index, or if another model made it, and LlamaIndex's
+        ValueError for a node without an embedding.
+        """
         check_names(kwargs, ())
         nodes = list(nodes)
         documents: dict[str, dict[str, BaseNode]] = {}
@@ -244,15 +248,16 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         filters: MetadataFilters | None = None,
         **delete_kwargs: object,
     ) -> None:
-        """Remove the nodes that have one of the ids (None: any) and pass the filters; chunk-caches as in `delete`.
+        """Remove the nodes that have one of the ids (None: any) and pass the filters.
 
-        No node has one of an empty list of ids. Raises `ConfigError` without ids and without a condition in the
-        filters, because that would remove everything.
+        No node has one of an empty list of ids. Chunk-caches follow as in `delete`. Raises `ConfigError` without ids
+        unless there are filters, and each group of them has a condition: an empty group passes every node.
         """
         check_names(delete_kwargs, ())
-        has_condition = filters is not None and bool(filters.filters)
-        if node_ids is None and not has_condition:
-            raise ConfigError("delete_nodes needs node_ids or filters; clear() removes everything")
+        if node_ids is None and (filters is None or has_empty_group(filters)):
+            raise ConfigError(
+                "delete_nodes needs node_ids, or filters whose groups all have a condition; clear() removes everything"
+            )
         if self._store is not None:
             chosen = (
                 node_ids
@@ -262,7 +267,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
             self._evictions.later(self._store, self._store.delete_keys(chosen or ()).removed)
 
     def clear(self) -> None:
-        """Remove everything."""
+        """Remove all nodes, and at once their chunk-caches; the index stays open."""
         if self._store is not None:
             for document in self._store.documents():
                 self.delete(document.doc_id)
@@ -278,7 +283,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def get_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
-        """Return the nodes that have one of the ids (None: all) and pass the filters."""
+        """Return the nodes that have one of the ids (None: any) and pass the filters; errors as `where_of` says."""
         if self._store is None:
             return []
         return [_node_of(chunk) for chunk in self._store.places(node_ids, where=where_of(filters))]
@@ -289,7 +294,8 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         Query modes: the default, by embedding, and `mmr`, near the query and unlike each other, with `mmr_threshold`
         (1: only near) over `mmr_prefetch_k` nodes (default: four times as many).
 
-        Raises `ConfigError` for other modes, and for a query without an embedding.
+        Raises `ConfigError` for other modes, for a query without an embedding, and for an option that is unknown or out
+        of range; `IndexStoreError` for an embedding of another width. Filters raise what `where_of` says.
         """
         check_names(kwargs, ("mmr_prefetch_k", "mmr_threshold"))
         if query.mode not in (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR):
@@ -348,7 +354,11 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
             self._store.save()
 
     def close(self) -> None:
-        """Delete the chunk-caches of deleted nodes, and close the index if it was opened here."""
+        """Delete the chunk-caches of deleted nodes that were not added again; close the index if it was opened here.
+
+        If the store of chunk-caches fails or is closed, they stay until their space is needed, with a warning in the
+        log. A second call does nothing more.
+        """
         if self._store is not None:
             self._evictions.finish(self._store)
         if self._owned and self._store is not None:

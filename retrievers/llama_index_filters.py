@@ -26,10 +26,10 @@ def where_of(
     node_ids: Sequence[str] | None = None,
     doc_ids: Sequence[str] | None = None,
 ) -> Where | None:
-    """Return filters and ids, all of which must hold, as a `where` of `FaissStore.search`; None if nothing is left out.
+    """Return filters and ids, all of which must hold, as a `where` of `FaissStore.search`; None if nothing filters.
 
-    None and an empty list of ids mean any id. Raises `ConfigError` for filters nested too deep. Values that cannot be
-    compared raise LlamaIndex's own TypeError or ValueError in the search.
+    None and an empty list of ids mean any id. Raises `ConfigError` for filters that are nested too deep. Values that
+    cannot be compared raise LlamaIndex's own TypeError or ValueError, later, in the search.
     """
     parts: list[Where] = [_group(filters)] if filters is not None and filters.filters else []
     nodes = frozenset(node_ids or ())
@@ -41,6 +41,16 @@ def where_of(
             lambda metadata: metadata.get("ref_doc_id", metadata.get("source")) in documents
         )
     return {"$and": parts} if parts else None
+
+
+def has_empty_group(filters: MetadataFilters, *, depth: int = 0) -> bool:
+    """Return True if the filters, or filters nested in them, have no condition.
+
+    Raises `ConfigError` for filters that are nested too deep.
+    """
+    check_depth(depth)
+    nested = [part for part in filters.filters if isinstance(part, MetadataFilters)]
+    return not filters.filters or any(has_empty_group(part, depth=depth + 1) for part in nested)
 
 
 def _group(filters: MetadataFilters, *, depth: int = 0) -> Where:

@@ -1,4 +1,4 @@
-"""Retrieval without a framework: a question and its conversation in, the nearest chunks out."""
+"""Retrieval without a framework: a question and its conversation in, the most similar chunks out."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class Retriever:
         where: Where | None = None,
         history: Iterable[Turn] = (),
     ) -> list[SearchHit]:
-        """Return the `top_k` chunks nearest to the question, best first; `where` filters them, see `FaissStore.search`.
+        """Return the `top_k` chunks most similar to the question, best first.
+
+        `where` filters them, see `FaissStore.search`.
 
         Args:
             history: the conversation before the question, user first. The question is then searched for together with
@@ -54,7 +56,8 @@ class Retriever:
                 because their chunk-caches exist.
 
         Raises:
-            ConfigError: a question that is not a text, a `top_k` below 1, or a history that is no list of pairs.
+            ConfigError: a question that is not a text, a `top_k` below 1, an invalid filter, or a history that is no
+                list of pairs.
             IndexStoreError: the index holds no documents yet.
         """
         check_text("question", question, damaged=True)
@@ -71,7 +74,11 @@ class Retriever:
         return hits
 
     def documents(self) -> list[StoredDocument]:
-        """Return all documents of the index, sorted by `doc_id`, with the number of their chunks."""
+        """Return all documents of the index, sorted by `doc_id`, with the number of their chunks.
+
+        Raises:
+            IndexStoreError: the index is closed or damaged.
+        """
         return self.index.documents()
 
     def remove_documents(self, names: Iterable[str]) -> RemovalReport:
@@ -81,12 +88,17 @@ class Retriever:
 
         Raises:
             DocumentError: a name that no document has; nothing was removed then.
+            StoreError, ServerError: the documents were removed, but their chunk-caches could not be.
         """
         return remove_documents(self.index, names, caches=self.caches)
 
 
 def open_index(root: str | os.PathLike[str], embedder: Embedder) -> FaissStore:
-    """Open the retrieval index inside the store folder `root`, or make it."""
+    """Open the retrieval index inside the store folder `root`, or make it.
+
+    Raises:
+        IndexStoreError: it was made with another embedding model, or is damaged.
+    """
     return FaissStore.open(
         Path(root) / INDEX_FOLDER, dim=embedder.dim, embedder_fingerprint=embedder.fingerprint
     )

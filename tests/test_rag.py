@@ -89,6 +89,11 @@ def test_what_was_opened_is_closed_again_when_a_later_part_cannot_be(
         opened[0].stats()
 
 
+def test_an_unknown_option_of_a_connection_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"timeout: no such option\. Did you mean timeout_s\?"):
+        CacheCraft.connect("http://127.0.0.1:9", store=tmp_path, timeout=3)
+
+
 def test_later_questions_reuse_the_captures_of_the_first_exactly_or_moved(
     fresh: CacheCraft,
 ) -> None:
@@ -99,7 +104,7 @@ def test_later_questions_reuse_the_captures_of_the_first_exactly_or_moved(
     assert second.stats.tokens_reused > 0
     assert second.stats.tokens_recomputed == 0
     ranked = [source.chunk_id for source in first.sources]
-    # the best stands nearest the question
+    # the best is the last, directly before the question
     assert ranked == [chunk.chunk_id for chunk in reversed(first.stats.chunks)]
     other = fresh.ask("What does the warranty say about limescale?", sampling=SHORT)
     moved = [chunk for chunk in other.stats.chunks if chunk.outcome == "reused"]

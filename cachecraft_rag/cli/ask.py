@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cachecraft_rag.checks import check_names
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import err, out
 from cachecraft_rag.cli.first_sentence import first_sentence
@@ -71,20 +72,22 @@ def require_match(store: Path, where: Where | None) -> None:
             )
 
 
-def load(settings: Settings, *, server: str | None = None, **chosen: object) -> CacheCraft:
-    """Open a `CacheCraft` by the settings, with a spinner meanwhile; the caller closes it.
+def load(settings: Settings, *, server: str | None = None, **chosen: Any) -> CacheCraft:
+    """Open a `CacheCraft` by the settings, with a spinner on stderr meanwhile; the caller closes it.
 
-    Sends traces if the environment names a collector.
+    Sends traces if the environment names a collector. Without a server, other libraries' output is silenced.
 
     Args:
-        server: address of a server that `cachecraft serve` started. Then only store, embeddings and a given `system`
-            are taken from the settings; `chosen` is checked and not used.
-        chosen: options of `EngineConfig`; they override the settings.
+        server: address of a server that `cachecraft serve` started. Of the settings only `store`, `embeddings` and a
+            given `system` are then used; the others are checked.
+        chosen: options of `EngineConfig`; they override the settings. Over a server only `system` is possible.
 
     Raises:
-        ConfigError: a setting or an option is wrong; else as `CacheCraft.connect` with a server, or as
-            `CacheCraft.from_pretrained`.
+        ConfigError: a setting or an option is wrong, or a server cannot be given this option.
+        CacheCraftError: others as `CacheCraft.connect` with a server, else as `CacheCraft.from_pretrained`.
     """
+    if server is not None:
+        check_names(chosen, ("system",), what="option over a server")
     config = settings.engine_config(**chosen)
     trace_requests()
     store = settings["store"]
@@ -97,7 +100,7 @@ def load(settings: Settings, *, server: str | None = None, **chosen: object) -> 
         if settings["embeddings"] is not None:
             options_of_index["embeddings"] = settings["embeddings"]
         if server is not None:
-            system = settings.given().get("system")
+            system = (settings.given() | chosen).get("system")
             return CacheCraft.connect(server, store=store, system=system, **options_of_index)
         options.quiet_libraries()
         return CacheCraft.from_pretrained(model, store=store, config=config, **options_of_index)
@@ -371,7 +374,9 @@ def whole_answer(stream: AnswerStream, *, brief: bool) -> Answer:
 def outcome_of(chunk: ChunkStats) -> str:
     """Return how a chunk-cache was used, with the reason if it was not simply reused."""
     if chunk.reason_code is Reason.COMPUTED_FASTER and chunk.outcome in ("exact", "reused"):
-        return f"{chunk.outcome} in part: computing the rest was faster than loading it"
+        return (
+            f"{chunk.outcome} in part: computing the rest was expected to be faster than loading it"
+        )
     return chunk.outcome if not chunk.reason else f"{chunk.outcome}: {chunk.reason}"
 
 

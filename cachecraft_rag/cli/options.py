@@ -326,7 +326,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """A spinner on stderr, for work without steps."""
+    """A spinner with a text on stderr while the block runs, for work without steps; nothing without a terminal."""
     with err.status(Text(text)):
         yield
 
@@ -383,7 +383,7 @@ class ProgressLines:
 
 
 def numbers(text: str) -> list[float]:
-    """A comma-separated list of numbers.
+    """Return a comma-separated list of numbers. Raises ConfigError for another text.
 
     >>> numbers("0.5,1,2")
     [0.5, 1.0, 2.0]

@@ -34,7 +34,10 @@ app = typer.Typer(help="Inspect, check and evict stored chunk-caches.", no_args_
 def opened(
     folder: Path, remote: RemoteConfig | None = None, **settings: Any
 ) -> Iterator[ChunkCacheStore]:
-    """The store inside a folder, or the folder itself if it is an engine's own store. Creates nothing."""
+    """The store inside a folder, or the folder itself if it is an engine's own store. Creates nothing.
+
+    Raises StoreError if there is none.
+    """
     from cachecraft_rag.store import CATALOG_FILE, ChunkCacheStore
     from cachecraft_rag.store.config import CACHE_FOLDER
 

@@ -146,7 +146,7 @@ class HTTPEngine(AnswerEngine):
         return ServerPrimer(self, self._link, related=related)
 
     def disk_space(self) -> DiskSpace:
-        """Return the space of the server's store."""
+        """Return the space of the server's store. Raises ServerError."""
         reply = self._link.call(_PRIME, {"documents": [], "estimate": True})
         with checked_reply(self._link.url, "the size of its store"):
             return replies.disk_space(reply)
@@ -273,7 +273,10 @@ class ServerPrimer:
     def prime(
         self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = lambda _count: None
     ) -> int:
-        """See `Primer.prime`; `captured` is called once a request."""
+        """See `Primer.prime`; `captured` is called once a request.
+
+        Raises ServerError, ConfigError if the server refuses a text. What was captured before stays.
+        """
         total = 0
         for part in request_sized(chunks):
             reply = self._link.call(_PRIME, self._body(part), patient=True)
@@ -284,7 +287,7 @@ class ServerPrimer:
         return total
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
-        """See `Primer.missing`."""
+        """See `Primer.missing`. Raises ServerError, ConfigError as `prime`."""
         missing: dict[str, int] = {}
         for part in request_sized(chunks):
             reply = self._link.call(_PRIME, self._body(part) | {"estimate": True})
@@ -313,9 +316,11 @@ class ServerCaches(Caches):
     def evict(self, chosen: RowFilter | None = None) -> Evicted:
         """Remove the chunk-caches of `chosen.chunk_ids`; return their number, and their bytes on the server's disk.
 
+        An empty list of ids removes nothing, and the server is not asked.
+
         Raises:
             UnsupportedCallError: None, or a filter by anything but chunk ids.
-            ServerError: no server answers, or its reply is malformed.
+            ServerError: no server answers, it asks for a key, or its reply is malformed.
             ConfigError: the server refuses the ids.
         """
         if (

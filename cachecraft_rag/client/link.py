@@ -91,6 +91,8 @@ class Link:
         api_key, admin_key: see `HTTPEngine.connect`.
         timeout_s: longest silence of the server.
         total_timeout_s: longest time of a request with its reply; None = no limit.
+
+    Raises ConfigError for an invalid URL.
     """
 
     def __init__(

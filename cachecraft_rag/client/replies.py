@@ -136,7 +136,7 @@ class ServerFacts:
 
     @classmethod
     def of(cls, reply: Mapping[str, object]) -> ServerFacts:
-        """Check the facts; for use within `checked_reply`."""
+        """Return the facts in a reply. For use within `checked_reply`: raises LookupError, TypeError or ValueError."""
         layout = mapping_of(reply["layout"])
         header = None if reply["session_header"] is None else text_of(reply["session_header"])
         if header is not None and not _HEADER.fullmatch(header):
@@ -162,7 +162,10 @@ class ServerFacts:
 
 
 def served_model(facts: ServerFacts, reply: object) -> ServedModel:
-    """Return the model with the tokenizer that the server sent; for use within `checked_reply`."""
+    """Return the model with the tokenizer that the server sent; for use within `checked_reply`.
+
+    Raises ServerError for a tokenizer that cannot be read.
+    """
     from transformers import AutoTokenizer
 
     files = mapping_of(mapping_of(reply)["files"])

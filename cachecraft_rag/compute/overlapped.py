@@ -328,7 +328,7 @@ class OverlappedPrefill:
             if rows.bounds[segment] < self._job.shared_until:
                 continue
             segment_scores = attention[rows.span(segment)]
-            not_stored = rows.offsets(segment, RowReason.NEW, RowReason.INSTEAD_OF_LOADING)
+            not_stored = rows.offsets(segment, RowReason.NEW, RowReason.COMPUTED_INSTEAD)
             segment_scores[not_stored] = 0.0
             scores[segment] = segment_scores
 
@@ -476,7 +476,7 @@ class OverlappedPrefill:
             self._loads.place(layer, self._buffer, below=below)
 
     def _compute_instead(self, positions: Iterable[int]) -> None:
-        self._rows = self._rows.mark(positions, RowReason.INSTEAD_OF_LOADING)
+        self._rows = self._rows.mark(positions, RowReason.COMPUTED_INSTEAD)
 
     def _drift(self, edge: int | None) -> DriftCorrection | None:
         """Return the correction of chunks that end before `edge`; each chunk is corrected in the pass that ends it.

@@ -252,7 +252,7 @@ def _select_again(
             is_done = rows.done[span][selected]
             recomputed[index] = frozenset(selected[is_done].tolist())
             excluded[index] = frozenset(
-                rows.offsets(index, RowReason.NEW, RowReason.INSTEAD_OF_LOADING).tolist()
+                rows.offsets(index, RowReason.NEW, RowReason.COMPUTED_INSTEAD).tolist()
             )
         else:  # without new scores, the segment keeps its selection
             recomputed[index] = frozenset(selected.tolist())
@@ -263,7 +263,10 @@ def _select_again(
 
 
 def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult) -> Plan:
-    """Return the plan as it was executed, with the tokens that were computed instead of loaded.
+    """Return the plan as it was executed, with the tokens that were computed instead of loaded, and why.
+
+    The reason counts for all these tokens of a segment: if a part of it failed to load, also for those that were
+    computed because that was expected to be faster.
 
     Also drops captures of segments that are stored already, from the recorder of `result`.
     """
@@ -280,8 +283,9 @@ def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult
             result.recorder.forget(index)
         if index in result.late and segments[index].outcome == "reused":
             reason = Reason.COMPUTED_LATE
+            detail = f"{reason.sentence}: {detail}" if detail else ""
             # its tokens attended to stored tokens of the same segment
             result.recorder.forget(index)
-        computed = result.rows.offsets(index, RowReason.INSTEAD_OF_LOADING).tolist()
+        computed = result.rows.offsets(index, RowReason.COMPUTED_INSTEAD).tolist()
         segments[index] = with_not_loaded(segments[index], computed, reason, detail)
     return Plan(tuple(segments))

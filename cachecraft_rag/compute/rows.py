@@ -14,16 +14,17 @@ from numpy.typing import NDArray
 class RowReason(IntEnum):
     """Reason why a position is a row of a pass.
 
-    STORED              not a row: its keys and values are taken from a chunk-cache
-    NEW                 no chunk-cache contains it
-    RECOMPUTED          a chunk-cache contains it, and it was selected for recomputation
-    INSTEAD_OF_LOADING  a chunk-cache contains it, but loading failed, or computing was faster
+    STORED            not a row: its keys and values are taken from a chunk-cache
+    NEW               no chunk-cache contains it
+    RECOMPUTED        a chunk-cache contains it, and it was selected for recomputation
+    COMPUTED_INSTEAD  a chunk-cache contains it, but it is computed instead of loaded: loading failed, stood still, or
+                      was expected to take longer
     """
 
     STORED = 0
     NEW = 1
     RECOMPUTED = 2
-    INSTEAD_OF_LOADING = 3
+    COMPUTED_INSTEAD = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +64,7 @@ class Rows:
     def mark(self, positions: Iterable[int], reason: RowReason) -> Self:
         """Return a copy with this reason at these positions.
 
-        >>> Rows.of([0, 3]).mark([1], RowReason.INSTEAD_OF_LOADING).reason.tolist()
+        >>> Rows.of([0, 3]).mark([1], RowReason.COMPUTED_INSTEAD).reason.tolist()
         [0, 3, 0]
         """
         changed = self.reason.copy()

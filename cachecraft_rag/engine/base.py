@@ -146,8 +146,10 @@ class AnswerEngine(ABC):
 
         Raises:
             ContextLengthError: question, history and answer do not fit the model's context.
-            ConfigError: the question is empty or the history does not alternate.
+            ConfigError: the question is empty, the history does not alternate, or a tool is invalid.
             UnsupportedCallError: this engine does not support tools, see `capabilities`.
+            BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
+            ServerError: by a piece, if a server makes the answer and fails.
         """
         check_kind(
             "sampling",

@@ -44,7 +44,7 @@ class EngineConfig:
     system          instruction before every prompt. Prime and ask with the same one: after another instruction,
                     chunk-caches are reused approximately, as after other neighbours
     private_system  whether `system` holds one user's text: captures after it are then private to the session
-    best_last       whether the best chunk is nearest to the question, see `PromptBuilder`
+    best_last       whether the best chunk is the last, directly before the question; see `PromptBuilder`
     reuse           settings of the reuse of chunk-caches
     new_variants    when chunks that were reused and fixed are captured after the prefix they had: idle (while no
                     answer is under way), always or off; or a `NewVariants` with a budget. An engine over vLLM refuses
@@ -53,8 +53,9 @@ class EngineConfig:
                     with reuse) or a share from 0 to 1; or an `Audits` with limits
     audit_text      whether the text of audited answers is kept with their results, see `Audits`. An engine over vLLM
                     refuses it
-    quality_target  share of answer tokens that should agree with full prefill, such as 0.98; None = no target. Audits
-                    then raise and lower the recompute ratio of requests that set neither a ratio nor α. Needs `audit`
+    quality_target  agreement with full prefill (`Audit.agreement`, near-ties counted as agreement) that answers should
+                    have, such as 0.98; None = no target. Audits then raise and lower the recompute ratio of requests
+                    that set neither a ratio nor α. Needs `audit`
     min_ratio       smallest recompute ratio that a quality target chooses
     max_ratio       largest recompute ratio that a quality target chooses
     decode_rows     most answers that a decode step computes together; 1 = each separately
@@ -145,8 +146,8 @@ class EngineConfig:
     def target(self) -> QualityTarget | None:
         """Return the quality target with its limits, or None without one.
 
-        `__post_init__` calls this, so it raises ConfigError when the options are made: for a target that is not between
-        0 and 1, or a `min_ratio` above `max_ratio`. `require_usable_target` checks that answers are audited.
+        Called when the options are made, which raises ConfigError for a target of 0 or 1, or a `min_ratio` above
+        `max_ratio`; so it raises nothing later. `require_usable_target` checks that answers are audited.
         """
         if self.quality_target is None:
             return None

@@ -89,6 +89,9 @@ class Engine(AnswerEngine):
         config: settings of reuse; a call may bring other settings.
         options: further fields of `EngineConfig` by name; they take precedence over `settings`.
 
+    Raises:
+        ConfigError: an option is invalid, or a quality target could not act (`EngineConfig.require_usable_target`).
+
     Attributes:
         loop: runs all work on the model.
         write_back: describes and stores captures.
@@ -258,7 +261,8 @@ class Engine(AnswerEngine):
             target: token ids of a given answer, at most `max_new_tokens`; None = the greedy answer itself.
 
         Raises:
-            ContextLengthError, ConfigError: as in `stream`.
+            ConfigError: a target without tokens, with too many, or with unknown ones; else as in `stream`.
+            ContextLengthError: as in `stream`.
         """
         target = None if target is None else listed("target", target)
         sampling = SamplingParams(max_new_tokens=max_new_tokens)

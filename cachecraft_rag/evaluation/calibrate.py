@@ -63,6 +63,8 @@ class CalibrationSettings:
     origin         a name of `origins.CONDITIONS` except "stream": every α must find the same chunk-caches
     answer_tokens  longest answer, in tokens
     seed           of the origin prefixes and of `halves`
+
+    Raises ConfigError for an unknown metric or origin, and a number out of range.
     """
 
     quality: float = 0.95
@@ -278,7 +280,10 @@ class Validation(Closeable):
         return tuple(self._points[alpha] for alpha in sorted(self._points))
 
     def at(self, alpha: float) -> Point:
-        """The result of this α, measured on the first call."""
+        """Return the result of this α, measured on the first call.
+
+        Raises ConfigError if the metric is f1 and full prefill answers no question.
+        """
         if alpha not in self._points:
             self._run.total = max(self._run.total, len(self._questions) * (len(self._points) + 1))
             trial = self._trial(alpha)

@@ -292,7 +292,9 @@ def is_own(record: JsonRecord) -> bool:
 
 
 def read_own(records: Sequence[JsonRecord]) -> QuestionFile:
-    """The passages keep their order. `answers`, `id` and `document` are optional.
+    """Read questions in this package's own format. The passages keep their order; some fields are optional.
+
+    Optional are `answers`, `id` and `document`. Raises DocumentError for a line that is not in the format.
 
     `document` names the document of all passages of the line, in the document's order. Without it each passage counts
     as a separate document, because passages next to each other in a retriever's list are rarely so in a document.

@@ -55,7 +55,9 @@ def paired_interval(
 
 
 def share_interval(hits: int, count: int) -> Interval:
-    """A share and its 95 % score interval (Wilson, 1927), which also holds for few questions and shares of 0 or 1.
+    """Return a share and its 95 % score interval (Wilson, 1927), which also holds for few questions, and for 0 and 1.
+
+    Raises ValueError without questions, and for hits that are none of them.
 
     >>> round(share_interval(0, 19).high, 3), round(share_interval(4, 24).low, 3)
     (0.168, 0.067)

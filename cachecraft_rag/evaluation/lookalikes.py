@@ -40,7 +40,10 @@ class LookalikeQuestion:
 
 
 def lookalikes_folder() -> Path:
-    """Return the folder with the pages, from a checkout and from an installed wheel alike."""
+    """Return the folder with the pages, from a checkout and from an installed wheel alike.
+
+    Raises CacheCraftError if the installation lacks it.
+    """
     spec = util.find_spec(f"cachecraft_rag.{NAME}")
     if spec is None or spec.origin is None:
         raise CacheCraftError(

@@ -121,10 +121,10 @@ def rouge_l(reference: str, prediction: str) -> float:
 
 
 def divergence(reference_logits: Tensor, logits: Tensor) -> tuple[float, float]:
-    """KL(reference ‖ method) of the next-token distributions in nats, and the share of equal most likely tokens.
+    """Return KL(reference ‖ method) of the next-token distributions in nats, and the share of equal likeliest tokens.
 
     Both logits are `[positions, vocabulary]` in any float type. Both results are means over positions; the log-softmax
-    is in float64. A token that the reference rules out (logit −∞) adds nothing.
+    is in float64. A token that the reference rules out (logit −∞) adds nothing. Raises ValueError for other shapes.
 
     >>> import math, torch
     >>> even, uneven = torch.tensor([[0.0, 0.0]]), torch.tensor([[math.log(3.0), 0.0]])  # (½, ½) and (¾, ¼)

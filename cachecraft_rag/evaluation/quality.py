@@ -25,8 +25,9 @@ class QualityGroup:
 
     name       what they have in common
     answers    how many there are
-    same       share that full prefill agrees with in every token; 95 % Wilson interval
-    agreement  share of the tokens that full prefill agrees with; 95 % bootstrap interval over answers
+    same       share with `Audit.is_same`; 95 % Wilson interval
+    agreement  share of the places at which reuse and full prefill find the same token the likeliest; 95 % bootstrap
+               interval over answers
     net        the same with near-ties (see `Audit.near_ties`) counted as agreeing
     kl         mean KL(full prefill ‖ reuse) per token in nats; 95 % bootstrap interval over answers
     """
@@ -45,7 +46,8 @@ class PositionGroup:
 
     first, last  places, the answer's first token is 1; `last`: None for "and all further ones"
     tokens       audited tokens at these places
-    agreement    share that full prefill agrees with, after the same beginning
+    agreement    share of them at which reuse and full prefill find the same token the likeliest, after the same
+                 beginning
     """
 
     first: int

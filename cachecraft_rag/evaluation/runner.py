@@ -42,6 +42,8 @@ class EvaluationSettings:
     warmup         with the origin "stream": the first N questions are asked but not measured (Cache-Craft §5.1.2)
     answer_tokens  longest answer, in tokens
     seed           of the origin prefixes and of the order of methods
+
+    Raises ConfigError without a trial, and for a number out of range.
     """
 
     trials: tuple[Trial, ...]
@@ -136,7 +138,10 @@ def open_engine(
 
 @contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """A new folder inside `folder`, removed afterwards. Folders that killed processes left there are removed too."""
+    """A new folder inside `folder`, removed afterwards. Folders that killed processes left there are removed too.
+
+    Raises ConfigError if `folder` cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"{_CACHES}*"):

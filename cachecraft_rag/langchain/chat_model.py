@@ -138,10 +138,9 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         return chat
 
     def close(self) -> None:
-        """Close the engine that `from_pretrained` opened, which writes its pending captures.
+        """Close the engine that `from_pretrained` opened, which writes pending captures; a second call does nothing.
 
-        A second call does nothing.
-        An engine that was passed in stays open, and its pending captures are not written: close it yourself.
+        An engine that was passed in stays open and its pending captures are not written here: close it yourself.
         """
         self._opened.close()
 
@@ -159,6 +158,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
             tool_choice: "auto" or None, "none", "any" (a call of one of them) or the name of one; a call that is asked
                 for is sure to come, with arguments of its schema, unless `max_tokens` ends it. Needs the extra
                 "structured" then.
+
+        Raises ConfigError for another `tool_choice`.
         """
         made = [convert_to_openai_tool(tool) for tool in tools]
         return self.bind(tools=made, tool_choice=_choice_of(tool_choice, made), **kwargs)
@@ -174,7 +175,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     ) -> Runnable[LanguageModelInput, dict[str, object] | BaseModel]:
         """Return the model with answers that keep to a schema: a pydantic model, a TypedDict or a JSON schema.
 
-        Each token is drawn among those that lead to JSON of the schema, whatever `method` and `strict` say.
+        Each token is drawn among those that lead to JSON of the schema, whatever `method` and `strict` say. Raises
+        ConfigError for an unknown `method`.
         """
         if method not in ("json_schema", "function_calling", "json_mode"):
             raise ConfigError(
@@ -497,7 +499,10 @@ def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:
 
 
 def turns_of(messages: Iterable[BaseMessage]) -> list[Turn]:
-    """Return the messages as turns, as in `conversation`. The first is the user's, and empty if the assistant began."""
+    """Return the messages as turns, as in `conversation`. The first is the user's, and empty if the assistant began.
+
+    Raises ConfigError for a message of another kind or with more than text, and for a call of a tool without a result.
+    """
     messages = list(messages)
     instructions = [_text(message) for message in messages if _role(message) == "system"]
     tool_messages = [message for message in messages if isinstance(message, ToolMessage)]

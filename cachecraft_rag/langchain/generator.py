@@ -63,7 +63,10 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         config: EngineConfig | None = None,
         **settings: Any,
     ) -> Self:
-        """A generator over `ChatCacheCraft.from_pretrained`; `settings` may also be fields of this class."""
+        """Return a generator over `ChatCacheCraft.from_pretrained`; `settings` may also be fields of this class.
+
+        Raises ConfigError for an unknown setting; others as `Engine.from_pretrained`.
+        """
         check_settings(settings, cls, ChatCacheCraft)
         names = cls.model_fields.keys() - ChatCacheCraft.model_fields.keys()
         own = {name: settings.pop(name) for name in names & settings.keys()}
@@ -74,7 +77,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         return generator
 
     def close(self) -> None:
-        """Close the chat model."""
+        """Close the chat model, see `ChatCacheCraft.close`."""
         self.llm.close()
 
     def invoke(

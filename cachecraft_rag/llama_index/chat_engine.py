@@ -79,6 +79,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         query_engine: closed with this chat engine, as far as it opened anything.
         memory: where turns are kept; by default a buffer of a quarter of the model's context.
         chat_history: earlier turns, with the default memory.
+
+    Raises ConfigError for a memory together with a history.
     """
 
     def __init__(
@@ -157,7 +159,10 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         self.memory.reset()
 
     def close(self) -> None:
-        """Write pending captures and close what was opened here."""
+        """Close the engine that this class opened, which writes its pending captures; a second call does nothing.
+
+        An engine that was passed in stays open and its pending captures are not written here: close it yourself.
+        """
         self._query_engine.close()
 
     @trace_method("chat")

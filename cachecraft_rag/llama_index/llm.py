@@ -312,7 +312,7 @@ def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
 
 
 def question_of(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
-    """(The last message, the turns before it)."""
+    """Return (the last message, the turns before it). Raises ConfigError if the last message is not the user's."""
     turns = turns_of(messages)
     if not turns or turns[-1][0] != "user":
         raise ConfigError("the last message must be the user's; there is nothing to answer")

@@ -66,7 +66,8 @@ def _retriever(
 class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
     """Any LlamaIndex retriever, then `CacheCraftSynthesizer`. Make it with `from_index` or `from_defaults`.
 
-    Close it at the end (or use a `with` block); otherwise pending captures may be lost.
+    Close it at the end (or use a `with` block); otherwise pending captures may be lost. Raises ConfigError for another
+    synthesizer.
     """
 
     def __init__(
@@ -243,5 +244,8 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         )
 
     def close(self) -> None:
-        """Write pending captures and close what was opened here; an engine that was passed in stays open."""
+        """Close the engine that this class opened, which writes its pending captures; a second call does nothing.
+
+        An engine that was passed in stays open and its pending captures are not written here: close it yourself.
+        """
         self.synthesizer.close()

@@ -84,7 +84,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     `response.metadata["cachecraft"]` is `RequestStats.as_dict()` plus `chunk_ids`, which maps node ids to chunk ids;
     for a stream it is complete at the stream's end, as is the outcome in the metadata of each source node.
     `get_response` returns text alone; its statistics are in the `AnswerStatsEvent`. Pass the nodes best first, as
-    retrievers return them: the engine puts the best one nearest to the question.
+    retrievers return them: the engine puts the best one last, directly before the question.
 
     Args:
         engine: you close it yourself.
@@ -95,6 +95,8 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         output_cls: a pydantic model that the answer keeps to; the response is a `PydanticResponse`. Not for streams.
         text_qa_template: LlamaIndex's, with {context_str} first and {query_str} after it. Text before the chunks
             belongs in the engine's instruction (`system`).
+
+    Raises ConfigError for an `output_cls` or a template that cannot be used.
     """
 
     def __init__(
@@ -157,6 +159,9 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         Args:
             config: how to open the engine.
             engine_options: single options of `EngineConfig` by name (`system`, `device` …), which override `config`.
+
+        Raises:
+            ConfigError: an unknown or invalid option; others as `Engine.from_pretrained`.
         """
         with ExitStack() as opened:
             engine = opened.enter_context(
@@ -177,7 +182,10 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         return made
 
     def close(self) -> None:
-        """Write pending captures and close what `from_pretrained` opened."""
+        """Close the engine that `from_pretrained` opened, which writes pending captures; a second call does nothing.
+
+        An engine that was passed in stays open and its pending captures are not written here: close it yourself.
+        """
         self._opened.close()
 
     def synthesize(

@@ -104,7 +104,10 @@ def is_complete(folder: Path) -> bool:
 
 
 def handbook_folder() -> Path:
-    """The folder with the sample handbook's Markdown pages, from a checkout and from an installed wheel alike."""
+    """Return the folder with the sample handbook's Markdown pages, from a checkout and from an installed wheel alike.
+
+    Raises CacheCraftError if the installation lacks it.
+    """
     spec = util.find_spec("cachecraft_rag.handbook")
     if spec is None or spec.origin is None:
         raise CacheCraftError(

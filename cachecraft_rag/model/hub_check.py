@@ -12,7 +12,9 @@ _TIMEOUT_S = 5.0
 
 
 def require_hub(names: Sequence[str]) -> None:
-    """Raise OSError or ValueError if the hub cannot be reached or has none of these models; one request per name.
+    """Raise an error if the hub cannot be reached or has none of these models; one request per name.
+
+    Raises ConnectionError or FileNotFoundError (both are OSErrors), and ValueError for a name that the hub cannot have.
 
     Other errors are left to the loader of the model, which can say more about them. In offline mode no request is made:
     the libraries then fail at once.

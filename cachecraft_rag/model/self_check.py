@@ -36,7 +36,8 @@ def load_checked(name: str, *, dtype: str = "auto", device: str = "auto") -> Dec
     the log, and checked again.
 
     Raises:
-        UnsupportedModelError: it fails the check, in float32 too where that was tried; others as `Decoder.load`.
+        UnsupportedModelError: it fails the check; where float32 was tried, in that too.
+        CacheCraftError: others as `Decoder.load`.
     """
     decoder = Decoder.load(name, dtype=dtype, device=device)
     try:

@@ -18,16 +18,17 @@ class ChunkStats:
     outcome      exact: after its origin prefix, from a lossless codec; reused: moved and partly recomputed, or after
                  its origin prefix but from a lossy codec; computed: without a chunk-cache; trimmed: left out of the
                  prompt; failed: the request failed before its first token
-    reason       sentence that says why it was not simply reused; empty if it was, wholly or with some of its tokens
-                 recomputed
-    reason_code  the same as a `Reason`
-    tokens       its length
-    recomputed   tokens that were recomputed to fix it. Not ⌈cfo · tokens⌉, because the budgets of all chunks are spent
-                 together (`ReuseConfig.budget_scope`)
-    computed     tokens that were computed without its chunk-cache: all, or those that were faster computed than loaded
-    cfo          Cache-Craft's eq. 12 of the best variant that was considered; None if none fitted. With
-                 `recompute_ratio` it only ranks the variants
-    beta_prime   Cache-Craft's eq. 8 of the same variant; None likewise
+    reason       sentence that says why tokens of it were computed or recomputed; empty if it was reused without that
+    reason_code  the same as a `Reason`, whose docstring names the setting for each; the request log writes this code
+                 as `reason`
+    tokens       its length; 0 if it was left out of the prompt
+    recomputed   tokens that were chosen to be recomputed. This is not ⌈cfo · tokens⌉ where the budgets of all chunks
+                 are spent together (`ReuseConfig.budget_scope`). After early termination it includes tokens that only
+                 the first layers recomputed
+    computed     tokens that were computed without its chunk-cache: all, or those that were computed instead of loaded
+    cfo          eq. 12 of the best variant that fitted, even if the chunk was then computed; None if none fitted. It
+                 decides how much is recomputed, unless `ReuseConfig.recompute_ratio` does; then it only ranks variants
+    beta_prime   eq. 8 of the same variant; None likewise
     variant_id   id of the variant; None if the chunk was computed
     tier         tier that the variant was read from; None if the chunk was computed
     stale_id     id that came with its text, if the text was edited after it was retrieved; else empty
@@ -49,7 +50,7 @@ class ChunkStats:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Times in seconds and tokens of one request.
+    """Times in seconds and tokens of one request; made by `serving.request.stats_of`.
 
     ttft_s             from the call to the first answer token: queue_s + plan_s + load_s + prefill_s
     queue_s            waiting for its turn, see `EngineConfig.max_waiting`
@@ -62,7 +63,7 @@ class RequestStats:
     tokens_recomputed  of reused chunks, recomputed
     tokens_refreshed   of the reused tokens, recomputed while the answer was decoded
     tokens_computed    of chunks without a chunk-cache, of the question, of the system segment the first time, and of
-                       chunks that were faster computed than loaded
+                       chunks that were computed instead of loaded
     tokens_generated   of the answer
     recompute_share    row-layers computed / (prompt tokens × layers); early termination lowers it
     focus_layer        layer that settled the focused chunks; None if early termination was off or never settled

@@ -36,16 +36,17 @@ class ReuseConfig:
                      recomputation (the baseline SET-CACHE of §5.1.4)
     alpha            α of eq. 12. None = the value that `cachecraft calibrate` found for this model and store, or
                      else `DEFAULT_ALPHA`
-    recompute_ratio  fraction of the moved chunks' tokens to recompute, see `budget_scope`; 1 is exact, also with a
-                     lossy codec. None = CFO decides. With a ratio, α is ignored: CFO at `DEFAULT_ALPHA` only ranks
-                     the variants of a chunk
+    recompute_ratio  fraction of the tokens to recompute of each chunk in a new context; 1 is exact, also with a lossy
+                     codec.
+                     None = CFO decides. With a ratio, α is ignored: CFO at `DEFAULT_ALPHA` only ranks the variants of
+                     a chunk
     selector         method of choosing the recomputed tokens, a name in `selectors.SELECTORS`
     probe_min_rows   smallest number of computed rows for which a selector's probe runs. A probe reads half of the
                      weights once more: a tenth of the time of a prompt of 700 tokens
-    nearest_share    largest part of the prompt's passage tokens that the passage nearest to the question may be for it
-                     to be recomputed in full; 0 = never, as in the paper. The best passage is next to the question,
-                     and tokens of one passage that were computed in two contexts are easily confused with those of a
-                     similar passage (docs/decisions/look-alike-pages.md)
+    nearest_share    largest part of the prompt's chunk tokens that the last chunk, directly before the question, may
+                     have for it to be recomputed in full; 0 = never, as in the paper. By default the best chunk is the
+                     last (`EngineConfig.best_last`), and tokens of a chunk that were computed in two contexts are
+                     easily confused with those of a similar chunk (docs/decisions/look-alike-pages.md)
     budget_scope     "chunk": each chunk spends its own budget, as in the paper; "prompt": the budgets are added and
                      spent on the best tokens of the whole prompt
     drift            strength of drift correction, in [0, 1]: the part of the mean change of a chunk's recomputed

@@ -44,7 +44,7 @@ class SegmentPlan:
     outcome     "exact": reused after its origin prefix from a lossless codec, without error. "reused": reused with
                 stale tokens, either in another context and partly recomputed, or after its origin prefix but from a
                 lossy codec. "computed": computed in full
-    reason      the reason why the segment is not simply reused
+    reason      the reason for the outcome, see `Reason`
     detail      more about the reason in words, see `reasons.explain`
     variant     the chosen variant of a reused or exact segment
     beta        β, eq. 6, for that variant; None without a variant, like the next three
@@ -52,8 +52,8 @@ class SegmentPlan:
     adjusted    β′, eq. 8
     cfo         CFO, eq. 12
     recompute   offsets in the segment of the tokens to recompute, ascending
-    not_loaded  number of tokens that were computed because loading failed or computing them was faster
-    in_full     True if all tokens of a reused segment are recomputed, because it is nearest to the question
+    not_loaded  number of tokens that were computed instead of loaded (`RowReason.COMPUTED_INSTEAD`)
+    in_full     True if all tokens of a reused segment are recomputed, because it is the last chunk
                 (`ReuseConfig.nearest_share`)
     at_origin   True for a segment after its origin prefix that is inexact because of a lossy codec only; none of its
                 tokens are recomputed
@@ -139,15 +139,15 @@ def make_plan(
         plans.append(plan)
         if segment.kind == "chunk":
             places[segment.segment_id] = index
-    return Plan(tuple(_with_nearest_in_full(segments, plans, config)))
+    return Plan(tuple(_with_last_chunk_in_full(segments, plans, config)))
 
 
-def _with_nearest_in_full(
+def _with_last_chunk_in_full(
     segments: Sequence[Segment], plans: Sequence[SegmentPlan], config: ReuseConfig
 ) -> list[SegmentPlan]:
-    """Return the plans with the chunk nearest to the question marked for full recomputation, if it is small enough.
+    """Return the plans with the prompt's last chunk marked for full recomputation, if it is small enough.
 
-    The chunk must be reused in a new context, and be at most `config.nearest_share` of the prompt's chunk tokens.
+    It must be reused in a new context, and have at most `config.nearest_share` of the prompt's chunk tokens.
     """
     marked = list(plans)
     lengths = {
@@ -158,12 +158,12 @@ def _with_nearest_in_full(
     if not lengths:
         return marked
 
-    nearest = max(lengths)
-    planned = plans[nearest]
+    last = max(lengths)
+    planned = plans[last]
     ratio = planned.cfo if config.recompute_ratio is None else config.recompute_ratio
-    is_small = lengths[nearest] <= config.nearest_share * sum(lengths.values())
+    is_small = lengths[last] <= config.nearest_share * sum(lengths.values())
     if planned.to_fix and ratio and is_small:
-        marked[nearest] = replace(planned, reason=Reason.NEAREST, in_full=True)
+        marked[last] = replace(planned, reason=Reason.NEAREST, in_full=True)
     return marked
 
 
@@ -349,9 +349,10 @@ def with_selection(
 ) -> Plan:
     """Return the plan with the tokens to recompute.
 
-    Their number is ⌈CFO · |C|⌉ for each chunk (§3.2.1), or ⌈r · |C|⌉ if a fixed ratio r is set. With
-    `budget_scope="prompt"`, the default, these numbers are added up and spent on the whole prompt, see
-    `selectors.select`. Of a chunk that is marked `in_full`, all tokens are chosen.
+    The budget of a chunk is ⌈CFO · |C|⌉ tokens (§3.2.1), or ⌈r · |C|⌉ if a fixed ratio r is set. With
+    `budget_scope="prompt"`, the default, the budgets are added and spent on the best tokens of all chunks, so a chunk
+    may get more tokens than its own budget, or fewer (see `selectors.select`). Of a chunk that is marked `in_full`, all
+    tokens are chosen, outside of the budgets.
 
     Args:
         plan: a plan from `make_plan`.
@@ -400,8 +401,18 @@ def with_selection(
 
     for index, offsets in zip(fixed_indices, selection, strict=True):
         all_offsets = sorted({*offsets.tolist(), *recomputed.get(index, empty)})
-        segments[index] = replace(segments[index], recompute=tuple(all_offsets))
+        segments[index] = _fixed(segments[index], all_offsets, config.selector)
     return Plan(tuple(segments))
+
+
+def _fixed(planned: SegmentPlan, offsets: Sequence[int], selector: str) -> SegmentPlan:
+    """Return the plan for a reused segment with these tokens to recompute, and the reason for it."""
+    if not offsets:
+        return replace(planned, reason=Reason.REUSED, detail="", recompute=())
+    assert planned.variant is not None, "only reused segments are fixed"
+    counts = f"{len(offsets)} of {planned.variant.tokens} tokens recomputed"
+    detail = f"{counts}, chosen by the selector {selector!r}"
+    return replace(planned, reason=Reason.FIXED, detail=detail, recompute=tuple(offsets))
 
 
 def with_not_loaded(

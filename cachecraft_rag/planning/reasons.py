@@ -1,4 +1,4 @@
-"""Reasons why a chunk was not simply reused, for plans, statistics and metrics."""
+"""Reasons why segments were computed, recomputed or left out, for plans, statistics and metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,37 @@ from typing import Self
 
 
 class Reason(StrEnum):
-    """The value is the code that statistics count by; `explain` gives the sentence.
+    """Reason for the outcome of a segment. Its value is the code that metrics count by; `explain` gives the sentence.
+
+    Most reasons are set in the plan: by `planner.make_plan` and `planner.with_selection` before anything is computed,
+    and by `resolve.executed_plan` afterwards (not_loaded, computed_faster, computed_late). `serving.request.stats_of`
+    sets those of chunks without a plan, and `vllm.records` prefix_cached. Settings named here are those of
+    `ReuseConfig`.
+
+    ""                reused, and no token was recomputed
+    fixed             reused in another context with some tokens recomputed. `recompute_ratio`, or else `alpha`, says
+                      how many, `selector` and `budget_scope` which
+    nearest           reused in another context with all tokens recomputed: the last chunk before the question, at most
+                      `nearest_share` of the chunk tokens
+    question          the question is computed by every request
+    reuse_off         `reuse=False`
+    not_stored        no variant of it for this model and namespace in the store or its remote
+    refused           a variant is stored, but is damaged or not trusted, see `LookupResult.refused`
+    other_tokens      the variants hold the same text as other tokens
+    other_prefix      `scope` is not "anywhere", and no variant was captured after this prefix
+    not_worth_fixing  CFO, which `alpha` scales, is 1 for every variant, and no `recompute_ratio` is set
+    lossy_codec       the store's codec loses something: a chunk is reused as it was captured, an instruction computed
+    not_loaded        reading it failed, before the prompt was computed or meanwhile
+    computed_faster   `loading="cake"`: computed, wholly or in part, because loading was expected to take longer. This
+                      includes loads that stand still, and first tokens computed while a speed is still unknown
+    computed_late     computed in part because loading it failed or was late, when first layers had already used stored
+                      values of it: such an answer is not exact
+    prefix_cached     over vLLM: found in its own prefix cache
+    prompt_full       left out, because chunks that rank higher fill the context
+    too_long          left out, because it does not fit the context even alone
+    failed            the request failed, or was closed, before its first token
+    left_to_server    over vLLM: the request was computed without chunk-caches
+    not_reported      over a server: there is no report of the request
 
     A reason is set before computing by `planner.make_plan`, and after it by `compute.resolve.executed_plan` for what
     was computed instead of loaded. Those of chunks that were trimmed, failed or computed by a server are set by
@@ -30,6 +60,7 @@ class Reason(StrEnum):
         return member
 
     REUSED = "", ""
+    FIXED = "fixed", "some of its tokens were recomputed"
     QUESTION = "question", "the question is always computed"
     REUSE_OFF = "reuse_off", "reuse is off"
     NOT_STORED = "not_stored", "no chunk-cache stored"
@@ -37,13 +68,10 @@ class Reason(StrEnum):
     OTHER_TOKENS = "other_tokens", "stored chunk-caches were tokenised differently"
     OTHER_PREFIX = "other_prefix", "stored after other chunks only"
     NOT_WORTH_FIXING = "not_worth_fixing", "CFO is 1: fixing it costs as much as computing it"
-    NEAREST = "nearest", "nearest to the question, so all of it was recomputed"
+    NEAREST = "nearest", "the last chunk before the question, so all of it was recomputed"
     LOSSY_CODEC = "lossy_codec", "after its origin prefix, but stored by a lossy codec"
     NOT_LOADED = "not_loaded", "it could not be loaded"
-    COMPUTED_FASTER = (
-        "computed_faster",
-        "computing it was faster than loading it, or loading stood still",
-    )
+    COMPUTED_FASTER = "computed_faster", "computing it was expected to be faster than loading it"
     COMPUTED_LATE = (
         "computed_late",
         "computed in the end, but its first layers had been in use as they were stored",
@@ -61,6 +89,7 @@ class Reason(StrEnum):
 
 _DETAIL_ALONE = frozenset(
     {
+        Reason.FIXED,
         Reason.REFUSED,
         Reason.LOSSY_CODEC,
         Reason.NOT_LOADED,

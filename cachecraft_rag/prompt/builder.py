@@ -114,10 +114,13 @@ class PromptBuilder:
         context_length: most tokens of prompt and answer together.
         system: the instruction. It is in the system segment, so chunk-caches captured after another one do not match.
         private_system: True if `system` holds one user's text; captures after it are then private to the session.
-        best_last: put the best chunk (chunks are given best first) nearest to the question, where small models use it
-            best: of 18 questions about the sample handbook 15 answers were right, 12 with the best one first.
+        best_last: put the best chunk (chunks are given best first) last, directly before the question, where small
+            models use it best: of 18 questions about the sample handbook 15 answers were right, 12 with the best chunk
+            first.
         tools: tools that the model may call, see `tools`. The template writes them before the chunks, so they are part
             of the instruction: chunk-caches captured after other tools do not match.
+
+    Raises ConfigError for an instruction or tools that cannot be used.
     """
 
     def __init__(

@@ -65,7 +65,10 @@ T = TypeVar("T")
 
 
 class ChunkCacheStore(Closeable):
-    """Chunk-caches by identity. Every method may be called from any thread; several processes may share one folder."""
+    """Chunk-caches by identity. Every method may be called from any thread; several processes may share one folder.
+
+    After `close` look-ups, loads and reads of the catalog raise StoreError, and captures are dropped.
+    """
 
     def __init__(self, root: Path, config: StoreConfig) -> None:
         """Use `open`."""
@@ -229,7 +232,7 @@ class ChunkCacheStore(Closeable):
             self._writer.discard(file, chunk_id, reason)
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Return variant id → token scores, for every given id."""
+        """Return variant id → token scores, for every given id; unknown scores if the catalog cannot be read."""
         known: dict[str, TokenScores] = self._asked(
             "No token scores", lambda catalog: catalog.token_scores(variant_ids), instead={}
         )
@@ -244,7 +247,10 @@ class ChunkCacheStore(Closeable):
         return scores
 
     def seen_texts(self, names: Sequence[str]) -> set[str]:
-        """Note that these texts were seen in prompts; return those that had been seen before."""
+        """Note that these texts were seen in prompts; return those that had been seen before.
+
+        Does nothing if the folder or the catalog cannot be used.
+        """
         self._check_open()
         if self._durable.read_only:
             return set()
@@ -260,7 +266,7 @@ class ChunkCacheStore(Closeable):
         *,
         session: str | None = None,
     ) -> list[MarkedText]:
-        """Return the captured texts that have one of these marks."""
+        """Return the captured texts that have one of these marks; none if the catalog cannot be read."""
         return self._asked(
             "No text is recognised",
             lambda catalog: catalog.texts.marked(namespace, fingerprint, marks, session=session),
@@ -443,10 +449,10 @@ class ChunkCacheStore(Closeable):
         return self._remote.stats(ask=ask) if self._remote is not None else None
 
     def counts(self) -> dict[str, Any]:
-        """Return memory use in bytes and what this process has counted, without asking the catalog or the remote.
+        """Return memory use in bytes, and what this process has counted, without asking the catalog or the remote.
 
         The keys are fields of `StoreStats`: host_bytes, device_bytes, queued_bytes, lookups, loads, load_failures,
-        captures and evictions.
+        captures and evictions. Also possible after `close`.
         """
         queued_bytes, captures = self._writer.counts()
         with self._lock:
@@ -476,7 +482,8 @@ class ChunkCacheStore(Closeable):
     ) -> Evicted:
         """Remove the chosen variants: all, or those with the lowest scores until the files have `down_to_bytes` bytes.
 
-        Raises ConfigError without either argument, StoreError if the catalog cannot be written.
+        Raises ConfigError without `down_to_bytes` and a filter that chooses by something, StoreError if the folder is
+        gone or the catalog cannot be written.
         """
         check_kind("chosen", chosen, RowFilter, optional=True)
         check_whole("down_to_bytes", down_to_bytes, optional=True)
@@ -526,7 +533,7 @@ class ChunkCacheStore(Closeable):
         return written and (self._remote is None or self._remote.flush(left))
 
     def close(self) -> None:
-        """Write waiting captures and uses, then close. A remote gets `close_timeout_s`. May be called twice."""
+        """Write waiting captures and uses, then close; a second call does nothing. A remote gets `close_timeout_s`."""
         # a fork has no waiting captures, and the files belong to its parent
         if not self._home.here:
             return

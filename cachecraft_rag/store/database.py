@@ -89,7 +89,7 @@ class Database:
                 raise
 
     def close(self) -> None:
-        """Close both connections; a second call does nothing. Any other call then raises the kind's error."""
+        """Close both connections; a second call does nothing. All other calls then raise the kind's error."""
         with self._open_lock:
             self._closed = True
         with self._read_lock:
@@ -100,7 +100,10 @@ class Database:
                 self._writer.close()
 
     def reading(self) -> Block:
-        """Borrow the connection that reads, for this thread alone while the block runs."""
+        """Borrow the connection that reads, for this thread alone while the block runs.
+
+        The block raises the kind's error if the database cannot be read or is closed; so do `snapshot` and `writing`.
+        """
         return Block(self._reading(""))
 
     def snapshot(self) -> Block:
@@ -143,7 +146,10 @@ class Database:
                     )
 
     def problems(self) -> list[str]:
-        """Findings of SQLite's own integrity check; empty when all is well. Reads the whole file."""
+        """Return the findings of SQLite's own integrity check; empty when all is well. Reads the whole file.
+
+        Raises the kind's error if the check cannot run.
+        """
         with self._errors():
             self._reopen()
             # Its own connection: readers must not wait for it.

@@ -79,7 +79,7 @@ class CheckReport:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """Result of an eviction."""
+    """Number of the variants that were evicted, and their bytes on disk."""
 
     variants: int
     nbytes: int
@@ -90,7 +90,10 @@ class Caches(Protocol):
     """Chunk-caches that can be evicted: `ChunkCacheStore` or `client.http.ServerCaches`."""
 
     def evict(self, chosen: RowFilter | None = None) -> Evicted:
-        """Remove the chosen chunk-caches; return their number, and their bytes on disk."""
+        """Remove the chosen chunk-caches; return their number, and their bytes on disk.
+
+        None, and a filter that chooses by nothing, are refused with an error of this package.
+        """
 
 
 class DurableVariants:

@@ -29,7 +29,7 @@ _OF_REMOTE = ("opened", "queued_bytes", "lookups", "reads", "captures")
 
 
 def counts_of(store: ChunkCacheStore) -> dict[str, object]:
-    """Return counts of this process's store as plain numbers: `ChunkCacheStore.counts`, and those of its remote."""
+    """Return counts of this process's store as plain numbers: `ChunkCacheStore.counts`, and "remote" if it has one."""
     counts = store.counts()
     remote = store.remote_stats(ask=False)
     if remote is not None:
@@ -44,7 +44,7 @@ class StoreCounts(KVConnectorStats):
     """Counts of the stores of one vLLM engine: `data` has the keys "scheduler", "worker" and `REPORTS`."""
 
     def reset(self) -> None:
-        """Forget all counts."""
+        """Forget all counts here; the totals of the stores go on."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:

@@ -72,6 +72,9 @@ def combine(
 
     Returns:
         The output `[rows, heads, head_dim]`, lse float32 `[rows, heads]` and mass float32 `[rows, heads, segments]`.
+
+    Raises:
+        ValueError: the number of splits is not a power of 2.
     """
     splits, rows, heads = lses.shape
     if splits == 1:

@@ -79,6 +79,9 @@ class FaissStore(Closeable):
 
     Open it with `FaissStore.open`, close it with `close` or a `with` block. Every method is one transaction: it happens
     as a whole or not at all. `dim` is the width of the vectors, `embedder` the fingerprint of the model that made them.
+
+    Every method except `close` raises `IndexStoreError` once the store is closed, or if its database cannot be read or,
+    for a change, written.
     """
 
     def __init__(self, folder: Path, db: Database, settings: Mapping[str, str]) -> None:
@@ -132,6 +135,9 @@ class FaissStore(Closeable):
         """Make these the chunks of the document, in this order, in place of those it had; other documents keep theirs.
 
         vectors  `[chunks, dim]`; a chunk that is in the store already keeps the vector it has
+
+        Raises `IndexStoreError` for vectors of another shape, or that are not finite; `ConfigError` for metadata that
+        is not scalar. So does `add`.
         """
         matrix = self._checked(vectors, len(chunks))
         with self._opened().writing() as db:
@@ -219,7 +225,7 @@ class FaissStore(Closeable):
     def search(
         self, vector: ArrayLike, k: int, *, where: Where | None = None, exact: bool = False
     ) -> list[SearchHit]:
-        """Return the `k` nearest chunks, or as many as there are; by falling score, equal scores by chunk id.
+        """Return the `k` most similar chunks, or as many as there are; by falling score, equal scores by chunk id.
 
         vector  `[dim]`, of unit length for cosine scores
         where   only chunks with an owner whose metadata has these values (1 is not True) or passes these comparisons
@@ -227,6 +233,8 @@ class FaissStore(Closeable):
                 hit then carries that owner's metadata. The filter is applied before the search, so it never costs
                 hits. A function sees every owner's metadata and must not call the store.
         exact   compare all vectors also where there are more than `vector_index.COARSE_FROM`; with `where` that is so
+
+        Raises `ConfigError` for a `k` below 1 or an invalid filter, `IndexStoreError` for a vector that does not fit.
         """
         check_whole("k", k, least=1)
         check_where(where)
@@ -287,7 +295,7 @@ class FaissStore(Closeable):
             return {chunk_id: np.frombuffer(vector, dtype="<f4") for chunk_id, vector in rows}
 
     def similar(self, chunk_id: str, k: int) -> list[Chunk]:
-        """Return the `k` other chunks whose vectors are nearest to this chunk's vector, best first.
+        """Return the `k` other chunks whose vectors are most similar to this chunk's, best first.
 
         Raises:
             IndexStoreError: the chunk is not in the store.

@@ -99,7 +99,9 @@ def encoded(metadata: Metadata) -> str:
 
 
 def accepts(where: Where | None, metadata: Metadata) -> bool:
-    """Return True if metadata passes a filter; everything passes None.
+    """Return True if metadata passes a filter, which `check_where` accepts; everything passes None.
+
+    Raises what the filter raises if it is a function.
 
     >>> [accepts({"page": 1}, metadata) for metadata in ({"page": 1, "format": "text"}, {"page": True}, {})]
     [True, False, False]

@@ -60,7 +60,10 @@ def remove_documents(
 
 
 def evict_chunks(caches: Caches | None, chunk_ids: Iterable[str]) -> tuple[int, int]:
-    """Delete the chunk-caches of these chunks; return their number and their bytes."""
+    """Delete the chunk-caches of these chunks; return their number, and their bytes on disk.
+
+    Errors as `Caches.evict`.
+    """
     chosen = tuple(chunk_ids)
     if caches is None or not chosen:
         return 0, 0
@@ -83,7 +86,7 @@ class Evictions:
         self._timer: threading.Timer | None = None
 
     def later(self, index: FaissStore, chunk_ids: Iterable[str]) -> None:
-        """Delete the chunk-caches of these chunks unless the next addition brings them back."""
+        """Delete the chunk-caches of these chunks unless the next addition brings them back; errors are only logged."""
         with self._lock:
             self._waiting |= dict.fromkeys(chunk_ids if self._caches is not None else ())
             if not self._waiting or self._timer is not None:
@@ -94,7 +97,10 @@ class Evictions:
             atexit.register(self.finish, index)
 
     def settle(self, index: FaissStore, chunk_ids: Iterable[str] = ()) -> None:
-        """Delete the chunk-caches of these and of all waiting chunks that are not in the index."""
+        """Delete the chunk-caches of these and of all waiting chunks that are not in the index.
+
+        Errors as `Caches.evict`, and those of a closed index.
+        """
         with self._lock:
             gone = self._waiting | dict.fromkeys(chunk_ids)
             self._waiting = {}

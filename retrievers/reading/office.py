@@ -81,6 +81,8 @@ def table_to_text(text: str, *, separator: str | None = None) -> str:
 
     separator  the sign between the cells; None: whichever of comma, semicolon, tab and bar the table uses
 
+    Raises FormatError for a table that cannot be read.
+
     >>> print(table_to_text("name;litres\\nWren K2;1.7\\nOtter C6;"))
     name: Wren K2
     litres: 1.7

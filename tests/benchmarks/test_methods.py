@@ -223,7 +223,7 @@ def letters(texts: Sequence[str]) -> NDArray[np.float32]:
     return counts / np.linalg.norm(counts, axis=1, keepdims=True)
 
 
-def test_similar_ones_are_the_nearest_and_the_nearest_is_last(town_dataset: Dataset) -> None:
+def test_similar_chunks_are_the_most_similar_and_the_best_is_last(town_dataset: Dataset) -> None:
     mill, bridge = town_dataset.documents
     everything = [*mill, *bridge]
     vectors = letters([chunk.text for chunk in everything])

@@ -24,7 +24,7 @@ from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.types import Progress
 
 # All arrive at about the same time: what is counted does not depend on how fast the machine is. No chunk is recomputed
-# in full for being nearest to the question: it is a third of so small a request, and more than prefix caching computes.
+# in full for being the last: it is a third of so small a request, and more than prefix caching computes.
 SETTINGS = ServeSettings(
     requests=8,
     warmup=4,

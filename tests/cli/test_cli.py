@@ -18,9 +18,12 @@ from typing import Any
 import pytest
 
 from cachecraft_rag.cli.app import COMMANDS, LazyCommands
-from cachecraft_rag.cli.ask import outcome_of, print_stream
+from cachecraft_rag.cli.ask import load, outcome_of, print_stream
+from cachecraft_rag.engine.settings import load_settings
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.observability.stats import ChunkStats
 from cachecraft_rag.planning.reasons import Reason
+from cachecraft_rag.rag import CacheCraft
 
 COMMAND = str(Path(sys.executable).with_name("cachecraft"))
 QUESTION = "How many days do I have to return an appliance?"
@@ -326,12 +329,19 @@ def test_a_brief_answer_ends_after_its_first_sentence(capsys: pytest.CaptureFixt
 def test_a_chunk_that_was_loaded_in_part_is_not_called_reused_and_computed() -> None:
     reason = Reason.COMPUTED_FASTER
     part = ChunkStats("id", "reused", reason.sentence, reason_code=reason)
-    assert outcome_of(part) == "reused in part: computing the rest was faster than loading it"
+    assert outcome_of(part).startswith("reused in part: computing the rest was expected to be")
     computed = ChunkStats("id", "computed", reason.sentence, reason_code=reason)
-    assert (
-        outcome_of(computed)
-        == "computed: computing it was faster than loading it, or loading stood still"
-    )
+    assert outcome_of(computed) == f"computed: {reason.sentence}"
+
+
+def test_over_a_server_only_its_own_options_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(CacheCraft, "connect", lambda url, **options: given.append(options))
+    settings = load_settings(environment={})
+    load(settings, server="http://127.0.0.1:9", system="Be brief.")
+    assert given[0]["system"] == "Be brief."
+    with pytest.raises(ConfigError, match="new_variants: no such option over a server"):
+        load(settings, server="http://127.0.0.1:9", new_variants="off")
 
 
 def test_an_empty_question_is_refused_before_a_model_is_loaded(

@@ -269,7 +269,7 @@ def test_the_demo_model_on_the_sample_handbook(demo_model: Path, tmp_path: Path)
     assert abs(found["prefix_cache"]["kl"]) <= 1e-5
     assert found["full_cache"]["kl"] > found["default@0.15"]["kl"] > 0
     assert found["full_cache"]["recomputed"] == 0.0
-    # The passage nearest to the question, at most 35 % of the tokens, is recomputed in full, and less than
+    # The last chunk before the question, at most 35 % of the tokens, is recomputed in full, and less than
     # a fifth of the others.
     assert found["default@0.15"]["recomputed"] < 0.35 + 0.65 * 0.2
     assert found["default@0.15"]["ttft_ratio"] > 0

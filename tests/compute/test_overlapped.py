@@ -175,7 +175,7 @@ def prefilled(
 def not_loaded(result: PrefillResult) -> list[int]:
     """Positions that were computed because they did not come, or computing them was faster."""
     return cast(
-        list[int], np.flatnonzero(result.rows.reason == RowReason.INSTEAD_OF_LOADING).tolist()
+        list[int], np.flatnonzero(result.rows.reason == RowReason.COMPUTED_INSTEAD).tolist()
     )
 
 
@@ -418,7 +418,7 @@ def probe_of() -> ProbeRequest:
         plans = [SegmentPlan("exact"), *[SegmentPlan("reused")] * 3, SegmentPlan("computed")]
         for index, scores in seen.items():
             assert np.isfinite(scores).all()
-            lost = rows.offsets(index, RowReason.INSTEAD_OF_LOADING, RowReason.NEW).tolist()
+            lost = rows.offsets(index, RowReason.COMPUTED_INSTEAD, RowReason.NEW).tolist()
             recomputed = rows.offsets(index, RowReason.RECOMPUTED)
             done = recomputed[rows.done[rows.span(index)][recomputed]].tolist()
             free = [token for token in np.argsort(-scores).tolist() if token not in lost]

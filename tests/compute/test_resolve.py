@@ -436,7 +436,7 @@ def test_a_probe_chooses_anew_around_what_is_computed(shelf: Shelf) -> None:
     assert len(first) == 9
     seen = np.zeros(90, np.float32)
     seen[40:60] = np.linspace(20.0, 10.0, 20)
-    rows = resolved.job.rows.mark([148, 149], RowReason.INSTEAD_OF_LOADING).finish([first[0], 148])
+    rows = resolved.job.rows.mark([148, 149], RowReason.COMPUTED_INSTEAD).finish([first[0], 148])
     plan = probe.choose({2: seen}, rows)
     chosen = plan.segments[2].recompute
     assert first[0] - 108 in chosen  # it is computed already
@@ -495,7 +495,7 @@ def test_what_was_computed_because_that_was_faster_says_so(
     planned, loads = resolved
     result = result_of(
         planned,
-        planned.job.rows.mark([*range(8, 108), *range(108, 120)], RowReason.INSTEAD_OF_LOADING),
+        planned.job.rows.mark([*range(8, 108), *range(108, 120)], RowReason.COMPUTED_INSTEAD),
     )
     plan = executed_plan(planned, loads, result)
     a, b = plan.segments[1:3]
@@ -521,7 +521,7 @@ def test_a_plan_that_a_probe_made_is_the_one_that_went(
     segments[2] = replace(segments[2], recompute=(1, 50))
     result = result_of(
         planned,
-        planned.job.rows.mark([109], RowReason.INSTEAD_OF_LOADING),
+        planned.job.rows.mark([109], RowReason.COMPUTED_INSTEAD),
         plan=Plan(tuple(segments)),
     )
     plan = executed_plan(planned, loads, result)
@@ -542,7 +542,7 @@ def test_what_was_lost_on_the_way_is_captured_again(shelf: Shelf) -> None:
         assert loads.wait(lambda: not loads.incomplete(), 60)
         failed = loads.failed()
         assert failed
-        result = result_of(planned, planned.job.rows.mark(failed, RowReason.INSTEAD_OF_LOADING))
+        result = result_of(planned, planned.job.rows.mark(failed, RowReason.COMPUTED_INSTEAD))
         plan = executed_plan(planned, loads, result)
     lost = plan.segments[1]
     assert lost.reason == Reason.NOT_LOADED

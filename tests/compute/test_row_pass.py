@@ -336,7 +336,7 @@ def test_evidence_that_did_not_come_corrects_nothing_from_the_update_on(
     before = request.buffer.kv[:, :, stale].clone()
     advance(decoder, [request.row_pass])
     advance(decoder, [request.row_pass])
-    request.row_pass.update(rows.mark([11, 14], RowReason.INSTEAD_OF_LOADING))
+    request.row_pass.update(rows.mark([11, 14], RowReason.COMPUTED_INSTEAD))
     advance(decoder, [request.row_pass])
     advance(decoder, [request.row_pass])
     changed = [

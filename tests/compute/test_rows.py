@@ -53,13 +53,13 @@ def test_the_caller_may_go_on_changing_the_bounds_it_gave() -> None:
     "given", [[1, 2], (1, 2), range(1, 3), {1, 2}, np.array([1, 2]), iter([1, 2])], ids=type
 )
 def test_positions_may_be_given_in_any_form(given: object) -> None:
-    assert rows().mark(given, RowReason.INSTEAD_OF_LOADING).reason[:4].tolist() == [0, 3, 3, 0]  # type: ignore[arg-type]
+    assert rows().mark(given, RowReason.COMPUTED_INSTEAD).reason[:4].tolist() == [0, 3, 3, 0]  # type: ignore[arg-type]
 
 
 def test_marking_and_finishing_make_new_rows_and_leave_the_old_as_they_are() -> None:
     old = rows()
     before = copies(old)
-    marked = old.mark([0, 1], RowReason.INSTEAD_OF_LOADING)
+    marked = old.mark([0, 1], RowReason.COMPUTED_INSTEAD)
     finished = marked.finish([1, 7])
     for name, array in before.items():
         assert np.array_equal(getattr(old, name), array), name
@@ -89,12 +89,12 @@ def test_open_are_those_to_be_computed_that_are_not_done() -> None:
     # stored, and never to be computed
     assert found.finish([2]).open().tolist() == found.open().tolist()
     assert found.mark([4], RowReason.STORED).open(below=7).tolist() == [1, 5]
-    assert found.mark([0], RowReason.INSTEAD_OF_LOADING).open(below=2).tolist() == [0, 1]
+    assert found.mark([0], RowReason.COMPUTED_INSTEAD).open(below=2).tolist() == [0, 1]
     assert found.open().dtype == np.int64
 
 
 def test_spans_and_offsets_are_those_of_a_segment() -> None:
-    found = rows().mark([3], RowReason.INSTEAD_OF_LOADING)
+    found = rows().mark([3], RowReason.COMPUTED_INSTEAD)
     assert [found.span(segment) for segment in range(4)] == [
         slice(0, 3),
         slice(3, 7),
@@ -102,12 +102,8 @@ def test_spans_and_offsets_are_those_of_a_segment() -> None:
         slice(7, 12),
     ]
     assert found.offsets(1, RowReason.RECOMPUTED).tolist() == [1, 2]
-    assert found.offsets(1, RowReason.INSTEAD_OF_LOADING).tolist() == [0]
-    assert found.offsets(1, RowReason.RECOMPUTED, RowReason.INSTEAD_OF_LOADING).tolist() == [
-        0,
-        1,
-        2,
-    ]
+    assert found.offsets(1, RowReason.COMPUTED_INSTEAD).tolist() == [0]
+    assert found.offsets(1, RowReason.RECOMPUTED, RowReason.COMPUTED_INSTEAD).tolist() == [0, 1, 2]
     assert found.offsets(1, RowReason.STORED).tolist() == [3]
     assert found.offsets(1).tolist() == []
     assert found.offsets(2, *RowReason).tolist() == []

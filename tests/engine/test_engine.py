@@ -580,7 +580,7 @@ def test_an_answer_is_not_called_exact_where_a_moved_chunk_was_computed_after_ot
         assert (late.outcome, late.reason_code, late.reason) == (
             "reused",
             Reason.COMPUTED_LATE,
-            "it cannot be read: the disk fails",
+            f"{Reason.COMPUTED_LATE.sentence}: it cannot be read: the disk fails",
         )
         assert late.recomputed + late.computed == late.tokens
         assert not stats.exact

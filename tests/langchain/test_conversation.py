@@ -66,7 +66,7 @@ def vectors(embeddings: CacheCraftEmbeddings, tmp_path: Path) -> Iterator[CacheC
 def engine(tiny_decoder: Callable[..., Any], tmp_path: Path) -> Iterator[Engine]:
     """It captures nothing between answers: what is reused decides, by a little, what is said.
 
-    Of three short chunks the nearest to the question would be recomputed in full; here it is reused as well.
+    Of three short chunks the last before the question would be recomputed in full; here it is reused as well.
     """
     with (
         ChunkCacheStore.open(tmp_path / "caches") as store,

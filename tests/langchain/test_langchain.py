@@ -255,7 +255,7 @@ def test_langchains_own_chain_reuses_passages_that_come_again(
     ]
     turn: list[Document] = []
     shares = []
-    # Without `nearest_share`, because the nearest of three passages would be recomputed in full.
+    # Without `nearest_share`, because the last of three chunks would be recomputed in full.
     with Engine(decoder, store, config=ReuseConfig(nearest_share=0.0)) as engine:
         combine = create_stuff_documents_chain(ChatCacheCraft(engine=engine, max_tokens=4), prompt)
         chain = create_retrieval_chain(RunnableLambda(lambda _: turn), combine)

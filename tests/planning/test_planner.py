@@ -327,6 +327,19 @@ def test_a_fixed_ratio_replaces_the_overhead_but_leaves_exact_chunks_alone() -> 
     )
 
 
+def test_a_partly_recomputed_chunk_says_how_much_of_it_was_chosen_and_by_what() -> None:
+    reused = SegmentPlan("reused", variant=variant("c", "a"), cfo=0.21)
+    config = ReuseConfig(selector="leading")
+    plan = with_selection(Plan((reused,)), {}, config)
+    (fixed,) = plan.segments
+    assert fixed.reason is Reason.FIXED
+    assert explain(fixed.reason, fixed.detail) == (
+        "3 of 10 tokens recomputed, chosen by the selector 'leading'"
+    )
+    (kept,) = with_selection(plan, {}, dataclasses.replace(config, recompute_ratio=0.0)).segments
+    assert (kept.reason, kept.detail, kept.recompute) == (Reason.REUSED, "", ())
+
+
 def test_without_token_scores_the_leading_tokens_are_recomputed() -> None:
     reused = SegmentPlan("reused", variant=variant("c"), cfo=0.3)
     assert selected(reused, None) == (0, 1, 2)
@@ -480,7 +493,7 @@ def moved(*names: str) -> dict[str, list[Variant]]:
 @pytest.mark.parametrize(
     ("share", "is_in_full"), [(0.25, True), (0.24, False), (0.0, False), (1.0, True)]
 )
-def test_the_nearest_chunk_is_recomputed_in_full_if_it_is_a_small_part(
+def test_the_last_chunk_is_recomputed_in_full_if_it_is_a_small_part(
     share: float, is_in_full: bool
 ) -> None:
     prompt = prompt_of("a", "b", "c", "d")  # four chunks of equal length
@@ -500,7 +513,7 @@ def test_the_nearest_chunk_is_recomputed_in_full_if_it_is_a_small_part(
     assert (plan.segments[4].reason is Reason.NEAREST) == is_in_full
 
 
-def test_a_nearest_chunk_that_needs_no_fixing_is_not_recomputed() -> None:
+def test_a_last_chunk_that_needs_no_fixing_is_not_recomputed() -> None:
     config = ReuseConfig(nearest_share=1.0)
     exact = {"b": [variant("b", "a")], "a": [variant("a")]}
     assert in_full_of(prompt_of("a", "b"), exact, config) == [False] * 4
@@ -513,7 +526,7 @@ def test_with_a_ratio_of_zero_nothing_is_recomputed() -> None:
     assert in_full_of(prompt_of("a", "b"), moved("a", "b"), config) == [False] * 4
 
 
-def test_the_papers_settings_have_no_rule_for_the_nearest_chunk() -> None:
+def test_the_papers_settings_have_no_rule_for_the_last_chunk() -> None:
     assert ReuseConfig.paper().nearest_share == 0.0
 
 

@@ -165,10 +165,14 @@ def test_nodes_are_deleted_by_id_and_by_filter(store: CacheCraftVectorStore) -> 
         )
     )
     assert [node.node_id for node in store.get_nodes()] == ["n1", "n3", "n4"]
-    with pytest.raises(ConfigError, match="clear"):
-        store.delete_nodes()
-    with pytest.raises(ConfigError, match="clear"):
-        store.delete_nodes(filters=MetadataFilters(filters=[]))  # every node passes it
+    empty = MetadataFilters(filters=[])
+    either = MetadataFilters(
+        filters=[MetadataFilter(key="page", value=7), empty], condition=FilterCondition.OR
+    )
+    for filters in (None, empty, MetadataFilters(filters=[empty]), either):
+        with pytest.raises(ConfigError, match="clear"):
+            store.delete_nodes(filters=filters)
+    store.delete_nodes([], empty)
     assert len(store.get_nodes()) == 3
     for call in (
         lambda: store.delete("n1", node_id="n1"),

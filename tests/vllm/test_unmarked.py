@@ -133,7 +133,7 @@ def test_a_marked_message_keeps_its_form() -> None:
 
 
 def start(model: Path, folder: Path, *options: str) -> ServerProcess:
-    """Start a server that reuses the passage nearest to the question like the others.
+    """Start a server that reuses the last chunk before the question like the others.
 
     By default it is recomputed in full, which would hide in a prompt of three passages whether all three are found.
     """

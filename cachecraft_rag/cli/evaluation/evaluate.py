@@ -205,7 +205,7 @@ def show_report(
     figures: Sequence[str] = (),
     as_json: bool,
 ) -> None:
-    """Write the page with the report into the folder, and print the report."""
+    """Write the page with the report into the folder, and print the report. Raises ConfigError if it cannot."""
     from cachecraft_rag.evaluation.report import full_answers, markdown
 
     page = folder / "report.md"

@@ -44,9 +44,9 @@ def quality(
 ) -> None:
     """Show how often answers with reuse equal full prefill's, from the audits of a store.
 
-    Audits run where answers are given, with the setting audit: for example `cachecraft chat --audit idle`. "Same" means
-    that full prefill agrees with every token of the answer. Agreement is the share of tokens that it agrees with.
-    Brackets are 95 % intervals.
+    Audits run where answers are given, with the setting audit: for example `cachecraft chat --audit idle`. Agreement is
+    the share of an answer's places at which reuse and full prefill find the same token the likeliest. "Same" means that
+    they do at every place. Brackets are 95 % intervals.
     """
     from cachecraft_rag.evaluation.quality import summarise_audits
     from cachecraft_rag.serving.audits.audit_log import audits_in

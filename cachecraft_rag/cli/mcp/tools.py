@@ -45,7 +45,7 @@ class LocatedPassage(BaseModel):
         description="The heading above it, where the document has headings."
     )
     page: int | None = Field(description="Its page, where the document has pages.")
-    score: float | None = Field(description="Similarity to the question; higher is nearer.")
+    score: float | None = Field(description="Similarity to the question; higher is more similar.")
 
 
 class Passage(LocatedPassage):
@@ -55,7 +55,7 @@ class Passage(LocatedPassage):
 
 
 class SearchResult(BaseModel):
-    """Passages, the nearest first."""
+    """Passages, the most similar first."""
 
     passages: list[Passage]
 
@@ -83,7 +83,7 @@ class AnswerResult(BaseModel):
 
     answer: str
     sources: list[AnswerSource] = Field(
-        description="The passages in the prompt, the nearest first."
+        description="The passages in the prompt, the most similar first."
     )
     reuse: Reuse
 
@@ -101,6 +101,9 @@ class IndexResult(BaseModel):
 
 class DocumentTools:
     """The tools `search`, `ask` and `index`.
+
+    Each tool waits until the model is loaded. It raises `ToolError`, whose text the agent's model reads, for every
+    error of this package and for a blank question.
 
     Args:
         loaded: the `CacheCraft` once its model is loaded, or the error that kept it from loading.
@@ -137,7 +140,7 @@ class DocumentTools:
             ),
         ] = None,
     ) -> SearchResult:
-        """Find the passages of the user's documents that are nearest to a question. Use it to read or quote them."""
+        """Find the passages in the user's documents that are most similar to a question, to read or quote them."""
         rag = await self._rag()
         _require_question(question)
         top_k = self._asking["top_k"] if k is None else k

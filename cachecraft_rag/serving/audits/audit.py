@@ -32,16 +32,17 @@ class AuditText:
 class Audit:
     """An answer compared with full prefill, token by token.
 
-    Full prefill is asked at each place of the answer for the token that follows the same beginning. Two predictions
-    agree if both find the same token the likeliest. For a greedy answer without a difference, full prefill would have
-    given the same answer.
+    Reuse and full prefill each predict, at each place of the answer, the token that follows the same beginning. They
+    agree at a place if both find the same token the likeliest. The token that stands in the answer does not matter: in
+    a sampled answer it may be another one. For a greedy answer without a difference, full prefill would have given the
+    same answer.
 
     request_id       id of the request, as in `RequestStats`
     created          time of the audit, seconds since 1970
     tokens           tokens of the answer, with the token that ended it; of an answer that its reader closed, those
                      that were read
-    differences      places at which full prefill finds another token the likeliest than reuse does; 0 is the answer's
-                     first token
+    differences      places at which full prefill finds another token the likeliest than reuse does; 0 is that of the
+                     answer's first token. Near-ties are among them
     near_ties        number of these places at which full prefill finds both tokens almost equally likely: their
                      probabilities differ by less than `NEAR_TIE`. In bfloat16, rounding alone decides many of them
     kl               mean over the tokens of KL(full prefill ‖ reuse) in nats, or a little less: see
@@ -103,17 +104,17 @@ class Audit:
 
     @property
     def is_same(self) -> bool:
-        """True if full prefill and reuse find the same token the likeliest at every place; near-ties count as not."""
+        """True without `differences`: reuse and full prefill find the same token the likeliest at every place."""
         return not self.differences
 
     @property
     def agreeing(self) -> int:
-        """Number of places at which full prefill and reuse find the same token the likeliest."""
+        """Number of places at which reuse and full prefill find the same token the likeliest."""
         return self.tokens - len(self.differences)
 
     @property
     def agreeing_net(self) -> int:
-        """The same, with near-ties counted as agreeing."""
+        """`agreeing`, with the near-ties counted as agreement."""
         return self.agreeing + self.near_ties
 
     @property
@@ -128,7 +129,7 @@ class Audit:
 
     @property
     def first_difference(self) -> int | None:
-        """The first place that differs, or None."""
+        """First of the `differences`, or None."""
         return self.differences[0] if self.differences else None
 
     def as_dict(self) -> dict[str, object]:
@@ -155,7 +156,11 @@ class ReuseFacts:
 
 
 def reuse_facts(request: Request, progress: RequestProgress, *, exact: bool) -> ReuseFacts:
-    """Return the facts about a prompt as its plan was carried out."""
+    """Return the facts about a prompt as its plan was carried out.
+
+    Args:
+        exact: `RequestStats.exact` of the request.
+    """
     reports = progress.segment_reports()
     chunks = [
         (len(segment.token_ids), report)

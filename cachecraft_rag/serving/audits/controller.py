@@ -27,9 +27,9 @@ _Z = 1.645  # of a one-sided 95 % bound
 
 @dataclass(frozen=True, slots=True)
 class QualityTarget:
-    """Share of answer tokens that should agree with full prefill, and the ratios to keep it with.
+    """Agreement of answers with full prefill that is wanted, and the ratios to keep it with.
 
-    agreement  the target, more than 0 and less than 1
+    agreement  the target for `Audit.agreement`, with near-ties counted as agreement; more than 0 and less than 1
     min_ratio  smallest recompute ratio, 0 to 1
     max_ratio  largest recompute ratio; at 1 every token agrees
     """
@@ -59,7 +59,7 @@ class _Level:
 
     answers    number of audits, each counted less the older it is
     tokens     their tokens
-    agreeing   their tokens that agree
+    agreeing   `Audit.agreeing_net` of them
     squares    sums of tokens², tokens × agreeing and agreeing², for the variance between answers
     """
 

@@ -204,12 +204,12 @@ class AuditMetrics:
         counter = partial(prometheus_client.Counter, registry=registry)
         self._answers = counter(
             "cachecraft_audited_answers",
-            "Audited answers: same if full prefill agrees with every token; exact ones are not compared",
+            "Audited answers, by whether reuse and full prefill find the same tokens likeliest; exact: not compared",
             ["result"],
         )
         self._tokens = counter(
             "cachecraft_audited_tokens",
-            "Tokens of audited answers, by whether full prefill agrees",
+            "Places of audited answers, by whether reuse and full prefill find the same token the likeliest",
             ["result"],
         )
         self._kl = prometheus_client.Summary(

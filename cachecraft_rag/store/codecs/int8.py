@@ -47,7 +47,7 @@ class Int8(Codec):
         return (*scales, *values)
 
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
-        """See `Codec.encode`; infinities and NaN are refused."""
+        """See `Codec.encode`; raises ValueError for infinities and NaN."""
         import torch
 
         values = kv.float()

@@ -39,7 +39,7 @@ class Raw(Codec):
         return kv.view(-1).view(torch.uint8)
 
     def decode(self, block: Tensor, *, out: Tensor) -> None:
-        """A copy; `in_place` says how to do without it."""
+        """See `Codec.decode`; this copies, and `in_place` says how to do without a copy."""
         import torch
 
         if len(block) != out.nbytes:

@@ -1,4 +1,4 @@
-"""Chunk-caches of a prompt that are still to be loaded, shared by the readers and the pass that may compute them.
+"""Chunk-caches of a prompt that were not in memory at its planning, shared by their readers and the computing pass.
 
 Both work on one list of extents under one lock. Readers take extents from the end, the pass takes tokens from the first
 extent that is not complete, and neither takes what the other has. If the pass takes all of an extent while it is being
@@ -104,6 +104,8 @@ class _Read:
 @dataclass
 class PendingLoads:
     """The extents of one request, in prompt order. Every method may be called from any thread.
+
+    An extent stays in the list once it is loaded, lost or computed instead.
 
     meter        measures the load rate
     layer_first  True: readers load layer by layer, in few large reads; False: whole extents, while the beginning of the
@@ -431,19 +433,19 @@ class PendingLoads:
             return self._depth
 
     def lost(self, stored: StoredVariant) -> Unavailable | None:
-        """Return why a part of this chunk-cache failed to load, or None.
+        """Return why a part of this chunk-cache failed to load: the first failed extent's reason; None without any.
 
-        Raises KeyError if it is not of this request.
+        Raises KeyError if it is not an object of this request's `chunks`; equal objects do not count.
         """
         reasons = (extent.lost for extent in self.of(stored) if extent.lost is not None)
         return next(reasons, None)
 
     def chunks(self) -> list[StoredVariant]:
-        """Return all chunk-caches of the request in prompt order, whether loaded, lost or computed by now."""
+        """Return all chunk-caches in prompt order, each once: also those loaded, lost or computed by now."""
         return [extents[0].stored for extents in self._by_chunk.values()]
 
     def of(self, stored: StoredVariant) -> Sequence[Extent]:
-        """Return the extents of this chunk-cache in order."""
+        """Return all extents of this chunk-cache in order. Raises KeyError as `lost` does."""
         return self._by_chunk[id(stored)]
 
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
@@ -503,7 +505,7 @@ class PendingLoads:
             yield extent
 
     def close(self) -> None:
-        """Start no more reads. Current reads end soon."""
+        """Start no more reads, and close the sources of all chunk-caches. Current reads end soon."""
         with self._lock:
             self._closed = True
             self._sink = None

@@ -51,7 +51,10 @@ class Connection(Closeable):
             raise
 
     def ask(self, coroutine: Coroutine[object, object, T], timeout_s: float) -> T:
-        """Wait at most `timeout_s` seconds for the answer. Raises OSError, TimeoutError."""
+        """Run a coroutine and wait at most `timeout_s` seconds for its result.
+
+        Raises TimeoutError when the time is up, OSError after `close`, and what the coroutine raises.
+        """
         try:
             future = self.submit(coroutine)
         except RuntimeError:
@@ -64,7 +67,10 @@ class Connection(Closeable):
             future.cancel()
 
     def in_background(self, coroutine: Coroutine[object, object, None]) -> None:
-        """Run a coroutine without waiting for it, if the remote may be asked now."""
+        """Run a coroutine without waiting for it; drop it while the remote may not be asked, or after `begin_close`.
+
+        It may take `RemoteConfig.put_timeout_s`. Failures are only logged.
+        """
         if self._closing or not self.allows():
             coroutine.close()
             return
@@ -78,7 +84,7 @@ class Connection(Closeable):
     def allows(self) -> bool:
         """Return True if the remote may be asked; if a probe is due, start it in the background.
 
-        While the connection is being closed, queued captures are still sent.
+        After `begin_close` no probe is started, but queued captures are still sent.
         """
         if not self._closing and self.breaker.take_probe():
             try:
@@ -102,12 +108,13 @@ class Connection(Closeable):
     def begin_close(self) -> None:
         """Start no more work in the background, and no probe. Returns at once.
 
-        `submit` still works, so that queued captures can be sent, and so does `ask`: the caller must not ask any more.
+        `submit` still works, because queued captures are still sent, and so does `ask`: the caller must not ask any
+        more.
         """
         self._closing = True
 
     def close(self) -> None:
-        """Cancel all transfers and end the loop."""
+        """Cancel all transfers and end the loop, which takes at most some seconds. To be called once."""
         self._closing = True
         asyncio.run_coroutine_threadsafe(self._wind_up(), self._loop)
         self._thread.join(2.0)

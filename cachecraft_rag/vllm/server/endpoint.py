@@ -327,7 +327,7 @@ async def tokenizer(raw_request: Request) -> dict[str, object]:
 
 
 async def statistics(name: str, raw_request: Request) -> dict[str, object]:
-    """Return statistics of a request with documents; `name` is the id of its answer."""
+    """Return statistics of a request with documents; `name` is the id of its answer. Status 404 if it is unknown."""
     endpoint = _endpoint(raw_request)
     numbers = endpoint.records.get(name, session=endpoint.session(raw_request))
     if numbers is None:

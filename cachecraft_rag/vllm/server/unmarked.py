@@ -345,9 +345,9 @@ class PlainPrompts:
             return None
 
     def note(self, notes: Notes) -> None:
-        """Count a prompt's texts as seen, and have those that were seen before captured in idle time.
+        """Count a prompt's texts as seen, and let those that were seen before be captured in idle time.
 
-        To be called after the answer. Returns at once: a thread does the work, and failures are logged.
+        To be called after the answer. Returns at once: a thread does the work, and failures are only logged.
 
         Args:
             notes: `Prepared.notes` of the prompt.

@@ -87,7 +87,7 @@ def test_the_rest_follows_by_the_strength(decoder: Decoder) -> None:
     ("rows", "reason", "segment"),
     [
         ([START + 9], RowReason.RECOMPUTED, 1),
-        (RECOMPUTED, RowReason.INSTEAD_OF_LOADING, 1),
+        (RECOMPUTED, RowReason.COMPUTED_INSTEAD, 1),
         (RECOMPUTED, RowReason.NEW, 1),
         (RECOMPUTED, RowReason.RECOMPUTED, 2),
     ],
@@ -138,7 +138,7 @@ def test_evidence_that_does_not_come_is_none_from_then_on(decoder: Decoder) -> N
     layer = Layer(decoder)
     drift, rows = layer.drift([StaleChunk(1, [SPAN])]), Rows.of(BOUNDS, recomputed=RECOMPUTED)
     drift.locate(np.array(RECOMPUTED), rows)
-    drift.locate(np.array(RECOMPUTED), rows.mark(RECOMPUTED[:1], RowReason.INSTEAD_OF_LOADING))
+    drift.locate(np.array(RECOMPUTED), rows.mark(RECOMPUTED[:1], RowReason.COMPUTED_INSTEAD))
     merged = layer.merged.clone()
     merged[:, RECOMPUTED[0]] = float("nan")
     drift.correct(0, merged, layer.new[0, RECOMPUTED], layer.new[1, RECOMPUTED])

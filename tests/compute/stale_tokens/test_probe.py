@@ -112,7 +112,7 @@ def test_what_was_computed_before_stays_chosen_and_what_came_otherwise_is_not(
     decoder: Decoder,
 ) -> None:
     before = rows_of(new=[15, 40, 41], recomputed=[13, 14, 60]).mark(
-        [15, 40, 41], RowReason.INSTEAD_OF_LOADING
+        [15, 40, 41], RowReason.COMPUTED_INSTEAD
     )
     before = before.finish([13, 14, 15])
     result, chooser = look(decoder, stored(decoder), before)
@@ -120,7 +120,7 @@ def test_what_was_computed_before_stays_chosen_and_what_came_otherwise_is_not(
         1: [1, 2],
         2: [8],
     }
-    assert {i: chooser.rows.offsets(i, RowReason.INSTEAD_OF_LOADING).tolist() for i in (1, 2)} == {
+    assert {i: chooser.rows.offsets(i, RowReason.COMPUTED_INSTEAD).tolist() for i in (1, 2)} == {
         1: [3, 28, 29],
         2: [],
     }
@@ -135,11 +135,7 @@ def test_what_was_computed_before_stays_chosen_and_what_came_otherwise_is_not(
         for offset in np.argsort(-chooser.seen[index])[:3].tolist()
     ]  # a done one stays, another one of the first choice does not
     assert recomputed_in(result.rows) == sorted({13, 14, *chosen})
-    assert np.flatnonzero(result.rows.reason == RowReason.INSTEAD_OF_LOADING).tolist() == [
-        15,
-        40,
-        41,
-    ]
+    assert np.flatnonzero(result.rows.reason == RowReason.COMPUTED_INSTEAD).tolist() == [15, 40, 41]
 
 
 @pytest.mark.gate
@@ -170,7 +166,7 @@ def test_rows_that_join_a_look_are_not_taken_for_the_question(
     mean = np.concatenate(list(expected.values())).mean()
     for segment in (1, 2):
         assert np.allclose(chooser.seen[segment], expected[segment] / mean, rtol=1e-3, atol=1e-5)
-    assert np.flatnonzero(result.rows.reason == RowReason.INSTEAD_OF_LOADING).tolist() == list(late)
+    assert np.flatnonzero(result.rows.reason == RowReason.COMPUTED_INSTEAD).tolist() == list(late)
 
 
 def test_a_look_of_the_question_has_no_say_in_what_is_served_to_others(decoder: Decoder) -> None:
