@@ -23,11 +23,17 @@ from cachecraft_rag.serving.config import Audits, NewVariants, When
 from cachecraft_rag.store import StoreConfig
 
 _PER_QUESTION = "sampling=SamplingParams({}=…) with each question"
+_OF_REUSE = "reuse=ReuseConfig({}=…)"
 _OFTEN_TRIED = MappingProxyType(
     dict.fromkeys(("system_prompt", "system_message", "instruction", "instructions"), "system")
     | {
         name: _PER_QUESTION.format("max_new_tokens" if name == "max_tokens" else name)
         for name in ("max_tokens", "max_new_tokens", "temperature", "top_p", "seed", "stop")
+    }
+    | {
+        setting.name: _OF_REUSE.format(setting.name)
+        for setting in fields(ReuseConfig)
+        if setting.name != "reuse"
     }
 )
 
