@@ -46,7 +46,8 @@ class EngineConfig:
                     bfloat16 on a CPU that computes it); see `Decoder.load`
     device          device of the model: cpu, cuda, cuda:1 … or auto
     namespace       tenant; no other tenant uses its chunk-caches. The retrieval index is shared
-    system          instruction before every prompt. Chunk-caches belong to it: prime and ask with the same instruction
+    system          instruction before every prompt. Chunk-caches that were captured after another instruction are
+                    reused approximately, so prime and ask with the same one
     private_system  whether `system` holds one user's text: captures after it are then private to the session
     best_last       whether the best chunk is nearest to the question, see `PromptBuilder`
     reuse           settings of the reuse of chunk-caches
