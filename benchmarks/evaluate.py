@@ -111,6 +111,7 @@ VERSUS = (
         _kl_difference,
     ),
 )
+RATIOS = "0.05,0.1,0.15,0.2,0.3"
 Methods = Annotated[
     str | None,
     typer.Option(
@@ -147,7 +148,7 @@ def chosen(names: str | None, known: Mapping[str, Method]) -> list[Method]:
     return methods_named([*wanted, *(["lingua2"] if "lingua2" in known else [])], known)
 
 
-@takes(questions=Questions, measuring=Measuring)
+@takes(questions=Questions, measuring=Measuring, defaults={"ratios": RATIOS})
 def main(
     methods: Methods = None,
     lingua2_model: LinguaModel = None,

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig
 from cachecraft_rag.types import KVLayout
 
@@ -37,11 +38,11 @@ PAGES = {
 MODEL = "Qwen/Qwen3-0.6B"
 # servers and ports that a test has not
 STAND_INS = {"s3://bucket/prefix": "memory://", "engine, 9464)": "engine, 0)"}
-SHELL_STAND_INS = {  # a server that a test has not, and shorter runs
+SHELL_STAND_INS = {  # servers and folders that a test has not, and shorter runs
     "redis://cache-host:6379/0": "file://{folder}/shared",
     "--data squad.json": "--data squad.json --answer-tokens 2",
     "--data questions.jsonl": "--data questions.jsonl --answer-tokens 2",
-    "quality --store audited": "quality",  # the folder of the Python example
+    "--store audited": "--store chunk-caches",  # the Python blocks of the page fill it
     "--data lookalikes": "--data lookalikes --limit 2 --answer-tokens 2",
     "python -m benchmarks ttft": "python -m benchmarks ttft --tokens 300 --pairs 1",
 }
@@ -91,7 +92,9 @@ AFTERWARDS = {
 assert chain.invoke({'input': 'When?'})['answer'] and chat.engine.store.stats().chunks
 """,
     "docs/reference/api/llama_index.md": "assert response.metadata['cachecraft']['chunk_ids']",
-    "docs/guides/any_application.md": "assert str(answer) or answer.source_nodes",
+    "docs/guides/any_application.md": """
+assert answer.metadata["cachecraft"]["tokens_reused"] > 200 and stream.stats.tokens_reused > 0
+""",
     "docs/guides/production.md": """
 assert all(answer.sources for answer in answers)
 assert logging.getLogger("cachecraft_rag").isEnabledFor(logging.INFO)
@@ -216,6 +219,12 @@ def shell_lines() -> list[tuple[str, str]]:
         for line in code.splitlines()
     ]
     return [(place, " ".join(line.split(" #")[0].split())) for place, line in lines if line.strip()]
+
+
+def questions_shown() -> list[str]:
+    """Return the lines of the file of questions that a page shows."""
+    lines = PAGES["docs/guides/tuning.md"].read_text("utf-8").splitlines()
+    return [line for line in lines if line.startswith('{"question"')]
 
 
 def not_run(line: str) -> bool:
@@ -349,11 +358,7 @@ def test_shell_lines_run(
         squad_article(name, towns, lambda year: year % 2 == 0) for name in ("mill", "bridge")
     ]
     (reader / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}))
-    example = re.search(
-        r'^\{"question": .*\}$', PAGES["docs/guides/tuning.md"].read_text("utf-8"), re.M
-    )
-    assert example is not None
-    (reader / "questions.jsonl").write_text(f"{example[0]}\n" * 3)
+    (reader / "questions.jsonl").write_text("\n".join(questions_shown()))
     traffic = [json.dumps({"chunks": [f"chunk {n % 7}", f"chunk {n % 3}"]}) for n in range(100)]
     (reader / "traffic.jsonl").write_text("\n".join(traffic))
     lines = [(place, line) for place, line in shell_lines() if not not_run(line)]
@@ -568,3 +573,10 @@ def test_the_tables_of_sizes_follow_from_the_formula() -> None:
             int(number) for number in megabytes.split(" or ")
         ]
     assert len(rows) >= 5
+
+
+def test_the_reference_lists_every_reason() -> None:
+    text = PAGES["docs/reference/statistics.md"].read_text("utf-8")
+    for reason in Reason:
+        if reason is not Reason.REUSED:
+            assert f"| `{reason}` | {reason.sentence} |" in text, reason

@@ -18,6 +18,7 @@ from cachecraft_rag.cli.first_sentence import first_sentence
 from cachecraft_rag.cli.options import (
     ANSWER_KEYS,
     ENGINE_KEYS,
+    counted,
     megabytes,
     print_json,
     takes,
@@ -205,7 +206,7 @@ def prime_all(rag: CacheCraft, *, alone: bool = False) -> Primed:
 def print_estimate(estimate: PrimingEstimate, codec: str) -> None:
     """The work and space that priming takes, before it starts; a warning if not all of it can stay."""
     err.print(
-        f"to compute: {estimate.captures} chunk-caches, {estimate.tokens:,} tokens, "
+        f"to compute: {counted(estimate.captures, 'chunk-cache')}, {counted(estimate.tokens, 'token')}, "
         f"{megabytes(estimate.nbytes)} on disk ({codec}); the store takes {megabytes(estimate.disk_used)} of "
         f"{megabytes(estimate.disk_budget)}, {megabytes(estimate.disk_free)} of the disk are free",
         soft_wrap=True,
@@ -233,11 +234,14 @@ def opened_caches(store: Path) -> Iterator[ChunkCacheStore | None]:
 def print_index_report(report: IndexReport, primed: Primed) -> None:
     """The report in two or three lines."""
     out.print(
-        f"{len(report.added)} documents added, {len(report.updated)} updated, {len(report.removed)} removed, "
-        f"{len(report.unchanged)} unchanged; {report.chunks_embedded} chunks embedded in {report.seconds:.1f} s"
+        f"{counted(len(report.added), 'document')} added, {len(report.updated)} updated, "
+        f"{len(report.removed)} removed, {len(report.unchanged)} unchanged; "
+        f"{counted(report.chunks_embedded, 'chunk')} embedded in {report.seconds:.1f} s"
     )
     if primed.captured is not None:
-        out.print(f"{primed.captured} chunk-caches computed (the instruction has one too)")
+        out.print(
+            f"{counted(primed.captured, 'chunk-cache')} computed (the instruction has one too)"
+        )
     for problem in report.problems:
         warn(f"left out {problem.reason}")
     if not any((report.added, report.updated, report.removed, report.unchanged)):

@@ -13,7 +13,7 @@ import typer
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.ask import opened_caches, require_index
 from cachecraft_rag.cli.console import out
-from cachecraft_rag.cli.options import print_json, print_table, takes
+from cachecraft_rag.cli.options import counted, print_json, print_table, takes
 from cachecraft_rag.engine.settings import Settings
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def ls(as_json: options.Json = False, *, settings: Settings) -> None:
         return
     rows = [(document.doc_id, document.chunks, document.root) for document in documents]
     print_table(("document", "chunks", "folder"), rows)
-    out.print(f"{len(documents)} documents")
+    out.print(counted(len(documents), "document"))
 
 
 @app.command()
@@ -76,6 +76,6 @@ def remove(
         print_json(asdict(removed))
         return
     out.print(
-        f"{len(removed.documents)} documents, {len(removed.chunk_ids)} chunks and {removed.chunk_caches} chunk-caches "
-        f"removed, {options.megabytes(removed.nbytes)} freed"
+        f"{counted(len(removed.documents), 'document')}, {counted(len(removed.chunk_ids), 'chunk')} and "
+        f"{counted(removed.chunk_caches, 'chunk-cache')} removed, {options.megabytes(removed.nbytes)} freed"
     )

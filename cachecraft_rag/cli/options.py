@@ -397,6 +397,15 @@ def numbers(text: str) -> list[float]:
     return values
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, in the singular for 1.
+
+    >>> counted(1, "document"), counted(2, "document"), counted(1200, "chunk-cache")
+    ('1 document', '2 documents', '1,200 chunk-caches')
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def megabytes(nbytes: float) -> str:
     """Bytes for people: as MB, from 10,000 MB on as GB.
 

@@ -15,7 +15,14 @@ import typer
 from cachecraft_rag.checks import check_number
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
-from cachecraft_rag.cli.options import megabytes, print_json, print_table, progress_bar, takes
+from cachecraft_rag.cli.options import (
+    counted,
+    megabytes,
+    print_json,
+    print_table,
+    progress_bar,
+    takes,
+)
 from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.errors import ConfigError, StoreError
 
@@ -136,12 +143,12 @@ def stats(
             | {"calibrations": {name: asdict(value) for name, value in calibrated.items()}}
         )
         return
-    out.print(f"{numbers.variants} variants of {numbers.chunks} chunks")
+    out.print(f"{counted(numbers.variants, 'variant')} of {counted(numbers.chunks, 'chunk')}")
     out.print(f"disk {megabytes(numbers.disk_bytes)} of {megabytes(numbers.disk_budget)}")
     if (shared := numbers.remote) is not None:
         sizes = "does not answer"
         if shared.variants is not None and shared.nbytes is not None:
-            sizes = f"{shared.variants} variants, {megabytes(shared.nbytes)}"
+            sizes = f"{counted(shared.variants, 'variant')}, {megabytes(shared.nbytes)}"
             sizes += f" of {megabytes(shared.budget)}" if shared.budget else ""
         out.print(f"remote {shared.url}: {sizes}", soft_wrap=True)
     for fingerprint, calibration in calibrated.items():
@@ -164,9 +171,9 @@ def check(
     else:
         for finding in report.findings:
             out.print(f"{finding.kind}: {finding.path}: {finding.what} → {finding.action}")
-        verdict = "all sound" if not report.findings else f"{len(report.findings)} findings"
+        verdict = "all sound" if not report.findings else counted(len(report.findings), "finding")
         out.print(
-            f"{report.rows} variants, {report.files} files, {megabytes(report.nbytes)}: {verdict}"
+            f"{counted(report.rows, 'variant')}, {counted(report.files, 'file')}, {megabytes(report.nbytes)}: {verdict}"
         )
     if report.findings and not repair:
         raise typer.Exit(1)
@@ -241,4 +248,4 @@ def evict(as_json: options.Json = False, *, settings: Settings, chosen: EvictOpt
     if as_json:
         print_json(asdict(gone))
     else:
-        out.print(f"{gone.variants} variants removed, {megabytes(gone.nbytes)} freed")
+        out.print(f"{counted(gone.variants, 'variant')} removed, {megabytes(gone.nbytes)} freed")

@@ -23,13 +23,18 @@ from cachecraft_rag.serving.config import Audits, NewVariants, When
 from cachecraft_rag.store import StoreConfig
 
 _PER_QUESTION = "sampling=SamplingParams({}=…) with each question"
+_OF_REUSE = "reuse=ReuseConfig({}=…)"
 _OFTEN_TRIED = MappingProxyType(
     dict.fromkeys(("system_prompt", "system_message", "instruction", "instructions"), "system")
     | {
         name: _PER_QUESTION.format("max_new_tokens" if name == "max_tokens" else name)
         for name in ("max_tokens", "max_new_tokens", "temperature", "top_p", "seed", "stop")
     }
-    | {setting.name: f"reuse=ReuseConfig({setting.name}=…)" for setting in fields(ReuseConfig)}
+    | {
+        setting.name: _OF_REUSE.format(setting.name)
+        for setting in fields(ReuseConfig)
+        if setting.name != "reuse"
+    }
 )
 
 
@@ -41,8 +46,8 @@ class EngineConfig:
                     bfloat16 on a CPU that computes it); see `Decoder.load`
     device          device of the model: cpu, cuda, cuda:1 … or auto
     namespace       tenant; no other tenant uses its chunk-caches. The retrieval index is shared
-    system          instruction before every prompt. Prime and ask with the same one: after another instruction,
-                    chunk-caches are reused approximately, as after other neighbours
+    system          instruction before every prompt. Chunk-caches that were captured after another instruction are
+                    reused approximately, so prime and ask with the same one
     private_system  whether `system` holds one user's text: captures after it are then private to the session
     best_last       whether the best chunk is the last, directly before the question; see `PromptBuilder`
     reuse           settings of the reuse of chunk-caches

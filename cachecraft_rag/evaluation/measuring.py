@@ -106,7 +106,10 @@ def label(method: str, ratio: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A method at a recompute ratio; methods without a ratio have None."""
+    """A method at a recompute ratio.
+
+    ratio  None for a method without a ratio. None for a method that takes one: CFO decides for each chunk
+    """
 
     method: Method
     ratio: float | None = None
@@ -119,16 +122,21 @@ class Trial:
     @property
     def config(self) -> ReuseConfig:
         """Settings of the engine."""
-        return self.method.config(self.ratio or 0.0)
+        config = self.method.config(self.ratio or 0.0)
+        if self.method.takes_ratio and self.ratio is None:
+            return replace(config, recompute_ratio=None)
+        return config
 
 
-def trials_of(methods: Sequence[Method], ratios: Sequence[float]) -> tuple[Trial, ...]:
-    """Each method at each ratio, or once if it takes no ratio.
+def trials_of(methods: Sequence[Method], ratios: Sequence[float | None]) -> tuple[Trial, ...]:
+    """Return each method at each ratio, or once if it takes no ratio. The ratio None stands for CFO's choice.
 
     Raises:
-        ConfigError: a method needs a ratio and none is given, or a ratio is out of range.
+        ConfigError: a method needs a ratio and none is given, a ratio is out of range, or the ratio is None for a
+            method whose preparation needs a number.
     """
-    if any(not 0 < ratio <= 1 for ratio in ratios):
+    numbers = {ratio for ratio in ratios if ratio is not None}
+    if any(not 0 < ratio <= 1 for ratio in numbers):
         raise ConfigError(
             "a ratio must lie above 0 and at most at 1 (for 0 use the method full_cache)"
         )
@@ -137,7 +145,14 @@ def trials_of(methods: Sequence[Method], ratios: Sequence[float]) -> tuple[Trial
         raise ConfigError(
             f"{', '.join(needing)} need a recompute ratio; name one, for example 0.15"
         )
-    distinct = sorted(set(ratios))
+    distinct: list[float | None] = [*sorted(numbers)]
+    if None in ratios:
+        unable = [method.name for method in methods if method.takes_ratio and method.prepare]
+        if unable:
+            raise ConfigError(
+                f"{', '.join(unable)} need a number as recompute ratio, not cfo; name one, for example 0.15"
+            )
+        distinct.insert(0, None)
     return tuple(
         Trial(method, ratio)
         for method in methods
@@ -145,7 +160,7 @@ def trials_of(methods: Sequence[Method], ratios: Sequence[float]) -> tuple[Trial
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """The result of one method on one question.
 

@@ -16,7 +16,8 @@ from cachecraft_rag.evaluation.measuring import Record
 from cachecraft_rag.store.closeable import Closeable
 
 FILE = "records.jsonl"
-VERSION = 5  # of the settings' and the records' names
+# Version of the names in the file: raise it when a field of `Record` or a setting is added, removed or renamed.
+VERSION = 5
 _SHOWN = 3  # differences in one message
 
 

@@ -388,8 +388,8 @@ def test_index_says_what_it_left_out_and_when_it_found_nothing(
     done = cachecraft("index", "docs", cwd=tmp_path)
     assert done.stderr.count("table.xlsx") == 1
     assert "nothing was found" not in done.stderr
-    assert "1 documents added" in done.stdout
-    assert "1 chunks embedded" in done.stdout
+    assert "1 document added" in done.stdout
+    assert "1 chunk embedded" in done.stdout
 
 
 def test_an_unchanged_folder_is_left_alone(home: Path, cachecraft: Command) -> None:

@@ -15,10 +15,12 @@ from typer.testing import CliRunner
 
 from cachecraft_rag import Engine
 from cachecraft_rag.cli import store as store_commands
+from cachecraft_rag.cli.app import app
 from cachecraft_rag.cli.ask import print_calibration
 from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.evaluation.calibrate import calibrate
 from cachecraft_rag.errors import CacheCraftError, ConfigError
+from cachecraft_rag.evaluation.calibrate import METRICS
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
@@ -326,3 +328,13 @@ def towns(
 
 THINGS = ("mill", "bridge", "tower", "church", "market", "harbour", "school", "theatre")
 TOWNS = ("Arden", "Brook", "Corry", "Dunmore", "Elm", "Fenwick")
+
+
+def test_every_metric_is_in_the_help() -> None:
+    group = typer.main.get_command(app)
+    command = group.commands["calibrate"]  # type: ignore[attr-defined]
+    option = next(parameter for parameter in command.params if parameter.name == "metric")
+    missing = [name for name in METRICS if name not in option.help]
+    assert not missing, (
+        f"describe them in CalibrationOptions of cli/evaluation/calibrate.py: {missing}"
+    )

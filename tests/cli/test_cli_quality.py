@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from cachecraft_rag.cli.options import counted
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.serving.audits.audit import Audit, AuditText
@@ -41,6 +42,7 @@ def test_a_store_without_audits_says_how_to_get_them(home: Path, cachecraft: Com
     done = cachecraft("quality", "--namespace", "nobody", cwd=home)
     assert "No audited answers in " in done.stdout
     assert "--audit idle" in done.stdout
+    assert "--store names another folder" in done.stdout
     assert cachecraft("quality", "--namespace", "nobody", "--json", cwd=home).result == {
         "answers": 0
     }
@@ -62,13 +64,17 @@ def test_the_page_and_the_json_show_the_same_numbers(audited: Path, cachecraft: 
     assert result["computed_tokens"] > 0
 
     page = cachecraft("quality", cwd=audited).stdout
-    assert f"{result['answers']} answers were compared" in page
+    assert counted(result["answers"], "answer") + " compared" in page
     assert f"{result['overall']['same']['mean']:.1%}" in page
     assert f"{result['overall']['agreement']['mean']:.1%}" in page
     assert f"{result['computed_tokens']:,} tokens" in page
     for answer in result["worst"]:
         assert answer["request_id"][:8] in page
         assert not answer["is_same"]
+    rows = [line.split() for line in page.splitlines()]
+    for answer in result["worst"]:
+        row = next(row for row in rows if row and row[0] == answer["request_id"][:8])
+        assert row[3:5] == [str(answer["tokens"]), str(answer["first_difference"])]
 
 
 def test_the_worst_answers_show_the_text_that_was_kept(tmp_path: Path, cachecraft: Command) -> None:
@@ -111,7 +117,7 @@ def test_no_model_is_loaded(
     from cachecraft_rag.model.decoder import Decoder
 
     monkeypatch.setattr(Decoder, "load", lambda *_, **__: pytest.fail("a model was loaded"))
-    assert "answers were compared" in cachecraft("quality", cwd=audited).stdout
+    assert "compared with full prefill" in cachecraft("quality", cwd=audited).stdout
 
 
 def test_the_setting_is_checked_before_a_model_is_loaded(home: Path, cachecraft: Command) -> None:

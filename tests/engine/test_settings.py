@@ -278,7 +278,8 @@ def test_showing_limits_sets_none(here: Path) -> None:
         ("system_prompt", "system?"),
         ("instructions", "system?"),
         ("host_byte", "host_bytes?"),
-        ("recompute_ratio", "reuse=ReuseConfig(recompute_ratio=…)"),
+        ("recompute_ratio", "reuse=ReuseConfig(recompute_ratio=…)?"),
+        ("nearest_share", "reuse=ReuseConfig(nearest_share=…)?"),
     ],
 )
 def test_options_of_other_libraries_are_answered_with_ours_before_the_list(

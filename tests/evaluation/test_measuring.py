@@ -16,6 +16,7 @@ from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion
 from cachecraft_rag.evaluation.measuring import (
     METHODS,
     NEAR_TIE,
+    PLAIN,
     Record,
     Reference,
     Trial,
@@ -54,6 +55,20 @@ def test_trials_are_every_method_at_every_ratio_it_takes() -> None:
     assert [one.label for one in found] == ["default@0.15", "default@0.3", "full_cache"]
     assert [one.config.recompute_ratio for one in found] == [0.15, 0.3, 0.0]
     assert trials_of(methods_named(["full_cache"]), [])[0].ratio is None
+
+
+def test_cfo_in_place_of_a_ratio_is_the_engine_s_default() -> None:
+    found = trials_of(methods_named(["default", "full_cache"]), [0.3, None])
+    assert [one.label for one in found] == ["default", "default@0.3", "full_cache"]
+    assert found[0].config == PLAIN
+    assert found[0].config.recompute_ratio is None
+    halving = replace(
+        METHODS["default"],
+        name="halving",
+        prepare=lambda _engine, question, _ratio: halved(question),
+    )
+    with pytest.raises(ConfigError, match="halving need a number"):
+        trials_of([halving], [None])
 
 
 def test_ratios_out_of_range_or_missing_are_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,43 @@ from cachecraft_rag.evaluation.records import FILE, VERSION, RecordLog
 
 SETTINGS = {"seed": 1, "origin": "alone", "methods": {"craft@0.15": {"alpha": 0.25}}}
 ONE = Record(
-    "q1", "craft", 0.15, 0.02, 0.9, 0.8, None, None, 0.1, 0.4, 0.15, 'a "quoted"\nanswer · \ud83d'
+    question_id="q1",
+    method="craft",
+    ratio=0.15,
+    kl=0.02,
+    top1=0.9,
+    rouge_l=0.8,
+    f1=None,
+    reference_f1=None,
+    ttft_s=0.1,
+    reference_ttft_s=0.4,
+    recomputed=0.15,
+    text='a "quoted"\nanswer · \ud83d',
 )
 TWO = replace(ONE, question_id="q2", f1=0.5, text="plain")
+
+
+# The fields of `Record` in this version of the file. If they change, raise VERSION and extend this.
+FIELDS_OF_VERSION = (
+    5,
+    (
+        "question_id",
+        "method",
+        "ratio",
+        "kl",
+        "top1",
+        "rouge_l",
+        "f1",
+        "reference_f1",
+        "ttft_s",
+        "reference_ttft_s",
+        "recomputed",
+        "text",
+        "right",
+        "reference_right",
+        "margin",
+    ),
+)
 
 
 def lines(folder: Path) -> list[str]:
@@ -30,6 +64,10 @@ def folder(tmp_path: Path) -> Path:
         log.append(replace(ONE, text="plain"))
         log.append(TWO)
     return tmp_path / "out"
+
+
+def test_other_fields_of_a_record_raise_the_version() -> None:
+    assert (VERSION, tuple(field.name for field in fields(Record))) == FIELDS_OF_VERSION
 
 
 def test_appended_records_are_read_again(folder: Path) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from cachecraft_rag.store import ChunkCacheStore
 
 DEFAULT_LIMIT = 100
+CFO = "cfo"  # in --ratios: no ratio, the engine decides for each chunk
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Questions:
 class Measuring:
     """Options: the model and store to measure with, at which ratios, and where results go.
 
-    ratios   recompute ratios, comma-separated
+    ratios   recompute ratios, comma-separated; cfo: the engine decides for each chunk, as ask does without a ratio.
+             The report calls that default, and a ratio default@0.15
     origin   how chunks were captured before a question reuses them. documents: primed, as index --prime does it;
              stream: by the questions before; neighbours: after the chunks before them in their document; alone: after
              a fixed passage; unrelated: after chunks of other documents, the hardest case
@@ -111,7 +113,7 @@ class Measuring:
     """
 
     model: str = "demo"
-    ratios: str = "0.05,0.1,0.15,0.2,0.3"
+    ratios: str = "cfo,0.05,0.1,0.15,0.2,0.3"
     origin: str = "documents"
     warmup: int = 20
     out: Path = Path("cachecraft-eval")
@@ -132,7 +134,7 @@ class Measuring:
         from cachecraft_rag.evaluation.measuring import trials_of
         from cachecraft_rag.evaluation.records import RecordLog
 
-        trials = trials_of(methods, numbers(self.ratios))
+        trials = trials_of(methods, recompute_ratios(self.ratios))
         settings = runner.EvaluationSettings(
             trials, origin, self.warmup, questions.answer_tokens, questions.seed
         )
@@ -147,6 +149,18 @@ class Measuring:
                 log = opened.enter_context(RecordLog(self.out, described, restart=self.restart))
             with progress_bar("Measuring", remaining=True) as show:
                 return described, runner.evaluate(engine, dataset, settings, log=log, progress=show)
+
+
+def recompute_ratios(text: str) -> list[float | None]:
+    """Return a comma-separated list of recompute ratios; None for "cfo".
+
+    >>> recompute_ratios("cfo, 0.15")
+    [None, 0.15]
+    """
+    ratios: list[float | None] = []
+    for part in text.split(","):
+        ratios += [None] if part.strip() == CFO else numbers(part)
+    return ratios
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,10 @@ def quality(
         answers = 0 if report is None or report.overall is None else report.overall.answers
         print_json({"answers": answers} | ({} if report is None else report.as_dict()))
     elif report is None:
-        out.print(f"No audited answers in {store}; {ADVICE}.", soft_wrap=True)
+        out.print(
+            f"No audited answers in {store} (--store names another folder); {ADVICE}.",
+            soft_wrap=True,
+        )
     else:
         print_report(report)
 
@@ -71,21 +74,22 @@ def print_report(report: QualityReport) -> None:
     """Print a report as tables."""
     if report.exact:
         out.print(
-            f"{report.exact} answers were exact: all their chunks were computed or reused without a change. They equal "
-            "full prefill's, and are not part of what follows.",
+            f"{options.counted(report.exact, 'exact answer')}: all chunks were computed or reused without a change, as "
+            "in full prefill. Not part of the results below.",
             soft_wrap=True,
         )
     overall = report.overall
     if overall is None:
         return
     out.print(
-        f"{overall.answers} answers were compared. Full prefill agrees with every token of {_share(overall.same)} of "
-        f"them, and with {_share(overall.agreement)} of all tokens; {_share(overall.net)} with near-ties, where it "
-        f"finds both tokens almost equally likely. KL divergence {_number(overall.kl)} nats per token.",
+        f"{options.counted(overall.answers, 'answer')} compared with full prefill. It agrees with every token of "
+        f"{_share(overall.same)} of them, and with {_share(overall.agreement)} of all tokens; "
+        f"{_share(overall.net)} with near-ties, where it finds both tokens almost equally likely. "
+        f"KL divergence {_number(overall.kl)} nats per token.",
         soft_wrap=True,
     )
     out.print(
-        f"{report.computed_tokens:,} tokens were computed for these audits, in idle time.",
+        f"{options.counted(report.computed_tokens, 'token')} computed for these audits, in idle time.",
         soft_wrap=True,
     )
     _print_groups("chunks captured", report.by_origin)
@@ -139,7 +143,7 @@ def _print_worst(audits: Sequence[Audit]) -> None:
                 audit.request_id[:ID_LETTERS],
                 when,
                 audit.tokens,
-                "" if first is None else first + 1,
+                "" if first is None else first,
                 f"{audit.agreement:.0%}",
                 f"{audit.kl:.3f}",
                 _ORIGINS.get(audit.origin, audit.origin),
@@ -150,7 +154,7 @@ def _print_worst(audits: Sequence[Audit]) -> None:
             "worst answer",
             "audited",
             "tokens",
-            "first difference at",
+            "tokens before the first difference",
             "agreement",
             "KL",
             "chunks captured",

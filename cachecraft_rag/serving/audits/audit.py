@@ -129,7 +129,7 @@ class Audit:
 
     @property
     def first_difference(self) -> int | None:
-        """First of the `differences`, or None."""
+        """The first place that differs, counted from 0: the number of tokens that agree before it. None without one."""
         return self.differences[0] if self.differences else None
 
     def as_dict(self) -> dict[str, object]:
