@@ -73,7 +73,7 @@ def require_match(store: Path, where: Where | None) -> None:
             )
 
 
-def load(settings: Settings, *, server: str | None = None, **chosen: Any) -> CacheCraft:
+def load(settings: Settings, *, server: str | None = None, **chosen: object) -> CacheCraft:
     """Open a `CacheCraft` by the settings, with a spinner on stderr meanwhile; the caller closes it.
 
     Sends traces if the environment names a collector. Without a server, other libraries' output is silenced.

@@ -43,7 +43,7 @@ def opened(
 ) -> Iterator[ChunkCacheStore]:
     """The store inside a folder, or the folder itself if it is an engine's own store. Creates nothing.
 
-    Raises StoreError if there is none.
+    Raises StoreError if the folder holds no store.
     """
     from cachecraft_rag.store import CATALOG_FILE, ChunkCacheStore
     from cachecraft_rag.store.config import CACHE_FOLDER

@@ -45,7 +45,6 @@ from cachecraft_rag.serving.admission import AdmissionQueue
 from cachecraft_rag.serving.answering import Answering
 from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.audits.auditor import Auditor
-from cachecraft_rag.serving.audits.controller import RatioController
 from cachecraft_rag.serving.audits.results import AuditResults
 from cachecraft_rag.serving.capturing import LocalCapturer
 from cachecraft_rag.serving.config import Audits, NewVariants
@@ -123,16 +122,10 @@ class Engine(AnswerEngine):
         if config is not None:
             options["reuse"] = config
         chosen = replace(settings or EngineConfig(), **options)
-        assert isinstance(chosen.new_variants, NewVariants), (
-            "EngineConfig turns a word into NewVariants"
-        )
         chosen.require_usable_target()
         super().__init__(decoder, store, chosen)
 
-        registry = self.request_counts.registry
-        speed = ComputeSpeed(decoder.keys_per_row)
-        joint = JointRows(decoder, speed, most=chosen.decode_rows, registry=registry)
-        self.loop = StepLoop(decoder, joint)
+        self.loop = self._new_loop(chosen)
         weakref.finalize(self, self.loop.end).atexit = False
 
         self._opened = ExitStack()  # closed by `close`, after the captures
@@ -143,7 +136,7 @@ class Engine(AnswerEngine):
             chosen.max_waiting,
             chosen.wait_timeout_s,
             preload_bytes=chosen.preload_bytes,
-            registry=registry,
+            registry=self.request_counts.registry,
         )
         self.write_back = WriteBackQueue(
             store,
@@ -154,15 +147,7 @@ class Engine(AnswerEngine):
         )
         self._capturer = LocalCapturer(decoder, self.loop, self.write_back)
         loader = Loader(store, decoder.layout.layers)
-        self.new_variants = VariantMaker(
-            config=chosen.new_variants,
-            stack=decoder,
-            store=store,
-            loader=loader,
-            write_back=self.write_back,
-            look_up=self.look_up,
-            loop=self.loop,
-        )
+        self.new_variants = self._new_variant_maker(chosen, loader)
         self.auditor = self._new_auditor(chosen, loader)
         self._answering = Answering(
             decoder=decoder,
@@ -179,16 +164,39 @@ class Engine(AnswerEngine):
         )
         store.before_removal.append(self._before_removal)
 
+    def _new_loop(self, config: EngineConfig) -> StepLoop:
+        speed = ComputeSpeed(self.decoder.keys_per_row)
+        joint = JointRows(
+            self.decoder,
+            speed,
+            most=config.decode_rows,
+            registry=self.request_counts.registry,
+        )
+        return StepLoop(self.decoder, joint)
+
+    def _new_variant_maker(self, config: EngineConfig, loader: Loader) -> VariantMaker:
+        assert isinstance(config.new_variants, NewVariants), (
+            "EngineConfig turns a word into NewVariants"
+        )
+        return VariantMaker(
+            config=config.new_variants,
+            stack=self.decoder,
+            store=self.store,
+            loader=loader,
+            write_back=self.write_back,
+            look_up=self.look_up,
+            loop=self.loop,
+        )
+
     def _new_auditor(self, config: EngineConfig, loader: Loader) -> Auditor:
         assert isinstance(config.audit, Audits), "EngineConfig turns a word or a number into Audits"
-        target = config.target()
         results = AuditResults(
             config.audit,
             self.store,
             namespace=config.namespace,
             fingerprint=self.decoder.fingerprint,
             registry=self.request_counts.registry,
-            controller=None if target is None else RatioController(target),
+            target=config.target(),
         )
         return Auditor(
             decoder=self.decoder,

@@ -132,8 +132,8 @@ def trials_of(methods: Sequence[Method], ratios: Sequence[float | None]) -> tupl
     """Return each method at each ratio, or once if it takes no ratio. The ratio None stands for CFO's choice.
 
     Raises:
-        ConfigError: a method needs a ratio and none is given, a ratio is out of range, or the ratio is None for a
-            method whose preparation needs a number.
+        ConfigError: a method needs a ratio and none is given, a ratio is out of range, or a method whose
+            preparation needs a number gets None.
     """
     numbers = {ratio for ratio in ratios if ratio is not None}
     if any(not 0 < ratio <= 1 for ratio in numbers):

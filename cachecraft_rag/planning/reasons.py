@@ -39,13 +39,6 @@ class Reason(StrEnum):
     left_to_server    over vLLM: the request was computed without chunk-caches
     not_reported      over a server: there is no report of the request
 
-    A reason is set before computing by `planner.make_plan`, and after it by `compute.resolve.executed_plan` for what
-    was computed instead of loaded. Those of chunks that were trimmed, failed or computed by a server are set by
-    `serving.request`. These settings lead to a reason: REUSE_OFF `reuse`, OTHER_PREFIX `scope`, NOT_WORTH_FIXING
-    `alpha`, NEAREST `nearest_share`, COMPUTED_FASTER and COMPUTED_LATE `loading`, LOSSY_CODEC `codec`.
-
-    REUSED, the empty code, is also that of a chunk of which some tokens were recomputed: that is the usual case.
-
     >>> str(Reason.NOT_STORED), explain(Reason.NOT_STORED)
     ('not_stored', 'no chunk-cache stored')
     """

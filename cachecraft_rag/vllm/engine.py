@@ -25,7 +25,6 @@ from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.answer_text import answer_text
 from cachecraft_rag.serving.audits.audit import Audit
-from cachecraft_rag.serving.audits.controller import RatioController
 from cachecraft_rag.serving.audits.predictions import LikeliestTokens
 from cachecraft_rag.serving.audits.results import AuditResults
 from cachecraft_rag.serving.config import Audits, NewVariants
@@ -103,14 +102,13 @@ class VLLMBackend:
         self._key = key
         self._look_up = look_up
         self.new_variants = IdleVariants(config.new_variants, self._capture_missing)
-        target = config.target()
         results = AuditResults(
             config.audit,
             store,
             namespace=config.namespace,
             fingerprint=model.fingerprint,
             registry=registry,
-            controller=None if target is None else RatioController(target),
+            target=config.target(),
         )
         self.audits = IdleAudits(
             results,

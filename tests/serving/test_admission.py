@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +17,8 @@ from cachecraft_rag.llama_index.llm import CacheCraftLLM
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.store.catalog_records import RowFilter
+from cachecraft_rag.store.layout import StoredVariant
+from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.types import Chunk
 from tests.engines import SHORT, Asking, Turn, until, waiting
 
@@ -126,6 +128,19 @@ def test_the_plan_is_that_of_the_turn(engine: Engine) -> None:
     first.ended()
 
 
+def noted_loads(engine: Engine) -> list[PendingLoads]:
+    """A list that takes up the loads that an engine begins from now on."""
+    begun: list[PendingLoads] = []
+    begin = engine._answering.loader.begin
+
+    def noted(stored: Sequence[tuple[StoredVariant, int]]) -> PendingLoads:
+        begun.append(begin(stored))
+        return begun[-1]
+
+    engine._answering.loader.begin = noted  # type: ignore[method-assign]
+    return begun
+
+
 def stored_by_another_engine(make_engine: MakeEngine, chunks: list[Chunk]) -> int:
     """Store these chunks; return the bytes of one of them in memory."""
     warm = make_engine()
@@ -141,9 +156,8 @@ SEVERAL = [Chunk(f"{number}. The crumb tray of the toaster is pulled out.") for 
 
 def test_all_that_wait_load_in_the_order_of_waiting(make_engine: MakeEngine) -> None:
     stored_by_another_engine(make_engine, SEVERAL)
-    engine, begun = make_engine(host_bytes=0, preload_bytes=1 << 30), list[Any]()
-    begin = engine._answering.loader.begin
-    engine._answering.loader.begin = lambda stored: begun.append(begin(stored)) or begun[-1]  # type: ignore[method-assign]
+    engine = make_engine(host_bytes=0, preload_bytes=1 << 30)
+    begun = noted_loads(engine)
     with Turn(engine, [TOASTER]) as first:
         others = [Asking(engine, [chunk], QUESTION) for chunk in SEVERAL]
         layers = engine.decoder.layout.layers
@@ -165,9 +179,8 @@ def test_all_that_wait_load_in_the_order_of_waiting(make_engine: MakeEngine) -> 
 
 def test_preloading_keeps_to_its_budget(make_engine: MakeEngine) -> None:
     nbytes = stored_by_another_engine(make_engine, SEVERAL)
-    engine, begun = make_engine(host_bytes=0, preload_bytes=2 * nbytes), list[Any]()
-    begin = engine._answering.loader.begin
-    engine._answering.loader.begin = lambda stored: begun.append(begin(stored)) or begun[-1]  # type: ignore[method-assign]
+    engine = make_engine(host_bytes=0, preload_bytes=2 * nbytes)
+    begun = noted_loads(engine)
     with Turn(engine, [TOASTER]) as first:
         others = [Asking(engine, [chunk], QUESTION) for chunk in SEVERAL]
         waiting(engine, 4)
@@ -181,9 +194,8 @@ def test_preloading_keeps_to_its_budget(make_engine: MakeEngine) -> None:
 
 def test_a_request_that_leaves_gives_its_room_back(make_engine: MakeEngine) -> None:
     stored_by_another_engine(make_engine, SEVERAL)
-    engine, begun = make_engine(host_bytes=0, preload_bytes=1 << 30), list[Any]()
-    begin = engine._answering.loader.begin
-    engine._answering.loader.begin = lambda stored: begun.append(begin(stored)) or begun[-1]  # type: ignore[method-assign]
+    engine = make_engine(host_bytes=0, preload_bytes=1 << 30)
+    begun = noted_loads(engine)
     with Turn(engine, [TOASTER]) as first:
         others = [Asking(engine, [chunk], QUESTION) for chunk in SEVERAL]
         until(lambda: len(begun) == 4)
@@ -203,9 +215,8 @@ def test_the_next_one_loads_while_it_waits(make_engine: MakeEngine, gone: bool) 
     warm = make_engine()
     Asking(warm, [KETTLE]).ended()
     warm.settle()
-    engine, begun = make_engine(host_bytes=0), list[Any]()
-    begin = engine._answering.loader.begin
-    engine._answering.loader.begin = lambda stored: begun.append(begin(stored)) or begun[-1]  # type: ignore[method-assign]
+    engine = make_engine(host_bytes=0)
+    begun = noted_loads(engine)
     with Turn(engine, [TOASTER]) as first:
         other = Asking(engine, [KETTLE], QUESTION)
         # all of it is there already

@@ -43,6 +43,13 @@ ORDERS = (MOVED, MOVED[::-1], [*MOVED[2:], *MOVED[:2]], [MOVED[1], MOVED[0], *MO
 CONFIG = ReuseConfig(
     recompute_ratio=0.0, nearest_share=0.0, drift=0.0, loading="whole", capture=False
 )
+# the same for each engine
+AUDITED: dict[str, Any] = {
+    "dtype": "float32",
+    "audit": "idle",
+    "new_variants": "off",
+    "reuse": CONFIG,
+}
 QUESTIONS = ("How is the kettle descaled?", "Where is the tray?", "How cold is it?", "Who rings?")
 
 
@@ -52,13 +59,7 @@ def engine(
 ) -> Iterator[VLLMEngine]:
     store = tmp_path_factory.mktemp("audited")
     with VLLMEngine.from_pretrained(
-        str(model_folder("demo")),
-        store=store,
-        server=SERVER,
-        dtype="float32",
-        audit="idle",
-        new_variants="off",
-        reuse=CONFIG,
+        str(model_folder("demo")), store=store, server=SERVER, **AUDITED
     ) as engine:
         engine.primer().prime(CHUNKS)
         yield engine
@@ -127,14 +128,7 @@ def test_audits_equal_those_of_the_engine_in_this_process(
         for question, chunks in cases
     ]
     root = engine.store.root.parent
-    with Engine.from_pretrained(
-        str(model_folder("demo")),
-        store=root,
-        dtype="float32",
-        audit="idle",
-        new_variants="off",
-        reuse=CONFIG,
-    ) as here:
+    with Engine.from_pretrained(str(model_folder("demo")), store=root, **AUDITED) as here:
         for (question, chunks), audit in zip(cases, of_server, strict=True):
             own = audit_of(here, asked(here, question, chunks)[1])
             assert own.differences == audit.differences
@@ -277,15 +271,9 @@ def test_a_quality_target_raises_the_ratio(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     usual = replace(CONFIG, recompute_ratio=None)
+    options = AUDITED | {"reuse": usual, "quality_target": 0.9999}
     with VLLMEngine.from_pretrained(
-        str(model_folder("demo")),
-        store=tmp_path,
-        server=SERVER,
-        dtype="float32",
-        audit="idle",
-        quality_target=0.9999,
-        new_variants="off",
-        reuse=usual,
+        str(model_folder("demo")), store=tmp_path, server=SERVER, **options
     ) as engine:
         engine.primer().prime(CHUNKS)
         ratios = []

@@ -17,7 +17,7 @@ from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.audits.audit import NEAR_TIE, Audit, AuditText, ReuseFacts
 from cachecraft_rag.serving.audits.audit_log import AuditLog, audits_in
-from cachecraft_rag.serving.audits.controller import RatioController
+from cachecraft_rag.serving.audits.controller import QualityTarget, RatioController
 from cachecraft_rag.serving.audits.predictions import ComparedPlace
 from cachecraft_rag.serving.config import Audits
 from cachecraft_rag.serving.request import Request
@@ -50,7 +50,10 @@ class AuditResults:
         namespace: tenant of the results.
         fingerprint: identity of the model.
         registry: of the metrics.
-        controller: sets the recompute ratio from the results; None without a quality target.
+        target: the quality target that the results steer the recompute ratio to; None without one.
+
+    Attributes:
+        controller: chooses the recompute ratio; None without a target.
     """
 
     def __init__(
@@ -61,10 +64,10 @@ class AuditResults:
         namespace: str,
         fingerprint: str,
         registry: prometheus_client.CollectorRegistry,
-        controller: RatioController | None = None,
+        target: QualityTarget | None = None,
     ) -> None:
         self.config = config
-        self.controller = controller
+        self.controller = None if target is None else RatioController(target)
         self._store = store
         self._namespace = namespace
         self._fingerprint = fingerprint
@@ -77,9 +80,9 @@ class AuditResults:
         if not config.share:
             return
         self._metrics = AuditMetrics(registry)
-        if controller is not None:
-            self._metrics.show_ratio(controller)
-            self._take_up_earlier(controller)
+        if self.controller is not None:
+            self._metrics.show_ratio(self.controller)
+            self._take_up_earlier(self.controller)
 
     def get(self, request_id: str) -> Audit | None:
         """Return the result of one of the last audits, or None: not audited, not yet, or too long ago."""
