@@ -29,6 +29,7 @@ COMMANDS = {
     "prompt-forms": "What prompts in the forms of common applications reuse, passages in a new order each time",
     "plain-prompts": "Prompts that nobody marked against the same passages as documents",
     "premises": "What the papers presuppose, looked at on a model and data",
+    "quality-target": "A quality target on a stream of questions, against fixed recompute ratios",
     "queue-preloading": "Times of requests that wait, with and without loading for the whole queue",
     "same-answers": "The same answers and statistics as another checkout, on 200 requests",
     "scale": "Retrieval, look-up and planning as the number of chunks grows",
