@@ -50,6 +50,12 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def test_a_folder_that_cannot_be_tidied_up_is_a_store_error(tmp_path: Path) -> None:
+    (tmp_path / "writers" / "0123.lock").mkdir(parents=True)
+    with pytest.raises(StoreError, match="cannot hold a store"):
+        ChunkCacheStore.open(tmp_path)
+
+
 # -- taken away -------------------------------------------------------------------------------------------------------
 
 
