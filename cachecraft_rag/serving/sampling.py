@@ -116,7 +116,8 @@ class SamplingOptions(TypedDict, total=False):
 def sampling_from(options: dict[str, Any]) -> dict[str, Any]:
     """Put a question's `SamplingOptions` together as the option `sampling`; other options are unchanged.
 
-    They override the fields of a given `sampling`. Raises ConfigError for values out of range.
+    They override the fields of a given `sampling`. Raises ConfigError for values out of range, and for both
+    `max_tokens` and `max_new_tokens`.
 
     >>> sampling_from({"max_tokens": 5, "stop": "END", "session": "ada"})["sampling"].stop
     ('END',)
