@@ -119,7 +119,7 @@ class VLLMBackend:
         store.before_removal.extend((self.new_variants.forget, self.audits.forget))
 
     def close(self) -> None:
-        """Finish the running captures, and drop the audits; vLLM keeps running."""
+        """Drop the audits and the new variants that wait; what is under way is not waited for. vLLM keeps running."""
         self.audits.close()
         self.new_variants.close()
 
@@ -515,7 +515,7 @@ class VLLMEngine(AnswerEngine):
         return replace(super().calibrated(config), **OFF)
 
     def close(self) -> None:
-        """Finish the running captures, and end vLLM."""
+        """Give up work in idle time, and end vLLM; answers under way fail. A second call does nothing."""
         if not self._home.here:
             return
         self._backend.close()
