@@ -241,7 +241,8 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def delete(self, ref_doc_id: str, **delete_kwargs: object) -> None:
         """Remove a document's nodes. A chunk that another document has too stays, with its chunk-cache.
 
-        Chunk-caches follow with the next `add`, after a minute, or at `close`: an upsert deletes first.
+        Chunk-caches follow with the next `add`, after a minute, or at `close`: an upsert deletes first. Raises
+        `ConfigError` for an unknown option.
         """
         check_names(delete_kwargs, ())
         if self._store is not None:

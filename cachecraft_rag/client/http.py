@@ -106,6 +106,7 @@ class HTTPEngine(AnswerEngine):
         Raises:
             ServerError: no server answers, or another kind of server, or its reply is malformed.
             ConfigError: an argument is out of range.
+            OSError: the server's tokenizer cannot be written to a temporary folder.
         """
         check_text("url", url, empty=False)
         for name, text in {

@@ -66,6 +66,8 @@ class CacheCraftLLM(CustomLLM):
         sampling: how tokens are drawn, unless a call has its own `sampling=`.
         max_tokens: most tokens of an answer, in place of those of `sampling`.
         session: see `Engine.stream`.
+
+    Raises `ConfigError` for a `max_tokens` below 1.
     """
 
     model_name: str

@@ -56,6 +56,16 @@ def test_a_folder_that_cannot_be_tidied_up_is_a_store_error(tmp_path: Path) -> N
         ChunkCacheStore.open(tmp_path)
 
 
+def test_a_lock_file_that_cannot_be_deleted_does_not_keep_the_store_open(tmp_path: Path) -> None:
+    store = ChunkCacheStore.open(tmp_path)
+    store.put(capture()).result()
+    shutil.rmtree(tmp_path / "writers")
+    (tmp_path / "writers").touch()
+    store.close()
+    with pytest.raises(StoreError):
+        store.rows()
+
+
 # -- taken away -------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import fcntl
 import os
 import threading
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -73,9 +74,10 @@ class Writers:
                 path.unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """Count as ended from now on."""
+        """Count as ended from now on; a lock file that cannot be deleted is left to the next opening."""
         with self._lock:
             if self._descriptor >= 0:
-                self._path(self.token).unlink(missing_ok=True)
+                with suppress(OSError):
+                    self._path(self.token).unlink(missing_ok=True)
                 os.close(self._descriptor)
                 self._descriptor = -1
