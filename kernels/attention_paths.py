@@ -179,7 +179,8 @@ def _masked_blocks(
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
     """Attend in one block with torch's kernel.
 
-    `q` and the result are `[kv_heads, group, rows, head_dim]`, keys and values `[keys, kv_heads, head_dim]`.
+    `q` and the result are `[kv_heads, group, rows, head_dim]`, keys and values `[keys, kv_heads, head_dim]`. The mask
+    `[rows, keys]` is added to the scores; None = every key is visible.
     """
     group = q.shape[1]
     return scaled_dot_product_attention(
