@@ -134,7 +134,10 @@ class VLLMBackend:
     # -- the self-check -----------------------------------------------------------------------------------------------
 
     def check_reuse(self) -> None:
-        """Run the `self_check` and remove its captures. A context that is too short for it is logged."""
+        """Run the `self_check` and remove its captures. A context that is too short for it is logged.
+
+        Raises UnsupportedModelError if reuse is not exact, StoreError if the store cannot be read or written.
+        """
         context = self._model.context_length
         block_size = int(self._calls.vllm_config.cache_config.block_size)
         prompt = check_prompt(
