@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import os
 import time
@@ -52,7 +51,8 @@ class AnswerStream(Iterator[str]):
     """An answer as an iterator of text pieces. `sources` is complete from the start, `text` and `stats` at the end.
 
     The model runs while pieces are read. The first piece raises BusyError or WaitTimeoutError if the engine is too busy
-    (`EngineConfig.max_waiting`, `wait_timeout_s`), and any piece ServerError if a server makes the answer and fails.
+    (`EngineConfig.max_waiting`, `wait_timeout_s`), StoreError if its store is closed, and any piece ServerError if a
+    server makes the answer and fails.
     """
 
     def __init__(
@@ -66,7 +66,10 @@ class AnswerStream(Iterator[str]):
         return next(self._generation)
 
     async def anext(self) -> str:
-        """Return the next piece without blocking the event loop. Raises StopAsyncIteration at the end."""
+        """Return the next piece without blocking the event loop.
+
+        Raises StopAsyncIteration at the end; else as for pieces.
+        """
         return await anext(self._generation)
 
     @property
@@ -174,7 +177,8 @@ class AsyncAnswerStream(AsyncIterator[str]):
     """An answer as an asynchronous iterator of text pieces; retrieval runs in a thread.
 
     `sources` is complete once the first piece is there, `text` and `stats` at the end. Errors of `CacheCraft.stream`
-    are raised by the first piece. After a `break` out of `async for`, `await stream.aclose()` stops the model.
+    are raised by the first piece, those of `AnswerStream` as there. After a `break` out of `async for`,
+    `await stream.aclose()` stops the model.
     """
 
     def __init__(self, begin: Callable[[], AnswerStream]) -> None:
@@ -207,7 +211,7 @@ class AsyncAnswerStream(AsyncIterator[str]):
         return self._begun.stats if self._begun is not None else None
 
     async def aclose(self) -> None:
-        """Stop generating."""
+        """Stop generating; no piece follows, and a second call does nothing."""
         self._closed = True
         if self._begun is not None:
             self._begun.close()
@@ -296,8 +300,6 @@ class CacheCraft(Retriever, Closeable):
         """
         from cachecraft_rag.client.http import HTTPEngine
 
-        names = inspect.signature(HTTPEngine.connect).parameters.keys() - {"url"}
-        check_names(options, names)
         check_path("embeddings", embeddings)
         check_names(options, signature(HTTPEngine.connect).parameters.keys() - {"url"})
         return cls._over(HTTPEngine.connect(url, **options), store, embeddings)
@@ -346,9 +348,11 @@ class CacheCraft(Retriever, Closeable):
             follow_links: also read targets of links outside the folder; otherwise such links are reported as problems.
 
         Raises:
-            DocumentError: there is nothing at the path, or a document in memory has the id of an indexed file. A single
-                unreadable file is a problem in the report instead.
-            IndexStoreError: the index cannot be written.
+            DocumentError: there is nothing at the path, or a file of a kind that cannot be indexed, or a document in
+                memory has the id of an indexed file. A single unreadable file is a problem in the report instead.
+            ConfigError: the metadata of a document in memory holds something other than texts, numbers, True, False and
+                None; with `prime` also as there.
+            IndexStoreError: the index is closed, or cannot be read or written.
             StoreError, ServerError: chunk-caches of removed documents could not be deleted, or others not be primed.
         """
         check_flag("prime", prime)
@@ -400,6 +404,9 @@ class CacheCraft(Retriever, Closeable):
 
         Raises:
             StoreError, ServerError: the store is closed, or the server fails. What was captured before stays.
+            IndexStoreError: the index is closed or damaged.
+            ConfigError: the engine's instruction is private (`private_system`), or a server refuses a text.
+            UnsupportedCallError: `alone` with the model in a server.
         """
         check_callable("progress", progress)
         check_flag("alone", alone)
@@ -410,9 +417,9 @@ class CacheCraft(Retriever, Closeable):
         )
 
     def estimate_priming(self, *, alone: bool = False) -> PrimingEstimate:
-        """Return the size and time of what `prime` would compute and store now; nothing is computed.
+        """Return the number, tokens and size of what `prime` would compute and store now; nothing is computed.
 
-        Raises as `prime`.
+        Raises as `prime`, and StoreError if the store's folder cannot be read.
         """
         from cachecraft_rag.serving.priming import estimate_priming
 
@@ -458,8 +465,8 @@ class CacheCraft(Retriever, Closeable):
 
         Raises:
             ConfigError: an option or the filter is unknown or invalid; else as in `Engine.stream`.
-            ContextLengthError: as in `Engine.stream`.
-            IndexStoreError: the index holds no documents yet.
+            ContextLengthError, UnsupportedCallError: as in `Engine.stream`.
+            IndexStoreError: the index holds no documents yet, is closed or damaged.
         """
         check_names(answering, AnsweringOptions.__annotations__)
         check_flag("search_history", search_history)
@@ -510,7 +517,10 @@ class CacheCraft(Retriever, Closeable):
         return AsyncAnswerStream(partial(self.stream, question, **options))
 
     async def aask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
-        """`ask` without blocking the event loop. A cancelled task stops the model after the current token."""
+        """`ask` without blocking the event loop; errors as there.
+
+        A cancelled task stops the model after the current token.
+        """
         stream = self.astream(question, **options)
         async for _ in stream:
             pass

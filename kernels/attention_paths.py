@@ -177,7 +177,11 @@ def _masked_blocks(
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
-    """Attend in one block with torch's kernel; `q` and the result are `[kv_heads, group, rows, head_dim]`."""
+    """Attend in one block with torch's kernel.
+
+    `q` and the result are `[kv_heads, group, rows, head_dim]`, keys and values `[keys, kv_heads, head_dim]`. The mask
+    `[rows, keys]` is added to the scores; None = every key is visible.
+    """
     group = q.shape[1]
     return scaled_dot_product_attention(
         q, _expanded(k, group), _expanded(v, group), attn_mask=mask, scale=scale
@@ -185,7 +189,10 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float)
 
 
 def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
-    """Compute the result of `fused` with the group's heads as rows; the mask is repeated for each head."""
+    """Compute the result of `fused` with the group's heads as rows; the mask is repeated for each head.
+
+    Shapes as in `fused`.
+    """
     kv_heads, group, rows, head_dim = q.shape
     folded_q = q.reshape(1, kv_heads, group * rows, head_dim)
     keys = k.transpose(0, 1)[None]
@@ -196,7 +203,7 @@ def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    """Attend from a prompt's first rows to the keys up to each; `q` is `[kv_heads, group, rows, head_dim]`."""
+    """Attend from a prompt's first rows to the keys up to each, as many keys as rows; shapes as in `fused`."""
     group = q.shape[1]
     return scaled_dot_product_attention(
         q, _expanded(k, group), _expanded(v, group), is_causal=True, scale=scale

@@ -78,7 +78,8 @@ def search(
 ) -> list[SearchHit]:
     """Return the `top_k` chunks most similar to a question in its conversation, best first.
 
-    A follow-up also repeats the search of the turn before, for the chunks to prefer where scores tie.
+    A follow-up also repeats the search of the turn before, for the chunks to prefer where scores tie. Raises as
+    `FaissStore.search`, and what `encode` raises.
 
     encode  vectors `[texts, dim]` of texts
     """

@@ -38,7 +38,9 @@ class Embedder:
     device            for example "cpu" or "cuda:0"; None lets the library choose
     local_files_only  never use the network; otherwise the hub is asked only for files that are not on disk yet
 
-    Thread-safe: calls run one at a time. Raises `ModelNotFoundError` if the model cannot be loaded.
+    Thread-safe: calls run one at a time. Raises `ModelNotFoundError` if the model cannot be loaded, `ConfigError` for a
+    device that torch does not have, and `IndexStoreError` if the model gives a vector that is not finite, here and in
+    `encode_document` and `encode_query`.
     """
 
     def __init__(
@@ -116,11 +118,17 @@ class Embedder:
     def encode_document(
         self, texts: Sequence[str], *, progress: Callable[[Progress], None] | None = None
     ) -> NDArray[np.float32]:
-        """Return unit vectors of texts to be indexed, float32 `[texts, dim]`; `progress` is called after each batch."""
+        """Return unit vectors of texts to be indexed, float32 `[texts, dim]`; `progress` is called after each batch.
+
+        Raises `IndexStoreError` if the model gives a vector that is not finite, as half precision may.
+        """
         return self._encode(texts, "encode_document", progress)
 
     def encode_query(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return unit vectors of questions, float32 `[texts, dim]`; models may put a prompt before questions."""
+        """Return unit vectors of questions, float32 `[texts, dim]`; models may put a prompt before questions.
+
+        Raises as `encode_document`.
+        """
         return self._encode(texts, "encode_query", None)
 
     def _encode(

@@ -94,8 +94,10 @@ def index_folder(
     follow_links  also read targets of links outside the folder; otherwise such a link is a problem
 
     Raises:
-        DocumentError: there is nothing at `path`.
-        IndexStoreError: the index was made with another embedding model.
+        DocumentError: there is nothing at `path`, or a file of a kind that cannot be indexed.
+        IndexStoreError: the index was made with another embedding model, is closed, or cannot be read or written; or
+            the embedding model gives a vector that is not finite.
+        ConfigError: `chunk_tokens` or the embedding model's limit leaves no room for text.
     """
     listing = list_files(path, follow_links=follow_links)
     run = _Run(store, embedder, chunk_tokens=chunk_tokens, progress=progress, model=model)
@@ -125,7 +127,8 @@ def index_documents(
 ) -> IndexReport:
     """Add or update documents in memory; none is removed. Their doc_ids are used unchanged.
 
-    Raises `DocumentError` for a doc_id that belongs to an indexed file; else as `index_folder`.
+    Raises `DocumentError` for a doc_id that belongs to an indexed file, `ConfigError` for metadata that is not scalar;
+    else as `index_folder`. Documents that were written before stay.
     """
     run = _Run(store, embedder, chunk_tokens=chunk_tokens, progress=progress, model=model)
     given = list(documents)

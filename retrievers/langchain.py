@@ -45,19 +45,22 @@ Filter = Mapping[str, Any] | Callable[[dict[str, Any]], bool]
 
 
 class CacheCraftEmbeddings(Embeddings):
-    """An `Embedder` as LangChain's embeddings, for any vector store."""
+    """An `Embedder` as LangChain's embeddings, for any vector store; without one, the default `Embedder` is loaded.
+
+    Raises what `Embedder` raises.
+    """
 
     def __init__(self, embedder: Embedder | None = None) -> None:
         check_kind("embedder", embedder, Embedder, optional=True)
         self.embedder = embedder or Embedder()
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        """Return unit vectors of texts to be indexed."""
+        """Return a unit vector of each text to be indexed. Raises `IndexStoreError` as `Embedder.encode_document`."""
         vectors: list[list[float]] = self.embedder.encode_document(texts).tolist()
         return vectors
 
     def embed_query(self, text: str) -> list[float]:
-        """Return the unit vector of a question."""
+        """Return the unit vector of a question. Raises `IndexStoreError` as `Embedder.encode_document`."""
         vector: list[float] = self.embedder.encode_query([text])[0].tolist()
         return vector
 
@@ -71,6 +74,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     index      the caller closes it, unless it came from `open`, `from_texts` or `from_documents`
     embedding  any embeddings; their vectors are normalised to unit length
     caches     chunk-caches to delete with their documents; None: they stay until the store needs the space
+
+    Every method except `close` raises `IndexStoreError` as those of `FaissStore`; errors of `embedding` pass unchanged.
     """
 
     def __init__(
@@ -94,8 +99,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> Self:
         """Open the index in a folder, or make it; `caches` as in this class.
 
-        Raises `IndexStoreError` if it was made with other embeddings. LangChain's embeddings have no fingerprint, so
-        class, model name and width are compared.
+        Raises `IndexStoreError` if it was made with other embeddings, or is damaged. LangChain's embeddings have no
+        fingerprint, so class, model name and width are compared.
         """
         check_path("folder", folder)
         check_kind("embedding", embedding, Embeddings, advice="CacheCraftEmbeddings() is one")
@@ -137,7 +142,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> Self:
         """Open the index in `folder` and add texts to what it holds; `caches` as in this class.
 
-        `from_documents` takes the same options.
+        `from_documents` takes the same options. Raises as `open` and `add_documents`.
         """
         check_names(kwargs, ("caches", "folder", "ids", "metadatas"))
         store = cls.open(folder, embedding, caches=caches)
@@ -170,8 +175,9 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[str]:
         """Add documents, or replace those with the same ids; returns the ids, new ones where none were given.
 
-        Raises `ConfigError` for metadata that JSON cannot hold or another number of ids, and `IndexStoreError` for
-        vectors that do not fit the index.
+        Raises `ConfigError` for metadata that JSON cannot hold, another number of ids or an unknown option, and
+        `IndexStoreError` for vectors that do not fit the index. Raises as `Caches.evict` if chunk-caches of replaced
+        documents cannot be deleted: the documents were added then.
         """
         check_names(kwargs, ())
         documents = list(documents)
@@ -195,9 +201,10 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return names
 
     def delete(self, ids: list[str] | None = None, **kwargs: object) -> bool:
-        """Delete documents, or all of them without `ids`. Unknown ids are no error.
+        """Delete documents, or all of them without `ids`; returns True. Unknown ids are no error.
 
-        Chunk-caches follow with the next addition, after a minute, or at `close`: an upsert deletes first.
+        Chunk-caches follow with the next addition, after a minute, or at `close`: an upsert deletes first. Raises
+        `ConfigError` for an unknown option.
         """
         check_names(kwargs, ())
         index = self.index
@@ -259,7 +266,11 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     def max_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
-        """Return `k` of the `fetch_k` most similar documents, chosen to be like the query and unlike each other."""
+        """Return `k` of the `fetch_k` most similar documents, chosen to be like the query and unlike each other.
+
+        Raises `ConfigError` for an unknown option, a `k` or `fetch_k` below 1, a `lambda_mult` outside of 0 to 1, or an
+        invalid filter.
+        """
         vector = self._embedding.embed_query(query)
         return self.max_marginal_relevance_search_by_vector(
             vector, k, fetch_k, lambda_mult, **kwargs
@@ -275,7 +286,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         filter: Filter | None = None,
         **kwargs: object,
     ) -> list[Document]:
-        """`max_marginal_relevance_search` for a vector instead of a text."""
+        """`max_marginal_relevance_search` for a vector instead of a text; errors as there."""
         check_names(kwargs, ("fetch_k", "filter", "k", "lambda_mult"))
         check_whole("k", k, least=1)
         check_whole("fetch_k", fetch_k, least=1)

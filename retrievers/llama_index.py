@@ -85,6 +85,9 @@ class CacheCraftEmbedding(BaseEmbedding):
 
     Args:
         model: an `Embedder`, or its `model` argument.
+
+    Raises what `Embedder` raises, and `ConfigError` for an unknown setting. Embedding raises `IndexStoreError` if the
+    model gives a vector that is not finite.
     """
 
     _embedder: Embedder = PrivateAttr()
@@ -110,7 +113,7 @@ class CacheCraftEmbedding(BaseEmbedding):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> CacheCraftEmbedding:
-        """Load the embedding model of a `to_dict` again."""
+        """Load the embedding model of a `to_dict` again. Raises as the class."""
         settings = {**data, **kwargs}
         settings.pop("class_name", None)
         name = settings.pop("model_name", BUNDLED_EMBEDDER)
@@ -153,7 +156,8 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
             width of the vectors is checked, and they cannot, because LlamaIndex does not say which model it uses.
 
     Raises:
-        IndexStoreError: the folder holds an index of another embedding model, or a damaged one.
+        IndexStoreError: the folder holds an index of another embedding model, or a damaged one. Every method except
+            `close` raises it once the index is closed, or if its database cannot be read or, for a change, written.
     """
 
     stores_text: bool = True
@@ -214,8 +218,9 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def add(self, nodes: Sequence[BaseNode], **kwargs: object) -> list[str]:
         """Add nodes with their embeddings, or replace those with the same ids; returns the node ids.
 
-        Raises `IndexStoreError` for vectors that do not fit the index, or if another model made it, and LlamaIndex's
-        ValueError for a node without an embedding.
+        Raises `IndexStoreError` for vectors that do not fit the index, or if another model made it, `ConfigError` for
+        an unknown option, and LlamaIndex's ValueError for a node without an embedding. Raises as `Caches.evict` if
+        chunk-caches of replaced nodes cannot be deleted: the nodes were added then.
         """
         check_names(kwargs, ())
         nodes = list(nodes)
@@ -236,7 +241,8 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def delete(self, ref_doc_id: str, **delete_kwargs: object) -> None:
         """Remove a document's nodes. A chunk that another document has too stays, with its chunk-cache.
 
-        Chunk-caches follow with the next `add`, after a minute, or at `close`: an upsert deletes first.
+        Chunk-caches follow with the next `add`, after a minute, or at `close`: an upsert deletes first. Raises
+        `ConfigError` for an unknown option.
         """
         check_names(delete_kwargs, ())
         if self._store is not None:
@@ -267,7 +273,10 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
             self._evictions.later(self._store, self._store.delete_keys(chosen or ()).removed)
 
     def clear(self) -> None:
-        """Remove all nodes, and at once their chunk-caches; the index stays open."""
+        """Remove all nodes, and at once their chunk-caches; the index stays open.
+
+        Raises as `Caches.evict` if the chunk-caches cannot be deleted: the nodes were removed then.
+        """
         if self._store is not None:
             for document in self._store.documents():
                 self.delete(document.doc_id)
@@ -401,6 +410,9 @@ class CacheCraftRetriever(BaseRetriever):
         rag: a `CacheCraft`, or a plain `Retriever`; you close it yourself.
         top_k: how many chunks to retrieve.
         filters: which chunks may be retrieved, by their metadata.
+
+    Raises `ConfigError` for a `top_k` below 1. Retrieving raises as `Retriever.retrieve`, and filters what `where_of`
+    says.
     """
 
     def __init__(

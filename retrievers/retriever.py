@@ -58,7 +58,8 @@ class Retriever:
         Raises:
             ConfigError: a question that is not a text, a `top_k` below 1, an invalid filter, or a history that is no
                 list of pairs.
-            IndexStoreError: the index holds no documents yet.
+            IndexStoreError: the index holds no documents yet, is closed or damaged, or the embedding model gives a
+                vector that is not finite.
         """
         check_text("question", question, damaged=True)
         check_whole("top_k", top_k, least=1)
@@ -88,6 +89,8 @@ class Retriever:
 
         Raises:
             DocumentError: a name that no document has; nothing was removed then.
+            ConfigError: a name is empty; nothing was removed then.
+            IndexStoreError: the index is closed, or cannot be read or written.
             StoreError, ServerError: the documents were removed, but their chunk-caches could not be.
         """
         return remove_documents(self.index, names, caches=self.caches)
@@ -97,7 +100,7 @@ def open_index(root: str | os.PathLike[str], embedder: Embedder) -> FaissStore:
     """Open the retrieval index inside the store folder `root`, or make it.
 
     Raises:
-        IndexStoreError: it was made with another embedding model, or is damaged.
+        IndexStoreError: it was made with another embedding model, is damaged, or its folder cannot be used.
     """
     return FaissStore.open(
         Path(root) / INDEX_FOLDER, dim=embedder.dim, embedder_fingerprint=embedder.fingerprint

@@ -385,7 +385,7 @@ def outcome_of(chunk: ChunkStats) -> str:
 
 
 def print_sources(stream: AnswerStream) -> None:
-    """The source of each chunk, and how its chunk-cache was used."""
+    """Print the source of each chunk of an answer that has ended, and how its chunk-cache was used."""
     reports = {chunk.chunk_id: chunk for chunk in stream.stats.chunks}
     rows = []
     for place, source in enumerate(stream.sources, start=1):

@@ -61,6 +61,8 @@ class HTTPEngine(AnswerEngine):
     Chunks, history and question travel as texts. Prompts are built here too, with the server's tokenizer: a question
     that does not fit is refused at once, and the frameworks measure chunks and memories in the model's tokens.
     Chunk-caches stay with the server.
+
+    After `close` every call that asks the server raises ServerError; an answer does so with its first piece.
     """
 
     capabilities: ClassVar[Capabilities] = _MISSING
@@ -104,6 +106,7 @@ class HTTPEngine(AnswerEngine):
         Raises:
             ServerError: no server answers, or another kind of server, or its reply is malformed.
             ConfigError: an argument is out of range.
+            OSError: the server's tokenizer cannot be written to a temporary folder.
         """
         check_text("url", url, empty=False)
         for name, text in {
@@ -152,7 +155,7 @@ class HTTPEngine(AnswerEngine):
             return replies.disk_space(reply)
 
     def close(self) -> None:
-        """Close the connection; answers under way end."""
+        """Close the connection; answers under way fail with ServerError. A second call does nothing."""
         if self._home.here:
             self._link.close()
 
@@ -275,7 +278,8 @@ class ServerPrimer:
     ) -> int:
         """See `Primer.prime`; `captured` is called once a request.
 
-        Raises ServerError, ConfigError if the server refuses a text. What was captured before stays.
+        Raises ServerError; ConfigError if the server refuses a text, ContextLengthError if one is too long for the
+        model. What was captured before stays.
         """
         total = 0
         for part in request_sized(chunks):
@@ -287,7 +291,7 @@ class ServerPrimer:
         return total
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
-        """See `Primer.missing`. Raises ServerError, ConfigError as `prime`."""
+        """See `Primer.missing`. Raises as `prime`."""
         missing: dict[str, int] = {}
         for part in request_sized(chunks):
             reply = self._link.call(_PRIME, self._body(part) | {"estimate": True})

@@ -84,7 +84,7 @@ class _Deadline:
 
 
 class Link:
-    """HTTP requests to one server; thread-safe.
+    """HTTP requests to one server; thread-safe. Every request raises ServerError after `close`.
 
     Args:
         url: of the server.
@@ -159,7 +159,7 @@ class Link:
     ) -> object:
         """Send a request, with a JSON body if there is one, and return the JSON reply.
 
-        Raises ServerError, and ConfigError for a refused body.
+        Raises ServerError; ConfigError for a refused body, ContextLengthError if it is too long for the model.
 
         Args:
             patient: wait without limit, because the server computes for long.
@@ -179,7 +179,7 @@ class Link:
             reply = self.call(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=headers)
             with checked_reply(self.url, "statistics"):
                 return report_of(reply)
-        # or this client is closed; the answer itself is complete
+        # httpx raises RuntimeError if another thread closes this client; the answer itself is complete
         except (CacheCraftError, RuntimeError) as error:
             logger.warning(
                 "The statistics of request %s did not arrive: %s", printable(name), error
@@ -189,7 +189,7 @@ class Link:
     def audit(self, name: str, *, headers: Mapping[str, str]) -> Audit | None:
         """Return the audit of a request's answer; None if the server has none, or not yet.
 
-        Raises ServerError, also for a reply that is no audit.
+        Raises ServerError, also for a reply that does not hold an audit.
         """
         reply = self.call(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=headers)
         with checked_reply(self.url, "an audit"):
@@ -224,6 +224,8 @@ class Link:
         patient: bool = False,
     ) -> Iterator[httpx.Response]:
         """Send a request and open the reply. Raises an error for other statuses than 200."""
+        if self._client.is_closed:
+            raise ServerError(f"the connection to {self.url} was closed; connect again")
         deadline = _Deadline(None if patient else self._total_timeout_s)
         has_body = body is not None
         try:

@@ -164,7 +164,7 @@ class ServerFacts:
 def served_model(facts: ServerFacts, reply: object) -> ServedModel:
     """Return the model with the tokenizer that the server sent; for use within `checked_reply`.
 
-    Raises ServerError for a tokenizer that cannot be read.
+    Raises ServerError for a tokenizer that cannot be read, OSError if it cannot be written to a temporary folder.
     """
     from transformers import AutoTokenizer
 

@@ -17,7 +17,7 @@ from typing import ClassVar, Protocol, Self, TypedDict, Unpack
 from cachecraft_rag.checks import check_kind, listed
 from cachecraft_rag.engine.capabilities import ALL, Capabilities, Capability
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.errors import CacheCraftError, ConfigError
+from cachecraft_rag.errors import CacheCraftError, ConfigError, StoreError
 from cachecraft_rag.model.facts import DiskSpace, ModelFacts
 from cachecraft_rag.observability.request_counts import RequestCounts
 from cachecraft_rag.observability.request_log import log_request
@@ -146,9 +146,11 @@ class AnswerEngine(ABC):
 
         Raises:
             ContextLengthError: question, history and answer do not fit the model's context.
-            ConfigError: the question is empty, the history does not alternate, or a tool is invalid.
+            ConfigError: the question is empty, the history does not alternate, or a tool or a `json_schema` cannot be
+                used; by a piece, if an answer that keeps to the schema can neither go on nor end.
             UnsupportedCallError: this engine does not support tools, see `capabilities`.
             BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
+            StoreError: the store of this engine is closed; by this call or by the first piece.
             ServerError: by a piece, if a server makes the answer and fails.
         """
         check_kind(
@@ -309,7 +311,8 @@ class AnswerEngine(ABC):
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> LookupResult:
         """Return the stored variants of these segments for this model; variants that do not fit are left out.
 
-        Raises UnsupportedCallError if the chunk-caches are a server's, see `capabilities`.
+        Raises UnsupportedCallError if the chunk-caches are a server's, see `capabilities`, and StoreError if the store
+        is closed.
         """
         self.capabilities.require(Capability.LOOK_UP)
         assert isinstance(self.store, ChunkCacheStore), (
@@ -326,8 +329,16 @@ class AnswerEngine(ABC):
         )
 
     def disk_space(self) -> DiskSpace:
-        """Return the space of the folder where captures are stored."""
+        """Return the space of the folder where captures are stored.
+
+        Raises StoreError if the folder or its catalog cannot be read.
+        """
         assert isinstance(self.store, ChunkCacheStore), "engines over HTTP ask the server"
         stats = self.store.stats()
-        free = shutil.disk_usage(self.store.root).free
+        try:
+            free = shutil.disk_usage(self.store.root).free
+        except OSError as error:
+            raise StoreError(
+                f"The folder {self.store.root} is out of reach ({error}). Open the store again."
+            ) from error
         return DiskSpace(stats.disk_bytes, stats.disk_budget, free, self.store.config.codec)

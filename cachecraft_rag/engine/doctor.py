@@ -83,7 +83,7 @@ class Facts:
 def examine(engine: Engine, *, check: bool = True) -> Facts:
     """Look and measure; takes seconds, and with `check` as long as reading every stored byte.
 
-    The file written for measuring is removed again. Raises StoreError when the catalog cannot be read.
+    The file written for measuring is removed again. Raises StoreError if the store's folder or catalog cannot be read.
     """
     decoder = engine.decoder
     store = engine.store
@@ -148,7 +148,10 @@ def read_speed(folder: Path, nbytes: int = DISK_BYTES) -> float | None:
 
 
 def findings(facts: Facts) -> Iterator[Advice]:
-    """Judge the facts."""
+    """Judge the facts: yield one `Advice` on each subject that applies, whether it is "ok" or to be changed.
+
+    The model and the store are always among them.
+    """
     speed = f"{facts.model}: {facts.compute_speed:,.0f} tokens/s computed in {facts.dtype} on {facts.device}"
     yield Advice("model", "ok", f"{speed}, {facts.threads} threads")
     if facts.dtype == "float32" and facts.fast_bfloat16:

@@ -270,7 +270,7 @@ class Engine(AnswerEngine):
 
         Raises:
             ConfigError: a target without tokens, with too many, or with unknown ones; else as in `stream`.
-            ContextLengthError: as in `stream`.
+            ContextLengthError, BusyError, WaitTimeoutError, StoreError: as in `stream`, here by this call.
         """
         target = None if target is None else listed("target", target)
         sampling = SamplingParams(max_new_tokens=max_new_tokens)
@@ -309,7 +309,8 @@ class Engine(AnswerEngine):
         """Wait for the work that follows from answers: captures, new variants within their budget, audits, and writing.
 
         For programs that work in batches; after it, the same questions reuse as much as they can. Returns False if this
-        takes longer than `timeout` seconds, or if an answer is still under way.
+        takes longer than `timeout` seconds, or if an answer is still under way; None waits without limit. Raises
+        ConfigError for a `timeout` below 0 or above a million.
         """
         self._home.require()
         check_number("timeout", timeout, most=MOST_SECONDS, optional=True)
@@ -325,7 +326,7 @@ class Engine(AnswerEngine):
     def close(self) -> None:
         """Store the captures that are still waiting, and give up new variants.
 
-        A store that `from_pretrained` did not open stays open.
+        A store that `from_pretrained` did not open stays open. A question raises StoreError once the store is closed.
         """
         if not self._home.here:  # in a fork of its process there is nothing to finish or to release
             return

@@ -258,7 +258,7 @@ class Settings:
     file: Path | None = None
 
     def __getitem__(self, key: str) -> Any:
-        """Return the value of a key."""
+        """Return the value of a key. Raises KeyError for an unknown key."""
         return self.entries[key].value
 
     def given(self) -> dict[str, object]:

@@ -185,6 +185,7 @@ def calibrate(
     Raises:
         ConfigError: see `CalibrationSettings.require`; or this data cannot provide the origin condition; or full
             prefill's F1 is 0.
+        ContextLengthError, StoreError: as `runner.evaluate`.
     """
     tries = math.ceil(math.log2(len(ALPHAS))) + 1
     with Validation(
@@ -236,6 +237,8 @@ class Validation(Closeable):
     Args:
         passes: the number of α expected, for the total of the progress.
         folder: see `calibrate`.
+
+    Raises ConfigError as `CalibrationSettings.require`.
     """
 
     def __init__(
@@ -282,7 +285,8 @@ class Validation(Closeable):
     def at(self, alpha: float) -> Point:
         """Return the result of this α, measured on the first call.
 
-        Raises ConfigError if the metric is f1 and full prefill answers no question.
+        Raises ConfigError if the metric is f1 and full prefill answers no question; ContextLengthError and StoreError
+        as `runner.evaluate`.
         """
         if alpha not in self._points:
             self._run.total = max(self._run.total, len(self._questions) * (len(self._points) + 1))

@@ -135,7 +135,10 @@ class Origins:
         }
 
     def before(self, question: EvaluationQuestion) -> None:
-        """Capture the chunks of a question about to be measured; skipped for one that an earlier run has measured."""
+        """Capture the chunks of a question about to be measured; skipped for one that an earlier run has measured.
+
+        Raises ContextLengthError if a chunk does not fit a pass, StoreError if the store cannot be read or written.
+        """
         if self.condition.primes_documents:
             for chunk in question.passages:
                 self._prime(self.dataset.document_of(chunk.chunk_id))
@@ -175,7 +178,8 @@ class Origins:
     def after(self, question: EvaluationQuestion) -> None:
         """With captures left to the questions, ask this one with the default settings, which capture.
 
-        Called after every question, also those of the warm-up and those that an earlier run has measured.
+        Called after every question, also those of the warm-up and those that an earlier run has measured. Raises as
+        `AnswerEngine.stream`.
         """
         if not self.condition.is_stream:
             return

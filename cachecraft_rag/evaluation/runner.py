@@ -205,6 +205,8 @@ def evaluate(
 
     Raises:
         ConfigError: the warm-up leaves no question to measure, or this data cannot provide the origin condition.
+        ContextLengthError: a question with its passages, or a chunk to capture, does not fit the model's context.
+        StoreError: the store is closed or cannot be written.
     """
     measured = settings.measured(dataset)
     run = Run(engine, dataset, settings, log=log, progress=progress)
@@ -266,7 +268,10 @@ class Run:
             self._progress(Progress(min(len(self._records), self.total), self.total, what))
 
     def ask(self, question: EvaluationQuestion, trials: Sequence[Trial]) -> list[Record]:
-        """The records of one question, one per trial, in that order; measures those that are missing."""
+        """The records of one question, one per trial, in that order; measures those that are missing.
+
+        Raises ContextLengthError and StoreError as `evaluate`.
+        """
         missing = [
             trial for trial in trials if (question.question_id, trial.label) not in self._records
         ]

@@ -81,7 +81,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     max_tokens, temperature, top_p, seed, stop  see `SamplingParams`
 
     All but `engine` and `reuse` may also be given with a call. Raises `ConfigError` for an unknown setting, for
-    messages that hold more than text and for a conversation whose last message is not the user's.
+    messages that hold more than text and for a conversation whose last message is neither the user's nor a tool's. A
+    call also raises as `AnswerEngine.stream`, by the call or by a piece.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -159,7 +160,7 @@ class ChatCacheCraft(Closeable, BaseChatModel):
                 for is sure to come, with arguments of its schema, unless `max_tokens` ends it. Needs the extra
                 "structured" then.
 
-        Raises ConfigError for another `tool_choice`.
+        Raises ConfigError for another `tool_choice`, and LangChain's ValueError for a tool in another form.
         """
         made = [convert_to_openai_tool(tool) for tool in tools]
         return self.bind(tools=made, tool_choice=_choice_of(tool_choice, made), **kwargs)
@@ -176,7 +177,9 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         """Return the model with answers that keep to a schema: a pydantic model, a TypedDict or a JSON schema.
 
         Each token is drawn among those that lead to JSON of the schema, whatever `method` and `strict` say. Raises
-        ConfigError for an unknown `method`.
+        ConfigError for an unknown `method`, and LangChain's ValueError for a schema in another form. A call raises
+        ConfigError if the extra "structured" is missing or no answer can be kept to the schema. Of an answer that ends
+        early (`max_tokens`) LangChain's parser returns a part or, for a pydantic model, raises OutputParserException.
         """
         if method not in ("json_schema", "function_calling", "json_mode"):
             raise ConfigError(
@@ -471,7 +474,11 @@ def documents_of(given: Any, name: str) -> list[Document]:
 
 
 def history_of(input: Mapping[str, object], key: str) -> list[BaseMessage]:
-    """Return the messages under `key` of a chain's input, or none. Raises ConfigError for anything else."""
+    """Return the messages under `key` of a chain's input, or none.
+
+    Raises ConfigError for anything but a list, and LangChain's own ValueError or NotImplementedError for an item that
+    is not a message.
+    """
     given = input.get(key) or []
     # LangChain would turn each letter, key or field of these into a message.
     if isinstance(given, str | Mapping | BaseMessage) or not isinstance(given, Iterable):

@@ -39,6 +39,9 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
 
     document_prompt  formats a document for the model; None: its text alone. The formatted text is the chunk, so its
                      chunk id differs from the retriever's; "documents" in the statistics has the ids.
+
+    Raises ConfigError for an unknown setting. A call raises it for an input without question or documents, or of
+    another form; else as a call of `ChatCacheCraft`.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")

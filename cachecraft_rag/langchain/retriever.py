@@ -31,6 +31,9 @@ class ConversationRetriever(RunnableSerializable[dict[str, object], list[Documen
     documents of the turn before win ties, because their chunk-caches exist.
 
     `metadata["cachecraft_searched"]` of a follow-up's documents has what was searched for.
+
+    Raises ConfigError for an unknown setting. A call raises it for an input without a question, or of another form, and
+    for a history with more than text; errors of the retriever pass unchanged.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")

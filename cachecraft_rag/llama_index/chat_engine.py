@@ -124,7 +124,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         """In place of `index.as_chat_engine(…)`; `options` as in `CacheCraftQueryEngine.from_index`.
 
         Raises:
-            ConfigError: an unknown option, or one that has no meaning here (`chat_mode`, `system_prompt` …).
+            ConfigError: an unknown option, or one that has no meaning here (`chat_mode`, `system_prompt` …); others as
+                `CacheCraftQueryEngine.from_index`.
         """
         _refuse(options)
         engine = CacheCraftQueryEngine.from_index(index, **options)
@@ -139,7 +140,10 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         chat_history: Sequence[ChatMessage] | None = None,
         **options: Any,
     ) -> Self:
-        """Over any LlamaIndex retriever; `options` as in `CacheCraftQueryEngine.from_defaults`."""
+        """Over any LlamaIndex retriever; `options` and errors as in `CacheCraftQueryEngine.from_defaults`.
+
+        Also raises ConfigError for an option that has no meaning here, as `from_index`.
+        """
         _refuse(options)
         engine = CacheCraftQueryEngine.from_defaults(retriever, **options)
         return cls(engine, memory=memory, chat_history=chat_history)
@@ -171,7 +175,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     ) -> AgentChatResponse:
         """Retrieve and answer; `chat_history` replaces what the memory holds.
 
-        Raises `ConfigError`, `ContextLengthError` as `AnswerEngine.stream`.
+        Raises as `AnswerEngine.stream`, and what the retriever raises; then the turn is not remembered.
         """
         if chat_history is not None:
             self.memory.set(chat_history)
@@ -200,7 +204,10 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     def stream_chat(
         self, message: str, chat_history: list[ChatMessage] | None = None
     ) -> CacheCraftStreamingChatResponse:
-        """Retrieve, then answer piece by piece: `for piece in response.response_gen`."""
+        """Retrieve, then answer piece by piece: `for piece in response.response_gen`.
+
+        Raises as `chat`; errors of the answer are raised by its pieces.
+        """
         if chat_history is not None:
             self.memory.set(chat_history)
         turn = _Turn(self._checked(message), self.memory.get(input=message))

@@ -66,6 +66,8 @@ class CacheCraftLLM(CustomLLM):
         sampling: how tokens are drawn, unless a call has its own `sampling=`.
         max_tokens: most tokens of an answer, in place of those of `sampling`.
         session: see `Engine.stream`.
+
+    Raises `ConfigError` for a `max_tokens` below 1.
     """
 
     model_name: str
@@ -158,7 +160,8 @@ class CacheCraftLLM(CustomLLM):
             document_ids: the chunk id of each document, empty where it is not known. A text that was edited after
                 its id was noted is hashed again (`ChunkStats.stale_id`).
 
-        Raises `ConfigError` for unknown options, and for `documents` or `document_ids` that are not texts.
+        Raises `ConfigError` for unknown options, for `documents` that are not texts and for another number of
+        `document_ids`; else as `AnswerEngine.stream`, by this call or by a piece.
         """
         if unknown:
             raise ConfigError(
@@ -200,7 +203,11 @@ class CacheCraftLLM(CustomLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: object,
     ) -> Model:
-        """An answer that keeps to a pydantic model; `llm_kwargs` as in `begin`."""
+        """An answer that keeps to a pydantic model; `llm_kwargs` as in `begin`.
+
+        Raises `ConfigError` if the answer ends early (`max_tokens`), no answer can be kept to the model or the extra
+        "structured" is missing; else as `begin`.
+        """
         messages, options = self._structured(output_cls, prompt, llm_kwargs, prompt_args)
         return validated(output_cls, self.chat(messages, **options).message.content)
 
@@ -233,19 +240,19 @@ class CacheCraftLLM(CustomLLM):
     def keeping_to(
         self, output_cls: type[BaseModel], sampling: SamplingParams | None = None
     ) -> SamplingParams:
-        """Sampling that keeps an answer to a pydantic model."""
+        """Sampling that keeps an answer to a pydantic model. Raises `ConfigError` if it has no JSON schema."""
         return replace(sampling or self._sampling, json_schema=output_cls)
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer; keyword arguments as in `begin`."""
+        """Answer; keyword arguments and errors as in `begin`."""
         return last_of(responses_of(self.begin(prompt, **kwargs)))
 
     @llm_completion_callback()
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
-        """Answer piece by piece."""
+        """Answer piece by piece; keyword arguments and errors as in `begin`."""
         return responses_of(self.begin(prompt, **kwargs))
 
     @llm_completion_callback()
@@ -264,14 +271,17 @@ class CacheCraftLLM(CustomLLM):
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponse:
-        """Answer the last message; keyword arguments as in `begin`, apart from `history`."""
+        """Answer the last message; keyword arguments as in `begin`, apart from `history`.
+
+        Raises `ConfigError` if the last message is not the user's; else as `begin`.
+        """
         return completion_response_to_chat_response(
             last_of(responses_of(self._begin_chat(messages, kwargs)))
         )
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponseGen:
-        """Answer the last message piece by piece."""
+        """Answer the last message piece by piece; arguments and errors as in `chat`."""
         return stream_completion_response_to_chat_response(
             responses_of(self._begin_chat(messages, kwargs))
         )
@@ -296,7 +306,10 @@ class CacheCraftLLM(CustomLLM):
 
 
 def with_max_tokens(sampling: SamplingParams, max_tokens: int | None) -> SamplingParams:
-    """Return the sampling with another limit of an answer's tokens; None leaves it as it is."""
+    """Return the sampling with another limit of an answer's tokens; None leaves it as it is.
+
+    Raises ConfigError for a limit below 1.
+    """
     return sampling if max_tokens is None else replace(sampling, max_new_tokens=max_tokens)
 
 
@@ -320,7 +333,7 @@ def question_of(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
 
 
 def validated(output_cls: type[Model], text: str | None) -> Model:
-    """The object in an answer. Raises ConfigError where the answer ended too early."""
+    """The object in an answer. Raises ConfigError if the text is not JSON of the model, as when it ends early."""
     try:
         return output_cls.model_validate_json(text or "")
     except ValidationError as error:

@@ -112,7 +112,8 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
                 `filters` …). The named ones are those of `from_defaults`.
 
         Raises:
-            ConfigError: an option of `as_query_engine` that is about LlamaIndex's own LLM and prompts, or a retriever.
+            ConfigError: a retriever instead of an index, an option that is unknown or about LlamaIndex's own LLM and
+                prompts; else as `from_defaults`.
         """
         if isinstance(index, BaseRetriever):
             raise ConfigError(
@@ -179,7 +180,9 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
             engine_options: single options of `EngineConfig` by name (`system`, `device` …), which override `config`.
 
         Raises:
-            ConfigError: an index instead of a retriever, or settings of an engine beside an open one.
+            ConfigError: an index instead of a retriever, settings of an engine beside an open one, another
+                `response_mode`, or as `CacheCraftSynthesizer`.
+            ModelNotFoundError, UnsupportedModelError, StoreError: without `engine`, as `Engine.from_pretrained`.
         """
         if isinstance(retriever, BaseIndex):
             raise ConfigError("this is an index and not a retriever: write from_index(index, …)")

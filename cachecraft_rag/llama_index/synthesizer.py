@@ -191,7 +191,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     def synthesize(
         self, query: QueryTextType, nodes: list[NodeWithScore], *args: object, **settings: object
     ) -> RESPONSE_TYPE:
-        """LlamaIndex's own; the model does not see the nodes' `file_path`."""
+        """LlamaIndex's own; the model does not see the nodes' `file_path`. Raises as `get_response`."""
         sources = Sources(nodes)
         settings["document_ids"] = sources.noted_ids
         token = _record.set(_AnswerRecord(sources))
@@ -215,7 +215,11 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     def get_response(
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: object
     ) -> RESPONSE_TEXT_TYPE:
-        """Answer from texts, best first: a string, or a generator of pieces if this synthesizer streams."""
+        """Answer from texts, best first: a string, or a generator of pieces if this synthesizer streams.
+
+        With `output_cls` it is that object; then raises ConfigError if the answer ends early. Else raises as
+        `CacheCraftLLM.begin`.
+        """
         question, asked = self._asked(query_str, text_chunks, response_kwargs)
         answer: RESPONSE_TEXT_TYPE
         if self._streaming:

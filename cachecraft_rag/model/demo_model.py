@@ -62,6 +62,7 @@ def demo_model_folder() -> Path:
 
     Raises:
         ModelNotFoundError: neither the wheel nor the hub has the model; the message holds the command to type.
+        OSError: the converted model cannot be written.
     """
     gguf = _wheel_gguf()
     if gguf is None:
@@ -81,7 +82,7 @@ def convert_gguf(gguf: Path, target: Path) -> None:
     for the lock, which ends with the process that holds it.
 
     Float32, because it holds the dequantised weights exactly. bfloat16 would change 79 % of them and
-    save half the disk, but only a tenth of a second of a start.
+    save half the disk, but only a tenth of a second of a start. Raises OSError if the model cannot be written.
     """
     from filelock import FileLock  # here, so that importing this module costs nothing
 
@@ -117,7 +118,7 @@ def handbook_folder() -> Path:
 
 
 def handbook_questions() -> tuple[HandbookQuestion, ...]:
-    """The demo's questions, in the order in which to ask them."""
+    """The demo's questions, in the order in which to ask them. Raises as `handbook_folder`."""
     entries = json.loads((handbook_folder() / ".questions.json").read_text(encoding="utf-8"))
     return tuple(
         HandbookQuestion(entry["question"], tuple(entry["expect"]), entry["page"])

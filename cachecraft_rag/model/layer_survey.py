@@ -71,7 +71,7 @@ class RotaryCall:
     given: object
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin as the module gives them at these positions, each `[tokens, width]`."""
+        """Return cos and sin as the module gives them at these positions, each `[tokens, width]` in this dtype."""
 
         def replaced(value: object) -> object:
             if not isinstance(value, Tensor):
@@ -159,7 +159,10 @@ class RotaryKind:
     form: RotationForm
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin at these positions, each `[tokens, rotary_dim]`."""
+        """Return cos and sin at these positions, each `[tokens, rotary_dim]` in this dtype, on the positions' device.
+
+        They fit heads whose dimensions are in the order of all models. A rotary_dim of 0 gives two empty tensors.
+        """
         if self.call is None or self.form.rotary_dim == 0:
             empty = torch.empty(len(positions), 0, dtype=dtype, device=positions.device)
             return empty, empty

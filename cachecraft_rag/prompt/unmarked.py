@@ -179,9 +179,11 @@ def candidates_of(
     shared: Segment | None = None,
     each_prefix: bool = False,
 ) -> dict[str, Candidate]:
-    """Return name → candidate to capture, if text with that name was seen before.
+    """Return name → candidate to capture; the caller captures those whose names it has seen before.
 
-    Candidates may be the beginning of others, see `largest`.
+    There is a candidate for each found segment without a chunk-cache, and one for the whole prompt unless all of its
+    found segments are exact; the dict is empty if nothing is left to capture. Candidates may be the beginning of
+    others, see `largest`.
 
     Args:
         session: session of the request, see `session_of`.

@@ -130,7 +130,7 @@ class Answering:
     ) -> Work[Prefilled]:
         """Wait for the turn, plan, and prefill while what is not in memory is being loaded.
 
-        Raises BusyError and WaitTimeoutError.
+        Raises BusyError and WaitTimeoutError, and StoreError if the store is closed.
         """
         admission = self.admission
         plan: LoadingPlan | None = None
@@ -307,7 +307,7 @@ class Answering:
     def answer(
         self, task: LoopTask, request: Request, progress: RequestProgress, queue: TokenQueue
     ) -> Work[None]:
-        """Answer a request into a queue."""
+        """Answer a request into a queue. Raises as `prefill`."""
         captures = FutureCaptures()
         predictions = self.auditor.recorder(request)
         output = yield from self.prefill(task, request, progress, captures)
@@ -330,7 +330,10 @@ class Answering:
         progress: RequestProgress,
         target: Sequence[int] | None,
     ) -> Work[tuple[str, Tensor]]:
-        """Answer greedily, and predict along the target tokens; returns the text and logits `[target, vocabulary]`."""
+        """Answer greedily, and predict along the target tokens; returns the text and logits `[target, vocabulary]`.
+
+        Raises as `prefill`.
+        """
         captures = FutureCaptures()
         queue = TokenQueue(bounded=False)
         output = yield from self.prefill(task, request, progress, captures)

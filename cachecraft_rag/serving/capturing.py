@@ -23,7 +23,10 @@ class LocalCapturer:
     write_back: WriteBackQueue
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Compute a prompt, capture segments, and return when they are stored; see `AnswerEngine.capture`."""
+        """Compute a prompt, capture segments, and return when they are stored; see `AnswerEngine.capture`.
+
+        A capture that the store refuses does not raise: it is logged, and `stats` of the store counts it.
+        """
         # tokens after the last capture need not be computed
         bounds = prompt.bounds[: captures[-1] + 2]
         rows = Rows.of(bounds, new=range(bounds[-1]))

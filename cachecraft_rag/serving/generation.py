@@ -29,7 +29,8 @@ class Pieces(Protocol):
 class Generation(Iterator[str], AsyncIterator[str]):
     """An answer as an iterator of text pieces, also for `async for`. `text` and `stats` are complete once it has ended.
 
-    The first piece raises BusyError if too many requests are waiting, and WaitTimeoutError after too long a wait.
+    The first piece raises BusyError if too many requests are waiting, WaitTimeoutError after too long a wait, and
+    StoreError if the engine's store is closed. Any piece raises ServerError if a server makes the answer and fails.
     """
 
     def __init__(

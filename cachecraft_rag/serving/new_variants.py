@@ -101,7 +101,10 @@ class WantedVariants:
                 self._dropped[Dropped.FULL] += 1
 
     def best(self, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
-        """Return the most valuable candidate among these, or among all; None while the budget is spent."""
+        """Return the most valuable candidate among these, or among all.
+
+        None if there is no candidate, and while the budget is spent.
+        """
         if self._allowance <= 0.0:
             return None
         return self.candidates.best(among)
@@ -202,7 +205,10 @@ class VariantMaker:
                 self._wanted.drop(candidate, Dropped.REMOVED)
 
     def close(self) -> None:
-        """Drop all candidates, and give up the capture under way before its next layer."""
+        """Drop all candidates, and ask the capture under way to stop before its next layer, without waiting for it.
+
+        `busy` is False once it has ended. No capture begins any more.
+        """
         self._closed = True
         if self._running is not None:
             self._wanted.candidates.remove(self._running)

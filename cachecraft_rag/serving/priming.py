@@ -50,13 +50,22 @@ class PrimableEngine(Protocol):
             prompt: system segment and chunks, without a question.
             captures: indices of segments.
             primed: see `types.Variant`.
+
+        Raises:
+            UnsupportedCallError: this engine captures texts only.
         """
 
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> LookupResult:
-        """Return the stored variants of these segments for this model; variants that do not fit are left out."""
+        """Return the stored variants of these segments for this model; variants that do not fit are left out.
+
+        Raises UnsupportedCallError if the chunk-caches are a server's, StoreError if the store is closed.
+        """
 
     def disk_space(self) -> DiskSpace:
-        """Return the space of the folder where captures are stored."""
+        """Return the space of the folder where captures are stored.
+
+        Raises StoreError if it cannot be read, ServerError if a server has it and does not answer.
+        """
 
 
 class DocumentPrimer(Protocol):
@@ -137,8 +146,10 @@ class Primer:
             captured: called after each pass with the number of its captures.
 
         Raises:
-            ContextLengthError: a single chunk is longer than the window.
+            ContextLengthError: a single chunk is longer than the window, see `fits`; nothing is computed then.
             ConfigError: the instruction is private, so captures after it would belong to a session.
+            UnsupportedCallError: the chunk-caches are a server's; the engine's own `primer` primes there.
+            StoreError: the store is closed.
         """
         self._require_shared()
         total = 0
@@ -150,7 +161,10 @@ class Primer:
         return total
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
-        """Return the ids of the variants that `prime` would capture now, with their numbers of tokens."""
+        """Return the ids of the variants that `prime` would capture now, with their numbers of tokens.
+
+        Raises as `prime`, except that a private instruction does not matter.
+        """
         missing: dict[str, int] = {}
         for window, known in self._windows(chunks):
             variant_ids, captures = self._captures(window, known)
@@ -297,7 +311,11 @@ def _tokens(window: Sequence[Segment]) -> int:
 
 
 def estimate_priming(primer: DocumentPrimer, texts: Texts) -> PrimingEstimate:
-    """Estimate the work of `prime_documents`. Nothing is computed."""
+    """Estimate the work of `prime_documents`; nothing is computed. Chunks that do not fit a pass are left out.
+
+    Raises StoreError if the store is closed or cannot be read, ServerError if a server has it and fails, and
+    UnsupportedCallError for a `Primer` over a server's chunk-caches.
+    """
     engine = primer.engine
     missing: dict[str, int] = {}
     for _, chunks in texts:
@@ -322,7 +340,7 @@ def prime_documents(
     progress: Callable[[Progress], None] | None = None,
     skipped: Callable[[str], None],
 ) -> int:
-    """Prime documents one after the other; arguments and result as `CacheCraft.prime`."""
+    """Prime documents one after the other; arguments, result and errors as `CacheCraft.prime`."""
     fitting = {}
     for name, chunks in texts:
         fitting[name] = [chunk for chunk in chunks if primer.fits(chunk)]

@@ -49,7 +49,7 @@ class SegmentReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a report from the values of `as_dict`."""
+        """Make a report from the values of `as_dict`. Raises KeyError, TypeError or ValueError for other values."""
         return cls(**{**values, "reason": Reason(values["reason"])})
 
 

@@ -76,7 +76,8 @@ def _schema_text(schema: object) -> str:
             parsed = json.loads(schema)
         if isinstance(parsed, Mapping):
             text = json.dumps(dict(parsed), ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
+    # pydantic's errors about a model without a JSON schema are RuntimeErrors
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"json_schema cannot be read as JSON: {error}") from error
     if not isinstance(parsed, Mapping):
         raise ConfigError(
@@ -116,7 +117,8 @@ class SamplingOptions(TypedDict, total=False):
 def sampling_from(options: dict[str, Any]) -> dict[str, Any]:
     """Put a question's `SamplingOptions` together as the option `sampling`; other options are unchanged.
 
-    They override the fields of a given `sampling`. Raises ConfigError for values out of range.
+    They override the fields of a given `sampling`. Raises ConfigError for values out of range, and for both
+    `max_tokens` and `max_new_tokens`.
 
     >>> sampling_from({"max_tokens": 5, "stop": "END", "session": "ada"})["sampling"].stop
     ('END',)
@@ -166,7 +168,10 @@ class Sampler:
             self._generator.manual_seed(params.seed)
 
     def draw(self, logits: Tensor) -> int:
-        """Draw a token id from `[vocabulary]` logits."""
+        """Draw a token id from `[vocabulary]` logits.
+
+        Raises ConfigError if the answer's grammar lets it neither go on nor end.
+        """
         if self._constraint is None:
             return self._drawn(logits)
         token = self._drawn(self._constraint.mask(logits))

@@ -142,11 +142,14 @@ class StepLoop:
     # -- for other threads --------------------------------------------------------------------------------------------
 
     def start(self, task: LoopTask) -> None:
-        """Begin some work."""
+        """Begin some work; its result and its error go to `LoopTask.ended`."""
         self._send(partial(self._begin, task))
 
     def run(self, make: Callable[[LoopTask], Work[T]], priority: Priority = Priority.JOB) -> T:
-        """Carry out some work and return its result; an interruption of the wait gives the work up."""
+        """Carry out some work and return its result, or raise its error.
+
+        An interruption of the wait gives the work up.
+        """
         results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         handle = Handle()
         try:
@@ -168,7 +171,10 @@ class StepLoop:
         return weakref.ref(handle, lambda _: inbox.put(None))
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call a function in the loop's thread, between two steps."""
+        """Call a function in the loop's thread, between two steps; return its result, or raise its error.
+
+        Without a running thread it is called in the caller's.
+        """
         if threading.current_thread() is self._thread:
             return function()
         with self._guard:
@@ -184,7 +190,10 @@ class StepLoop:
         self._inbox.put(function)
 
     def aside(self, function: Callable[[*Ts], T], *arguments: *Ts) -> Future[T]:
-        """Call a function in another thread, with the context variables of this one."""
+        """Call a function in another thread, with the context variables of this one.
+
+        The future takes its result or its error. After `close` the function is called in this thread.
+        """
         call = partial(copy_context().run, function, *arguments)
         try:
             return self._planners.submit(call)

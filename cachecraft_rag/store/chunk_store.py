@@ -285,7 +285,10 @@ class ChunkCacheStore(Closeable):
     def open_variants(
         self, variants: Sequence[Variant]
     ) -> list[LoadedVariant | StoredVariant | Unavailable]:
-        """Call `open_variant` for each variant, in the same order. Those on the remote are fetched concurrently."""
+        """Call `open_variant` for each variant, in the same order. Those on the remote are fetched concurrently.
+
+        Raises StoreError only after `close`.
+        """
         self._check_open()
         streams: dict[str, RemoteStream | Unavailable] = {}
         if self._remote is not None:
@@ -377,7 +380,10 @@ class ChunkCacheStore(Closeable):
                 self._writer.discard(file, variant.key.chunk_id, why.reason)
 
     def load(self, variant: Variant) -> LoadedVariant | Unavailable:
-        """Return the whole tensor from memory, disk or remote (see `keep`), or the reason why it cannot be served."""
+        """Return the whole tensor from memory, disk or remote (see `keep`), or the reason why it cannot be served.
+
+        Raises StoreError only after `close`.
+        """
         stored = self.open_variant(variant)
         if not isinstance(stored, StoredVariant):
             return stored
@@ -417,7 +423,10 @@ class ChunkCacheStore(Closeable):
         self._writer.count_drop(chunk_id, code, reason)
 
     def used(self, variant_id: str, cfo: float, tokens: int) -> None:
-        """Record a use, which raises the eviction score, see `eviction.Use`. Uses are written in batches."""
+        """Record a use, which raises the eviction score, see `eviction.Use`.
+
+        Uses are written in batches in the background; a failure is logged, and the next batch tries again.
+        """
         self._home.require()
         use = Use.of(cfo, tokens)
         self._memory.record_use(variant_id, use)
@@ -470,7 +479,11 @@ class ChunkCacheStore(Closeable):
     def rows(
         self, chosen: RowFilter | None = None, *, offset: int = 0, limit: int = 100
     ) -> list[Listed]:
-        """Return a page of all variants, private ones too, highest eviction score first. Raises StoreError."""
+        """Return a page of all variants, private ones too, highest eviction score first.
+
+        Raises StoreError if the folder or the catalog cannot be read, ConfigError for a negative `offset` or a `limit`
+        below 1.
+        """
         check_kind("chosen", chosen, RowFilter, optional=True)
         check_whole("offset", offset)
         check_whole("limit", limit, least=1)
@@ -482,8 +495,8 @@ class ChunkCacheStore(Closeable):
     ) -> Evicted:
         """Remove the chosen variants: all, or those with the lowest scores until the files have `down_to_bytes` bytes.
 
-        Raises ConfigError without `down_to_bytes` and a filter that chooses by something, StoreError if the folder is
-        gone or the catalog cannot be written.
+        Raises ConfigError for a negative `down_to_bytes`, and without it for a filter that chooses by nothing;
+        StoreError if the folder is gone or the catalog cannot be written.
         """
         check_kind("chosen", chosen, RowFilter, optional=True)
         check_whole("down_to_bytes", down_to_bytes, optional=True)
@@ -507,7 +520,7 @@ class ChunkCacheStore(Closeable):
         """Compare rows and files, read every byte, and report flaws; with `repair` fix them.
 
         Safe while other processes read and write: files that a running writer uses are skipped. `progress` is called
-        after each row. Raises StoreError if the catalog or the folder cannot be read.
+        after each row. Raises StoreError if the catalog or the folder cannot be read, or with `repair` not be written.
         """
         self._require_folder()
         try:
@@ -522,7 +535,9 @@ class ChunkCacheStore(Closeable):
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all captures and uses so far are written, and sent to the remote or dropped there.
 
-        Returns False after `timeout` seconds.
+        Returns True then, and False after `timeout` seconds; None waits without limit. A capture that could not be
+        written does not raise here: `put` returns its future. Raises ConfigError for a `timeout` below 0 or above a
+        million.
         """
         self._home.require()
         check_number("timeout", timeout, most=MOST_SECONDS, optional=True)
@@ -533,7 +548,10 @@ class ChunkCacheStore(Closeable):
         return written and (self._remote is None or self._remote.flush(left))
 
     def close(self) -> None:
-        """Write waiting captures and uses, then close; a second call does nothing. A remote gets `close_timeout_s`."""
+        """Write waiting captures and uses, then close; a second call does nothing. A remote gets `close_timeout_s`.
+
+        What cannot be written is dropped, with a warning in the log.
+        """
         # a fork has no waiting captures, and the files belong to its parent
         if not self._home.here:
             return

@@ -420,7 +420,10 @@ def can_be_written(path: Path) -> bool:
 def fetched(
     connection: sqlite3.Connection, query: str, parameters: tuple[object, ...]
 ) -> list[Any]:
-    """All rows; invalid text becomes half surrogate pairs, so that one row does not hide all others."""
+    """All rows; invalid text becomes half surrogate pairs, so that one row does not hide all others.
+
+    Raises sqlite3.Error.
+    """
     try:
         return connection.execute(query, parameters).fetchall()
     except sqlite3.OperationalError as error:

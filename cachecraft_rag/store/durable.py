@@ -92,7 +92,10 @@ class Caches(Protocol):
     def evict(self, chosen: RowFilter | None = None) -> Evicted:
         """Remove the chosen chunk-caches; return their number, and their bytes on disk.
 
-        None, and a filter that chooses by nothing, are refused with an error of this package.
+        Raises:
+            StoreError: the store's folder is gone, or its catalog cannot be written.
+            ServerError: no server answers, it asks for a key, or its reply is malformed.
+            ConfigError, UnsupportedCallError: no filter, an empty one, or one that this store does not support.
         """
 
 
@@ -131,9 +134,7 @@ class DurableVariants:
             self._writers = Writers(root / "writers")
             self._file = _identity(path)
         except OSError as error:
-            raise StoreError(
-                f"{root} cannot hold a store ({error}). Choose a writable folder on a local disk."
-            ) from error
+            raise _unusable(root, error) from error
         self.read_only = self.catalog.read_only
         self.disk = DiskTier(root / "variants", throttle)
         self._gone = False
@@ -150,6 +151,9 @@ class DurableVariants:
             over, why = self.catalog.over(self.limits)
             if over:
                 self._evict(over, why)
+        except OSError as error:
+            self.close()
+            raise _unusable(root, error) from error
         except BaseException:  # Ctrl-C too: the folder is released
             self.close()
             raise
@@ -445,6 +449,12 @@ class DurableVariants:
                 repair=repair,
             )
         ]
+
+
+def _unusable(root: Path, error: OSError) -> StoreError:
+    return StoreError(
+        f"{root} cannot hold a store ({error}). Choose a writable folder on a local disk."
+    )
 
 
 def _opened(open_it: Callable[[], Catalog], path: Path) -> Catalog:

@@ -119,7 +119,7 @@ class Header:
             raise ValueError("checksums")
 
     def encode(self) -> bytes:
-        """Return the first bytes of the file, up to its data: length, JSON, padding."""
+        """Return the first bytes of the file, up to its data: length, JSON, padding. Raises as `blocks`."""
         return self._around(json.dumps(self._fields(), separators=(",", ":")))
 
     def _fields(self) -> dict[str, object]:
@@ -265,7 +265,10 @@ class ByteSource(Protocol):
         """Number of bytes. Raises OSError."""
 
     def read(self, buffer: memoryview, at: int) -> None:
-        """Fill `buffer` from offset `at` on; any thread may call it. Raises OSError, also for too few bytes."""
+        """Fill `buffer` from offset `at` on; any thread may call it.
+
+        Raises OSError, also for too few bytes; ValueError if the bytes are not those that were signed.
+        """
 
     def close(self) -> None:
         """Release the bytes. A read in another thread ends soon, with OSError or with its bytes."""
@@ -343,7 +346,10 @@ class StoredVariant:
         return self.kv[layer, :, start:stop]
 
     def scratch(self, tokens: int, old: torch.Tensor | None) -> torch.Tensor:
-        """Return an uninitialised tensor `[2, tokens, kv_heads, head_dim]`, in the memory of `old` if it fits."""
+        """Return an uninitialised tensor `[2, tokens, kv_heads, head_dim]`, in the memory of `old` if it fits.
+
+        Raises MemoryError.
+        """
         import torch
 
         from cachecraft_rag.kernels.memory import empty
@@ -365,7 +371,8 @@ class StoredVariant:
         Args:
             out: tensor to fill instead, `[2, stop - start, kv_heads, head_dim]`.
 
-        Raises OSError if the bytes cannot be read, ValueError if they are damaged: then no values may be used.
+        Raises OSError if the bytes cannot be read, ValueError if they are damaged, and torch's RuntimeError without
+        memory: then no values may be used.
         """
         import torch
 

@@ -55,7 +55,7 @@ class EngineClient(Protocol):
     def generate(
         self, prompt: object, params: object, request_id: str, **options: object
     ) -> AsyncGenerator[RequestOutput]:
-        """Generate an answer; closing the generator aborts the request."""
+        """Generate an answer; closing the generator aborts the request. Raises vLLM's own errors."""
 
     def shutdown(self) -> None:
         """End vLLM's processes."""

@@ -119,7 +119,7 @@ class VLLMBackend:
         store.before_removal.extend((self.new_variants.forget, self.audits.forget))
 
     def close(self) -> None:
-        """Finish the running captures, and drop the audits; vLLM keeps running."""
+        """Drop the audits and the new variants that wait; what is under way is not waited for. vLLM keeps running."""
         self.audits.close()
         self.new_variants.close()
 
@@ -134,7 +134,10 @@ class VLLMBackend:
     # -- the self-check -----------------------------------------------------------------------------------------------
 
     def check_reuse(self) -> None:
-        """Run the `self_check` and remove its captures. A context that is too short for it is logged."""
+        """Run the `self_check` and remove its captures. A context that is too short for it is logged.
+
+        Raises UnsupportedModelError if reuse is not exact, StoreError if the store cannot be read or written.
+        """
         context = self._model.context_length
         block_size = int(self._calls.vllm_config.cache_config.block_size)
         prompt = check_prompt(
@@ -515,7 +518,7 @@ class VLLMEngine(AnswerEngine):
         return replace(super().calibrated(config), **OFF)
 
     def close(self) -> None:
-        """Finish the running captures, and end vLLM."""
+        """Give up work in idle time, and end vLLM; answers under way fail. A second call does nothing."""
         if not self._home.here:
             return
         self._backend.close()

@@ -147,6 +147,8 @@ class VLLMOptions:
     def from_arguments(cls, arguments: Sequence[str]) -> Self:
         """Read the options from vLLM's command line without importing vLLM, which takes many seconds.
 
+        Raises ConfigError for an option of this class whose value is not a whole number where vLLM takes one.
+
         >>> VLLMOptions.from_arguments(["--enable-lora", "--kv_cache_dtype=fp8", "-pp", "2"]).kv_cache_dtype
         'fp8'
         """
@@ -171,7 +173,8 @@ class VLLMOptions:
     def from_values(cls, values: Mapping[str, object]) -> Self:
         """Read the options from a mapping with names of vLLM's `EngineArgs`; missing ones have their defaults.
 
-        Raises ConfigError for a function in place of plain values, because functions cannot be compared.
+        Raises ConfigError for a value that is not a whole number where vLLM takes one, and for a function in place of
+        plain values, because functions cannot be compared.
         """
         known = {
             field.name: type(field.default) for field in fields(cls) if field.name != "shaping"

@@ -62,8 +62,8 @@ class ServedModel:
             options: options of the vLLM that is about to start. If chunk-caches cannot be reused with them, the model
                 is refused before its weights are read.
 
-        Raises ModelNotFoundError for an unknown name, UnsupportedModelError for a model without weight files or one
-        that is refused.
+        Raises ModelNotFoundError for an unknown name and for files that cannot be read, UnsupportedModelError for a
+        model without weight files or one that is refused.
         """
         from transformers import AutoTokenizer, GenerationConfig
 
@@ -72,13 +72,13 @@ class ServedModel:
         reason = None if options is None else refusal(config, options)
         if reason is not None:
             raise reason.error(name)
+        used = dtype if dtype != "auto" else str(config.dtype or "float32").removeprefix("torch.")
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
             folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
+            fingerprint = None if folder is None else checkpoint_fingerprint(folder, dtype=used)
         except (OSError, ValueError) as error:
             raise ModelNotFoundError(f"cannot load the model {name!r}: {error}") from error
-        used = dtype if dtype != "auto" else str(config.dtype or "float32").removeprefix("torch.")
-        fingerprint = None if folder is None else checkpoint_fingerprint(folder, dtype=used)
         if folder is None or fingerprint is None:
             raise UnsupportedModelError(
                 f"{name} has no weight files on this machine. Load it once with the hub's client, or name a folder."

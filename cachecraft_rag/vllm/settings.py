@@ -40,7 +40,10 @@ _MEMORY = "vLLM has the device's memory; its own prefix cache takes the device t
 
 
 def check_config(config: EngineConfig) -> EngineConfig:
-    """Return the config with `OFF` applied. Raises ConfigError for an option that has no effect over vLLM."""
+    """Return a copy of the config with `OFF` applied.
+
+    Raises ConfigError for an option that has no effect over vLLM, and as `EngineConfig.require_usable_target`.
+    """
     config.require_usable_target()
     usual = EngineConfig()
     wrong = {

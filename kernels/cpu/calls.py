@@ -153,7 +153,7 @@ def layer(run: Kernels, call: LayerCall, hidden: Tensor, rows: Sequence[LayerRow
 
 
 def rotate(run: Kernels, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """See `rope.rotate`."""
+    """Compute `rope.rotate` by the compiled kernel into `out`; nothing is checked, as in `attend`."""
     rows, heads, dim = x.shape
     turn = _Turn(
         x.data_ptr(), out.data_ptr(), x.stride(0), x.stride(1), out.stride(0), out.stride(1), heads
@@ -287,7 +287,10 @@ def attend(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `attention.attention`."""
+    """Compute `attention.attention` by the compiled kernel: `[rows, heads, head_dim]`, arguments as there.
+
+    Nothing is checked, and the kernel reads by address: `attends` and `library.kernels_for` must accept the tensors.
+    """
     out = torch.empty(q.shape, dtype=q.dtype)
     call = _attention(run, q, k, visible, scale=scale, softcap=softcap, sinks=sinks)
     call.v = v.data_ptr()
@@ -309,7 +312,10 @@ def mass(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `attention_mass.attention_mass`."""
+    """Compute `attention_mass.attention_mass` by the compiled kernel; arguments and result as there.
+
+    Nothing is checked, as in `attend`.
+    """
     by_segment = torch.empty(len(q), len(bounds) - 1, dtype=torch.float32)
     parts = -(-len(q) // _MASS_ROWS)
     call = _attention(run, q, k, visible, scale=scale, softcap=softcap, sinks=sinks)

@@ -126,7 +126,7 @@ class _AbsentMask:
 
 
 def absent_mask(visible: Visibility, keys: int) -> Tensor | None:
-    """Return the absent keys as a mask, uint8 `[keys]`; None = no key is absent."""
+    """Return a mask of the absent keys, uint8 `[keys]`, 1 where a key is absent; None = no key is absent."""
     return visible.prepared(_AbsentMask(keys))
 
 

@@ -81,7 +81,7 @@ class FaissStore(Closeable):
     as a whole or not at all. `dim` is the width of the vectors, `embedder` the fingerprint of the model that made them.
 
     Every method except `close` raises `IndexStoreError` once the store is closed, or if its database cannot be read or,
-    for a change, written.
+    for a change, written. `save` does not for a folder that was deleted or cannot be written: it does nothing then.
     """
 
     def __init__(self, folder: Path, db: Database, settings: Mapping[str, str]) -> None:
@@ -137,7 +137,7 @@ class FaissStore(Closeable):
         vectors  `[chunks, dim]`; a chunk that is in the store already keeps the vector it has
 
         Raises `IndexStoreError` for vectors of another shape, or that are not finite; `ConfigError` for metadata that
-        is not scalar. So does `add`.
+        is not scalar.
         """
         matrix = self._checked(vectors, len(chunks))
         with self._opened().writing() as db:
@@ -168,6 +168,8 @@ class FaissStore(Closeable):
 
         keys  names of the caller's own for these places, one each, no two alike; a place that has one of them already,
               in whatever document, is replaced
+
+        Raises as `upsert`.
         """
         matrix = self._checked(vectors, len(chunks))
         with self._opened().writing() as db:
@@ -275,7 +277,7 @@ class FaissStore(Closeable):
     ) -> list[Chunk]:
         """Return the chunks of all places that have one of the keys (None: of all), each with its own metadata.
 
-        Sorted by document; `where` as in `search`.
+        Sorted by document; `where` as in `search`. Raises `ConfigError` for an invalid filter.
         """
         check_where(where)
         with self._opened().snapshot() as db:
@@ -299,6 +301,7 @@ class FaissStore(Closeable):
 
         Raises:
             IndexStoreError: the chunk is not in the store.
+            ConfigError: `k` is below 0.
         """
         vector = self.known_vectors([chunk_id]).get(chunk_id)
         if vector is None:
@@ -356,7 +359,10 @@ class FaissStore(Closeable):
                 self._saved_stamp = index.stamp
 
     def close(self) -> None:
-        """Write the index file if a search has brought it up to date, and close; closing twice is no error."""
+        """Write the index file if a search has brought it up to date, and close; closing twice is no error.
+
+        A database that cannot be read leaves the file as it was, with a warning in the log.
+        """
         if not self._home.here:  # a fork of its process: the files are that one's
             return
         if self._closed:
@@ -364,6 +370,8 @@ class FaissStore(Closeable):
         try:
             if self._index is not None:
                 self.save()
+        except IndexStoreError as error:
+            logger.warning("The index file was not brought up to date: %s", error)
         finally:
             self._closed = True
             self._db.close()

@@ -40,7 +40,9 @@ def remove_documents(
     A chunk that another document has too stays, with its chunk-caches.
 
     Raises:
-        DocumentError: a name that no document has; nothing was removed then.
+        DocumentError, ConfigError: a name that no document has, or an empty one; nothing was removed then.
+        IndexStoreError: the index is closed, or cannot be read or written.
+        StoreError, ServerError: the documents were removed, but their chunk-caches could not be.
     """
     known = [document.doc_id for document in index.documents()]
     chosen: dict[str, None] = {}
@@ -60,7 +62,7 @@ def remove_documents(
 
 
 def evict_chunks(caches: Caches | None, chunk_ids: Iterable[str]) -> tuple[int, int]:
-    """Delete the chunk-caches of these chunks; return their number, and their bytes on disk.
+    """Delete the chunk-caches of these chunks; return their number, and their bytes on disk: 0 without `caches`.
 
     Errors as `Caches.evict`.
     """
@@ -112,7 +114,10 @@ class Evictions:
         evict_chunks(self._caches, (chunk_id for chunk_id in gone if chunk_id not in present))
 
     def finish(self, index: FaissStore) -> None:
-        """`settle`; a store of chunk-caches that was closed before keeps them, with a warning in the log."""
+        """`settle` that raises nothing.
+
+        If the index or the store of chunk-caches fails or is closed, the chunk-caches stay, with a warning in the log.
+        """
         try:
             self.settle(index)
         except CacheCraftError as error:

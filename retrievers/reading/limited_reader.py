@@ -80,8 +80,8 @@ class LimitedReader(Closeable):
     def read(self, file: SourceFile, data: bytes) -> Document:
         """Return the document in the bytes of a file.
 
-        Raises `DocumentError` if they hold no readable text or exceed the budget, and `MissingReaderError` if the
-        package that reads this kind of file is not installed.
+        Raises `DocumentError` if they hold no readable text or exceed the budget, `MissingReaderError` if the package
+        that reads this kind of file is not installed, and OSError if the system cannot start the process.
         """
         require_known_kind(file.path, len(data))
         suffix = file.path.suffix.lower()

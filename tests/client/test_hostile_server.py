@@ -172,6 +172,18 @@ def test_malformed_replies_are_refused(
         call(engine)
 
 
+@pytest.mark.parametrize("call", [ask, evict, prime, estimate, disk])
+def test_a_closed_client_says_so(
+    answers: dict[str, Any], call: Callable[[HTTPEngine], None]
+) -> None:
+    with serving(answers) as url:
+        engine = HTTPEngine.connect(url)
+        engine.close()
+        engine.close()
+        with pytest.raises(ServerError, match="was closed; connect again"):
+            call(engine)
+
+
 @pytest.mark.parametrize("reply", REPORTS.values(), ids=REPORTS)
 def test_malformed_statistics_leave_the_answer_whole(answers: dict[str, Any], reply: Any) -> None:
     sent = answers | {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import torch
 
 from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.errors import ConfigError, ContextLengthError
+from cachecraft_rag.errors import ConfigError, ContextLengthError, StoreError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
@@ -680,6 +681,23 @@ def test_an_abandoned_stream_keeps_what_was_born(engine: Engine) -> None:
     next(answer)
     del answer
     assert outcomes(ask(engine)) == all_of("exact")
+
+
+def test_the_space_of_a_deleted_folder_is_a_store_error(
+    engine: Engine, store: ChunkCacheStore
+) -> None:
+    shutil.rmtree(store.root)
+    with pytest.raises(StoreError, match="out of reach"):
+        engine.disk_space()
+
+
+def test_a_question_after_the_store_was_closed_is_a_store_error(
+    engine: Engine, store: ChunkCacheStore
+) -> None:
+    store.close()
+    answer = engine.stream(QUESTION, CHUNKS, sampling=SHORT)
+    with pytest.raises(StoreError, match="closed"):
+        next(answer)
 
 
 def test_a_wrong_request_is_refused_at_once(engine: Engine) -> None:

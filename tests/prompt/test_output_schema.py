@@ -82,7 +82,13 @@ def test_a_schema_is_kept_as_text(schema: Any) -> None:
     assert hash(params)
 
 
-@pytest.mark.parametrize("schema", [5, "no JSON", "[1]", {"a": {1, 2}}, object])
+class _Unwritable(BaseModel):
+    """A function has no JSON schema."""
+
+    run: Callable[[int], int]
+
+
+@pytest.mark.parametrize("schema", [5, "no JSON", "[1]", {"a": {1, 2}}, object, _Unwritable])
 def test_what_is_no_schema_is_refused(schema: Any) -> None:
     with pytest.raises(ConfigError, match="json_schema"):
         SamplingParams(json_schema=schema)

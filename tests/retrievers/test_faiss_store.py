@@ -449,6 +449,20 @@ def test_a_closed_store_says_so(tmp_path: Path):
         store.stats()
 
 
+def test_a_database_that_cannot_be_read_does_not_keep_the_store_from_closing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    store = open_store(tmp_path)
+    put(store, "a.md", "x")
+    store.search(vector_of("q"), 1)
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as other:
+        other.execute("DROP TABLE settings")
+    store.close()
+    assert "not brought up to date" in caplog.text
+    with pytest.raises(IndexStoreError, match="closed"):
+        store.stats()
+
+
 # --- files, restarts, crashes ---
 
 

@@ -50,6 +50,22 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def test_a_folder_that_cannot_be_tidied_up_is_a_store_error(tmp_path: Path) -> None:
+    (tmp_path / "writers" / "0123.lock").mkdir(parents=True)
+    with pytest.raises(StoreError, match="cannot hold a store"):
+        ChunkCacheStore.open(tmp_path)
+
+
+def test_a_lock_file_that_cannot_be_deleted_does_not_keep_the_store_open(tmp_path: Path) -> None:
+    store = ChunkCacheStore.open(tmp_path)
+    store.put(capture()).result()
+    shutil.rmtree(tmp_path / "writers")
+    (tmp_path / "writers").touch()
+    store.close()
+    with pytest.raises(StoreError):
+        store.rows()
+
+
 # -- taken away -------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import transformers
 
 from cachecraft_rag.cli import main
-from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.errors import ConfigError, ModelNotFoundError
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.refusals import refusal
 from cachecraft_rag.vllm.served_model import ServedModel
@@ -322,6 +323,17 @@ def test_options_that_shape_the_model_change_its_fingerprint() -> None:
     assert own.fingerprint("2-abc") != "2-abc"
     with pytest.raises(ConfigError, match="plain values"):
         VLLMOptions.from_values({"hf_overrides": lambda config: config})
+
+
+def test_weights_that_cannot_be_read_are_refused_with_the_models_name(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder("Llama"), folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-16])
+    with pytest.raises(ModelNotFoundError, match="truncated"):
+        ServedModel.load(str(folder))
 
 
 def test_a_store_is_not_shared_between_quantisations(model_folder: Callable[[str], Path]) -> None:

@@ -42,7 +42,10 @@ class FocusObserver:
     def observe(
         self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings
     ) -> None:
-        """See `Observer.observe`."""
+        """Keep the attention of the question in one layer for `decide`; nothing once the focused chunks are known.
+
+        Arguments as in `Observer.observe`.
+        """
         if self.monitor.focused is None and len(q):
             mass, _received = attention_mass(
                 q,

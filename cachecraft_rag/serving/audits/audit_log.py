@@ -71,7 +71,10 @@ class AuditLog:
     """The results of one store folder, of all its namespaces and models. Any thread may call any method."""
 
     def __init__(self, folder: Path, *, kept: int, busy_timeout_s: float = 5.0) -> None:
-        """Open or create it in a folder; at most `kept` results stay of each tenant and model. Raises StoreError."""
+        """Open or create it in a folder; at most `kept` results stay of each tenant and model.
+
+        Raises StoreError, and OSError if the folder cannot be made.
+        """
         self._kept = kept
         self._database = Database(folder / AUDIT_FILE, kind=_KIND, busy_timeout_s=busy_timeout_s)
 

@@ -76,7 +76,7 @@ class FullPrefill:
 
 @dataclass(eq=False)
 class Auditor:
-    """Audits answers, the latest last. For the loop's thread, except `result`, which any thread may call.
+    """Audits answers, the latest last. For the loop's thread; `results` is for any thread.
 
     decoder, store, loader  of the engine
     look_up           looks up what is stored
@@ -170,7 +170,10 @@ class Auditor:
         return self._running is not None and _holds(self._running, set(chunk_ids))
 
     def close(self) -> None:
-        """Drop all waiting audits, and give up the one under way before its next step."""
+        """Drop all waiting audits, and ask the one under way to stop before its next step, without waiting for it.
+
+        `busy` is False once it has ended.
+        """
         self._closed = True
         for _ in range(len(self._waiting)):
             self._waiting.pop()

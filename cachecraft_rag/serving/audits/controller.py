@@ -163,7 +163,10 @@ class RatioController:
         return self._ratios[place], self._reason(place)
 
     def add(self, ratio: float, *, tokens: int, agreeing: int) -> None:
-        """Take up an audit of an answer that was given with this ratio, and choose the next ratio."""
+        """Take up an audit of an answer that was given with this ratio, and choose the next ratio.
+
+        An audit with a ratio that this controller does not choose among is ignored.
+        """
         if ratio not in self._ratios:
             return
         factor = 0.5 ** (1.0 / _HALF_LIFE)

@@ -150,7 +150,7 @@ class Catalog:
             raise
 
     def close(self) -> None:
-        """Close the file; any later call raises StoreError."""
+        """Close the file; a second call does nothing. Every other call then raises StoreError."""
         self._db.close()
 
     # -- reading ------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def pack_ids(ids: Sequence[str]) -> bytes | str:
 
 
 def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
-    """The inverse of `pack_ids`."""
+    """The inverse of `pack_ids`. Raises ValueError, TypeError or RecursionError for damaged text."""
     if isinstance(packed, str):
         return tuple(json.loads(packed))
     text = packed.hex()
@@ -105,7 +105,10 @@ def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow
 
 
 def sum_of(namespace: str, fingerprint: str, row: CatalogRow) -> int:
-    """xxh3 of everything that never changes in a row, as SQLite's signed integer. Raises TypeError and others."""
+    """xxh3 of everything that never changes in a row, as SQLite's signed integer.
+
+    Raises TypeError, ValueError, AttributeError or struct.error for a column of the wrong kind.
+    """
     ids = row.origin_prefix
     owner = "shared" if row.session is None else "of " + row.session
     names = (

@@ -190,7 +190,10 @@ class DiskTier:
         return [part for part in (self._temporary(path, writer), path) if part.exists()]
 
     def scan(self) -> Iterator[tuple[Path, FileRef]]:
-        """Yield every file below the root, temporary ones too; foreign ones have no id. The files may change."""
+        """Yield every file below the root, temporary ones too; foreign ones have no id. The files may change.
+
+        Raises OSError if the system refuses to look at a file.
+        """
         for folder, _, names in os.walk(self.root):
             for name in names:
                 path = Path(folder, name)

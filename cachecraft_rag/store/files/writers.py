@@ -11,6 +11,7 @@ import fcntl
 import os
 import threading
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -45,7 +46,10 @@ class Writers:
         return self.folder / f"{token}.lock"
 
     def is_alive(self, token: str) -> bool:
-        """Return True if the writer of this token still runs. False is final: tokens are never used twice."""
+        """Return True if the writer of this token still runs. False is final: tokens are never used twice.
+
+        Raises OSError if its lock file cannot be opened.
+        """
         if token == self.token:
             return True
         if not (isinstance(token, str) and token.isalnum()):  # from a damaged row, so not a token
@@ -64,15 +68,16 @@ class Writers:
         return False
 
     def remove_stale_locks(self) -> None:
-        """Delete the lock files of killed writers. To be called after their other files are removed."""
+        """Delete the lock files of killed writers. To be called after their other files are removed. Raises OSError."""
         for path in self.folder.glob("*.lock"):
             if not self.is_alive(path.stem):
                 path.unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """Count as ended from now on."""
+        """Count as ended from now on; a lock file that cannot be deleted is left to the next opening."""
         with self._lock:
             if self._descriptor >= 0:
-                self._path(self.token).unlink(missing_ok=True)
+                with suppress(OSError):
+                    self._path(self.token).unlink(missing_ok=True)
                 os.close(self._descriptor)
                 self._descriptor = -1

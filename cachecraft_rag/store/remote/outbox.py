@@ -47,7 +47,7 @@ class Outbox:
         return True
 
     def flush(self, timeout_s: float | None) -> bool:
-        """Wait until all parcels so far are sent or dropped; return False after `timeout_s` seconds."""
+        """Wait until all parcels so far are sent or dropped; return True then, False after `timeout_s` seconds."""
         return not wait(self._under_way.copy(), timeout_s).not_done
 
     async def _send(self, parcel: Parcel) -> None:

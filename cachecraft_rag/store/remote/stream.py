@@ -62,7 +62,10 @@ class RemoteStream(Closeable):
         self._next = submit(_step(pieces, first_timeout_s))
 
     def read(self, buffer: memoryview, at: int) -> None:
-        """Call `read_into` for `layout.StoredVariant`. Raises OSError unless `at` is where the last read ended."""
+        """Call `read_into` for `layout.StoredVariant`.
+
+        Raises as `read_into`, and OSError unless `at` is where the last read ended.
+        """
         if at != self._taken:
             raise OSError(errno.ESPIPE, "a remote is read from front to back")
         self.read_into(buffer)

@@ -228,7 +228,10 @@ class RemoteTier(Closeable):
             )
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all captures put so far are sent or dropped; return False after the timeout."""
+        """Wait until all captures put so far are sent or dropped; return True then, False after `timeout_s` seconds.
+
+        None waits until all transfers have ended, each of which has a limit (`RemoteConfig.put_timeout_s`).
+        """
         return self._outbox.flush(timeout_s)
 
     def close(self) -> None:

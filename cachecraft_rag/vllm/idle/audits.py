@@ -209,7 +209,10 @@ class IdleAudits:
             self._changed.notify_all()
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait until no answer waits for its audit; return False if the timeout ends first."""
+        """Wait until no answer waits for its audit or is being audited; return False after `timeout` seconds.
+
+        None waits without limit. After `close` returns True at once, also while an audit is under way.
+        """
         with self._changed:
             return self._changed.wait_for(self._settled, timeout)
 

@@ -87,12 +87,18 @@ class IdleVariants:
                 removed.update(set(names).intersection(chunk_ids))
 
     def removed(self, candidate: Candidate) -> frozenset[str]:
-        """Return the chunks of a running candidate that were removed since it began."""
+        """Return the chunks of a running candidate that were removed since it began.
+
+        Raises KeyError for a candidate that is not running.
+        """
         with self._changed:
             return frozenset(self._running[candidate.identity])
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait until no candidate within the budget is left; return False if the timeout ends first."""
+        """Wait until no candidate within the budget waits or is being captured; return False after `timeout` seconds.
+
+        None waits without limit. After `close` returns True at once, also while a capture is under way.
+        """
         with self._changed:
             return self._changed.wait_for(self._settled, timeout)
 
@@ -100,7 +106,7 @@ class IdleVariants:
         return self._closed or not (self._running or self._wanted.best())
 
     def close(self) -> None:
-        """Begin no more captures."""
+        """Drop all candidates and begin no more captures; a capture under way goes on, and is not waited for."""
         with self._changed:
             self._closed = True
             self._wanted.count(Dropped.CLOSED, self._wanted.candidates.clear())

@@ -119,7 +119,7 @@ class Endpoint:
         self._slow = ThreadPoolExecutor(2, "cachecraft-priming")
 
     async def in_thread(self, act: Callable[[], T], *, slow: bool = False) -> T:
-        """Call a blocking function; an error in the request becomes a 400 with the reason."""
+        """Call a blocking function; an error of this package becomes an HTTPException: a 400 with the reason."""
         threads = self._slow if slow else self._layouts
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, act)
@@ -127,7 +127,10 @@ class Endpoint:
             raise bad_request(error) from error
 
     def session(self, raw_request: Request) -> str | None:
-        """Return the session in the trusted header; None if this server trusts no header."""
+        """Return the session in the trusted header; None without one, or if this server trusts no header.
+
+        Raises HTTPException (400) for a session that is empty or too long.
+        """
         header = self.engine.settings.session_header
         session = None if header is None else raw_request.headers.get(header)
         if session is not None and not 0 < len(session) <= _LONGEST_SESSION:

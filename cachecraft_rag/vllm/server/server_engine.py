@@ -163,7 +163,10 @@ class ServerEngine(AnswerEngine):
         return self._backend.transfer(ask)
 
     def check_reuse(self) -> None:
-        """Run the self-check of the model's chunk-caches and remove its captures."""
+        """Run the self-check of the model's chunk-caches and remove its captures.
+
+        Raises as `VLLMBackend.check_reuse`.
+        """
         self._backend.check_reuse()
 
     def settle(self, timeout: float | None = None) -> bool:
@@ -193,7 +196,10 @@ class ServerEngine(AnswerEngine):
         }
 
     def tokenizer_files(self) -> dict[str, str]:
-        """Return the files of the model's tokenizer as texts, by name, with the chat template in use."""
+        """Return the files of the model's tokenizer as texts, by name, with the chat template in use.
+
+        Raises OSError if one cannot be read.
+        """
         folder = self._model.folder
         assert folder is not None, "the server loaded it"
         files: dict[str, str] = {}
@@ -207,7 +213,7 @@ class ServerEngine(AnswerEngine):
         return files
 
     def close(self) -> None:
-        """Finish the captures under way, and close the store; the API server ends vLLM itself."""
+        """Give up work in idle time, and close the store; the API server ends vLLM itself."""
         if not self._home.here:
             return
         self._backend.close()

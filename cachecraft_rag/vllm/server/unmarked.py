@@ -239,7 +239,10 @@ class PlainPrompts:
         self._threads = ThreadPoolExecutor(_THREADS, "cachecraft-found-texts")
 
     def prepare(self, ids: Sequence[int], searched: Searched, origin: Origin) -> Prepared | None:
-        """Find segments in a prompt, and decide how it is served; None if there is no text to reuse or to note."""
+        """Find segments in a prompt, and decide how it is served; None if there is no text to reuse or to note.
+
+        Raises StoreError if the store is closed.
+        """
         started = time.perf_counter()
         cached, before = self._served.longest(ids, origin)
         prompt, notes, reused, moved = self._laid_out(ids, searched, origin)
