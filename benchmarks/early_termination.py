@@ -1,8 +1,8 @@
-"""Early termination compared fairly: against a smaller recompute ratio of the same cost (Cache-Craft Algorithm 1).
+"""Early termination (Cache-Craft Algorithm 1) against none, and against a smaller recompute ratio of the same cost.
 
-Stopping early saves work, whichever tokens it stops at, so a comparison with none shows nothing. Here the KL with early
-termination is compared with the KL at the smaller ratio that computes as many token-layers, question by question.
-Neither side has drift correction, which a chunk would lose with its rows.
+The paper's claim is about no termination: much of the recomputation is saved at similar quality. Stopping early saves
+work, whichever tokens it stops at, so it is also compared with the smaller ratio that computes as many token-layers.
+Both comparisons are made question by question. No side has drift correction, which a chunk would lose with its rows.
 
 What the question attends to in each layer is recorded once, so every window and first layer follows from it, and only
 what they decide differently is run. On the first questions all are tried; the best is tried again on the others.
@@ -33,9 +33,14 @@ from cachecraft_rag.cli.evaluation import evaluate
 from cachecraft_rag.cli.options import numbers, print_json, progress_bar, takes, waiting
 from cachecraft_rag.compute import overlapped
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.intervals import Interval, mean_interval, paired_interval
+from cachecraft_rag.evaluation.intervals import (
+    Interval,
+    mean_interval,
+    paired_interval,
+    ratio_interval,
+)
 from cachecraft_rag.evaluation.measuring import Method, methods_named, reference_of
-from cachecraft_rag.evaluation.metrics import divergence
+from cachecraft_rag.evaluation.metrics import divergence, is_right, rouge_l
 from cachecraft_rag.evaluation.origins import OriginCondition, Origins
 from cachecraft_rag.evaluation.runner import VARIANTS_PER_CHUNK
 from cachecraft_rag.planning.early_termination import FocusMonitor
@@ -76,17 +81,30 @@ class Cell:
 class Compared:
     """One cell under one method, over some questions.
 
-    kl, flat_kl   with early termination, and without it at the smaller ratio of the same cost
-    difference    kl - flat_kl, paired by question: above 0 it loses
-    saved         share of the recomputed token-layers that it saves
-    layers        deciding layer → number of questions; -1: none
+    kl, none_kl, flat_kl  with early termination, without it, and without it at the smaller ratio of the same cost
+    loss                  kl - none_kl, paired by question: above 0 termination costs quality
+    loss_ratio            kl / none_kl; None where none_kl is 0
+    difference            kl - flat_kl, paired by question: above 0 the smaller ratio is better
+    saved                 share of the recomputed token-layers that termination saves
+    flat_saved            the same of the smaller ratio
+    saved_of_all          share of all computed token-layers that termination saves, the question's included
+    rouge_l               of the answers against full prefill's: none, early, flat
+    right                 number of answers that hold a gold answer: full, none, early, flat
+    layers                deciding layer → number of questions; -1: none
     """
 
     questions: int
     kl: Interval
+    none_kl: Interval
     flat_kl: Interval
+    loss: Interval
+    loss_ratio: Interval | None
     difference: Interval
     saved: float
+    flat_saved: float
+    saved_of_all: float
+    rouge_l: dict[str, float]
+    right: dict[str, int]
     layers: dict[int, int]
 
     @property
@@ -125,6 +143,25 @@ def _deciding(monitor: FocusMonitor) -> Iterator[None]:
         overlapped.FocusMonitor = before  # type: ignore[misc]
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """One answer.
+
+    kl     divergence from full prefill
+    rows   computed rows, averaged over the layers
+    """
+
+    kl: float
+    rows: float
+    recomputed: int
+    rouge_l: float
+    right: bool
+
+    def quality(self) -> dict[str, Any]:
+        """Return the plain values that a trial keeps."""
+        return {"kl": self.kl, "rouge_l": self.rouge_l, "right": self.right}
+
+
 @dataclass
 class Measured:
     """One question under one method; each decision and each smaller ratio is run once.
@@ -141,33 +178,47 @@ class Measured:
     def __post_init__(self) -> None:
         recording = _Scripted(None)
         with _deciding(recording):
-            self._kl, self._rows, self._recomputed = self._answer(
-                replace(self.config, early_termination=True)
-            )
+            self._none = self._answer(replace(self.config, early_termination=True))
         self.asked = recording.asked
-        self._found: dict[tuple[int, frozenset[int]], tuple[float, float]] = {}
-        self._flat = {_STEPS: self._kl}
+        self._early: dict[tuple[int, frozenset[int]], Scored] = {}
+        self._flat = {_STEPS: self._none}
 
     def trial(self, cell: Cell) -> dict[str, Any]:
-        """Plain values: `kl`, `flat` and `saved` of this cell, and the deciding `layer`."""
+        """Return plain values: quality of `none`, `early` and `flat`, what they save, and the deciding `layer`."""
         decision = cell.decide(self.asked)
-        if decision is None:
-            return {"kl": self._kl, "flat": self._kl, "saved": 0.0, "layer": -1}
-        if decision not in self._found:
-            with _deciding(_Scripted(decision)):
-                kl, rows, _ = self._answer(replace(self.config, early_termination=True))
-            saved = (self._rows - rows) / self._recomputed if self._recomputed else 0.0
-            self._found[decision] = kl, saved
-        kl, saved = self._found[decision]
-        parts = round(_STEPS * (1.0 - saved))
+        early = self._none if decision is None else self._terminated(decision)
+        parts = round(_STEPS * (1.0 - self._saved(early)))
         if parts not in self._flat:
-            self._flat[parts], *_ = self._answer(
+            self._flat[parts] = self._answer(
                 replace(self.config, recompute_ratio=self.ratio * parts / _STEPS)
             )
-        return {"kl": kl, "flat": self._flat[parts], "saved": saved, "layer": decision[0]}
+        flat = self._flat[parts]
+        return {
+            "none": self._none.quality(),
+            "early": early.quality(),
+            "flat": flat.quality(),
+            "saved": self._saved(early),
+            "flat_saved": self._saved(flat),
+            "saved_of_all": 1.0 - early.rows / self._none.rows,
+            "layer": -1 if decision is None else decision[0],
+            "full_right": self._is_right(self.reference.answer.text),
+        }
 
-    def _answer(self, config: ReuseConfig) -> tuple[float, float, int]:
-        """KL to full prefill; rows computed, averaged over the layers; chunk tokens recomputed."""
+    def _saved(self, scored: Scored) -> float:
+        recomputed = self._none.recomputed
+        return (self._none.rows - scored.rows) / recomputed if recomputed else 0.0
+
+    def _terminated(self, decision: tuple[int, frozenset[int]]) -> Scored:
+        if decision not in self._early:
+            with _deciding(_Scripted(decision)):
+                self._early[decision] = self._answer(replace(self.config, early_termination=True))
+        return self._early[decision]
+
+    def _is_right(self, text: str) -> bool:
+        golds = self.reference.question.answers
+        return bool(golds) and is_right(text, golds)
+
+    def _answer(self, config: ReuseConfig) -> Scored:
         question, full = self.reference.question, self.reference.answer
         found = self.engine.score_answer(
             question.text,
@@ -177,10 +228,12 @@ class Measured:
             config=config,
         )
         kl, _ = divergence(full.logits, found.logits)
-        return (
+        return Scored(
             kl,
             found.stats.recompute_share * found.stats.tokens_prompt,
             found.stats.tokens_recomputed,
+            rouge_l(full.text, found.text),
+            self._is_right(found.text),
         )
 
 
@@ -188,13 +241,13 @@ class Measured:
 class Search:
     """What is tried.
 
-    cells  on the first `tune` questions; then the best on the others
-    ratio  recompute ratio without early termination
+    cells   on the first `tune` questions; then the best on the others
+    ratios  recompute ratios without early termination
     """
 
     cells: Sequence[Cell]
     tune: int
-    ratio: float = 0.15
+    ratios: Sequence[float] = (0.15,)
     answer_tokens: int = 16
 
 
@@ -208,7 +261,7 @@ def compare(
     methods: Mapping[str, Method] = METHODS,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Results of each method, as plain values.
+    """Results of each method at each ratio, as plain values.
 
     Args:
         engine: opened with `best_last=False`.
@@ -217,29 +270,42 @@ def compare(
         progress: called before each question.
     """
     found: list[dict[str, Any]] = []
-    for name, method in methods.items():
-        config = method.config(search.ratio)
+    references: dict[str, Reference] = {}  # one serves all ratios and methods
+    for (name, method), ratio in product(methods.items(), search.ratios):
+        config = method.config(ratio)
         trials: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in search.cells}
         chosen: Sequence[Cell] = search.cells
         tuned: dict[Cell, Compared] = {}
         for place, question in enumerate(dataset.questions):
-            progress(Progress(place, len(dataset.questions), name))
+            progress(Progress(place, len(dataset.questions), f"{name}@{ratio:g}"))
             if place == search.tune:
                 tuned = {cell: compared(found) for cell, found in trials.items() if found}
                 chosen = best_of(tuned) or chosen
                 trials = {cell: [] for cell in chosen}
 
             measure = partial(
-                _trials, engine, origins, question, search, config=config, cells=chosen
+                _trials,
+                engine,
+                origins,
+                question,
+                references,
+                answer_tokens=search.answer_tokens,
+                config=config,
+                ratio=ratio,
+                cells=chosen,
             )
-            key = f"{name} {question.question_id} {[(c.window, c.first) for c in chosen]}"
+            key = f"{name}@{ratio:g} {question.question_id} {[(c.window, c.first) for c in chosen]}"
             for cell, trial in zip(chosen, kept.get(key, measure), strict=True):
                 trials[cell].append(trial)
         for cell, tried in trials.items():
             if tried:
                 result = compared(tried)
-                row = {"method": name, **asdict(cell), **asdict(result), "wins": result.wins}
-                found.append(row | {"tuned": asdict(tuned[cell]) if cell in tuned else None})
+                row = {"method": name, "ratio": ratio, **asdict(cell), **asdict(result)}
+                row |= {
+                    "wins": result.wins,
+                    "tuned": asdict(tuned[cell]) if cell in tuned else None,
+                }
+                found.append(row)
     return found
 
 
@@ -247,27 +313,45 @@ def _trials(
     engine: Engine,
     origins: Origins,
     question: EvaluationQuestion,
-    search: Search,
+    references: dict[str, Reference],
     *,
+    answer_tokens: int,
     config: ReuseConfig,
+    ratio: float,
     cells: Sequence[Cell],
 ) -> list[dict[str, Any]]:
     origins.before(question)
-    reference = reference_of(engine, question, answer_tokens=search.answer_tokens)
-    measured = Measured(engine, reference, config, search.ratio)
+    reference = references.get(question.question_id)
+    if reference is None:
+        reference = reference_of(engine, question, answer_tokens=answer_tokens)
+        references[question.question_id] = reference
+    measured = Measured(engine, reference, config, ratio)
     return [measured.trial(cell) for cell in cells]
 
 
 def compared(trials: Sequence[Mapping[str, Any]]) -> Compared:
-    """The trials of one cell, one per question, taken together."""
-    kl, flat = ([trial[part] for trial in trials] for part in ("kl", "flat"))
+    """Return the trials of one cell, one per question, taken together."""
+    kl, none, flat = ([trial[side]["kl"] for trial in trials] for side in ("early", "none", "flat"))
+    mean = {
+        name: sum(trial[name] for trial in trials) / len(trials)
+        for name in ("saved", "flat_saved", "saved_of_all")
+    }
+    sides = ("none", "early", "flat")
+    right = {side: sum(trial[side]["right"] for trial in trials) for side in sides}
     return Compared(
         len(trials),
         mean_interval(kl),
+        mean_interval(none),
         mean_interval(flat),
+        paired_interval(kl, none),
+        ratio_interval(kl, none) if any(none) else None,
         paired_interval(kl, flat),
-        sum(trial["saved"] for trial in trials) / len(trials),
-        dict(sorted(Counter(trial["layer"] for trial in trials).items())),
+        **mean,
+        rouge_l={
+            side: sum(trial[side]["rouge_l"] for trial in trials) / len(trials) for side in sides
+        },
+        right={"full": sum(trial["full_right"] for trial in trials)} | right,
+        layers=dict(sorted(Counter(trial["layer"] for trial in trials).items())),
     )
 
 
@@ -280,10 +364,10 @@ def best_of(tuned: Mapping[Cell, Compared]) -> list[Cell]:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 _OUT = Path("cachecraft-early-termination")
-Ratio = Annotated[
-    float,
+Ratios = Annotated[
+    str,
     typer.Option(
-        "--recompute-ratio", min=0.01, max=1.0, help="Recompute ratio without early termination."
+        "--recompute-ratio", help="Recompute ratios without early termination, comma-separated."
     ),
 ]
 
@@ -291,7 +375,7 @@ Ratio = Annotated[
 @takes(questions=evaluate.Questions, defaults={"limit": 40})
 def main(
     model: options.Model = "demo",
-    recompute_ratio: Ratio = 0.15,
+    recompute_ratio: Ratios = "0.15",
     methods: Annotated[str, typer.Option("--methods", help="craft, no_drift.")] = "craft,no_drift",
     window: Annotated[
         str, typer.Option("--window", help="w of Algorithm 1, comma-separated.")
@@ -318,9 +402,10 @@ def main(
     *,
     questions: evaluate.Questions,
 ) -> None:
-    """Compare early termination with a smaller recompute ratio of the same cost.
+    """Compare early termination with none, and with a smaller recompute ratio of the same cost.
 
-    Tunes window and first layer on the first questions, and tries the best on the others. A stopped run resumes.
+    Tunes window and first layer on the first questions, and tries the best on the others; with --tune 0 it tries all
+    on every question. A stopped run resumes.
     """
     options.set_threads(threads)
     options.quiet_libraries()
@@ -332,9 +417,11 @@ def main(
     search = Search(
         cells,
         questions.limit // 2 if tune is None else tune,
-        recompute_ratio,
+        numbers(recompute_ratio),
         questions.answer_tokens,
     )
+    if not all(0 < ratio <= 1 for ratio in search.ratios):
+        raise ConfigError("--recompute-ratio takes numbers above 0 and at most 1")
     dataset = questions.load(formats.read)
     with ExitStack() as opened:
         with waiting("Loading the model"):
@@ -353,7 +440,7 @@ def main(
             "answer": questions.answer_tokens,
             "seed": questions.seed,
         }
-        settings |= {"origin": origin, "ratio": recompute_ratio}
+        settings |= {"origin": origin}
         kept = Kept(folder / "trials.jsonl", settings)
         # The chunk-caches stay in the folder, for a run that resumes.
         store = opened.enter_context(
@@ -391,29 +478,48 @@ def _print(found: Sequence[Mapping[str, Any]]) -> None:
     table = Table(box=SIMPLE_HEAD)
     for heading in (
         "method",
+        "r",
         "w",
         "first",
         "questions",
         "saved",
-        "KL",
-        "at same cost",
-        "difference (95 %)",
+        "of all",
+        "KL: none",
+        "early",
+        "same cost",
+        "early - none (95 %)",
+        "early / none",
+        "early - same cost",
+        "ROUGE-L",
+        "right",
     ):
         table.add_column(heading, justify="left" if heading == "method" else "right")
-    table.add_column("verdict")
     table.add_column("deciding layers")
     for one in found:
-        low, high = one["difference"]["low"], one["difference"]["high"]
+        sides = ("none", "early", "flat")
         table.add_row(
             one["method"],
+            f"{one['ratio']:g}",
             str(one["window"]),
             f"{one['first']:g}",
             str(one["questions"]),
-            f"{one['saved']:.0%}",
-            f"{one['kl']['mean']:.4f}",
-            f"{one['flat_kl']['mean']:.4f}",
-            f"{one['difference']['mean']:+.4f} [{low:+.4f}, {high:+.4f}]",
-            "wins" if one["wins"] else "loses" if low > 0 else "no difference shown",
+            f"{one['saved']:.0%} ({one['flat_saved']:.0%})",
+            f"{one['saved_of_all']:.0%}",
+            *(f"{one[name]['mean']:.4f}" for name in ("none_kl", "kl", "flat_kl")),
+            _shown(one["loss"], "+.4f"),
+            "–" if one["loss_ratio"] is None else _shown(one["loss_ratio"], ".2f"),
+            _shown(one["difference"], "+.4f"),
+            " ".join(f"{one['rouge_l'][side]:.2f}" for side in sides),
+            f"{' '.join(str(one['right'][side]) for side in sides)} of {one['right']['full']}",
             " ".join(f"{layer}:{count}" for layer, count in one["layers"].items()),
         )
     out.print(table)
+    out.print(
+        "saved: of the recomputed token-layers, by early termination (by the smaller ratio); of all: of all computed "
+        "ones. ROUGE-L and right answers: none, early, same cost, of full prefill's right ones"
+    )
+
+
+def _shown(interval: Mapping[str, float], form: str) -> str:
+    mean, low, high = (format(interval[name], form) for name in ("mean", "low", "high"))
+    return f"{mean} [{low}, {high}]"

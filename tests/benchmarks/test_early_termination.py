@@ -1,4 +1,4 @@
-"""Early termination against a flat budget of the same cost."""
+"""Early termination against none, and against a flat budget of the same cost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_it_is_compared_with_what_it_leaves(
 ) -> None:
     dataset = handbook_dataset(passages=3, limit=4, seed=1)
     seen: list[Progress] = []
-    search = Search([Cell(w, 0.0) for w in (1, 2)], tune=2, ratio=0.3, answer_tokens=4)
+    search = Search([Cell(w, 0.0) for w in (1, 2)], tune=2, ratios=(0.3, 0.6), answer_tokens=4)
     methods = {"craft": METHODS["craft"]}
     with (
         ChunkCacheStore.open(tmp_path) as store,
@@ -59,22 +59,41 @@ def test_it_is_compared_with_what_it_leaves(
             methods=methods,
         )
     assert again == found
-    assert seen == [Progress(done, 4, "craft") for done in range(4)]
-    assert found
+    assert seen == [Progress(done, 4, f"craft@{r}") for r in (0.3, 0.6) for done in range(4)]
+    assert {one["ratio"] for one in found} == {0.3, 0.6}
     for one in found:
         assert one["questions"] == one["tuned"]["questions"] == 2
         assert 0.0 <= one["saved"] < 1.0
         assert one["difference"]["mean"] == pytest.approx(
             one["kl"]["mean"] - one["flat_kl"]["mean"]
         )
+        assert one["loss"]["mean"] == pytest.approx(one["kl"]["mean"] - one["none_kl"]["mean"])
         assert one["kl"]["mean"] > 0.0
+        # the smaller ratio costs as much, to the nearest twentieth and a token of each chunk
+        assert one["flat_saved"] == pytest.approx(one["saved"], abs=0.1)
+        assert 0.0 <= one["saved_of_all"] <= one["saved"]
+        assert 0.0 < one["rouge_l"]["none"] <= 1.0
         assert sum(one["layers"].values()) == 2
     assert overlapped.FocusMonitor is FocusMonitor
 
 
 def _compared(mean: float, *, saved: float = 0.3, spread: float = 0.0) -> Compared:
     kl = Interval(0.1, 0.0, 0.2)
-    return Compared(9, kl, kl, Interval(mean, mean - spread, mean + spread), saved, {3: 9})
+    return Compared(
+        9,
+        kl,
+        none_kl=kl,
+        flat_kl=kl,
+        loss=kl,
+        loss_ratio=kl,
+        difference=Interval(mean, mean - spread, mean + spread),
+        saved=saved,
+        flat_saved=saved,
+        saved_of_all=saved,
+        rouge_l={},
+        right={},
+        layers={3: 9},
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,12 +112,25 @@ def test_the_best_cell_must_save_something() -> None:
 
 def test_a_question_on_which_nothing_is_decided_counts_as_no_difference() -> None:
     trials = [
-        {"kl": 0.2, "flat": 0.2, "saved": 0.0, "layer": -1},
-        {"kl": 0.4, "flat": 0.2, "saved": 0.5, "layer": 3},
+        _trial(0.2, none=0.2, flat=0.2, layer=-1, saved=0.0),
+        _trial(0.4, none=0.1, flat=0.2, layer=3, saved=0.5),
     ]
     found = compared(trials)
     assert found.difference.mean == pytest.approx(0.1)
+    assert found.loss.mean == pytest.approx(0.15)
+    assert found.loss_ratio is not None
+    assert found.loss_ratio.mean == pytest.approx(2.0)
     assert (found.saved, found.layers) == (0.25, {-1: 1, 3: 1})
+    assert found.right == {"full": 2, "none": 2, "early": 0, "flat": 2}
+
+
+def _trial(early: float, *, none: float, flat: float, layer: int, saved: float) -> dict[str, Any]:
+    sides = {"none": none, "early": early, "flat": flat}
+    quality = {
+        side: {"kl": kl, "rouge_l": 1.0, "right": side != "early"} for side, kl in sides.items()
+    }
+    savings = {"saved": saved, "flat_saved": saved, "saved_of_all": saved}
+    return {**quality, **savings, "layer": layer, "full_right": True}
 
 
 def test_the_command_compares(
@@ -140,3 +172,5 @@ def test_the_command_compares(
         benchmark_json("early-termination", *arguments, "--origin", "stream")
     with pytest.raises(ConfigError, match="sharp: no such method"):
         benchmark_json("early-termination", *arguments, "--methods", "sharp")
+    with pytest.raises(ConfigError, match="above 0 and at most 1"):
+        benchmark_json("early-termination", *arguments, "--recompute-ratio", "1.5")
