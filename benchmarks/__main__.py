@@ -25,6 +25,7 @@ COMMANDS = {
     "load": "Read speed against dd, and the loading time hidden behind computing",
     "loader-bookkeeping": "CPU time that the loader spends on its own lists",
     "memory": "Peak memory of a request",
+    "naive-reuse": "Overlap of attention in a prompt, and wrong answers of naive reuse",
     "papers": "The papers' figures, with our verdicts and the command for each",
     "prompt-forms": "What prompts in the forms of common applications reuse, passages in a new order each time",
     "plain-prompts": "Prompts that nobody marked against the same passages as documents",

@@ -2,8 +2,11 @@
 
 One pass computes all. For each article, each chunk is computed alone, and some prompts of its chunks in changing
 orders, one of them from elsewhere, are computed in full. Each chunk in one prompt is then compared with itself in
-another, as if its keys and values had been reused there untouched. A trace of requests tells how often chunks return,
-and pieces of one long prompt how their time grows.
+another, as if its keys and values had been reused there untouched: the outcome is how far the last layer's hidden
+states are from those it needs there. Chunks are the file's passages, or with `--fixed-tokens` pieces of equal length,
+as the paper has them: CCI depends on the length of a chunk. A trace of requests tells how often chunks return, and
+pieces of one long prompt how their time grows. Intervals are drawn over articles, because the prompts of one article
+share chunks and the chunks of one prompt attend to each other.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,7 +41,7 @@ from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.row_pass import RowPass, advance
 from cachecraft_rag.compute.stack import AttentionSettings
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.intervals import mean_interval
+from cachecraft_rag.evaluation.dataset import EvaluationQuestion
 from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.scoring import (
@@ -51,7 +54,7 @@ from cachecraft_rag.prompt.builder import PromptBuilder
 from cachecraft_rag.types import Chunk, Progress, Prompt
 
 if TYPE_CHECKING:
-    from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion
+    from cachecraft_rag.evaluation.dataset import Dataset
 
 TOP = (0.1, 0.2, 0.3)  # shares of a chunk's tokens (Cache-Craft Fig. 14)
 EDGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # of distances between tokens
@@ -202,6 +205,12 @@ def compute(decoder: Decoder, prompt: Prompt) -> tuple[list[Placement], Watched]
     return placements, watched
 
 
+def hidden_deviation(reused: Placement, needed: Placement) -> float:
+    """Return the distance of the last layer's hidden states as a share of their norm, averaged over the tokens."""
+    error = (reused.hidden - needed.hidden).norm(dim=1) / needed.hidden.norm(dim=1)
+    return float(error.mean())
+
+
 def deviation(reused: Placement, needed: Placement) -> float:
     """Distance of the stored keys and values from those of full prefill, as a share of their norm, over all layers."""
     error = (reused.kv - needed.kv).float().flatten(3).norm(dim=(2, 3))  # [layers, 2]
@@ -254,8 +263,8 @@ def look_at(
         )
         for one in placements:
             if one.chunk_id in alone:
-                plain = alone[one.chunk_id].hidden
-                change = float(((one.hidden - plain).norm(dim=1) / plain.norm(dim=1)).mean())
+                plain = alone[one.chunk_id]
+                change = hidden_deviation(reused=one, needed=plain)
                 found["placements"].append(
                     {"before": len(one.before), "change": change, "top": one.top}
                 )
@@ -274,12 +283,15 @@ def _pair(reused: Placement, needed: Placement) -> dict[str, Any]:
     gamma = order_penalty(reused.before, places)
     return {
         "cci": reused.cci,
+        "no_overlap": 1.0 - beta,
         "not_overlapping": 1.0 - adjusted_overlap(beta, gamma),
         "gamma": gamma,
         "shared": sum(chunk_id in places for chunk_id in reused.before),
         "before": len(reused.before),
-        "overlap": reused.overlap,
-        "deviation": deviation(reused, needed),
+        "needed_before": len(needed.before),
+        "tokens": len(reused.hidden),
+        "deviation": hidden_deviation(reused, needed),
+        "kv_deviation": deviation(reused, needed),
     }
 
 
@@ -306,70 +318,147 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return (np.cumsum(count) - (count - 1) / 2)[place]
 
 
+def partial_spearman(
+    a: Sequence[float], b: Sequence[float], given: Sequence[Sequence[float]]
+) -> float:
+    """Return the rank correlation of what is left of both sides after a linear fit on the ranks of `given`.
+
+    >>> place = [1, 2, 3, 4, 5, 6]
+    >>> partial_spearman([1, 2, 3, 5, 4, 6], [1, 3, 2, 4, 5, 6], []) > 0.8
+    True
+    >>> partial_spearman([1, 2, 3, 5, 4, 6], [1, 3, 2, 4, 5, 6], [place]) < 0.1
+    True
+    """
+    first, second, *others = (_ranks(np.asarray(values, float)) for values in (a, b, *given))
+    known = np.stack([np.ones(len(first)), *others], axis=1)
+    left, right = (
+        ranks - known @ np.linalg.lstsq(known, ranks, rcond=None)[0] for ranks in (first, second)
+    )
+    spread = float(np.sqrt((left**2).sum() * (right**2).sum()))
+    return round(float((left * right).sum()) / spread, 12) if spread > 1e-9 else 0.0
+
+
+# of a pair: the chunk's length and how many chunks stood before it, in the old prompt and in the new one
+_CONTROLS = ("tokens", "before", "needed_before")
+
+
 def correlation(
-    groups: Sequence[Sequence[Mapping[str, Any]]], name: str, *, seed: int = 0
+    groups: Sequence[Sequence[Mapping[str, Any]]],
+    name: str,
+    *,
+    outcome: str = "deviation",
+    given: Sequence[str] = (),
+    seed: int = 0,
 ) -> dict[str, Any]:
-    """Spearman's ρ of a field with the deviation over all pairs; 95 % bootstrap over groups: pairs of one are alike."""
-    columns = [
-        (np.array([p[name] for p in g]), np.array([p["deviation"] for p in g])) for g in groups if g
-    ]
-    if not columns:
+    """Return Spearman's ρ of a field with the outcome over all pairs, and its 95 % bootstrap interval over groups.
+
+    Args:
+        groups: the pairs of each article, which are alike.
+        given: fields to hold constant, see `partial_spearman`.
+    """
+    rows = [np.array([[p[key] for key in (name, outcome, *given)] for p in g]) for g in groups if g]
+    if not rows:
         return {"pairs": 0}
-    draw = np.random.default_rng(seed)
 
     def of(chosen: Sequence[int]) -> float:
-        return spearman(
-            *(np.concatenate([columns[one][side] for one in chosen]) for side in (0, 1))
-        )  # type: ignore[arg-type]
+        first, second, *others = np.concatenate([rows[one] for one in chosen]).T
+        if others:
+            return partial_spearman(first, second, others)  # type: ignore[arg-type]
+        return spearman(first, second)  # type: ignore[arg-type]
 
-    drawn = [of(draw.integers(len(columns), size=len(columns)).tolist()) for _ in range(_RESAMPLES)]
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    whole = of(range(len(columns)))
-    return {
-        "pairs": sum(len(one[0]) for one in columns),
-        "rho": whole,
-        "low": float(low),
-        "high": float(high),
+    found = _over_groups(of, len(rows), seed)
+    return {"pairs": sum(map(len, rows)), "rho": found["mean"]} | {
+        side: found[side] for side in ("low", "high")
     }
+
+
+def clustered(groups: Sequence[Sequence[float]], *, seed: int = 0) -> dict[str, float]:
+    """Return the mean of all values, and its 95 % bootstrap interval over groups.
+
+    >>> clustered([[1.0, 1.0], [], [1.0]])
+    {'mean': 1.0, 'low': 1.0, 'high': 1.0}
+    """
+    filled = [np.asarray(group) for group in groups if len(group)]
+    return _over_groups(
+        lambda chosen: float(np.concatenate([filled[one] for one in chosen]).mean()),
+        len(filled),
+        seed,
+    )
+
+
+def _over_groups(
+    value: Callable[[Sequence[int]], float], groups: int, seed: int
+) -> dict[str, float]:
+    draw = np.random.default_rng(seed)
+    drawn = [value(draw.integers(groups, size=groups).tolist()) for _ in range(_RESAMPLES)]
+    low, high = np.nanquantile(drawn, [0.025, 0.975])
+    return {"mean": value(range(groups)), "low": float(low), "high": float(high)}
 
 
 def summary(articles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Results by figure, from what `look_at` found in each article."""
     behind = [[p for p in one["pairs"] if p["before"]] for one in articles]
     first = [p["deviation"] for one in articles for p in one["pairs"] if not p["before"]]
-    placements = [p for one in articles for p in one["placements"]]
-    tops = [p["top"] for p in placements if p["top"]]
-    changes: dict[str, list[float]] = {}
-    for placed in sorted(placements, key=lambda placed: placed["before"]):
-        changes.setdefault(str(placed["before"]), []).append(placed["change"])
+    places = sorted({p["before"] for one in articles for p in one["placements"]} - {0})
     return {
         "articles": len(articles),
+        "prompts": sum(len(one["prompts"]) for one in articles),
+        "placements": sum(len(one["placements"]) for one in articles),
         "fig5": _parts([p["tokens"] for one in articles for p in one["prompts"]]),
-        "fig7": {
-            before: asdict(mean_interval(found))
-            for before, found in changes.items()
-            if before != "0"
-        },
-        "fig9": {
-            **_distances(
-                *(np.sum([one[name] for one in articles], axis=0) for name in ("near", "far"))
-            ),
-            "overlap of weights": correlation(
-                [[p for p in g if p["overlap"] is not None] for g in behind], "overlap"
-            ),
-        },
-        "fig12": {
-            "CCI": correlation(behind, "cci"),
-            "1 - β'": correlation(behind, "not_overlapping"),
-            "γ": correlation([[p for p in group if p["shared"] >= 2] for group in behind], "gamma"),
-            "mean deviation": float(np.mean([p["deviation"] for group in behind for p in group])),
-            "of those captured first": float(np.mean(first)) if first else None,
-        },
+        "fig7": _growth(articles, places),
+        "fig9": _distances(
+            *(np.sum([one[name] for one in articles], axis=0) for name in ("near", "far"))
+        ),
+        "fig12": _what_deviation_grows_with(behind)
+        | {"of those captured first": float(np.mean(first)) if first else None},
         "fig14": {
-            str(share): asdict(mean_interval(of))
-            for share, of in zip(TOP, np.transpose(tops), strict=bool(tops))
+            str(share): clustered(
+                [[p["top"][place] for p in one["placements"] if p["top"]] for one in articles]
+            )
+            for place, share in enumerate(TOP)
         },
         "fig17": _focus([p for one in articles for p in one["prompts"]]),
+    }
+
+
+def _growth(articles: Sequence[Mapping[str, Any]], places: Sequence[int]) -> dict[str, Any]:
+    """Return the change of the hidden states by the number of chunks before, and the difference of most and fewest."""
+
+    def changes(before: int) -> list[list[float]]:
+        return [
+            [p["change"] for p in one["placements"] if p["before"] == before] for one in articles
+        ]
+
+    found: dict[str, Any] = {str(before): clustered(changes(before)) for before in places}
+    if len(places) > 1:
+        pairs = [
+            [float(np.mean(most) - np.mean(fewest))] if most and fewest else []
+            for most, fewest in zip(changes(places[-1]), changes(places[0]), strict=True)
+        ]
+        found["difference, mean of articles"] = clustered(pairs)
+    return found
+
+
+def _what_deviation_grows_with(behind: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return rank correlations with the hidden states' deviation, plain and with length and places held constant."""
+    lengths = sorted(p["tokens"] for group in behind for p in group)
+    ordered = [[p for p in group if p["shared"] >= 2] for group in behind]
+    fields = {"CCI": "cci", "1 - β": "no_overlap", "1 - β'": "not_overlapping"}
+    found: dict[str, Any] = {"tokens of a chunk, least and most": [lengths[0], lengths[-1]]}
+    for label, name, groups in [
+        *((label, name, behind) for label, name in fields.items()),
+        ("γ", "gamma", ordered),
+    ]:
+        found[label] = {
+            "hidden states": correlation(groups, name),
+            "hidden states, partial": correlation(groups, name, given=_CONTROLS),
+            "keys and values, partial": correlation(
+                groups, name, outcome="kv_deviation", given=_CONTROLS
+            ),
+        }
+    return found | {
+        "CCI and length": correlation(behind, "cci", outcome="tokens"),
+        "mean deviation": float(np.mean([p["deviation"] for group in behind for p in group])),
     }
 
 
@@ -393,19 +482,23 @@ def _distances(near: NDArray[np.float64], far: NDArray[np.float64]) -> dict[str,
 
 
 def _focus(prompts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Algorithm 1 with w = 3 from the first layer on, as published, and from the middle on."""
+    """Algorithm 1 with w = 3 from the first layer on, as published, from the middle on, and with w = 8."""
     found: dict[str, Any] = {"prompts": len(prompts), "layers": len(prompts[0]["asked"])}
-    for first in (0.0, 0.5):
+    for window, first in ((3, 0.0), (3, 0.5), (8, 0.0)):
         decided = [
-            (one, p) for p in prompts if (one := Cell(3, first).decide(p["asked"])) is not None
+            (one, p) for p in prompts if (one := Cell(window, first).decide(p["asked"])) is not None
         ]
         if decided:
             hits = [bool(one[1] & {*p["holding"]}) for one, p in decided]
-            found[f"from {first:g} of the layers"] = {
+            found[f"w = {window}, from {first:g} of the layers"] = {
                 "decided": len(decided),
                 "deciding layer, quartiles": np.quantile(
                     [one[0] for one, _ in decided], _QUARTERS
                 ).tolist(),
+                "prompts by deciding layer": {
+                    str(layer): count
+                    for layer, count in sorted(Counter(one[0] for one, _ in decided).items())
+                },
                 "the answer is in a focused chunk": float(np.mean(hits)),
                 "by chance": float(
                     np.mean([len(one[1]) / len(p["asked"][0]) for one, p in decided])
@@ -521,6 +614,65 @@ def articles_of(dataset: Dataset, *, prompts: int) -> dict[str, list[EvaluationQ
     }
 
 
+def _others(
+    dataset: Dataset, chosen: Mapping[str, list[EvaluationQuestion]], name: str, *, is_fixed: bool
+) -> list[Chunk]:
+    """Return the chunks of all other articles; of equal length if the prompts' chunks are."""
+    if not is_fixed:
+        return [chunk for one in dataset.documents if one[0].chunk_id != name for chunk in one]
+    return [
+        chunk
+        for other, asked in chosen.items()
+        if other != name
+        for question in asked
+        for chunk in question.passages
+    ]
+
+
+_PASSAGES = 5
+_PIECES = 8  # of equal length, of which the prompts of one article take theirs
+
+
+def fixed_articles(
+    tokenizer: Any, dataset: Dataset, *, tokens: int, prompts: int, seed: int
+) -> dict[str, list[EvaluationQuestion]]:
+    """Return prompts of chunks of equal length, `prompts` for each document that is long enough.
+
+    A document's text is cut after every `tokens` tokens. The first pieces that have this length as chunks too are
+    used: a cut text may be tokenized in another way.
+    """
+    asked: dict[str, str] = {}
+    for question in dataset.questions:
+        for chunk in question.passages:
+            asked.setdefault(dataset.document_of(chunk.chunk_id)[0].chunk_id, question.text)
+    builder = PromptBuilder(tokenizer, context_length=tokens)
+    encode, decode = tokenizer.encode, tokenizer.decode
+    end = len(builder.chunk_segment(Chunk(" a")).token_ids) - len(
+        encode(" a", add_special_tokens=False)
+    )
+    found: dict[str, list[EvaluationQuestion]] = {}
+    for document in dataset.documents:
+        name = document[0].chunk_id
+        ids = encode("\n".join(chunk.text for chunk in document), add_special_tokens=False)
+        cut = [Chunk(decode(ids[at : at + tokens])) for at in range(0, len(ids), tokens)]
+        whole = {
+            one.chunk_id: one
+            for one in cut
+            if len(builder.chunk_segment(one).token_ids) == tokens + end
+        }
+        pieces = list(whole.values())[:_PIECES]
+        if len(pieces) <= _PASSAGES or name not in asked:
+            continue
+        draw = random.Random(f"{seed}/{name}")
+        found[name] = [
+            EvaluationQuestion(
+                f"{name}/{number}", asked[name], tuple(draw.sample(pieces, _PASSAGES)), ()
+            )
+            for number in range(prompts)
+        ]
+    return found
+
+
 def main(
     data: Annotated[Path | None, typer.Option("--data", "-d", help="File of questions.")] = None,
     format: Annotated[
@@ -533,6 +685,15 @@ def main(
     ] = None,
     articles: Annotated[int, typer.Option("--articles", min=2, help="Articles to look at.")] = 12,
     prompts: Annotated[int, typer.Option("--prompts", min=2, help="Prompts of each article.")] = 5,
+    fixed_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--fixed-tokens",
+            min=8,
+            help="Cut articles into chunks of this many tokens.",
+            show_default="the file's passages",
+        ),
+    ] = None,
     pieces: Annotated[int, typer.Option("--pieces", min=2, help="Pieces of the long prefill.")] = 8,
     piece_tokens: Annotated[
         int, typer.Option("--piece-tokens", min=1, help="Length of each.")
@@ -553,33 +714,38 @@ def main(
     """
     options.set_threads(threads)
     options.quiet_libraries()
-    settings = Questions(data, format, limit=10_000, passages=5, seed=seed)
+    settings = Questions(data, format, limit=10_000, passages=_PASSAGES, seed=seed)
     dataset = settings.load(formats.read)
-    chosen = articles_of(dataset, prompts=prompts)
-    names = list(chosen)[:articles]
-    if len(names) < articles:
-        raise ConfigError(
-            f"only {len(names)} articles have {prompts} questions; lower --articles or --prompts"
-        )
     with progress_bar("Premises") as show:
         decoder = Decoder.load(model, dtype=dtype)
+        builder = PromptBuilder(decoder.tokenizer, context_length=decoder.context_length)
+        if fixed_tokens is None:
+            chosen = articles_of(dataset, prompts=prompts)
+        else:
+            chosen = fixed_articles(
+                decoder.tokenizer, dataset, tokens=fixed_tokens, prompts=prompts, seed=seed
+            )
+        names = list(chosen)[:articles]
+        if len(names) < articles:
+            raise ConfigError(
+                f"only {len(names)} articles are long enough for {prompts} prompts; lower --articles, --prompts or "
+                "--fixed-tokens"
+            )
         given = {
             "fingerprint": decoder.fingerprint,
             "data": dataset.name,
             "prompts": prompts,
             "seed": seed,
+            "fixed": fixed_tokens,
         }
         kept = Kept(folder / "premises.jsonl", given)
         found = []
         for done, name in enumerate(names):
             show(Progress(done, len(names) + 1, "articles"))
-            others = [
-                chunk for one in dataset.documents if one[0].chunk_id != name for chunk in one
-            ]
+            others = _others(dataset, chosen, name, is_fixed=fixed_tokens is not None)
             draw = random.Random(f"{seed}/{name}")
             found.append(kept.get(name, lambda: look_at(decoder, chosen[name], others, draw)))  # noqa: B023
         show(Progress(len(names), len(names) + 1, "pieces"))
-        builder = PromptBuilder(decoder.tokenizer, context_length=decoder.context_length)
         ids = [
             token
             for one in dataset.documents

@@ -13,9 +13,12 @@ import pytest
 
 from benchmarks.premises import (
     articles_of,
+    clustered,
     compute,
     correlation,
     deviation,
+    fixed_articles,
+    hidden_deviation,
     look_at,
     piece_times,
     summary,
@@ -56,6 +59,7 @@ def test_the_statistics_are_those_of_a_capture(
     assert watched.asked.shape == (4, 3)
     assert watched.near[:, 1].sum() > 0 < watched.far[:, 1].sum()
     assert deviation(placements[1], placements[1]) == 0.0
+    assert hidden_deviation(placements[1], placements[1]) == 0.0
 
 
 def test_pairs_are_compared_and_counted(decoder: Decoder, town_dataset: Dataset) -> None:
@@ -76,11 +80,14 @@ def test_pairs_are_compared_and_counted(decoder: Decoder, town_dataset: Dataset)
         pair["deviation"] > 0 and 0.5 <= pair["cci"] <= 1 and 0 <= pair["not_overlapping"] <= 1
         for pair in pairs
     )
-    assert report["fig12"]["CCI"]["pairs"] == sum(pair["before"] > 0 for pair in pairs)
+    for name in ("hidden states", "hidden states, partial", "keys and values, partial"):
+        assert report["fig12"]["CCI"][name]["pairs"] == sum(pair["before"] > 0 for pair in pairs)
     assert sum(report["fig5"].values()) == pytest.approx(1.0)
     shares = [one["mean"] for one in report["fig14"].values()]
     assert shares == sorted(shares)
     assert shares[-1] <= 1.0
+    grown = report["fig7"].pop("difference, mean of articles")
+    assert grown["low"] <= grown["mean"] <= grown["high"]
     assert all(change["low"] > 0 for change in report["fig7"].values())
 
 
@@ -94,6 +101,44 @@ def test_the_interval_of_a_correlation_is_drawn_over_groups() -> None:
     assert found["low"] < found["rho"] < found["high"]
     assert found["low"] > 0.2
     assert correlation([[]], "x") == {"pairs": 0}
+
+
+def test_a_correlation_through_length_vanishes_at_equal_length() -> None:
+    draw = np.random.default_rng(0)
+    groups = []
+    for _ in range(8):
+        lengths = draw.integers(50, 200, size=30).tolist()
+        groups.append(
+            [
+                {"x": n + draw.normal(0, 9), "deviation": draw.normal(0, 9) - n, "tokens": n}
+                for n in lengths
+            ]
+        )
+    assert correlation(groups, "x")["rho"] < -0.9
+    assert abs(correlation(groups, "x", given=["tokens"])["rho"]) < 0.2
+
+
+def test_an_interval_over_groups_is_wider_where_the_values_of_a_group_are_alike() -> None:
+    draw = np.random.default_rng(0)
+    alike = [[mean] * 20 for mean in draw.random(8).tolist()]
+    mixed = draw.permutation(np.concatenate(alike)).reshape(8, 20).tolist()
+    wide, narrow = clustered(alike), clustered(mixed)
+    assert wide["mean"] == pytest.approx(narrow["mean"])
+    assert wide["high"] - wide["low"] > 2 * (narrow["high"] - narrow["low"])
+
+
+def test_articles_are_cut_into_chunks_of_equal_length(
+    decoder: Decoder, town_dataset: Dataset
+) -> None:
+    grouped = fixed_articles(decoder.tokenizer, town_dataset, tokens=8, prompts=3, seed=0)
+    builder = PromptBuilder(decoder.tokenizer, context_length=decoder.context_length)
+    assert len(grouped) == 2
+    for asked in grouped.values():
+        assert len(asked) == 3
+        chunks = [chunk for question in asked for chunk in question.passages]
+        assert len({len(builder.chunk_segment(chunk).token_ids) for chunk in chunks}) == 1
+        assert len({tuple(c.chunk_id for c in question.passages) for question in asked}) > 1
+    assert fixed_articles(decoder.tokenizer, town_dataset, tokens=500, prompts=3, seed=0) == {}
 
 
 def test_uses_of_a_trace() -> None:
