@@ -36,6 +36,7 @@ COMMANDS = {
     "scale": "Retrieval, look-up and planning as the number of chunks grows",
     "serve": "Throughput and time to the first token under load",
     "simulate": "Eviction policies and budgets, replayed over drawn or given traffic",
+    "tokens": "Tokens to prefill and to decode in conversations with passages",
     "ttft": "Time to the first token: reuse against the model's own prefill, and other engines",
     "vllm-contract": "The names that we use of vLLM, checked in the wheels of its versions",
     "stream": "Recomputation and divergence over a stream of repeated questions",
