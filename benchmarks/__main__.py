@@ -16,6 +16,7 @@ from cachecraft_rag.errors import CacheCraftError
 COMMANDS = {
     "audits": "Times of requests beside audits, and what audits compute",
     "batches": "Prefill and decoding of several requests at once",
+    "cake-steps": "Times of steps while chunk-caches load, against the same steps alone (Cake Fig. 7)",
     "cake": "Computing, loading, and both at once (Cake), at limited disk speeds",
     "early-termination": "Early termination against a smaller recompute ratio of the same cost",
     "eval": "Every method of the papers and of this package against full prefill",

@@ -37,6 +37,7 @@ from cachecraft_rag.model.attention_choice import cpu_instructions
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.config import Loading, ReuseConfig
+from cachecraft_rag.prompt.builder import PromptBuilder
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Progress
@@ -133,7 +134,7 @@ def run(
                 tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder,
                 competing(share),
             ):
-                context = _Context(decoder, Path(folder), tokens)
+                context = Context(decoder, Path(folder), tokens)
                 what = f"{tokens} tokens, {share:g} of the compute"
                 progress(Progress(done, total, what))
                 for cell in context.cells(grid, share):
@@ -158,22 +159,23 @@ def competing(share: float) -> Iterator[None]:
             one.wait()
 
 
-class _Context:
+class Context:
     """One prompt, its chunk-caches on disk in every codec, and the ways to prefill it."""
 
-    def __init__(self, decoder: Decoder, folder: Path, tokens: int) -> None:
+    def __init__(
+        self, decoder: Decoder, folder: Path, tokens: int, *, speed: ComputeSpeed | None = None
+    ) -> None:
         self._decoder, self._folder = decoder, folder
         self._chunks = chunks_of(decoder, count=tokens // CHUNK_TOKENS, tokens=CHUNK_TOKENS)
         self._tokens = tokens
         # of this share of the compute, shared by all engines
-        self._speed = ComputeSpeed(decoder.keys_per_row)
+        self._speed = ComputeSpeed(decoder.keys_per_row) if speed is None else speed
 
     def cells(self, grid: Grid, share: float) -> Iterator[CakeCell]:
         """One cell per bandwidth and codec."""
         for codec in grid.codecs:
             self._capture(codec)
-        text, full = self._ask(_COMPUTE, grid.codecs[0])
-        rate = self._decoder.layout.nbytes(full.tokens_prompt) / full.ttft_s
+        text, rate = self._compute(grid.codecs[0])
         for bandwidth in grid.bandwidths:
             for codec in grid.codecs:
                 yield self._cell(
@@ -190,10 +192,10 @@ class _Context:
             compute.append(stats.ttft_s)
             walls.append(wall)
             only_cpu.append(cpu)
-            stats = self._load(codec, bandwidth * rate, "whole")[1]
+            stats = self.load(codec, bandwidth * rate, "whole")[1]
             load.append(stats.ttft_s)
             question.append(stats.ttft_s - stats.load_s)
-            (text, stats), _, cpu = _spent(lambda: self._load(codec, bandwidth * rate, "cake"))
+            (text, stats), _, cpu = _spent(lambda: self.load(codec, bandwidth * rate, "cake"))
             cake.append(stats.ttft_s)
             both_cpu.append(cpu)
             exact &= text == right
@@ -221,6 +223,22 @@ class _Context:
             cpu=cpu_instructions(),
         )
 
+    def capture(self, codec: str) -> float:
+        """Capture all chunks, and return the KV bytes per second that full prefill computes."""
+        self._capture(codec)
+        return self._compute(codec)[1]
+
+    def token_ids(self) -> Sequence[int]:
+        """Return the tokens of the whole prompt."""
+        builder = PromptBuilder(
+            self._decoder.tokenizer, context_length=self._decoder.context_length, best_last=False
+        )
+        return builder.build(QUESTION, self._chunks).token_ids
+
+    def _compute(self, codec: str) -> tuple[str, float]:
+        text, full = self._ask(_COMPUTE, codec)
+        return text, self._decoder.layout.nbytes(full.tokens_prompt) / full.ttft_s
+
     def _best_split(self, compute_s: float, load_s: float) -> float:
         """Seconds of the best split, if computing and loading keep their measured rates while they overlap."""
         rows, n = self._speed.rows, self._tokens
@@ -234,7 +252,7 @@ class _Context:
             self._answer(engine, ReuseConfig(reuse=False))
             engine.close()
 
-    def _load(self, codec: str, bytes_per_s: float, loading: Loading) -> tuple[str, RequestStats]:
+    def load(self, codec: str, bytes_per_s: float, loading: Loading) -> tuple[str, RequestStats]:
         """An answer from cold files, by an engine that knows its compute speed but not this disk."""
         drop_page_cache(self._folder)
         return self._ask(
