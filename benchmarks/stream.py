@@ -1,7 +1,9 @@
 """A stream of questions in which some come again and again: what is recomputed, and at which loss, as time goes on.
 
 Popularity follows Zipf's law. After each question the engine has time to idle, so what it learns depends on nothing but
-the questions and the budget.
+the questions and the budget. With `--new-orders` the passages of a question come in a new order each time: a repeated
+question then is no repeated prefix, as in the paper's trace, where prefixes make up 18 % of the tokens (Cache-Craft
+Fig. 24). What prefix caching without a limit would compute of the same requests is counted beside it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,6 +49,8 @@ class StreamSettings:
     window         requests in one line of the report; divides `requests`
     exponent       of Zipf's law: the n-th most popular question is asked 1 / n^exponent as often as the first
     answer_tokens  longest answer, in tokens
+    new_orders     draw the order of the passages for each request
+    with_kl        compare with full prefill; in process only
     """
 
     requests: int = 200
@@ -55,6 +59,8 @@ class StreamSettings:
     exponent: float = 1.0
     answer_tokens: int = 8
     seed: int = 0
+    new_orders: bool = False
+    with_kl: bool = True
 
     def __post_init__(self) -> None:
         """Check the ranges; raises ConfigError."""
@@ -73,8 +79,12 @@ class Window:
     """Some requests in a row, and the store after them. Tokens are those of chunks.
 
     reused, recomputed, computed   taken over untouched; fixed; computed afresh
+    prefix_computed    that prefix caching would compute: those after the longest prefix that was asked for before
+    chunks, hits       asked for; found in the store
+    all_hit            requests whose chunks were all found
     overlap            mean β′ of the chunks that were taken from the store
-    kl                 mean divergence from full prefill along its answer, nats; None over vLLM, which gives no logits
+    kl                 mean divergence from full prefill along its answer, nats; None if it was not measured, and over
+                       vLLM, which gives no logits
     new_variants       captured by then in the background, and the tokens computed for them
     variants           by then, how many chunks have how many variants
     """
@@ -88,6 +98,15 @@ class Window:
     new_variants: int
     idle_tokens: int
     variants: dict[int, int]
+    prefix_computed: int
+    chunks: int
+    hits: int
+    all_hit: int
+
+    @property
+    def of_prefix_caching(self) -> float:
+        """Tokens computed / those that prefix caching would compute."""
+        return (self.recomputed + self.computed) / max(self.prefix_computed, 1)
 
     @property
     def variants_per_chunk(self) -> float:
@@ -121,6 +140,40 @@ class StreamReport:
         return last / first if first and last is not None else None
 
 
+def over_seeds(reports: Sequence[StreamReport]) -> dict[str, list[float]]:
+    """Return what Cache-Craft Fig. 24 shows, one value for each seed.
+
+    - `chunk hits`, `requests with all chunks`: shares, in the first window and in the last
+    - `of prefix caching`: tokens computed for requests / those that prefix caching would compute, over the stream;
+      `with idle tokens` also counts those computed for new variants
+    - `last / first`: tokens computed in the last window / in the first
+    """
+
+    def whole(report: StreamReport, name: str) -> int:
+        return sum(getattr(window, name) for window in report.windows)
+
+    def computed(report: StreamReport) -> int:
+        return whole(report, "recomputed") + whole(report, "computed")
+
+    found: dict[str, list[float]] = {}
+    for report in reports:
+        first, last = report.windows[0], report.windows[-1]
+        prefix = max(whole(report, "prefix_computed"), 1)
+        row = {
+            "chunk hits, first window": first.hits / first.chunks,
+            "chunk hits, last window": last.hits / last.chunks,
+            "requests with all chunks, first window": first.all_hit / first.requests,
+            "requests with all chunks, last window": last.all_hit / last.requests,
+            "of prefix caching": computed(report) / prefix,
+            "with idle tokens": (computed(report) + last.idle_tokens) / prefix,
+            "last / first": (last.recomputed + last.computed)
+            / max(first.recomputed + first.computed, 1),
+        }
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+    return found
+
+
 def questions_of(
     data: Path | None, *, passages: int, limit: int, seed: int
 ) -> tuple[EvaluationQuestion, ...]:
@@ -142,7 +195,13 @@ def draw(
     ranked = list(questions)
     dice.shuffle(ranked)
     popular = Zipf(len(ranked), exponent=settings.exponent)
-    return [ranked[popular.draw(dice)] for _ in range(settings.warmup + settings.requests)]
+    drawn = [ranked[popular.draw(dice)] for _ in range(settings.warmup + settings.requests)]
+    if not settings.new_orders:
+        return drawn
+    return [
+        replace(question, passages=tuple(dice.sample(question.passages, len(question.passages))))
+        for question in drawn
+    ]
 
 
 def run(
@@ -161,15 +220,17 @@ def run(
         config: how chunk-caches are reused; None: the engine's own.
     """
     asked = draw(questions, settings)
-    references: dict[str, Reference] = {}
+    references: dict[tuple[str, ...], Reference] = {}
     windows: list[Window] = []
-    counted = _Counts()
+    prefixes: set[tuple[str, ...]] = set()
+    counted = _Counts(prefixes)
     for number, question in enumerate(asked):
         progress(Progress(number, len(asked), "warm-up" if number < settings.warmup else "stream"))
-        if isinstance(engine, Engine):
-            if (reference := references.get(question.question_id)) is None:
+        if isinstance(engine, Engine) and settings.with_kl:
+            key = (question.question_id, *(chunk.chunk_id for chunk in question.passages))
+            if (reference := references.get(key)) is None:
                 reference = reference_of(engine, question, answer_tokens=settings.answer_tokens)
-                references[question.question_id] = reference
+                references[key] = reference
             counted.ask(engine, reference, config)
         else:
             sampling = SamplingParams(max_new_tokens=settings.answer_tokens)
@@ -183,20 +244,26 @@ def run(
         if place >= 0 and place % settings.window == 0:
             if place:
                 windows.append(counted.window(engine))
-            counted = _Counts()
+            counted = _Counts(prefixes)
     return StreamReport(
         tuple(windows), len(questions), engine.decoder.name, engine.decoder.layout.dtype
     )
 
 
 class _Counts:
-    """The sums of one window."""
+    """The sums of one window.
 
-    def __init__(self) -> None:
+    Args:
+        prefixes: the prefixes that requests before had, which this adds to.
+    """
+
+    def __init__(self, prefixes: set[tuple[str, ...]]) -> None:
+        self._prefixes = prefixes
         self._requests = 0
         self._tokens: Counter[str] = Counter()
         self._kl: list[float] = []
         self._overlaps: list[float] = []
+        self._chunks = self._hits = self._all_hit = self._prefix_computed = 0
 
     def ask(self, engine: Engine, reference: Reference, config: ReuseConfig | None) -> None:
         question, full = reference.question, reference.answer
@@ -218,6 +285,15 @@ class _Counts:
             self._tokens["reused"] += chunk.tokens - chunk.recomputed - chunk.computed
             if chunk.beta_prime is not None:
                 self._overlaps.append(chunk.beta_prime)
+        found = [chunk.outcome in ("exact", "reused") for chunk in stats.chunks]
+        self._chunks += len(found)
+        self._hits += sum(found)
+        self._all_hit += all(found)
+        ids = [chunk.chunk_id for chunk in stats.chunks]
+        begun = [tuple(ids[:length]) for length in range(1, len(ids) + 1)]
+        known = sum(prefix in self._prefixes for prefix in begun)
+        self._prefix_computed += sum(chunk.tokens for chunk in stats.chunks[known:])
+        self._prefixes.update(begun)
 
     def window(self, engine: Engine | VLLMEngine) -> Window:
         stats = engine.new_variants.stats
@@ -232,6 +308,10 @@ class _Counts:
             new_variants=stats.captured,
             idle_tokens=stats.tokens,
             variants=variant_counts(engine),
+            prefix_computed=self._prefix_computed,
+            chunks=self._chunks,
+            hits=self._hits,
+            all_hit=self._all_hit,
         )
 
 
@@ -274,6 +354,15 @@ def main(
     seed: Annotated[
         int, typer.Option("--seed", min=-MOST - 1, max=MOST, help="Seed of the stream.")
     ] = 0,
+    seeds: Annotated[
+        int, typer.Option("--seeds", min=1, help="Streams to ask, of this seed and the next ones.")
+    ] = 1,
+    new_orders: Annotated[
+        bool, typer.Option("--new-orders", help="Draw the passages' order for each request.")
+    ] = False,
+    with_kl: Annotated[
+        bool, typer.Option("--kl/--no-kl", help="Compare each answer with full prefill's.")
+    ] = True,
     threads: options.Threads = None,
     vllm: Annotated[
         bool, typer.Option("--vllm", help="Over vLLM, its prefix cache off; no KL.")
@@ -286,46 +375,79 @@ def main(
     thread, most of it for full prefill.
     """
     options.set_threads(threads)
-    with progress_bar("Stream") as show, ExitStack() as opened:
-        from cachecraft_rag.evaluation.runner import open_engine
-        from cachecraft_rag.serving.config import NewVariants
-
-        options.quiet_libraries()
+    options.quiet_libraries()
+    reports = []
+    for each in range(seed, seed + seeds):
         settings = StreamSettings(
             requests=requests,
             warmup=warmup,
             window=window,
             exponent=zipf,
             answer_tokens=answer_tokens,
-            seed=seed,
+            seed=each,
+            new_orders=new_orders,
+            with_kl=with_kl,
         )
-        making = NewVariants(new_variants, share)  # type: ignore[arg-type]  # it checks the word
-        asked = questions_of(data, passages=passages, limit=questions, seed=seed)
+        asked = questions_of(data, passages=passages, limit=questions, seed=each)
+        reports.append(
+            _stream(model, asked, settings, dtype=dtype, vllm=vllm, making=(new_variants, share))
+        )
+    found = [
+        asdict(report) | {"ratio": report.ratio, "kl_ratio": report.kl_ratio} for report in reports
+    ]
+    if as_json:
+        several = {"streams": found, "by seed": over_seeds(reports)}
+        print_json(found[0] if seeds == 1 else several)
+        return
+    for report in reports:
+        print_stream(report)
+    table = Table("of each seed", *(str(each) for each in range(seed, seed + seeds)))
+    for name, values in over_seeds(reports).items():
+        table.add_row(name, *(f"{value:.2f}" for value in values))
+    out.print(table)
+
+
+def _stream(
+    model: str,
+    asked: Sequence[EvaluationQuestion],
+    settings: StreamSettings,
+    *,
+    dtype: str,
+    vllm: bool,
+    making: tuple[str, float],
+) -> StreamReport:
+    """Ask one stream over an empty store."""
+    with progress_bar("Stream") as show, ExitStack() as opened:
+        from cachecraft_rag.evaluation.runner import open_engine
+        from cachecraft_rag.planning.config import ReuseConfig
+        from cachecraft_rag.serving.config import NewVariants
+
+        new_variants = NewVariants(*making)  # type: ignore[arg-type]  # it checks the word
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="cachecraft-bench-")))
         engine: Engine | VLLMEngine
         if vllm:
             server = {"enable_prefix_caching": False, "enforce_eager": True}
-            own: Any = {"dtype": dtype, "best_last": False, "new_variants": making}
+            own: Any = {"dtype": dtype, "best_last": False, "new_variants": new_variants}
             engine = opened.enter_context(
                 VLLMEngine.from_pretrained(model, store=folder, server=server, **own)
             )
         else:
             engine = opened.enter_context(
-                open_engine(model, folder, dtype=dtype, new_variants=making)
+                open_engine(model, folder, dtype=dtype, new_variants=new_variants)
             )
-        report = run(engine, asked, settings, progress=show)
-    if as_json:
-        print_json(asdict(report) | {"ratio": report.ratio, "kl_ratio": report.kl_ratio})
-        return
-    print_stream(report)
+        # with Cake's loading the numbers would depend on how fast the disk is just now
+        config = None if vllm else ReuseConfig(loading="layerwise")
+        return run(engine, asked, settings, config=config, progress=show)
 
 
 def print_stream(report: StreamReport) -> None:
     """The windows, and the last compared with the first."""
     table = Table(
         "requests",
+        "hits",
         "recomputed",
         "computed",
+        "of prefix caching",
         "reused",
         "β′",
         "KL",
@@ -338,8 +460,10 @@ def print_stream(report: StreamReport) -> None:
         most = max(window.variants, default=0)
         table.add_row(
             f"{first}–{first + window.requests - 1}",
+            f"{window.hits} of {window.chunks}",
             f"{window.recomputed:,}",
             f"{window.computed:,}",
+            f"{window.of_prefix_caching:.2f}",
             f"{window.reused:,}",
             f"{window.overlap:.2f}",
             "–" if window.kl is None else f"{window.kl:.4f}",

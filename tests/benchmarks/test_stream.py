@@ -15,6 +15,7 @@ from benchmarks.stream import (
     StreamSettings,
     Window,
     draw,
+    over_seeds,
     print_stream,
     questions_of,
     run,
@@ -71,6 +72,41 @@ def test_the_last_requests_recompute_less_at_no_higher_divergence(
     assert reports["idle"].kl_ratio == pytest.approx(idle[-1].kl / idle[0].kl)
 
 
+def test_new_orders_repeat_questions_but_not_their_prefixes(
+    town_dataset: Dataset, tiny_decoder: Callable[..., Decoder], tmp_path: Path
+) -> None:
+    reports = []
+    for new_orders in (False, True):
+        settings = StreamSettings(
+            requests=24, warmup=3, window=12, answer_tokens=1, new_orders=new_orders, with_kl=False
+        )
+        drawn = draw(town_dataset.questions, settings)
+        assert [question.question_id for question in drawn] == [
+            question.question_id
+            for question in draw(town_dataset.questions, StreamSettings(24, 3, window=12))
+        ]
+        with (
+            ChunkCacheStore.open(tmp_path / str(new_orders)) as store,
+            Engine(tiny_decoder("Llama"), store, best_last=False) as engine,
+        ):
+            config = ReuseConfig(alpha=0.6, loading="layerwise")
+            reports.append(run(engine, town_dataset.questions, settings, config=config))
+    same, new = reports
+    for report in reports:
+        assert all(window.kl is None for window in report.windows)
+        assert all(window.chunks == 36 for window in report.windows)
+        assert report.windows[-1].hits == 36  # every chunk was asked for by then
+        assert report.windows[-1].all_hit == 12
+    # all of it is a repeated prefix, or hardly anything
+    assert same.windows[-1].prefix_computed == 0 < new.windows[-1].prefix_computed
+    found = over_seeds([new, new])
+    assert found["chunk hits, last window"] == [1.0, 1.0]
+    window = [one.recomputed + one.computed for one in new.windows]
+    prefix = sum(one.prefix_computed for one in new.windows)
+    assert found["of prefix caching"][0] == pytest.approx(sum(window) / prefix)
+    assert found["last / first"][0] == pytest.approx(window[1] / window[0])
+
+
 def test_a_window_must_divide_the_requests() -> None:
     with pytest.raises(ConfigError, match="no multiple"):
         StreamSettings(requests=120, window=50)
@@ -113,6 +149,9 @@ def test_the_command_reports(
     found = benchmark_json("stream", *sizes)
     windows = tuple(Window(**window | {"variants": {1: 2}}) for window in found["windows"])
     assert [window.requests for window in windows] == [1, 1]
+    assert {"streams", "by seed"} == set(
+        benchmark_json("stream", *sizes, "--seeds", "2", "--new-orders", "--no-kl")
+    )
     assert found["questions"] == len(questions_of(None, passages=2, limit=1, seed=0))
     print_stream(StreamReport(windows, found["questions"], found["model"], found["dtype"]))
     assert "Chunks by number of variants: 1: 2" in capsys.readouterr().out
