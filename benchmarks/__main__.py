@@ -18,7 +18,7 @@ COMMANDS = {
     "batches": "Prefill and decoding of several requests at once",
     "cake-steps": "Times of steps while chunk-caches load, against the same steps alone (Cake Fig. 7)",
     "cake": "Computing, loading, and both at once (Cake), at limited disk speeds",
-    "early-termination": "Early termination against a smaller recompute ratio of the same cost",
+    "early-termination": "Early termination against none, and against a smaller ratio of the same cost",
     "eval": "Every method of the papers and of this package against full prefill",
     "families": "Model families of the installed transformers: served, or refused with the reason",
     "follow-ups": "Hit rates of follow-up questions, with and without their conversation",

@@ -66,6 +66,7 @@ class StepTimes:
     steps                    steps that were compared
     ratio                    mean over the requests, and its 95 % interval; None without requests
     loaded                   share of the prompts that was loaded
+    computed_mb_per_s        megabytes of KV cache that full prefill computes in a second (Cake Fig. 2)
     """
 
     tokens: int
@@ -74,6 +75,7 @@ class StepTimes:
     steps: int
     ratio: Interval | None
     loaded: float | None
+    computed_mb_per_s: float
 
 
 @torch.inference_mode()
@@ -136,6 +138,7 @@ def run(
         steps,
         ratio=mean_interval(ratios) if ratios else None,
         loaded=statistics.mean(loaded) if loaded else None,
+        computed_mb_per_s=rate / 1e6,
     )
 
 

@@ -89,6 +89,7 @@ class Compared:
     flat_saved            the same of the smaller ratio
     saved_of_all          share of all computed token-layers that termination saves, the question's included
     rouge_l               of the answers against full prefill's: none, early, flat
+    rouge_loss            rouge_l early - none, paired by question: below 0 termination costs quality
     right                 number of answers that hold a gold answer: full, none, early, flat
     layers                deciding layer → number of questions; -1: none
     """
@@ -104,6 +105,7 @@ class Compared:
     flat_saved: float
     saved_of_all: float
     rouge_l: dict[str, float]
+    rouge_loss: Interval
     right: dict[str, int]
     layers: dict[int, int]
 
@@ -350,6 +352,9 @@ def compared(trials: Sequence[Mapping[str, Any]]) -> Compared:
         rouge_l={
             side: sum(trial[side]["rouge_l"] for trial in trials) / len(trials) for side in sides
         },
+        rouge_loss=paired_interval(
+            *([trial[side]["rouge_l"] for trial in trials] for side in ("early", "none"))
+        ),
         right={"full": sum(trial["full_right"] for trial in trials)} | right,
         layers=dict(sorted(Counter(trial["layer"] for trial in trials).items())),
     )
@@ -491,6 +496,7 @@ def _print(found: Sequence[Mapping[str, Any]]) -> None:
         "early / none",
         "early - same cost",
         "ROUGE-L",
+        "early - none",
         "right",
     ):
         table.add_column(heading, justify="left" if heading == "method" else "right")
@@ -510,6 +516,7 @@ def _print(found: Sequence[Mapping[str, Any]]) -> None:
             "–" if one["loss_ratio"] is None else _shown(one["loss_ratio"], ".2f"),
             _shown(one["difference"], "+.4f"),
             " ".join(f"{one['rouge_l'][side]:.2f}" for side in sides),
+            _shown(one["rouge_loss"], "+.2f"),
             f"{' '.join(str(one['right'][side]) for side in sides)} of {one['right']['full']}",
             " ".join(f"{layer}:{count}" for layer, count in one["layers"].items()),
         )

@@ -210,6 +210,10 @@ def main(
         Path | None,
         typer.Option("--trace", help="File of requests, as for `python -m benchmarks simulate`."),
     ] = None,
+    tasks: Annotated[
+        Path | None,
+        typer.Option("--tasks", help="File of MT-RAG's generation tasks, as for `tokens`."),
+    ] = None,
     folder: Annotated[
         Path,
         typer.Option("--out", "-o", help="Folder of the reports; what is there is not run again."),
@@ -224,9 +228,8 @@ def main(
         typer.echo(markdown(), nl=False)
         return
     if names or minutes is not None:
-        places = {
-            name: str(path) for name, path in (("data", data), ("trace", trace)) if path is not None
-        }
+        files = (("data", data), ("trace", trace), ("tasks", tasks))
+        places = {name: str(path) for name, path in files if path is not None}
         seconds = float("inf") if minutes is None else 60 * minutes
         outcomes = run(chosen(names or ()), places, folder, seconds=seconds)
         if as_json:

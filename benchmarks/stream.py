@@ -147,6 +147,7 @@ def over_seeds(reports: Sequence[StreamReport]) -> dict[str, list[float]]:
     - `of prefix caching`: tokens computed for requests / those that prefix caching would compute, over the stream;
       `with idle tokens` also counts those computed for new variants
     - `last / first`: tokens computed in the last window / in the first
+    - `variants of a chunk`, `most variants`: in the store after the stream (Cache-Craft Fig. 25)
     """
 
     def whole(report: StreamReport, name: str) -> int:
@@ -168,6 +169,8 @@ def over_seeds(reports: Sequence[StreamReport]) -> dict[str, list[float]]:
             "with idle tokens": (computed(report) + last.idle_tokens) / prefix,
             "last / first": (last.recomputed + last.computed)
             / max(first.recomputed + first.computed, 1),
+            "variants of a chunk": last.variants_per_chunk,
+            "most variants": max(last.variants, default=0),
         }
         for name, value in row.items():
             found.setdefault(name, []).append(value)

@@ -91,6 +91,7 @@ def _compared(mean: float, *, saved: float = 0.3, spread: float = 0.0) -> Compar
         flat_saved=saved,
         saved_of_all=saved,
         rouge_l={},
+        rouge_loss=kl,
         right={},
         layers={3: 9},
     )
@@ -121,6 +122,7 @@ def test_a_question_on_which_nothing_is_decided_counts_as_no_difference() -> Non
     assert found.loss_ratio is not None
     assert found.loss_ratio.mean == pytest.approx(2.0)
     assert (found.saved, found.layers) == (0.25, {-1: 1, 3: 1})
+    assert found.rouge_loss.mean == 0.0
     assert found.right == {"full": 2, "none": 2, "early": 0, "flat": 2}
 
 
