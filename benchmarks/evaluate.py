@@ -22,7 +22,7 @@ from cachecraft_rag.cli.evaluation.evaluate import (
 from cachecraft_rag.cli.options import takes
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.intervals import paired_interval, ratio_interval
-from cachecraft_rag.evaluation.measuring import Method, Record, label, methods_named
+from cachecraft_rag.evaluation.measuring import METHODS, Method, Record, label, methods_named
 from cachecraft_rag.evaluation.origins import OriginCondition, condition_named
 from cachecraft_rag.evaluation.report import MEASURES, Columns, Estimate, Measure, summarise
 
@@ -87,6 +87,14 @@ def _kl_ratio(records: Sequence[Record], columns: Columns) -> Estimate | None:
     return Estimate(interval, len(records))
 
 
+def _kl_of_full_cache(records: Sequence[Record], columns: Columns) -> Estimate | None:
+    naive = columns.get(METHODS["full_cache"].name)
+    if naive is None or sum(record.kl for record in naive) <= 0:
+        return None
+    interval = ratio_interval([record.kl for record in records], [record.kl for record in naive])
+    return Estimate(interval, len(records))
+
+
 def _kl_difference(records: Sequence[Record], columns: Columns) -> Estimate | None:
     craft = _craft_at(records, columns)
     if craft is None:
@@ -109,6 +117,13 @@ VERSUS = (
         "+.4f",
         "minus the KL of craft, paired by question.",
         _kl_difference,
+    ),
+    Measure(
+        "kl_of_full_cache",
+        "KL / full_cache",
+        ".2f",
+        "divided by the mean KL of full_cache, which recomputes nothing.",
+        _kl_of_full_cache,
     ),
 )
 RATIOS = "0.05,0.1,0.15,0.2,0.3"

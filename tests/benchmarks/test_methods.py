@@ -280,6 +280,7 @@ def test_the_command_compares_the_papers_methods(
     assert found["craft@0.15"]["kl_of_craft"] == pytest.approx(1.0)
     assert found["craft@0.15"]["kl_minus_craft"] == pytest.approx(0.0)
     assert found["full_cache"]["kl_of_craft"] is None
+    assert found["full_cache"]["kl_of_full_cache"] == pytest.approx(1.0)
     assert {"quality.png", "ttft.png", "report.md"} <= {
         path.name for path in (tmp_path / "out").iterdir()
     }
