@@ -48,6 +48,11 @@ def test_what_was_measured_says_on_how_much_when_and_where() -> None:
             )
 
 
+def test_every_command_belongs_to_a_figure() -> None:
+    commands, entries = registry()
+    assert commands.keys() == {name for entry in entries for name in entry.commands}
+
+
 def test_the_page_holds_the_registry() -> None:
     assert markdown() in PAGE
 
@@ -112,8 +117,8 @@ def test_figures_and_commands_are_chosen_by_name() -> None:
 def test_the_list_names_every_figure(benchmark_output: Callable[..., str], tmp_path: Path) -> None:
     assert all(one in benchmark_output("papers") for one in PUBLISHED)
     assert benchmark_output("papers", "--markdown") == markdown()
-    left = json.loads(benchmark_output("papers", "simulate", "--out", tmp_path, "--json"))
-    assert "not given" in left["simulate"]
+    left = json.loads(benchmark_output("papers", "tokens", "--out", tmp_path, "--json"))
+    assert "not given" in left["tokens"]
 
 
 @pytest.mark.slow
