@@ -94,7 +94,10 @@ class Embedder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """`name@digest`; the digest changes with anything that changes a vector: weights, pooling, tokenizer, prompts.
+        """`name@digest`, to tell embedding models apart.
+
+        The digest covers the weights, the modules' settings such as pooling, the limit of tokens, the prompts and a
+        fast tokenizer. Settings in the transformer's own `config.json` are not in it.
 
         Computed from the weights in memory, not from files, so that a folder, a wheel and the hub give the same digest.
         """

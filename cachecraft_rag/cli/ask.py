@@ -48,7 +48,10 @@ BRIEF = typer.Option(
 
 
 def require_index(store: Path) -> None:
-    """Raise IndexStoreError unless documents have been indexed: before a model is loaded or a folder is made."""
+    """Raise IndexStoreError if the store has no folder of a retrieval index; an empty index passes.
+
+    To be called before a model is loaded, which takes long, or a folder is made.
+    """
     from cachecraft_rag.retrievers.retriever import INDEX_FOLDER
 
     # pathlib raises for paths it cannot reach instead of returning False
@@ -324,7 +327,12 @@ def ask(
 
 
 def print_comparison(comparison: Comparison, *, brief: bool, as_json: bool) -> None:
-    """Print both answers, the share of words on which they agree, and both times to the first token."""
+    """Print both answers, the share of words on which they agree, both times to the first token, and statistics.
+
+    Args:
+        brief: only the first sentence of each answer.
+        as_json: print the whole comparison as one line of JSON instead.
+    """
     if as_json:
         print_json(comparison.as_dict())
         return

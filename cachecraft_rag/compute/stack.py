@@ -61,7 +61,9 @@ class LayerPass(Protocol):
 class Ranks(Protocol):
     """The tensor-parallel ranks that run one model, each with its share of the heads.
 
-    Every rank makes the same calls in the same order; each call is a collective where there are several ranks.
+    Every rank makes the same calls in the same order; each call is a collective where there are several ranks. Then
+    every method but `own_heads` raises AnotherRankFailedError if another rank has given up this call, and
+    RanksApartError if a rank does not make it in time.
     """
 
     def own_heads(self, kv: Tensor) -> Tensor:

@@ -53,7 +53,10 @@ def lookalikes_folder() -> Path:
 
 
 def lookalikes_pages() -> dict[str, str]:
-    """Return the text of each page by its path, ordered by path."""
+    """Return the stripped text of each page by its path in the set, such as `bicycles/brenlow-20.md`, in that order.
+
+    Raises CacheCraftError if the installation lacks the set.
+    """
     folder = lookalikes_folder()
     return {
         path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8").strip()

@@ -206,7 +206,7 @@ class CacheCraftLLM(CustomLLM):
         """An answer that keeps to a pydantic model; `llm_kwargs` as in `begin`.
 
         Raises `ConfigError` if the answer ends early (`max_tokens`), no answer can be kept to the model or the extra
-        "structured" is missing; else as `begin`.
+        "structured" is missing; else as `chat`.
         """
         messages, options = self._structured(output_cls, prompt, llm_kwargs, prompt_args)
         return validated(output_cls, self.chat(messages, **options).message.content)

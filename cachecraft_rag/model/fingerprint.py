@@ -104,7 +104,11 @@ def _update_by_tensor(state: Any, tensor: torch.Tensor) -> None:
 
 
 def snapshot_folder(source: str, *, revision: str | None = None) -> Path | None:
-    """The folder that holds the files of a model: `source` itself, or where the hub's client keeps what it loaded."""
+    """Return the folder with the files of a model: `source` itself, or where the hub's client keeps what it loaded.
+
+    None if it has not loaded this revision; the network is never used. Raises ValueError if `source` is neither a
+    folder nor a possible name on the hub.
+    """
     if os.path.isdir(source):
         return Path(source)
     from huggingface_hub import try_to_load_from_cache

@@ -62,6 +62,8 @@ class ReuseConfig:
     loading          treatment of chunk-caches that are not in memory. "cake": load from the end of the prompt while
                      its front is computed. "layerwise": compute nothing that is stored and load each layer before it
                      is used. "whole": load everything, then compute
+
+    Raises ConfigError for a value that is unknown or out of range.
     """
 
     reuse: bool = True

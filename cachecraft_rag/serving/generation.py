@@ -107,7 +107,8 @@ class Generation(Iterator[str], AsyncIterator[str]):
     def close(self) -> None:
         """End the answer here; its captures are kept, in the background. Any thread and finalisers may call this.
 
-        Another thread that reads it gets no further piece; if it waits for its turn, it stops waiting at once.
+        Another thread that reads it gets no further piece. If that thread waits for one, its wait ends at once with an
+        engine in this process, and with the next piece over vLLM or a server.
         """
         self._closing = True
         with suppress(ValueError):  # Python's error if the generator runs in another thread

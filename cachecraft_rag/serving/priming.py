@@ -178,10 +178,10 @@ class Primer:
         return len(self.engine.prompts.chunk_segment(chunk).token_ids) <= self._room([])
 
     def capture(self, chunk: Chunk, after: Sequence[Chunk] = ()) -> int:
-        """Capture a chunk after the given ones, and the instruction if it is missing; returns the number of captures.
+        """Capture a chunk after the given ones, and the instruction, each unless it is stored already.
 
-        The chunks furthest from it are left out if they do not all fit the window. Nothing is computed if the chunk is
-        stored after this prefix already. Errors as `prime`.
+        Of `after`, repeated chunks, the chunk itself and the furthest that do not fit the window are left out. Returns
+        how many captures were stored. Errors as `prime`.
         """
         self._require_shared()
         segment = self.engine.prompts.chunk_segment(chunk)

@@ -311,7 +311,9 @@ class DurableVariants:
     def delete(self, files: Iterable[FileRef]) -> None:
         """Delete files without a row, then settle them in the catalog. Never raises.
 
-        Files not deleted yet stay in `files_at_risk`: a later call or the next opening finishes the work.
+        Memory drops them too (`on_removed`); evictions are counted and logged. A file that cannot be deleted stays in
+        `files_at_risk` until the store is opened again. Files that were deleted and cannot be settled are settled by a
+        later call or then.
         """
         files = list(files)
         with self._lock:

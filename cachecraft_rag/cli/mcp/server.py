@@ -126,7 +126,10 @@ class ServerThread:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the client has left. Raises what the server raised, and KeyboardInterrupt at Ctrl-C."""
+        """Wait until the server ends: over stdio when its client has left, over HTTP not before Ctrl-C.
+
+        Raises what the server raised, and KeyboardInterrupt at Ctrl-C.
+        """
         self._thread.join()
         if self._error is not None:
             raise self._error

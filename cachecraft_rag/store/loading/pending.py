@@ -426,7 +426,7 @@ class PendingLoads:
         )
 
     def depth(self) -> int:
-        """Return how many first layers are loaded of all extents that will still be loaded."""
+        """Return how many first layers are loaded of every extent that is to be loaded; all layers if there is none."""
         with self._lock:
             while self._depth < self.layers and not self._at_depth[self._depth]:
                 self._depth += 1

@@ -82,9 +82,10 @@ class Connection(Closeable):
             )
 
     def allows(self) -> bool:
-        """Return True if the remote may be asked; if a probe is due, start it in the background.
+        """Return True if the circuit breaker is closed, so that the remote may be asked.
 
-        After `begin_close` no probe is started, but queued captures are still sent.
+        If a probe is due, it is started in the background; the answer is False until it has succeeded. After
+        `begin_close` no probe is started, and the answer stays the breaker's, because queued captures are still sent.
         """
         if not self._closing and self.breaker.take_probe():
             try:

@@ -194,7 +194,10 @@ class Scheduling:
 
     @property
     def idle(self) -> bool:
-        """True while no requests are running except those that capture new variants."""
+        """True while vLLM runs no request and none waits, of those that it has asked about.
+
+        A capture of a new variant does not count until it has waited too long for an idle server.
+        """
         return not self._busy
 
     def take_given_up(self) -> list[str]:
