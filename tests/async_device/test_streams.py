@@ -21,6 +21,8 @@ from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.row_pass import RowPass, advance
 from cachecraft_rag.compute.rows import Rows
+from cachecraft_rag.kernels.attention import attention_with_mass
+from cachecraft_rag.kernels.attention_mass import segment_mass
 from cachecraft_rag.kernels.gather import place_all
 from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.model.decoder import Decoder
@@ -127,9 +129,12 @@ def test_captures_of_a_side_stream_hold_what_was_computed_there(
     # as vLLM's worker does, for its main thread only
     torch.cuda.set_stream(torch.cuda.Stream("cuda:1"))
     result = prefill(decoder_on_device, WHOLE)
+    assert not any(capture.queries for capture in result.recorder.captures), (
+        "queries take twice as much memory as keys and values"
+    )
     # Tensor-parallel ranks gather all heads after the pass, so these copies are not computed yet.
     with torch.inference_mode():
-        recorder = result.recorder.with_all_heads(torch.clone)
+        recorder = result.recorder.with_all_heads(torch.clone, torch.clone)
         keys = result.buffer.kv[:, 0].clone()
     queue.submit(recorder, keys, CaptureContext(SEGMENTS, BOUNDS, [1.0] * 4, None))
     queue.close()
@@ -142,11 +147,13 @@ def test_captures_of_a_side_stream_hold_what_was_computed_there(
         assert isinstance(loaded, LoadedVariant)
         torch.testing.assert_close(loaded.kv, expected[segment])
         assert 0.5 <= variant.cci <= 1.0
-    memory = keys.memory.untyped_storage().data_ptr()  # type: ignore[attr-defined]
     default_stream = device.default[1]
-    assert (memory, id(default_stream)) in device.kept_for, (
-        "the allocator could reuse the keys while they are read"
-    )
+    for capture in recorder.captures:
+        for tensor in capture.tensors():
+            memory = tensor.memory.untyped_storage().data_ptr()  # type: ignore[attr-defined]
+            assert (memory, id(default_stream)) in device.kept_for, (
+                "the allocator could reuse it while it is read"
+            )
 
 
 def test_the_speed_of_computing_is_that_of_the_device_and_not_that_of_launching(
@@ -225,3 +232,9 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(
     names = {name for name, _device in launches}
     assert names == {"_attend", "_combine", "_received", "_rotate", "_place", "_shift_stale"}
     assert {current for _name, current in launches} == {1}
+
+    launches.clear()
+    segment_mass(q, k, visible, bounds, scale=1.0)
+    attention_with_mass(q, k, k, visible, bounds, scale=1.0)
+    names = {name for name, _device in launches}
+    assert names == {"_attend", "_combine"}, "the attention that each key receives is not needed here"

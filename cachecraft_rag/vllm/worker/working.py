@@ -369,8 +369,9 @@ class Workers:
             for segment in ranks.agree(recorder.missing):
                 recorder.forget(segment)
             if recorder.captures:
-                keys = ranks.gather_heads(keys[:, : recorder.captures[-1].stop])
-                recorder = recorder.with_all_heads(ranks.gather_heads)
+                if recorder.needs_keys:
+                    keys = ranks.gather_heads(keys[:, : recorder.captures[-1].stop])
+                recorder = recorder.with_all_heads(ranks.gather_heads, ranks.mean)
         if not recorder.captures:
             return frozenset()
         ask = filling.fill.ask
