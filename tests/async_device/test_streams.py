@@ -206,6 +206,7 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(
     properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
     monkeypatch.setattr(JITFunction, "__getitem__", launcher)
     monkeypatch.setattr(choice, "_installed", lambda: True)
+    monkeypatch.setattr(choice, "_launches", lambda _device: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     tiles._processors.cache_clear()
     tiles._shared_bytes.cache_clear()
@@ -237,4 +238,35 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(
     segment_mass(q, k, visible, bounds, scale=1.0)
     attention_with_mass(q, k, k, visible, bounds, scale=1.0)
     names = {name for name, _device in launches}
-    assert names == {"_attend", "_combine"}, "the attention that each key receives is not needed here"
+    assert names == {"_attend", "_combine"}, (
+        "the attention that each key receives is not needed here"
+    )
+
+
+def test_without_a_c_compiler_torch_runs_instead_and_a_warning_says_why(
+    decoder: Decoder,
+    decoder_on_device: Decoder,
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pytest.importorskip("triton")
+    from triton.runtime.jit import JITFunction
+
+    from cachecraft_rag.kernels.gpu import choice
+
+    def no_compiler(_kernel: Any, _grid: object) -> Any:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+
+    monkeypatch.setattr(JITFunction, "__getitem__", no_compiler)
+    monkeypatch.setattr(choice, "_installed", lambda: True)
+    choice._launches.cache_clear()
+    expected = prefill(decoder, WHOLE)
+    result = prefill(decoder_on_device, WHOLE)
+    torch.testing.assert_close(result.hidden.cpu(), expected.hidden)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Triton cannot run kernels on cuda:1, so torch's slower operations are used there: Failed to find C compiler. "
+        "Please specify via CC environment variable. Triton needs a C compiler such as gcc (on Debian and Ubuntu: "
+        "apt-get install gcc)"
+    ]
+    choice._launches.cache_clear()

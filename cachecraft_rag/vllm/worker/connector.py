@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from cachecraft_rag.compute.warm_up import warm_up
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.vllm.messages import REPORTS, Fill, FillReport, News
@@ -108,6 +109,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
             model = _running_model(vllm_config)
             self._reserved = model.reserved_memory
             stack = WorkerStack(model, ranks_of_worker())
+            warm_up(stack)
         memory = fill_memory(vllm_config, self._settings)
         store_config = self._settings.config.store
         if stack is not None and stack.device.type == "cuda":
