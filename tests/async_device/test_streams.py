@@ -21,6 +21,7 @@ from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.row_pass import RowPass, advance
 from cachecraft_rag.compute.rows import Rows
+from cachecraft_rag.compute.warm_up import launch_all
 from cachecraft_rag.kernels.attention import attention_with_mass
 from cachecraft_rag.kernels.attention_mass import segment_mass
 from cachecraft_rag.kernels.gather import place_all
@@ -270,3 +271,10 @@ def test_without_a_c_compiler_torch_runs_instead_and_a_warning_says_why(
         "apt-get install gcc)"
     ]
     choice._launches.cache_clear()
+
+
+def test_the_warm_up_runs_on_the_device_and_leaves_nothing_behind(
+    decoder_on_device: Decoder, device: Device
+) -> None:
+    launch_all(decoder_on_device)
+    assert device.launches > 100
