@@ -122,6 +122,7 @@ runpy.run_path("benchmarks/gpu.py", run_name="__main__")
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     report = json.loads((tmp_path / "gpu.json").read_text())
+    assert report["errors"] == {}
     assert all(row["passed"] for row in (*report["kernels"], *report["gates"]))
     assert {row["dtype"] for row in report["kernels"]} == {"float32", "bfloat16", "float16"}
     assert {"rotate", "place", "drift", "attention, window"} <= {

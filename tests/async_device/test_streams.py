@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import gpu
 from benchmarks.late_device import Device
 from cachecraft_rag.compute import kv_buffer, overlapped
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
@@ -25,6 +26,7 @@ from cachecraft_rag.compute.warm_up import launch_all
 from cachecraft_rag.kernels.attention import attention_with_mass
 from cachecraft_rag.kernels.attention_mass import segment_mass
 from cachecraft_rag.kernels.gather import place_all
+from cachecraft_rag.kernels.gpu import streams
 from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
@@ -278,3 +280,17 @@ def test_the_warm_up_runs_on_the_device_and_leaves_nothing_behind(
 ) -> None:
     launch_all(decoder_on_device)
     assert device.launches > 100
+
+
+def test_the_gpu_bench_compares_captures_of_a_side_stream(
+    decoder_on_device: Decoder, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting: Any = SimpleNamespace(chunk=16, question=6, shape={"vocab_size": 256})
+    own = gpu.captured_on(decoder_on_device, setting, None)
+    side = gpu.captured_on(decoder_on_device, setting, torch.cuda.Stream("cuda:1"))
+    assert len(own) >= 2
+    for first, second in zip(own, side, strict=True):
+        assert torch.equal(first, second)
+    monkeypatch.setattr(streams, "wait_on_stream", lambda *_arguments: None)
+    early = gpu.captured_on(decoder_on_device, setting, torch.cuda.Stream("cuda:1"))
+    assert not torch.equal(own[0], early[0]), "captures are read before they are written"
