@@ -56,17 +56,17 @@ class Tiling:
         """
         is_wide = q.dtype == torch.float32
         head_dim = q.shape[-1]
+        # With fewer warps or larger tiles, registers are spilled.
         if head_dim <= 64:
-            largest, keys, warps, stages = (64, 32, 4, 2) if is_wide else (128, 64, 4, 3)
+            largest, keys, warps, stages = (32, 32, 8, 2) if is_wide else (128, 64, 4, 3)
+            if has_mass:
+                warps = 8
         elif head_dim <= 128:
-            largest, keys, warps, stages = (32, 32, 4, 2) if is_wide else (128, 64, 8, 3)
+            largest, keys, warps, stages = (32, 16, 8, 1) if is_wide else (128, 64, 8, 3)
         else:
-            # with fewer warps or more keys, registers are spilled
             largest, keys, warps, stages = (16, 16, 4, 1) if is_wide else (64, 32, 8, 2)
             if has_mass and _shared_bytes(q.device) < _WARP_GROUPS_SHARED:
                 largest = min(largest, 32)
-        if is_wide and has_mass and head_dim <= 128:
-            largest, keys, warps, stages = (32, 32, 8, 2) if head_dim <= 64 else (32, 16, 8, 1)
         if _shared_bytes(q.device) < _LARGE_SHARED:
             keys = min(keys, 32)
             stages = min(stages, 2)
