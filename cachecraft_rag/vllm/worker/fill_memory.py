@@ -166,13 +166,14 @@ class FillBudget:
 def _pass_row(config: PretrainedConfig, layout: KVLayout, ranks: int) -> int:
     """Return the bytes of a row inside one layer, of a model laid out like Llama."""
     width = 4 if layout.dtype == "float32" else 2
-    hidden = config.hidden_size
-    heads = config.num_attention_heads
+    hidden: int = config.hidden_size
+    heads: int = config.num_attention_heads
+    inner: int = config.intermediate_size
     # queries, keys and values as projected, rotated, and the output
     attention = 3 * width * (heads + 2 * layout.kv_heads) * layout.head_dim
     attention += 4 * heads * _SEGMENTS
     # gate and up projections, and their product
-    feed_forward = 3 * width * config.intermediate_size
+    feed_forward = 3 * width * inner
     # hidden states and residual: input, output, and the layer's own
     return 6 * width * hidden + max(attention, feed_forward) // ranks
 
