@@ -17,9 +17,11 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -316,6 +318,79 @@ def gates(setting: Setting) -> Iterator[dict[str, Any]]:
         yield {"gate": name, "error": noise, "own_error": floor, "passed": noise <= NOISE * floor}
 
 
+def warm_up_times(setting: Setting) -> dict[str, Any]:
+    """Seconds in which the kernels are compiled, or found in Triton's folder, and those of the same launches again."""
+    from cachecraft_rag.compute.warm_up import launch_all
+
+    decoder = decoder_of(setting, layers=2)
+    times = []
+    for _ in range(2):
+        began = time.perf_counter()
+        launch_all(decoder)
+        times.append(time.perf_counter() - began)
+    return {"first_s": times[0], "again_s": times[1]}
+
+
+def side_stream(setting: Setting, device: str) -> dict[str, Any]:
+    """Captures of a prefill on a side stream of a device, compared byte by byte with those on its default stream."""
+    import torch
+
+    decoder = decoder_of(replace(setting, device=device), layers=2)
+    own = captured_on(decoder, setting, None)
+    other = captured_on(decoder, setting, torch.cuda.Stream(device))
+    pairs = list(zip(own, other, strict=True))
+    return {
+        "device": device,
+        "captures": len(pairs),
+        "passed": bool(pairs) and all(torch.equal(first, second) for first, second in pairs),
+    }
+
+
+def captured_on(decoder: Any, setting: Setting, stream: Any) -> list[Any]:
+    """Captured keys and values, copied to the host by a thread on the default stream, as write-back does."""
+    import torch
+
+    from cachecraft_rag.compute.driver import prefill
+    from cachecraft_rag.compute.job import PrefillJob
+    from cachecraft_rag.compute.rows import Rows
+    from cachecraft_rag.kernels.gpu.streams import launched, wait_on_stream
+
+    ids, bounds = prompt(setting, 4 * setting.chunk + setting.question)
+    job = PrefillJob(ids, Rows.of(bounds, new=range(bounds[-1])), captures=range(len(bounds) - 2))
+    with torch.cuda.stream(stream):
+        # A prefill ends with a wait. As over tensor-parallel ranks, something is launched after it.
+        captures = prefill(decoder, job).recorder.with_all_heads(torch.clone, torch.clone).captures
+        computed = launched(decoder.device)
+
+    def copy_all() -> list[Any]:
+        with torch.inference_mode():
+            for capture in captures:
+                wait_on_stream(computed, *capture.tensors())
+            return [capture.kv.cpu() for capture in captures]
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(copy_all).result()
+
+
+def bus_rates() -> dict[str, float]:
+    """GB/s of copies to the GPU from pageable and from page-locked memory."""
+    import torch
+
+    nbytes = 256 << 20
+    rates = {}
+    for name, pinned in (("pageable", False), ("pinned", True)):
+        source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        source.zero_()
+        source.to("cuda")
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(4):
+            source.to("cuda", non_blocking=True)
+        torch.cuda.synchronize()
+        rates[f"{name}_gb_per_s"] = 4 * nbytes / (time.perf_counter() - began) / 1e9
+    return rates
+
+
 # -- speed ------------------------------------------------------------------------------------------------------------
 
 
@@ -498,8 +573,44 @@ def targets(lengths: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+class Report:
+    """The figures so far. They are written after every part, and a part that fails leaves its error, and the others.
+
+    Args:
+        path: file to write; None = no file.
+        machine: facts about the machine.
+    """
+
+    def __init__(self, path: Path | None, machine: dict[str, Any]) -> None:
+        self._path = path
+        self.figures: dict[str, Any] = {"machine": machine, "errors": {}}
+
+    def part(self, name: str, measure: Callable[[], Any]) -> Any:
+        """Run one part and keep its figures; returns them, or None if it fails."""
+        result = None
+        try:
+            result = self.figures[name] = measure()
+        except Exception as error:  # noqa: BLE001  # whatever it is, the other parts are measured
+            traceback.print_exc()
+            self.figures["errors"][name] = f"{type(error).__name__}: {error}"
+        self.write()
+        return result
+
+    def write(self) -> None:
+        """Write the figures to the file."""
+        if self._path is not None:
+            self._path.write_text(json.dumps(self.figures, indent=1))
+
+    @property
+    def is_exact(self) -> bool:
+        """True if every part ran and everything is exact."""
+        rows = [*self.figures.get("kernels", ()), *self.figures.get("gates", ())]
+        rows += self.figures.get("side_stream", ())
+        return not self.figures["errors"] and all(row["passed"] for row in rows)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print and write; 1 where something is not exact."""
+    """Measure, print and write; 1 where something is not exact, or a part has failed."""
     given = arguments(argv)
     setting = setting_of(given)
     import torch
@@ -515,32 +626,63 @@ def main(argv: Sequence[str] | None = None) -> int:
         "share": setting.share,
     }
     print(*(f"{name} {value}" for name, value in machine.items()), sep=", ")
+    report = Report(given.json, machine)
     with torch.inference_mode():
-        exact = list(kernels_exact(setting))
-        print("\nKernels against float64", table(exact), sep="\n")
-        passed = list(gates(setting))
-        print("\nGates", table(passed), sep="\n")
-        decoder, lengths, started = decoder_of(setting), [], time.monotonic()
-        for tokens in setting.lengths:
-            started, spent = time.monotonic(), time.monotonic() - started
-            if lengths and started + 3 * spent > setting.deadline:  # the next one is twice as long
-                print(f"\n{tokens} tokens and more are left out: the time is up")
-                break
-            speed = attention_rates(setting, tokens) | gather_rates(setting, tokens)
-            lengths.append(ttft(setting, decoder, tokens) | speed)
-            print(f"\n{tokens} tokens", table([lengths[-1]]), sep="\n", flush=True)
+        if setting.on_gpu:
+            compiling = report.part("warm_up", lambda: [warm_up_times(setting)])
+            print("\nCompiling the kernels", table(compiling or []), sep="\n", flush=True)
+        exact = report.part("kernels", lambda: list(kernels_exact(setting)))
+        print("\nKernels against float64", table(exact or []), sep="\n", flush=True)
+        passed = report.part("gates", lambda: list(gates(setting)))
+        print("\nGates", table(passed or []), sep="\n", flush=True)
+        if setting.on_gpu:
+            devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+            compare = partial(side_stream, setting)
+            same = report.part("side_stream", lambda: [compare(device) for device in devices])
+            print("\nCaptures on a side stream", table(same or []), sep="\n", flush=True)
+            rates = report.part("bus", lambda: [bus_rates()])
+            print("\nCopies to the GPU", table(rates or []), sep="\n", flush=True)
+        lengths = measure_lengths(setting, report)
     aims = targets(lengths)
+    report.figures["targets"] = aims
+    report.write()
     print("\nTargets (of a GPU)", table(aims), sep="\n")
-    report = {
-        "machine": machine,
-        "kernels": exact,
-        "gates": passed,
-        "lengths": lengths,
-        "targets": aims,
-    }
-    if given.json:
-        given.json.write_text(json.dumps(report, indent=1))
-    return 0 if all(row["passed"] for row in (*exact, *passed)) else 1
+    for name, error in report.figures["errors"].items():
+        print(f"{name} failed: {error}")
+    return 0 if report.is_exact else 1
+
+
+def measure_lengths(setting: Setting, report: Report) -> list[dict[str, Any]]:
+    """Measure prompts of every length, as long as there is time."""
+    lengths: list[dict[str, Any]] = []
+    report.figures["lengths"] = lengths
+    made: list[Any] = []
+    report.part("model", lambda: made.append(decoder_of(setting)))
+    report.figures.pop("model", None)
+    if not made:
+        return lengths
+    (decoder,) = made
+    started = time.monotonic()
+    for tokens in setting.lengths:
+        started, spent = time.monotonic(), time.monotonic() - started
+        # the next one is twice as long
+        if lengths and started + 3 * spent > setting.deadline:
+            print(f"\n{tokens} tokens and more are left out: the time is up")
+            break
+
+        def measure(tokens: int = tokens) -> dict[str, Any]:
+            speed = attention_rates(setting, tokens) | gather_rates(setting, tokens)
+            return ttft(setting, decoder, tokens) | speed
+
+        row = report.part("length", measure)
+        report.figures.pop("length", None)
+        if row is None:
+            report.figures["errors"][f"{tokens} tokens"] = report.figures["errors"].pop("length")
+            continue
+        lengths.append(row)
+        report.write()
+        print(f"\n{tokens} tokens", table([row]), sep="\n", flush=True)
+    return lengths
 
 
 if __name__ == "__main__":

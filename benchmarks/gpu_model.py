@@ -182,6 +182,7 @@ def _run(model: Model, *, chunks: int) -> Any:
     properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
     with installed() as device, patch.object(choice, "_installed", lambda: True):
         with (
+            patch.object(choice, "_launches", lambda _device: True),
             patch.object(JITFunction, "__getitem__", launcher),
             patch.object(torch.cuda, "get_device_properties", lambda _device: properties),
         ):

@@ -274,6 +274,20 @@ USES: tuple[Use, ...] = (
     Use("vllm.config", "CompilationConfig", attributes=("static_forward_context",)),
     Use("vllm.config.offload", "OffloadConfig", attributes=("offload_backend", "prefetch")),
     Use("vllm.config.offload", "PrefetchOffloadConfig", attributes=("offload_group_size",)),
+    # Memory: what is allocated with the model is not given to the KV cache, and the connector is made after both.
+    Use(
+        "vllm.platforms.interface",
+        "Platform",
+        attributes=("is_cuda_alike", "get_device_total_memory"),
+    ),
+    Use(
+        "vllm.v1.worker.gpu_worker",
+        text=(
+            "- profile_result.non_kv_cache_memory",
+            "ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)",
+        ),
+    ),
+    Use("vllm.utils.mem_utils", text=("result.total_consumed + result.transient_peak_headroom",)),
     # The front end.
     Use(
         "vllm.v1.engine.async_llm",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from cachecraft_rag.kernels.attention_mass import segment_mass
 from cachecraft_rag.kernels.attention_paths import UNMEASURED, AttentionPaths, attend
 from cachecraft_rag.kernels.gpu.choice import uses_triton
 from cachecraft_rag.kernels.row_blocks import row_blocks
@@ -60,3 +61,38 @@ def attention(
             1, heads, head_dim
         )
     return attend(q, k, v, visible, path, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def attention_with_mass(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Visibility,
+    bounds: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    paths: AttentionPaths = UNMEASURED,
+) -> tuple[Tensor, Tensor]:
+    """Return `attention`, and the attention of each row to each segment; with Triton in one sweep over the keys.
+
+    Args:
+        q: as in `attention`, like all arguments but `bounds`.
+        bounds: as in `attention_mass`.
+
+    Returns:
+        `[rows, heads, head_dim]`, and float32 `[rows, segments]` as returned by `attention_mass`.
+    """
+    if uses_triton(q):
+        from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
+
+        attended = attend_on_gpu(
+            q, k, v, visible, scale=scale, softcap=softcap, sinks=sinks, bounds=bounds
+        )
+        assert attended.out is not None, "values were given"
+        assert attended.mass is not None, "bounds were given"
+        return attended.out, attended.mass
+    out = attention(q, k, v, visible, scale=scale, softcap=softcap, sinks=sinks, paths=paths)
+    mass = segment_mass(q, k, visible, bounds, scale=scale, softcap=softcap, sinks=sinks)
+    return out, mass

@@ -75,6 +75,35 @@ def attention_mass(
     return mass, received
 
 
+def segment_mass(
+    q: Tensor,
+    k: Tensor,
+    visible: Visibility,
+    bounds: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return only the first result of `attention_mass`: with Triton, the second takes another sweep over the keys.
+
+    Args:
+        q: as in `attention_mass`, like all arguments.
+
+    Returns:
+        float32 `[rows, segments]`.
+    """
+    if uses_triton(q):
+        from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
+
+        mass = attend_on_gpu(
+            q, k, None, visible, scale=scale, softcap=softcap, sinks=sinks, bounds=bounds
+        ).mass
+        assert mass is not None, "bounds were given"
+        return mass
+    return attention_mass(q, k, visible, bounds, scale=scale, softcap=softcap, sinks=sinks)[0]
+
+
 def _mean_weights(
     q: Tensor,
     k: Tensor,

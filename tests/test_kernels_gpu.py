@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,24 +47,54 @@ def test_triton_kernels(module: str) -> None:
     assert re.search(r"\b[1-9]\d* passed", done.stdout), "nothing ran"
 
 
+def compiled(script: str, *arguments: str) -> list[dict[str, Any]]:
+    """Run a script that compiles kernels for a GPU, without the interpreter; return its lines of JSON."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-P", f"tests/kernels_gpu/{script}", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+# Shared memory in bytes that a program may have, and the matrix units that attention in half precision must use.
+GPUS = {
+    "sm_80": (163 << 10, {"mma.sync"}),
+    "sm_89": (99 << 10, {"mma.sync"}),
+    "sm_90": (227 << 10, {"wgmma.mma", "mma.sync"}),
+    "sm_100": (227 << 10, {"tcgen05.mma", "mma.sync"}),
+    "gfx942": (64 << 10, {"v_mfma"}),
+}
+# Most registers, in bytes, that a thread may keep in memory: it has 1,020 bytes of them.
+MOST_SPILLED = 384
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton exists for Linux only"
 )
-def test_every_kernel_compiles_for_a_gpu_that_is_not_there() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-P", "tests/kernels_gpu/compile_all.py", "90"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert {line[0] for line in lines} == {f"_{kernel}" for kernel in KERNELS}
-    assert all(int(size) > 0 for _, size, *_ in lines)
-    assert all(int(shared) <= 227 << 10 for _, _, shared, *_ in lines), (
-        "more than a program may have"
-    )
-    assert all(line[3:] == ["wgmma"] for line in lines if line[0] in ("_attend", "_received"))
+@pytest.mark.parametrize("target", GPUS)
+def test_every_kernel_compiles_for_a_gpu_that_is_not_there(target: str) -> None:
+    shared, units = GPUS[target]
+    lines = compiled("compile_all.py", target)
+    assert {line["kernel"] for line in lines} == {f"_{kernel}" for kernel in KERNELS}
+    assert [line for line in lines if line["shared"] > shared] == []
+    assert [line for line in lines if line["spilled"] > MOST_SPILLED] == []
+    attention = [line for line in lines if line["kernel"] in ("_attend", "_received")]
+    halves = [line for line in attention if line["dtype"] != "float32"]
+    assert len(halves) >= 40
+    assert [line for line in halves if not units & set(line["units"])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton exists for Linux only"
+)
+def test_requests_compile_nothing_that_the_warm_up_has_not_compiled() -> None:
+    (report,) = compiled("compile_once.py")
+    assert {f"_{kernel}" for kernel in KERNELS} == set(report["warm_up"])
+    assert report["later"] == []
 
 
 @pytest.mark.slow
@@ -91,6 +122,7 @@ runpy.run_path("benchmarks/gpu.py", run_name="__main__")
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     report = json.loads((tmp_path / "gpu.json").read_text())
+    assert report["errors"] == {}
     assert all(row["passed"] for row in (*report["kernels"], *report["gates"]))
     assert {row["dtype"] for row in report["kernels"]} == {"float32", "bfloat16", "float16"}
     assert {"rotate", "place", "drift", "attention, window"} <= {

@@ -104,7 +104,12 @@ class OverlappedPrefill:
         self._buffer = KVBuffer(stack, max(job.capacity, len(job.token_ids)))
         bounds = job.rows.bounds
         spans = [(segment, bounds[segment], bounds[segment + 1]) for segment in job.captures]
-        self._recorder = CaptureRecorder(stack.layout, self._buffer.kv, spans)
+        self._recorder = CaptureRecorder(
+            stack.layout,
+            self._buffer.kv,
+            spans,
+            measured=bounds if stack.device.type == "cuda" else None,
+        )
 
         self._rows = job.rows
         self._resident = list(job.resident)  # chunk-caches that are not placed yet

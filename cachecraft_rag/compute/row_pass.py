@@ -20,7 +20,7 @@ from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.stack import AttentionSettings, LayerPass, Stack
 from cachecraft_rag.compute.stale_tokens.drift_correction import DriftCorrection
 from cachecraft_rag.compute.timing import Timer, untimed
-from cachecraft_rag.kernels.attention import attention
+from cachecraft_rag.kernels.attention import attention, attention_with_mass
 from cachecraft_rag.kernels.cpu.calls import LayerRow
 from cachecraft_rag.kernels.gather import scatter_rows
 from cachecraft_rag.kernels.gpu.streams import LayersInFlight
@@ -127,8 +127,10 @@ class RowPass:
 
         self._visible: dict[int | None, tuple[Visibility, Visibility]] = {}  # by window
         self._captures: list[tuple[RecordedChunk, slice]] = []
+        self._edges: Tensor | None = None
         if self.recorder is not None:
             self._captures = self.recorder.locate(positions)
+            self._edges = self.recorder.edges(self._captures)
         self._locate_drift()
 
     def _locate_drift(self) -> None:
@@ -195,6 +197,20 @@ class RowPass:
         self._finished_layer = layer
 
         with self.timer("attention"):
+            if self.recorder is not None and self._edges is not None:
+                out, mass = attention_with_mass(
+                    queries,
+                    merged[0],
+                    merged[1],
+                    visible,
+                    self._edges,
+                    scale=settings.scale,
+                    softcap=settings.softcap,
+                    sinks=settings.sinks,
+                    paths=self._paths,
+                )
+                self.recorder.add_mass(layer, self._captures, mass)
+                return out
             return attention(
                 queries,
                 merged[0],

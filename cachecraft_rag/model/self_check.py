@@ -17,6 +17,7 @@ from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
 from cachecraft_rag.compute.row_pass import RowPass
 from cachecraft_rag.compute.rows import Rows
+from cachecraft_rag.compute.warm_up import warm_up
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.model.decoder import Decoder
 
@@ -30,7 +31,7 @@ LAYER_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.005, torch.bfloat16: 0.
 
 
 def load_checked(name: str, *, dtype: str = "auto", device: str = "auto") -> Decoder:
-    """Load a model and check it.
+    """Load a model and check it; on a GPU, compile its kernels.
 
     On a CPU, a model that fails in a bfloat16 that `dtype="auto"` chose is loaded in float32 instead, with a warning in
     the log, and checked again.
@@ -48,6 +49,7 @@ def load_checked(name: str, *, dtype: str = "auto", device: str = "auto") -> Dec
         logger.warning("%s Loaded in float32 instead.", error)
         decoder = Decoder.load(name, dtype="float32", device=device)
         self_check(decoder)
+    warm_up(decoder)
     return decoder
 
 

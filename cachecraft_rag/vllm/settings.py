@@ -115,7 +115,7 @@ class ConnectorSettings:
     config        config of the engine; see `check_config`
     key           key that signs messages about requests between the parts of the server, see `messages.Ask`
     fill_at_once  most requests whose prompts are filled at the same time. Each has a separate buffer of
-                  `2 · layers · kv_heads · head_dim` numbers per token, which vLLM does not know of
+                  `2 · layers · kv_heads · head_dim` numbers per token, see `worker.fill_memory`
     least_rows    rows that may be computed for these requests in a step even if vLLM's own requests use all its tokens
     """
 

@@ -129,11 +129,11 @@ def _keys_of(
     rows,
     tile,
     split,
+    splits,
     window,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     """Return the lowest position of a tile's rows, and the keys `begin:end` of one of its splits."""
@@ -143,7 +143,7 @@ def _keys_of(
     begin = end * 0
     if WINDOW:
         begin = tl.maximum(lowest - window + 1, 0) // BLOCK_N * BLOCK_N
-    part = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), SPLITS) * BLOCK_N
+    part = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), splits) * BLOCK_N
     begin += split * part
     return lowest, begin, tl.minimum(end, begin + part)
 
@@ -188,7 +188,10 @@ def _write(
         tl.store(mass + target[:, None] * segments + column[None, :], summed / total[:, None], kept)
 
 
-@triton.jit(do_not_specialize=["rows", "segments", "window"])
+@triton.jit(
+    do_not_specialize=["rows", "segments", "window"],
+    do_not_specialize_on_alignment=["positions", "bounds"],
+)
 def _attend(
     q,
     k,
@@ -218,7 +221,6 @@ def _attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    SPLITS: tl.constexpr,
     ABSENT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -239,7 +241,7 @@ def _attend(
         q, positions, pair, live, head, q_row, q_head, GROUP, HEAD_DIM, BLOCK_D
     )
     lowest, begin, end = _keys_of(
-        positions, rows, tile, split, window, GROUP, BLOCK_M, BLOCK_N, SPLITS, WINDOW
+        positions, rows, tile, split, tl.num_programs(2), window, GROUP, BLOCK_M, BLOCK_N, WINDOW
     )
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -399,7 +401,11 @@ def attend(
             tiling=tiling,
         )
     group = heads // kv_heads
-    tiling = tiling or Tiling.of(q, pairs=rows * group)
+    absent = absent_mask(visible, k.shape[0])
+    may_decode = bounds is None and absent is None
+    tiling = tiling or Tiling.of(
+        q, pairs=rows * group if may_decode else None, has_mass=bounds is not None
+    )
     tiles = triton.cdiv(rows * group, tiling.rows)
     splits = splits or tiling.splits(q.device, programs=tiles * kv_heads, keys=k.shape[0])
     lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=q.device)
@@ -414,7 +420,6 @@ def attend(
         if bounds is None
         else torch.empty(splits, rows, heads, segments, dtype=torch.float32, device=q.device)
     )
-    absent = absent_mask(visible, k.shape[0])
     values = k if v is None else v
     with device_of(q):
         _attend[(tiles, kv_heads, splits)](
@@ -439,7 +444,6 @@ def attend(
             visible.window or 0,
             GROUP=group,
             BLOCK_S=max(16, triton.next_power_of_2(segments)),
-            SPLITS=splits,
             VALUES=v is not None,
             MASS=bounds is not None,
             SINKS=sinks is not None,

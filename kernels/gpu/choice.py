@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from functools import cache
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger("cachecraft_rag.kernels")
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
@@ -15,15 +18,40 @@ DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 def uses_triton(x: Tensor) -> bool:
     """Return True if the Triton kernels take this tensor: on a CUDA device, or on a CPU under Triton's interpreter.
 
+    The first call for a device launches a kernel. If that fails, torch's operations run on this device, and a warning
+    says why.
+
     >>> uses_triton(torch.zeros(1, dtype=torch.float64))
     False
     """
-    return (x.is_cuda or interpreted()) and x.dtype in DTYPES and _installed()
+    if x.dtype not in DTYPES or not _installed():
+        return False
+    return interpreted() or (x.is_cuda and _launches(x.device))
 
 
 def interpreted() -> bool:
     """Return True if this process runs Triton's interpreter, which must be chosen before Triton is imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def _launches(device: torch.device) -> bool:
+    """Return whether a kernel can be compiled for a device and launched there."""
+    try:
+        from cachecraft_rag.kernels.gpu.rope import rotate
+
+        x = torch.zeros(1, 1, 16, device=device)
+        rotate(x, x[0], x[0])
+    # Triton raises many kinds: without a C compiler, a CUDA library or a supported device
+    except Exception as error:  # noqa: BLE001
+        logger.warning(
+            "Triton cannot run kernels on %s, so torch's slower operations are used there: %s. Triton needs a C "
+            "compiler such as gcc (on Debian and Ubuntu: apt-get install gcc)",
+            device,
+            error,
+        )
+        return False
+    return True
 
 
 @cache

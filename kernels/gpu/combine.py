@@ -9,8 +9,10 @@ from torch import Tensor
 
 from cachecraft_rag.kernels.gpu.launch import device_of
 
+_BLOCK_SPLITS = 16  # parts that one step of a program joins
 
-@triton.jit(do_not_specialize=["pairs", "segments"])
+
+@triton.jit(do_not_specialize=["pairs", "segments", "splits"])
 def _combine(
     parts,
     lses,
@@ -20,7 +22,8 @@ def _combine(
     mass,
     pairs,
     segments,
-    SPLITS: tl.constexpr,
+    splits,
+    BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -28,35 +31,41 @@ def _combine(
     MASS: tl.constexpr,
 ):
     pair = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    each = tl.load(lses + split * pairs + pair)
-    top = tl.max(each, 0)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp(each - base)
-    total = tl.sum(weight, 0)
+    dims = tl.arange(0, BLOCK_D)
+    inside = dims < HEAD_DIM
+    column = tl.arange(0, BLOCK_S)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    summed_out = tl.zeros([BLOCK_D], tl.float32)
+    summed_mass = tl.zeros([BLOCK_S], tl.float32)
+    for first in range(0, splits, BLOCK):
+        split = first + tl.arange(0, BLOCK)
+        there = split < splits
+        each = tl.load(lses + split * pairs + pair, mask=there, other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(each, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp(each - base)
+        shrink = tl.exp(top - base)
+        total = total * shrink + tl.sum(weight, 0)
+        if VALUES:
+            at = parts + (split[:, None] * pairs + pair) * HEAD_DIM + dims[None, :]
+            outputs = tl.load(at, mask=there[:, None] & inside[None, :], other=0.0)
+            summed_out = summed_out * shrink + tl.sum(outputs * weight[:, None], 0)
+        if MASS:
+            at = masses + (split[:, None] * pairs + pair) * segments + column[None, :]
+            part_masses = tl.load(at, mask=there[:, None] & (column < segments)[None, :], other=0.0)
+            summed_mass = summed_mass * shrink + tl.sum(part_masses * weight[:, None], 0)
+        top = new_top
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
-    tl.store(lse + pair, tl.where(nothing, float("-inf"), base + tl.log(total)))
-    weight = weight / total
+    only = tl.arange(0, 1)
+    tl.store(lse + pair + only, tl.where(nothing, float("-inf"), top + tl.log(total)))
     if VALUES:
-        dims = tl.arange(0, BLOCK_D)
-        inside = dims < HEAD_DIM
-        at = parts + (split[:, None] * pairs + pair) * HEAD_DIM + dims[None, :]
-        outputs = tl.load(at, mask=inside[None, :], other=0.0)
         tl.store(
-            out + pair * HEAD_DIM + dims,
-            tl.sum(outputs * weight[:, None], 0).to(out.dtype.element_ty),
-            inside,
+            out + pair * HEAD_DIM + dims, (summed_out / total).to(out.dtype.element_ty), inside
         )
     if MASS:
-        column = tl.arange(0, BLOCK_S)
-        at = masses + (split[:, None] * pairs + pair) * segments + column[None, :]
-        part_masses = tl.load(at, mask=(column < segments)[None, :], other=0.0)
-        tl.store(
-            mass + pair * segments + column,
-            tl.sum(part_masses * weight[:, None], 0),
-            column < segments,
-        )
+        tl.store(mass + pair * segments + column, summed_mass / total, column < segments)
 
 
 def combine(
@@ -66,15 +75,12 @@ def combine(
 
     Args:
         parts: float32 `[splits, rows, heads, head_dim]`, or None.
-        lses: float32 `[splits, rows, heads]`; -inf if a part has no visible key. splits is a power of 2.
+        lses: float32 `[splits, rows, heads]`; -inf if a part has no visible key.
         masses: float32 `[splits, rows, heads, segments]`, or None.
         dtype: dtype of the first result.
 
     Returns:
         The output `[rows, heads, head_dim]`, lse float32 `[rows, heads]` and mass float32 `[rows, heads, segments]`.
-
-    Raises:
-        ValueError: the number of splits is not a power of 2.
     """
     splits, rows, heads = lses.shape
     if splits == 1:
@@ -83,8 +89,6 @@ def combine(
             lses[0],
             masses if masses is None else masses[0],
         )
-    if splits & (splits - 1):
-        raise ValueError(f"splits must be a power of 2, not {splits}")
     head_dim = 1 if parts is None else parts.shape[-1]
     segments = 0 if masses is None else masses.shape[-1]
     out = None if parts is None else torch.empty(parts.shape[1:], dtype=dtype, device=lses.device)
@@ -100,10 +104,11 @@ def combine(
             lse if mass is None else mass,
             rows * heads,
             segments,
-            SPLITS=splits,
+            splits,
+            BLOCK=_BLOCK_SPLITS,
             HEAD_DIM=head_dim,
             BLOCK_D=triton.next_power_of_2(head_dim),
-            BLOCK_S=triton.next_power_of_2(max(segments, 1)),
+            BLOCK_S=max(16, triton.next_power_of_2(segments)),
             VALUES=parts is not None,
             MASS=masses is not None,
         )

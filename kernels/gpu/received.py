@@ -28,7 +28,10 @@ from cachecraft_rag.kernels.visibility import Visibility
 _LOG2_E = math.log2(math.e)
 
 
-@triton.jit(do_not_specialize=["rows", "total_keys", "window"])
+@triton.jit(
+    do_not_specialize=["rows", "total_keys", "window"],
+    do_not_specialize_on_alignment=["positions"],
+)
 def _received(
     q,
     k,
@@ -135,7 +138,7 @@ def received(
         )
     keys = k.shape[0]
     group = heads // kv_heads
-    tiling = tiling or Tiling.of(q, pairs=rows * group)
+    tiling = tiling or Tiling.of(q)
     out = torch.empty(kv_heads, keys, dtype=torch.float32, device=q.device)
     absent = absent_mask(visible, keys)
     with device_of(q):

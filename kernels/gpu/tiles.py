@@ -15,6 +15,7 @@ from cachecraft_rag.kernels.gpu.choice import DTYPES, interpreted
 from cachecraft_rag.kernels.visibility import Visibility
 
 LARGEST_HEAD = 256
+_SMALLEST_ROWS = 16  # what a matrix product needs at least
 _PROGRAMS_PER_PROCESSOR = 2
 _MOST_SPLITS = 64
 
@@ -23,6 +24,9 @@ _LEAST_KEYS = 256
 
 # Shared memory in bytes that a program may use on a data centre's GPU; on other GPUs it is 99 KiB.
 _LARGE_SHARED = 160 << 10
+
+# Shared memory in bytes that NVIDIA's GPUs have from Hopper on, where larger tiles need fewer registers.
+_WARP_GROUPS_SHARED = 220 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +45,35 @@ class Tiling:
     stages: int
 
     @classmethod
-    def of(cls, q: Tensor, *, pairs: int) -> Self:
+    def of(cls, q: Tensor, *, pairs: int | None = None, has_mass: bool = False) -> Self:
         """Choose a tile by head_dim and dtype.
 
         Args:
             q: `[rows, heads, head_dim]`.
-            pairs: rows times query heads of a group; a decode step fills only the smallest tile.
+            pairs: rows times query heads of a group, of a kernel that decode steps launch: they fill only the smallest
+                tile. None = the largest tile.
+            has_mass: True for a kernel that sums up mass, which takes registers.
         """
         is_wide = q.dtype == torch.float32
         head_dim = q.shape[-1]
+        # With fewer warps or larger tiles, registers are spilled.
         if head_dim <= 64:
-            largest, keys, warps, stages = (64, 32, 4, 2) if is_wide else (128, 64, 4, 3)
+            largest, keys, warps, stages = (32, 32, 8, 2) if is_wide else (128, 64, 4, 3)
+            if has_mass:
+                warps = 8
         elif head_dim <= 128:
-            largest, keys, warps, stages = (32, 32, 4, 2) if is_wide else (128, 64, 8, 3)
+            largest, keys, warps, stages = (32, 16, 8, 1) if is_wide else (128, 64, 8, 3)
         else:
-            largest, keys, warps, stages = (16, 32, 4, 1) if is_wide else (64, 32, 4, 2)
+            largest, keys, warps, stages = (16, 16, 4, 1) if is_wide else (64, 32, 8, 2)
+            if has_mass and _shared_bytes(q.device) < _WARP_GROUPS_SHARED:
+                largest = min(largest, 32)
         if _shared_bytes(q.device) < _LARGE_SHARED:
             keys = min(keys, 32)
             stages = min(stages, 2)
-        rows = min(largest, max(16, triton.next_power_of_2(pairs)))
-        return cls(rows, keys, warps if rows == largest else 4, stages)
+        # Two sizes only: each is another compilation.
+        if pairs is not None and pairs <= _SMALLEST_ROWS:
+            return cls(_SMALLEST_ROWS, keys, 4, stages)
+        return cls(largest, keys, warps, stages)
 
     def splits(self, device: torch.device, *, programs: int, keys: int) -> int:
         """Return the number of programs that share a tile's keys, to fill the device.
@@ -72,9 +85,7 @@ class Tiling:
         """
         wanted = -(-_PROGRAMS_PER_PROCESSOR * _processors(device) // programs)
         fewest = max(1, keys // max(_LEAST_KEYS, self.keys))
-        splits: int = max(1, min(wanted, fewest, _MOST_SPLITS))
-        # a power of 2, because each number is another compilation
-        return 1 << (splits.bit_length() - 1)
+        return max(1, min(wanted, fewest, _MOST_SPLITS))
 
     def constants(
         self, q: Tensor, visible: Visibility, *, absent: Tensor | None, softcap: float | None
@@ -109,7 +120,10 @@ def _shared_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return _LARGE_SHARED
     properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", _LARGE_SHARED))
+    for name in ("shared_memory_per_block_optin", "shared_memory_per_block"):
+        if getattr(properties, name, 0):
+            return int(getattr(properties, name))
+    return _LARGE_SHARED
 
 
 @dataclass(frozen=True)

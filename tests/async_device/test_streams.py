@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import gpu
 from benchmarks.late_device import Device
 from cachecraft_rag.compute import kv_buffer, overlapped
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
@@ -21,7 +22,11 @@ from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.row_pass import RowPass, advance
 from cachecraft_rag.compute.rows import Rows
+from cachecraft_rag.compute.warm_up import launch_all
+from cachecraft_rag.kernels.attention import attention_with_mass
+from cachecraft_rag.kernels.attention_mass import segment_mass
 from cachecraft_rag.kernels.gather import place_all
+from cachecraft_rag.kernels.gpu import streams
 from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
@@ -127,9 +132,12 @@ def test_captures_of_a_side_stream_hold_what_was_computed_there(
     # as vLLM's worker does, for its main thread only
     torch.cuda.set_stream(torch.cuda.Stream("cuda:1"))
     result = prefill(decoder_on_device, WHOLE)
+    assert not any(capture.queries for capture in result.recorder.captures), (
+        "queries take twice as much memory as keys and values"
+    )
     # Tensor-parallel ranks gather all heads after the pass, so these copies are not computed yet.
     with torch.inference_mode():
-        recorder = result.recorder.with_all_heads(torch.clone)
+        recorder = result.recorder.with_all_heads(torch.clone, torch.clone)
         keys = result.buffer.kv[:, 0].clone()
     queue.submit(recorder, keys, CaptureContext(SEGMENTS, BOUNDS, [1.0] * 4, None))
     queue.close()
@@ -142,11 +150,13 @@ def test_captures_of_a_side_stream_hold_what_was_computed_there(
         assert isinstance(loaded, LoadedVariant)
         torch.testing.assert_close(loaded.kv, expected[segment])
         assert 0.5 <= variant.cci <= 1.0
-    memory = keys.memory.untyped_storage().data_ptr()  # type: ignore[attr-defined]
     default_stream = device.default[1]
-    assert (memory, id(default_stream)) in device.kept_for, (
-        "the allocator could reuse the keys while they are read"
-    )
+    for capture in recorder.captures:
+        for tensor in capture.tensors():
+            memory = tensor.memory.untyped_storage().data_ptr()  # type: ignore[attr-defined]
+            assert (memory, id(default_stream)) in device.kept_for, (
+                "the allocator could reuse it while it is read"
+            )
 
 
 def test_the_speed_of_computing_is_that_of_the_device_and_not_that_of_launching(
@@ -199,6 +209,7 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(
     properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10)
     monkeypatch.setattr(JITFunction, "__getitem__", launcher)
     monkeypatch.setattr(choice, "_installed", lambda: True)
+    monkeypatch.setattr(choice, "_launches", lambda _device: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     tiles._processors.cache_clear()
     tiles._shared_bytes.cache_clear()
@@ -225,3 +236,61 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(
     names = {name for name, _device in launches}
     assert names == {"_attend", "_combine", "_received", "_rotate", "_place", "_shift_stale"}
     assert {current for _name, current in launches} == {1}
+
+    launches.clear()
+    segment_mass(q, k, visible, bounds, scale=1.0)
+    attention_with_mass(q, k, k, visible, bounds, scale=1.0)
+    names = {name for name, _device in launches}
+    assert names == {"_attend", "_combine"}, (
+        "the attention that each key receives is not needed here"
+    )
+
+
+def test_without_a_c_compiler_torch_runs_instead_and_a_warning_says_why(
+    decoder: Decoder,
+    decoder_on_device: Decoder,
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pytest.importorskip("triton")
+    from triton.runtime.jit import JITFunction
+
+    from cachecraft_rag.kernels.gpu import choice
+
+    def no_compiler(_kernel: Any, _grid: object) -> Any:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+
+    monkeypatch.setattr(JITFunction, "__getitem__", no_compiler)
+    monkeypatch.setattr(choice, "_installed", lambda: True)
+    choice._launches.cache_clear()
+    expected = prefill(decoder, WHOLE)
+    result = prefill(decoder_on_device, WHOLE)
+    torch.testing.assert_close(result.hidden.cpu(), expected.hidden)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Triton cannot run kernels on cuda:1, so torch's slower operations are used there: Failed to find C compiler. "
+        "Please specify via CC environment variable. Triton needs a C compiler such as gcc (on Debian and Ubuntu: "
+        "apt-get install gcc)"
+    ]
+    choice._launches.cache_clear()
+
+
+def test_the_warm_up_runs_on_the_device_and_leaves_nothing_behind(
+    decoder_on_device: Decoder, device: Device
+) -> None:
+    launch_all(decoder_on_device)
+    assert device.launches > 100
+
+
+def test_the_gpu_bench_compares_captures_of_a_side_stream(
+    decoder_on_device: Decoder, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting: Any = SimpleNamespace(chunk=16, question=6, shape={"vocab_size": 256})
+    own = gpu.captured_on(decoder_on_device, setting, None)
+    side = gpu.captured_on(decoder_on_device, setting, torch.cuda.Stream("cuda:1"))
+    assert len(own) >= 2
+    for first, second in zip(own, side, strict=True):
+        assert torch.equal(first, second)
+    monkeypatch.setattr(streams, "wait_on_stream", lambda *_arguments: None)
+    early = gpu.captured_on(decoder_on_device, setting, torch.cuda.Stream("cuda:1"))
+    assert not torch.equal(own[0], early[0]), "captures are read before they are written"

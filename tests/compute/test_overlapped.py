@@ -384,7 +384,7 @@ def test_g4_with_chunks_in_memory_and_chunks_that_are_new_in_between(
     # what is captured beside loading is what is captured in one pass
     for capture in result.recorder.captures:
         assert torch.allclose(capture.kv, disk.captures[capture.segment].kv, atol=1e-4)
-        assert len(capture.queries) == decoder.layout.layers
+        assert len(capture.queries) == len(capture.layers) == decoder.layout.layers
 
 
 @KEPT_OR_NOT

@@ -459,7 +459,7 @@ def result_of(resolved: Resolved, rows: Rows, *, plan: Plan | None = None) -> Pr
     )
     found = recorder.locate(np.arange(BOUNDS[-1]))
     for capture, _ in found:
-        capture.queries.update({0: torch.empty(0), 1: torch.empty(0)})
+        capture.layers.update({0, 1})
     buffer: Any = None
     return PrefillResult(
         torch.empty(0), buffer, recorder, rows, frozenset(), plan, None, None, 0, 0.0

@@ -75,13 +75,16 @@ class Request:
         *,
         resident: Sequence[ResidentKV] = (),
         captures: Sequence[int] = (),
+        measured: bool = False,
         drifts: bool = False,
         observer: Observer | None = None,
         absent: Sequence[int] = (),
     ) -> None:
         self.buffer, self.rows = filled(decoder, resident), rows
         spans = [(segment, *BOUNDS[segment : segment + 2]) for segment in captures]
-        self.recorder = CaptureRecorder(decoder.layout, self.buffer.kv, spans)
+        self.recorder = CaptureRecorder(
+            decoder.layout, self.buffer.kv, spans, measured=BOUNDS if measured else None
+        )
         chunks = [
             StaleChunk(segment, [range(*BOUNDS[segment : segment + 2])]) for segment in (1, 2)
         ]
@@ -360,6 +363,51 @@ def test_absent_keys_make_no_difference(tiny_decoder: MakeDecoder) -> None:
             advance(decoder, [request.row_pass])
         found.append(request.row_pass.hidden)
     assert torch.equal(*found)
+
+
+@torch.inference_mode()
+def test_attention_measured_in_a_pass_counts_once_if_a_joint_layer_fails_and_is_repeated(
+    tiny_decoder: MakeDecoder,
+) -> None:
+    decoder, ids = tiny_decoder("Llama"), token_ids(1)
+    masses = []
+    for fails in (False, True):
+        request = Request(
+            decoder, ids, Rows.of(BOUNDS, new=range(75)), captures=[1, 2], measured=True
+        )
+        for layer in range(LAYERS):
+            if fails and layer == 1:
+                hidden = request.row_pass.hidden
+                decoder.layer(
+                    layer, hidden, positions=request.row_pass.where, layer_pass=request.row_pass
+                )
+            advance(decoder, [request.row_pass])
+        captures = request.recorder.captures
+        assert [capture.segment for capture in captures] == [1, 2]
+        masses.append([capture.mass for capture in captures])
+    for once, repeated in zip(*masses, strict=True):
+        assert torch.equal(once, repeated)
+
+
+@torch.inference_mode()
+def test_ranks_average_the_attention_that_their_passes_measured(
+    tiny_decoder: MakeDecoder,
+) -> None:
+    decoder, ids = tiny_decoder("Llama"), token_ids(1)
+    request = Request(decoder, ids, Rows.of(BOUNDS, new=range(75)), captures=[1], measured=True)
+    for _ in range(LAYERS):
+        advance(decoder, [request.row_pass])
+    (own,) = request.recorder.captures
+    both = request.recorder.with_all_heads(
+        lambda kv: torch.cat((kv, kv), dim=-2), lambda seen: seen / 2
+    )
+    (joined,) = both.captures
+    assert own.mass is not None
+    assert joined.mass is not None
+    assert torch.equal(joined.mass, own.mass / 2)
+    assert not joined.queries
+    assert joined.kv.shape[-2] == 2 * own.kv.shape[-2]
+    assert not both.needs_keys
 
 
 @torch.inference_mode()

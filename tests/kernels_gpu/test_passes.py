@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.captures.capture import AttentionAccumulator
+from cachecraft_rag.compute import overlapped
+from cachecraft_rag.compute.captures.capture import AttentionAccumulator, CaptureRecorder
 from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import EarlyTermination, PrefillJob, PrefillResult
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
@@ -139,14 +141,27 @@ def test_statistics_of_captures_and_focus_are_as_in_torch(
         return torch.tensor((*found.inter, found.intra, found.cci, *found.token_scores.inter))
 
     assert torch.allclose(statistics(), in_torch(monkeypatch, statistics), atol=1e-5)
+    recorder = partial(CaptureRecorder, measured=BOUNDS)
+    monkeypatch.setattr(
+        overlapped,
+        "CaptureRecorder",
+        lambda layout, like, spans, *, measured: recorder(layout, like, spans),
+    )
+    in_pass = captured(decoder).recorder
+    measured = AttentionAccumulator(in_pass.captures[2], in_pass.settings, bounds=BOUNDS)
+    found = measured.statistics()
+    assert found.token_scores.inter is not None
+    assert not in_pass.captures[2].queries
+    values = torch.tensor((*found.inter, found.intra, found.cci, *found.token_scores.inter))
+    assert torch.allclose(values, statistics(), atol=1e-5)
     # of two chunks, none is dropped
     rows = Rows.of([0, 4, 15, 20, 24, 30], new=QUESTION, recomputed=[5, 16, 21])
     chunks = resident(whole, moved=False)
     early = EarlyTermination(1)
     job = PrefillJob(IDS, rows, resident=chunks, early_termination=early)
-    found, expected = prefill(decoder, job), None
+    result = prefill(decoder, job)
     with monkeypatch.context() as patch:
         patch.setattr(choice, "_installed", lambda: False)
         expected = prefill(decoder, job)
-    assert (found.focus_layer, found.row_layers) == (expected.focus_layer, expected.row_layers)
-    assert torch.allclose(found.hidden, expected.hidden, atol=1e-4)
+    assert (result.focus_layer, result.row_layers) == (expected.focus_layer, expected.row_layers)
+    assert torch.allclose(result.hidden, expected.hidden, atol=1e-4)

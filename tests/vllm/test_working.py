@@ -29,6 +29,7 @@ from cachecraft_rag.vllm.served_model import ModelIdentity
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker import filling, working
 from cachecraft_rag.vllm.worker import scheduling as scheduling_module
+from cachecraft_rag.vllm.worker.fill_memory import FillMemory
 from cachecraft_rag.vllm.worker.filling import Filling
 from cachecraft_rag.vllm.worker.ranks import OneRank
 from cachecraft_rag.vllm.worker.scheduling import Scheduling
@@ -279,6 +280,61 @@ def test_requests_of_one_step_run_as_one_forward(
     assert len(stack.forwards) == stack.decoder.layout.layers
     for fill, ask in zip(fills, asks, strict=True):
         torch.testing.assert_close(filled(stack, fill), expected(engine, ask), rtol=0, atol=1e-5)
+
+
+def test_a_forward_holds_no_more_rows_than_memory_is_reserved_for(
+    engine: Engine, settings: ConnectorSettings, scheduling: Scheduling, stack: BlockStack
+) -> None:
+    asks = [
+        ask_of(engine, [0, 2, 1], reuse=False),
+        ask_of(engine, [1, 0, 2], reuse=False),
+    ]
+    fills = [fill_of(scheduling, ask, f"r{i}", first_block=20 * i) for i, ask in enumerate(asks)]
+    rows = max(fill.last for fill in fills)
+    memory = FillMemory(1, 1, 1, total=3 * (rows + 1))
+    made = Workers(stack, engine.store, settings, block_size=BLOCK, memory=memory)  # type: ignore[arg-type]
+    stack.forwards.clear()
+    run(made, fills)
+    made.close()
+    assert len(stack.forwards) == 2 * stack.decoder.layout.layers
+    assert max(stack.forwards) <= rows
+    for fill, ask in zip(fills, asks, strict=True):
+        torch.testing.assert_close(filled(stack, fill), expected(engine, ask), rtol=0, atol=1e-5)
+
+
+def test_a_request_waits_until_memory_is_given_back(
+    engine: Engine, settings: ConnectorSettings
+) -> None:
+    ask = ask_of(engine, [0, 2, 1])
+    tokens = ask.prompt.bounds[-1]
+
+    def scheduling_of(memory: FillMemory) -> Scheduling:
+        return Scheduling(
+            engine.store, settings, block_size=BLOCK, prefix_caching=True, memory=memory
+        )
+
+    scheduling = scheduling_of(FillMemory(10, 5, 0, total=15 * tokens))
+    fill_of(scheduling, ask, "first")
+    second = request_of(ask, "second")
+    assert scheduling.matched(second, 0) is None
+    scheduling.ended({"first"})
+    assert scheduling.matched(second, 0)
+
+    scheduling = scheduling_of(FillMemory(10, 5, 0, total=15 * tokens))
+    scheduling.allocated(
+        request_of(ask, "aborted"),
+        blocks_of(ask),
+        scheduling.matched(request_of(ask, "aborted"), 0) or 0,
+    )
+    scheduling.finished(request_of(ask, "aborted"))  # before the workers have heard of it
+    assert scheduling.take_fills() == []
+    assert scheduling.matched(second, 0)
+
+    scheduling = scheduling_of(FillMemory(10, 5, 0, total=15 * (tokens - 1)))
+    assert scheduling.matched(second, 0) == 0
+    report = scheduling.finished(second)
+    assert report is not None
+    assert f"it has {tokens} tokens" in report[FIELD]["refused"]
 
 
 def test_a_step_computes_no_more_rows_than_it_may(

@@ -2,14 +2,16 @@
 
 A capture is stored with its raw keys and values and with the attention statistics that the planner needs later (eq. 3,
 4, 9–11 and the token scores of eq. 14). Statistics need attention weights, which fast attention kernels never
-form. So the pass keeps the queries of captured chunks, and an `AttentionAccumulator` computes the statistics once the
-answer is out. Rejected: explicit softmax inside the pass.
+form. On a CPU the pass keeps the queries of captured chunks, and an `AttentionAccumulator` computes the statistics once
+the answer is out. Rejected there: explicit softmax inside the pass. On a GPU the attention kernel adds up the weights
+while it runs, and no queries are kept: they take twice as much memory as keys and values, and a second sweep over all
+keys would take time from other requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cachecraft_rag.compute.stack import AttentionSettings
-from cachecraft_rag.kernels.attention_mass import attention_mass
+from cachecraft_rag.kernels.attention_mass import segment_mass
 from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.planning.scoring import context_impact
@@ -32,26 +34,44 @@ class RecordedChunk:
     start    its first position
     stop     the position after its last
     kv       `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values
+    layers   layers recorded so far
     queries  layer → `[tokens, heads, head_dim]`, rotated
+    mass     float32 `[tokens, segments up to its own]`, attention as returned by `attention_mass`, summed over these
+             layers, if it is measured in the pass; then no queries are kept
     """
 
     segment: int
     start: int
     stop: int
     kv: Tensor
-    queries: dict[int, Tensor]
+    layers: set[int] = field(default_factory=set)
+    queries: dict[int, Tensor] = field(default_factory=dict)
+    mass: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Memory of this capture, in bytes."""
-        return self.kv.nbytes + sum(queries.nbytes for queries in self.queries.values())
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that this capture holds."""
+        mass = () if self.mass is None else (self.mass,)
+        return [self.kv, *mass, *self.queries.values()]
 
 
 class CaptureRecorder:
-    """Copies raw keys and values of newly computed chunks out of the passes of one prompt and keeps their queries."""
+    """Copies raw keys and values of newly computed chunks out of the passes of one prompt.
+
+    It also keeps their queries, or adds up their attention.
+    """
 
     def __init__(
-        self, layout: KVLayout, like: Tensor, spans: Sequence[tuple[int, int, int]]
+        self,
+        layout: KVLayout,
+        like: Tensor,
+        spans: Sequence[tuple[int, int, int]],
+        *,
+        measured: Sequence[int] | None = None,
     ) -> None:
         """Make a recorder for these chunks.
 
@@ -59,7 +79,10 @@ class CaptureRecorder:
             layout: layout of a chunk-cache.
             like: a tensor with the dtype and device of the recorded keys and values.
             spans: (segment, start, stop) of each chunk to capture, ascending.
+            measured: `[segments + 1]`, segment bounds of the prompt, if the passes measure attention themselves and
+                hand it to `add_mass`; None = keep queries.
         """
+        self._measured = measured
         self._layout = layout
         self._like = like
         self._spans = spans
@@ -72,7 +95,7 @@ class CaptureRecorder:
         complete = [
             capture
             for capture in self._recorded.values()
-            if len(capture.queries) == self._layout.layers
+            if len(capture.layers) == self._layout.layers
         ]
         return tuple(sorted(complete, key=lambda capture: capture.segment))
 
@@ -86,7 +109,14 @@ class CaptureRecorder:
         wanted = frozenset(segment for segment, _start, _stop in self._spans)
         return wanted - {capture.segment for capture in self.captures}
 
-    def with_all_heads(self, gather: Callable[[Tensor], Tensor]) -> CaptureRecorder:
+    @property
+    def needs_keys(self) -> bool:
+        """True if the captures are described later, with the keys of the whole prompt."""
+        return self._measured is None
+
+    def with_all_heads(
+        self, gather: Callable[[Tensor], Tensor], mean: Callable[[Tensor], Tensor]
+    ) -> CaptureRecorder:
         """Join the heads of all tensor-parallel ranks on the first rank; the result is empty on the other ranks.
 
         Every rank must have recorded the same chunks.
@@ -94,19 +124,21 @@ class CaptureRecorder:
         Args:
             gather: a collective that joins the ranks' `[…, heads, head_dim]` on the first rank and returns an empty
                 tensor on the others.
+            mean: a collective that averages a statistic over the ranks.
         """
-        joined = CaptureRecorder(self._layout, self._like, self._spans)
+        joined = CaptureRecorder(self._layout, self._like, self._spans, measured=self._measured)
         joined.settings = self.settings
         for capture in self.captures:  # ascending: in the same order on every rank
             kv = gather(capture.kv)
-            queries = gather(
-                torch.stack([capture.queries[layer] for layer in range(self._layout.layers)])
-            )
+            mass = None if capture.mass is None else mean(capture.mass)
+            queries: dict[int, Tensor] = {}
+            if mass is None:
+                layers = range(self._layout.layers)
+                stacked = torch.stack([capture.queries[layer] for layer in layers])
+                queries = dict(enumerate(gather(stacked)))
             if kv.numel():
                 joined._recorded[capture.segment] = replace(
-                    capture,
-                    kv=kv.contiguous(),
-                    queries=dict(enumerate(queries)),
+                    capture, kv=kv.contiguous(), queries=queries, mass=mass
                 )
         return joined
 
@@ -126,7 +158,13 @@ class CaptureRecorder:
                 continue
             if segment not in self._recorded:
                 kv = empty(self._layout.shape(stop - start), self._like.dtype, self._like.device)
-                self._recorded[segment] = RecordedChunk(segment, start, stop, kv, {})
+                mass = None
+                if self._measured is not None:
+                    # Explicit dtype: transformers changes the process's default while it loads another model.
+                    mass = torch.zeros(
+                        stop - start, segment + 1, dtype=torch.float32, device=kv.device
+                    )
+                self._recorded[segment] = RecordedChunk(segment, start, stop, kv, mass=mass)
             places.append((self._recorded[segment], slice(first_row, end_row)))
         return places
 
@@ -151,7 +189,34 @@ class CaptureRecorder:
         for capture, rows in places:
             capture.kv[layer, 0] = keys[rows]
             capture.kv[layer, 1] = values[rows]
-            capture.queries[layer] = queries[rows]
+            if capture.mass is None:
+                capture.queries[layer] = queries[rows]
+                capture.layers.add(layer)
+
+    def edges(self, places: Sequence[tuple[RecordedChunk, slice]]) -> Tensor | None:
+        """Return the bounds of the segments whose attention a pass measures for these captures; None: of none.
+
+        They are int64 `[segments + 1]`, up to the end of the last capture.
+        """
+        if self._measured is None or not places:
+            return None
+        last = max(capture.segment for capture, _rows in places)
+        return torch.tensor(list(self._measured[: last + 2]), device=self._like.device)
+
+    def add_mass(
+        self, layer: int, places: Sequence[tuple[RecordedChunk, slice]], mass: Tensor
+    ) -> None:
+        """Add one layer's attention of the rows of a pass; a layer that has been added before is left out.
+
+        Args:
+            layer: index of the layer.
+            places: captures and their rows, as returned by `locate`.
+            mass: float32 `[rows, segments]`, attention to the segments of `edges`, see `attention_mass`.
+        """
+        for capture, rows in places:
+            if capture.mass is not None and layer not in capture.layers:
+                capture.mass.add_(mass[rows, : capture.segment + 1])
+                capture.layers.add(layer)
 
 
 @dataclass(frozen=True)
@@ -166,6 +231,8 @@ class AttentionStatistics:
 
 class AttentionAccumulator:
     """Adds up one capture's attention layer by layer, so that the work can be done in small pieces between requests.
+
+    If the pass has measured the attention, there is nothing to add.
 
     Args:
         capture: the recorded chunk.
@@ -188,9 +255,16 @@ class AttentionAccumulator:
         self._edges = torch.tensor(self._bounds[: capture.segment + 2], device=device)
         self._positions = torch.arange(capture.start, capture.stop, device=device)
         self._visible: dict[int | None, Visibility] = {}
-        # Explicit dtype: transformers changes the process's default while it loads another model.
-        self._mass = torch.zeros(
-            capture.stop - capture.start, capture.segment + 1, dtype=torch.float32, device=device
+        # Explicit dtype: see `CaptureRecorder.locate`.
+        self._mass = (
+            torch.zeros(
+                capture.stop - capture.start,
+                capture.segment + 1,
+                dtype=torch.float32,
+                device=device,
+            )
+            if capture.mass is None
+            else capture.mass
         )
 
     @torch.inference_mode()
@@ -205,7 +279,7 @@ class AttentionAccumulator:
         visible = self._visible.setdefault(
             settings.window, Visibility(self._positions, window=settings.window)
         )
-        mass, _received = attention_mass(
+        mass = segment_mass(
             self._capture.queries[layer],
             keys[: self._capture.stop],
             visible,

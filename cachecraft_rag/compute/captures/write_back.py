@@ -126,10 +126,12 @@ class WriteBackQueue:
 
         Args:
             recorder: recorder of the prefill.
-            keys: `[layers, keys, kv_heads, head_dim]`, rotated; must not change up to the last capture's end.
+            keys: `[layers, keys, kv_heads, head_dim]`, rotated; must not change up to the last capture's end. Not kept
+                if the recorder does not need them.
             context: facts about the prompt.
         """
         computed = launched(keys.device)
+        needed = keys if recorder.needs_keys else None
         for capture in recorder.captures:
             chunk_id = context.segments[capture.segment].segment_id
             refusal = self._refusal(capture, context)
@@ -141,14 +143,14 @@ class WriteBackQueue:
             with self._guard:
                 self._pending[chunk_id] = job
                 self._waiting_bytes += capture.nbytes
-            steps = self.steps(capture, recorder, keys, context=context, computed=computed)
+            steps = self.steps(capture, recorder, needed, context=context, computed=computed)
             self._start(steps, partial(self._ended, chunk_id, capture.nbytes, job))
 
     def steps(
         self,
         capture: RecordedChunk,
         recorder: CaptureRecorder,
-        keys: Tensor,
+        keys: Tensor | None,
         *,
         context: CaptureContext,
         computed: torch.cuda.Event | None = None,
@@ -158,15 +160,18 @@ class WriteBackQueue:
         Args:
             capture: the capture.
             recorder: see `submit`.
-            keys: see `submit`.
+            keys: see `submit`; None if the recorder does not need them.
             context: see `submit`.
             computed: event after the prefill, if another thread may run these steps on another stream of the GPU.
         """
         key = self._key(capture, context)
-        wait_on_stream(computed, capture.kv, keys, *capture.queries.values())
+        read = capture.tensors() if keys is None else [*capture.tensors(), keys]
+        wait_on_stream(computed, *read)
+        del read
         describer = AttentionAccumulator(capture, recorder.settings, bounds=context.bounds)
-        for layer in range(self._layout.layers):
-            yield Call(partial(_describe_layer, describer, layer, keys[layer]))
+        if keys is not None:
+            for layer in range(self._layout.layers):
+                yield Call(partial(_describe_layer, describer, layer, keys[layer]))
 
         if key.chunk_id in context.removed:  # a removal from here on waits for this capture
             reason = "its chunk was removed meanwhile"

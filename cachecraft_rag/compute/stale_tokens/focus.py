@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.stack import AttentionSettings, Ranks
-from cachecraft_rag.kernels.attention_mass import attention_mass
+from cachecraft_rag.kernels.attention_mass import segment_mass
 from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.planning.early_termination import FocusMonitor
 
@@ -47,7 +47,7 @@ class FocusObserver:
         Arguments as in `Observer.observe`.
         """
         if self.monitor.focused is None and len(q):
-            mass, _received = attention_mass(
+            mass = segment_mass(
                 q,
                 k,
                 visible,

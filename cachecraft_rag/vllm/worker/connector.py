@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -19,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from cachecraft_rag.compute.warm_up import warm_up
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.vllm.messages import REPORTS, Fill, FillReport, News
@@ -26,6 +28,7 @@ from cachecraft_rag.vllm.metrics import ReportedCounts, StoreCounts, counts_of
 from cachecraft_rag.vllm.options import VLLMConfig
 from cachecraft_rag.vllm.processes import settle_in
 from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.worker.fill_memory import fill_memory
 from cachecraft_rag.vllm.worker.interfaces import (
     CausalLM,
     EngineRequest,
@@ -100,11 +103,14 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         self._step_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self._sender = str(role.name).lower()
         self._sent_counts: dict[str, object] = {}
-        stack = (
-            WorkerStack(_running_model(vllm_config), ranks_of_worker())
-            if role == KVConnectorRole.WORKER
-            else None
-        )
+        stack: WorkerStack | None = None
+        self._reserved: list[Tensor] = []
+        if role == KVConnectorRole.WORKER:
+            model = _running_model(vllm_config)
+            self._reserved = model.reserved_memory
+            stack = WorkerStack(model, ranks_of_worker())
+            warm_up(stack)
+        memory = fill_memory(vllm_config, self._settings)
         store_config = self._settings.config.store
         if stack is not None and stack.device.type == "cuda":
             # Page-locked memory: copies from it are several times as fast. vLLM needs the GPU's memory for itself.
@@ -117,11 +123,15 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         if stack is None:
             caching = bool(vllm_config.cache_config.enable_prefix_caching)
             self._end = self._scheduling = Scheduling(
-                self._store, self._settings, block_size=block_size, prefix_caching=caching
+                self._store,
+                self._settings,
+                block_size=block_size,
+                prefix_caching=caching,
+                memory=memory,
             )
         else:
             self._end = self._workers = Workers(
-                stack, self._store, self._settings, block_size=block_size
+                stack, self._store, self._settings, block_size=block_size, memory=memory
             )
 
     @property
@@ -187,6 +197,8 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Fill blocks for this step's share of time."""
         work = self._get_connector_metadata()
         assert isinstance(work, StepWork), "made by build_connector_meta"
+        if work.fills:
+            self._reserved.clear()  # vLLM has its KV cache and its graphs by now
         self._safely(None, lambda: self._workers.step(**vars(work)))
 
     def wait_for_layer_load(self, layer_name: str) -> None:

@@ -97,6 +97,7 @@ class CausalLM(Protocol):
 
     model: DecoderLayers
     config: PretrainedConfig
+    reserved_memory: list[Tensor]  # set by `models`
 
     def parameters(self) -> Iterator[Tensor]:
         """Return the weights."""

@@ -1,6 +1,7 @@
 """Subclasses of vLLM's models that remember their instances, because vLLM does not pass its model to a connector.
 
-The subclasses are made on demand and compute the same as their base classes.
+They also reserve the memory of fillings, because vLLM sizes its KV cache once the model is loaded. The subclasses are
+made on demand and compute the same as their base classes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import weakref
 
 from cachecraft_rag.vllm.options import VLLMConfig
 from cachecraft_rag.vllm.plugin import ARCHITECTURES
+from cachecraft_rag.vllm.worker.fill_memory import reserve
 from cachecraft_rag.vllm.worker.interfaces import CausalLM
 
 _lock = threading.Lock()
@@ -38,8 +40,12 @@ def __getattr__(name: str) -> object:
         importlib.import_module(f"vllm.model_executor.models.{ARCHITECTURES[name]}"), name
     )
 
-    def __init__(self: CausalLM, *, vllm_config: object, prefix: str = "", **more: object) -> None:
+    def __init__(
+        self: CausalLM, *, vllm_config: VLLMConfig, prefix: str = "", **more: object
+    ) -> None:
         base.__init__(self, vllm_config=vllm_config, prefix=prefix, **more)
+        # as a list, because it is no part of the model's state
+        self.reserved_memory = reserve(vllm_config, next(self.parameters()).device)
         with _lock:
             _living[:] = [reference for reference in _living if reference() is not None]
             _living.append(weakref.ref(self))

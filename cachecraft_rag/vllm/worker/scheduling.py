@@ -23,6 +23,7 @@ from cachecraft_rag.types import TokenScores
 from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, FillReport, News
 from cachecraft_rag.vllm.records import cached_report
 from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.worker.fill_memory import UNLIMITED, FillBudget, FillMemory, FillSize
 from cachecraft_rag.vllm.worker.interfaces import EngineRequest
 from cachecraft_rag.vllm.worker.refusals import request_refusal
 
@@ -80,6 +81,7 @@ class Scheduling:
     Args:
         block_size: tokens per vLLM block.
         prefix_caching: True if blocks may serve several requests, which requires salts.
+        memory: memory of fillings on a GPU.
     """
 
     def __init__(
@@ -89,7 +91,9 @@ class Scheduling:
         *,
         block_size: int,
         prefix_caching: bool,
+        memory: FillMemory = UNLIMITED,
     ) -> None:
+        self._budget = FillBudget(memory)
         self._store = store
         self._identity = settings.identity
         self._settings = settings
@@ -163,6 +167,15 @@ class Scheduling:
         running_fills = sum(pending.filling for pending in self._known.values())
         if running_fills >= self._settings.fill_at_once:
             return None
+        size = self._size(known.ask, () if known.filled else known.lacks or ())
+        refused = self._budget.refusal(size)
+        if refused is not None:
+            known.refused = refused
+            known.ask = None
+            return 0
+        if not self._budget.fits(size, self._capturing):
+            self._captures_wanted = True
+            return None
         return int(request.num_prompt_tokens) - known.ask.own_tokens - computed
 
     def allocated(self, request: EngineRequest, blocks: tuple[int, ...], tokens: int) -> None:
@@ -172,6 +185,8 @@ class Scheduling:
         if tokens <= 0 or known is None or known.ask is None or known.looked is None:
             return
         last = int(request.num_prompt_tokens) - known.ask.own_tokens
+        size = self._size(known.ask, () if known.filled else known.lacks or ())
+        self._budget.take(request.request_id, size)
         lookup, scores = known.looked.result()
         self._fills.append(
             Fill(
@@ -231,6 +246,7 @@ class Scheduling:
         """Take the workers' report after a step."""
         if news.capturing is not None:
             self._capturing = news.capturing
+            self._budget.stored(news.capturing)
         for name, report in news.reports.items():
             known = self._known.get(name)
             if known is None:
@@ -258,6 +274,8 @@ class Scheduling:
         """Note that these requests are filled or were given up."""
         for name in names & self._known.keys():
             self._known[name].filling = False
+        for name in names:
+            self._budget.give_back(name)
 
     def finished(self, request: EngineRequest) -> dict[str, FillReport] | None:
         """Forget a request, and return its report, which its answer carries in `kv_transfer_params`."""
@@ -266,7 +284,10 @@ class Scheduling:
         known = self._known.pop(request.request_id, None)
         if known is None:
             return None
-        self._fills = [fill for fill in self._fills if fill.request_id != request.request_id]
+        if any(fill.request_id == request.request_id for fill in self._fills):
+            # the workers never hear of it
+            self._fills = [fill for fill in self._fills if fill.request_id != request.request_id]
+            self._budget.give_back(request.request_id)
         if known.report is None and known.ask is not None and known.cached is not None:
             known.report = self._cached(known.ask, known.cached)
         if known.report is not None:
@@ -349,6 +370,14 @@ class Scheduling:
             known.lacks = None
             return True
         return False
+
+    def _size(self, ask: Ask, computed: Iterable[FutureVariant]) -> FillSize:
+        """Return the size of a filling that computes these chunk-caches."""
+        lengths = {segment.segment_id: len(segment.token_ids) for segment in ask.prompt.segments}
+        captured = {
+            variant.segment_id: lengths[variant.segment_id] for variant in _captures(ask, computed)
+        }
+        return FillSize(ask.prompt.bounds[-1], captured)
 
     def _look_up(self, ask: Ask) -> Future[Looked]:
         if self._threads is not None:

@@ -26,6 +26,7 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.vllm.messages import Fill, FillReport, News
 from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.worker.fill_memory import UNLIMITED, FillMemory
 from cachecraft_rag.vllm.worker.filling import Filling
 from cachecraft_rag.vllm.worker.ranks import AnotherRankFailedError, RanksApartError, TensorParallel
 from cachecraft_rag.vllm.worker.stack import WorkerStack
@@ -46,6 +47,7 @@ class Workers:
 
     Args:
         block_size: tokens per vLLM block.
+        memory: memory of fillings on a GPU.
     """
 
     def __init__(
@@ -55,9 +57,11 @@ class Workers:
         settings: ConnectorSettings,
         *,
         block_size: int,
+        memory: FillMemory = UNLIMITED,
     ) -> None:
         self._stack = stack
         self._store = store
+        self._memory = memory
         self._block_size = block_size
         self._ranks = stack.ranks
         self.first_rank = stack.ranks.rank == 0
@@ -302,16 +306,24 @@ class Workers:
     def _group(self, idle: bool) -> list[Filling]:
         """Return the first filling that can compute, and all others whose next layer is the same.
 
-        New variants are included only if `idle`.
+        New variants are included only if `idle`. On a GPU others join while their rows fit the reserved memory.
         """
-        layers = {
-            filling: filling.row_pass.layer
-            for filling in self._fillings.values()
-            if filling.row_pass is not None and (idle or not filling.fill.ask.waits)
-        }
-        return [
-            filling for filling, layer in layers.items() if layer == next(iter(layers.values()))
-        ]
+        most_rows = self._memory.longest()
+        group: list[Filling] = []
+        layer = -1
+        rows = 0
+        for filling in self._fillings.values():
+            row_pass = filling.row_pass
+            if row_pass is None or (filling.fill.ask.waits and not idle):
+                continue
+            more = len(row_pass.positions)
+            if not group:
+                layer = row_pass.layer
+            elif row_pass.layer != layer or (most_rows is not None and rows + more > most_rows):
+                continue
+            group.append(filling)
+            rows += more
+        return group
 
     def _run_layer(self, group: list[Filling]) -> int:
         """Run one layer of these fillings as one forward pass; return the number of rows."""
@@ -369,8 +381,9 @@ class Workers:
             for segment in ranks.agree(recorder.missing):
                 recorder.forget(segment)
             if recorder.captures:
-                keys = ranks.gather_heads(keys[:, : recorder.captures[-1].stop])
-                recorder = recorder.with_all_heads(ranks.gather_heads)
+                if recorder.needs_keys:
+                    keys = ranks.gather_heads(keys[:, : recorder.captures[-1].stop])
+                recorder = recorder.with_all_heads(ranks.gather_heads, ranks.mean)
         if not recorder.captures:
             return frozenset()
         ask = filling.fill.ask

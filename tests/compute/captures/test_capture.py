@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.captures.capture import AttentionAccumulator, AttentionStatistics
+from cachecraft_rag.compute import overlapped
+from cachecraft_rag.compute.captures.capture import (
+    AttentionAccumulator,
+    AttentionStatistics,
+    CaptureRecorder,
+)
 from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.kv_buffer import ResidentKV
@@ -37,8 +43,9 @@ def described(
     found = {}
     for capture in output.recorder.captures:
         accumulator = AttentionAccumulator(capture, output.recorder.settings, bounds=bounds)
-        for layer in range(len(output.recorder.settings)):
-            accumulator.add_layer(layer, output.buffer.kv[layer, 0])
+        if capture.mass is None:
+            for layer in range(len(output.recorder.settings)):
+                accumulator.add_layer(layer, output.buffer.kv[layer, 0])
         found[capture.segment] = accumulator.statistics()
     return found
 
@@ -52,16 +59,35 @@ def own_attention(decoder: Decoder, ids: list[int]) -> np.ndarray:
     return mean
 
 
+def measure_in_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let passes measure attention themselves, as on a GPU."""
+    recorder = partial(CaptureRecorder, measured=BOUNDS)
+    monkeypatch.setattr(
+        overlapped,
+        "CaptureRecorder",
+        lambda layout, like, spans, *, measured: recorder(layout, like, spans),
+    )
+
+
+@pytest.mark.parametrize("in_pass", [False, True], ids=["later", "in the pass"])
 @pytest.mark.parametrize(("family", "settings"), FAMILIES, ids=[row[0] for row in FAMILIES])
 def test_statistics_are_sums_over_the_models_own_attention(
-    family: str, settings: dict[str, Any], tiny_decoder: MakeDecoder
+    family: str,
+    settings: dict[str, Any],
+    in_pass: bool,
+    tiny_decoder: MakeDecoder,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decoder = tiny_decoder(family, **settings)
+    if in_pass:
+        measure_in_passes(monkeypatch)
     output = prefill(
         decoder, PrefillJob(IDS, Rows.of(BOUNDS, new=range(BOUNDS[-1])), captures=[0, 1, 2, 3])
     )
     weights = own_attention(decoder, IDS)
     np.fill_diagonal(weights, 0.0)  # eq. 4 counts earlier tokens
+    for capture in output.recorder.captures:
+        assert (capture.mass is not None, not capture.queries) == (in_pass, in_pass)
     found = described(output)
     for segment in (0, 1, 2, 3):
         rows = weights[BOUNDS[segment] : BOUNDS[segment + 1]]
