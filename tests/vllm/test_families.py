@@ -17,6 +17,7 @@ from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import Chunk
+from cachecraft_rag.vllm.engine import VLLMEngine
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
@@ -149,3 +150,20 @@ def test_two_ranks_serve_families(
     server = make_server(folder, tmp_path / "caches", max_model_len=1024, tensor_parallel_size=2)
     assert_passes_the_self_check(server)
     assert_served(server, cases, layers)
+
+
+@pytest.mark.slow
+def test_the_engine_sets_up_what_windows_need(
+    byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its self-check passes; without the argument, vLLM would keep two kinds of KV caches."""
+    folder = save_checkpoint("Gemma 2", tmp_path / "model", byte_tokenizer)
+    server = {"max_model_len": 1024, "enforce_eager": True, "max_num_seqs": 4, "block_size": 32}
+    with (
+        caplog.at_level("INFO", "cachecraft_rag.vllm"),
+        VLLMEngine.from_pretrained(
+            str(folder), store=tmp_path / "store", server=server, reuse=BASE
+        ),
+    ):
+        assert "vLLM keeps all tokens of these layers too" in caplog.text
+        assert "Self-check on" in caplog.text
