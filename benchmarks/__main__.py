@@ -40,6 +40,7 @@ COMMANDS = {
     "tokens": "Tokens to prefill and to decode in conversations with passages",
     "ttft": "Time to the first token: reuse against the model's own prefill, and other engines",
     "vllm-contract": "The names that we use of vLLM, checked in the wheels of its versions",
+    "vllm-families": "Model families that vLLM runs: served from chunk-caches, or refused with the reason",
     "stream": "Recomputation and divergence over a stream of repeated questions",
 }
 _MODULES = {"eval": "evaluate"}  # where the module has another name

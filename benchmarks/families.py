@@ -489,7 +489,7 @@ def page_section(results: Sequence[FamilyResult]) -> str:
     lines += [f"| {result.family} | {result.layers} |" for result in accepted]
     refused = [result for result in results if result.outcome == "refused"]
     lines += ["", f"## Refused ({len(refused)})", ""]
-    lines += _grouped_by_reason(refused)
+    lines += grouped_by_reason(refused)
     skipped = [result for result in results if result.outcome == "not tried"]
     lines += ["", f"## Not tried ({len(skipped)})", ""]
     lines += [
@@ -498,7 +498,7 @@ def page_section(results: Sequence[FamilyResult]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _grouped_by_reason(results: Sequence[FamilyResult]) -> list[str]:
+def grouped_by_reason(results: Sequence[FamilyResult]) -> list[str]:
     """Return one list item for each reason, those with most families first."""
     families: dict[str, list[str]] = {}
     for result in results:

@@ -21,6 +21,7 @@ import typer
 
 import cachecraft_rag
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.vllm.plugin import ARCHITECTURES
 
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "vllm_contract.csv"
 _PACKAGE = Path(cachecraft_rag.__file__).parent
@@ -50,17 +51,15 @@ class Use:
 
 
 def _models() -> Iterator[Use]:
-    """Uses of the model classes that ours extend."""
-    for name, family in (
-        ("LlamaForCausalLM", "llama"),
-        ("MistralForCausalLM", "mistral"),
-        ("Qwen2ForCausalLM", "qwen2"),
-        ("Qwen3ForCausalLM", "qwen3"),
-    ):
+    """Uses of the model classes that ours extend. How their layers are called is found by a survey at start-up."""
+    for place in dict.fromkeys(ARCHITECTURES.values()):
+        family, _, name = place.partition(":")
         module = f"vllm.model_executor.models.{family}"
-        layer = f"{family.capitalize()}DecoderLayer"
         yield Use(module, f"{name}.__init__", keywords=("vllm_config", "prefix"))
         yield Use(module, f"{name}.embed_input_ids", parameters=("self", "input_ids"))
+    for family in ("llama", "mistral", "qwen2", "qwen3"):
+        module = f"vllm.model_executor.models.{family}"
+        layer = f"{family.capitalize()}DecoderLayer"
         yield Use(
             module,
             f"{layer}.forward",
@@ -108,6 +107,13 @@ USES: tuple[Use, ...] = (
         "vllm.model_executor.layers.rotary_embedding.base",
         text=('register_buffer("cos_sin_cache", cache', "self.is_neox_style = "),
     ),
+    Use(
+        "vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope",
+        "Phi3LongRoPEScaledRotaryEmbedding",
+        attributes=("use_long_rope",),
+        text=('register_buffer(\n            "long_short_cos_sin_cache", long_short_cache',),
+    ),
+    Use("vllm.engine.arg_utils", "EngineArgs", attributes=("disable_hybrid_kv_cache_manager",)),
     # The connector: what vLLM calls, and with which parameters.
     Use(f"{_CONNECTOR}.factory", "KVConnectorFactory", attributes=("_registry",)),
     Use(

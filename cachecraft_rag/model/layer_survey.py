@@ -325,7 +325,7 @@ def survey_model(
                 "its keys depend on their positions besides the rotary embedding that layers are given"
             )
         rotary_call = _source(call.rotary, rotary_calls)
-        form = _rotation_form(call.rotary, raw, rotated)
+        form = rotation_form(call.rotary, raw, rotated)
         kind = RotaryKind(rotary_call if form.rotary_dim else None, form)
         if kind not in kinds:
             kinds.append(kind)
@@ -435,8 +435,13 @@ def _source(rotary: object, calls: Sequence[RotaryCall]) -> RotaryCall | None:
     raise SurveyError("its rotary embedding is not made by a rotary module alone")
 
 
-def _rotation_form(rotary: object, raw: SeenAttention, rotated: SeenAttention) -> RotationForm:
+def rotation_form(rotary: object, raw: SeenAttention, rotated: SeenAttention) -> RotationForm:
     """Return the form of rotation that leads from raw queries and keys to rotated ones.
+
+    Args:
+        rotary: cos and sin in the model's own form; None = there is no rotary embedding.
+        raw: a layer's attention with the identity as rotary embedding.
+        rotated: the same with the model's own.
 
     Raises SurveyError if no known form does.
     """

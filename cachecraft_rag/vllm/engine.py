@@ -545,4 +545,5 @@ def _arguments(
     )
     if refused:
         raise ConfigError(f"server: {', '.join(refused)} cannot be set here")
-    return required | {"max_model_len": model.context_length} | dict(server)
+    usual = {"max_model_len": model.context_length, **model.arguments}
+    return required | usual | dict(server)

@@ -127,6 +127,7 @@ class VLLMOptions:
     Attributes:
         speculates: True if speculative decoding is on.
         prefetches_weights: True if weights are offloaded and fetched layer by layer during a forward pass.
+        max_model_len: the longest context; 0 if none is given, or not as a plain number.
         shaping: (option, value) of each option that changes the model's results.
     """
 
@@ -141,6 +142,7 @@ class VLLMOptions:
     model_impl: str = "auto"
     speculates: bool = False
     prefetches_weights: bool = False
+    max_model_len: int = 0
     shaping: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -177,7 +179,9 @@ class VLLMOptions:
         plain values, because functions cannot be compared.
         """
         known = {
-            field.name: type(field.default) for field in fields(cls) if field.name != "shaping"
+            field.name: type(field.default)
+            for field in fields(cls)
+            if field.name not in ("shaping", "max_model_len")
         }
         chosen = {
             name: _as(known[name], name, values[name])
@@ -192,6 +196,8 @@ class VLLMOptions:
             str(values.get("offload_backend") or "auto"),
             _as(int, "offload_group_size", values.get("offload_group_size")),
         )
+        longest = str(values.get("max_model_len"))
+        chosen["max_model_len"] = int(longest) if longest.isdecimal() else 0
         shaping = [
             (name, _text(name, values[name]))
             for name in _SHAPING
@@ -218,6 +224,7 @@ class VLLMOptions:
             disable_sliding_window=bool(config.model_config.disable_sliding_window),
             model_impl=str(config.model_config.model_impl),
             speculates=config.speculative_config is not None,
+            max_model_len=int(config.model_config.max_model_len),
             prefetches_weights=_prefetches(
                 offload.offload_backend, offload.prefetch.offload_group_size
             ),

@@ -8,11 +8,32 @@ from cachecraft_rag.vllm.versions import is_known_version
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-ARCHITECTURES = {  # architecture → the module of vllm.model_executor.models that defines it
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
+# architecture → module of vllm.model_executor.models and class
+ARCHITECTURES = {
+    "ApertusForCausalLM": "apertus:ApertusForCausalLM",
+    "Cohere2ForCausalLM": "commandr:CohereForCausalLM",
+    "CohereForCausalLM": "commandr:CohereForCausalLM",
+    "Ernie4_5ForCausalLM": "ernie45:Ernie4_5ForCausalLM",
+    "Exaone4ForCausalLM": "exaone4:Exaone4ForCausalLM",
+    "Gemma2ForCausalLM": "gemma2:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "gemma3:Gemma3ForCausalLM",
+    "Glm4ForCausalLM": "glm4:Glm4ForCausalLM",
+    "Glm4MoeForCausalLM": "glm4_moe:Glm4MoeForCausalLM",
+    "GptOssForCausalLM": "gpt_oss:GptOssForCausalLM",
+    "GraniteForCausalLM": "granite:GraniteForCausalLM",
+    "GraniteMoeForCausalLM": "granitemoe:GraniteMoeForCausalLM",
+    "LlamaForCausalLM": "llama:LlamaForCausalLM",
+    "Ministral3ForCausalLM": "mistral:MistralForCausalLM",
+    "MistralForCausalLM": "mistral:MistralForCausalLM",
+    "MixtralForCausalLM": "mixtral:MixtralForCausalLM",
+    "NemotronForCausalLM": "nemotron:NemotronForCausalLM",
+    "OlmoeForCausalLM": "olmoe:OlmoeForCausalLM",
+    "Phi3ForCausalLM": "phi3:Phi3ForCausalLM",
+    "Qwen2ForCausalLM": "qwen2:Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM": "qwen2_moe:Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM": "qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "qwen3_moe:Qwen3MoeForCausalLM",
+    "StableLmForCausalLM": "stablelm:StablelmForCausalLM",
 }
 CONNECTOR = "CacheCraftConnector"
 PLUGIN = "cachecraft"  # name of the entry point in pyproject.toml

@@ -6,6 +6,7 @@ config shows are found here, at once. `worker.refusals` adds those that only a r
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +18,33 @@ from cachecraft_rag.vllm.plugin import ARCHITECTURES
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+logger = logging.getLogger("cachecraft_rag.vllm")
+
 _STANDARD_KV = ("auto", "float16", "bfloat16", "float32", "half", "float")
+# Architectures that vLLM runs with the layers of transformers, rewritten for its own attention.
+_TRANSFORMERS_LAYERS = (
+    "ArceeForCausalLM",
+    "CwmForCausalLM",
+    "FlexOlmoForCausalLM",
+    "GPTNeoXForCausalLM",
+    "GemmaForCausalLM",
+    "GlmForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "Jais2ForCausalLM",
+    "MellumForCausalLM",
+    "NanbeigeForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "OlmoForCausalLM",
+    "PhiForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
+    "Starcoder2ForCausalLM",
+    "VaultGemmaForCausalLM",
+)
+# Words in the kinds of layers that keep one running state, in `layer_types`.
+_RECURRENT = ("conv", "linear", "mamba", "recurrent")
 # Model types without a single layer of attention.
 _STATE_SPACE = ("mamba", "mamba2", "falcon_mamba")
 _OTHER_MODEL = (
@@ -49,9 +76,44 @@ def refusal(config: PretrainedConfig, options: VLLMOptions) -> Refusal | None:
     return next(_refusals(config, options), None)
 
 
+def needed_arguments(model: str, text: PretrainedConfig) -> dict[str, object]:
+    """Return arguments of vLLM's that a model needs for reuse, by name; logs what they cost.
+
+    Windows in some layers: vLLM drops tokens outside the windows, and keeps layers with and without a window in
+    separate blocks. Chunk-caches are written into one set of blocks for all layers.
+
+    LongRoPE: vLLM takes the frequencies for long contexts unless its context is at most the original one.
+    """
+    arguments: dict[str, object] = {}
+    if has_windows_in_some_layers(text):
+        arguments["disable_hybrid_kv_cache_manager"] = True
+        logger.info(
+            "%s has sliding windows in some layers. vLLM keeps all tokens of these layers too "
+            "(--disable-hybrid-kv-cache-manager), so they take as much of its KV cache as full attention.",
+            model,
+        )
+    original = _longrope_context(text)
+    if original is not None:
+        arguments["max_model_len"] = original
+        logger.info(
+            "%s has LongRoPE: prompt and answer are limited to its original context of %d tokens.",
+            model,
+            original,
+        )
+    return arguments
+
+
+def _longrope_context(text: PretrainedConfig) -> int | None:
+    """Return the original context of a model with LongRoPE; None for other models."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    return int(rope["original_max_position_embeddings"])
+
+
 def _refusals(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
     yield from _of_model(config)
-    yield from _of_positions(config.get_text_config())
+    yield from _of_positions(config.get_text_config(), options)
     yield from _of_windows(config.get_text_config(), options)
     yield from _of_kv_caches(config, options)
     yield from _of_options(options)
@@ -70,6 +132,17 @@ def _of_model(config: PretrainedConfig) -> Iterator[Refusal]:
     if getattr(config, "is_encoder_decoder", False):
         yield Refusal("it is an encoder-decoder", _OTHER_MODEL)
     names = list(getattr(config, "architectures", None) or [])
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if any(word in kind for kind in kinds for word in _RECURRENT):
+        yield Refusal(
+            "some of its layers keep one running state instead of keys for every token",
+            _OTHER_MODEL,
+        )
+    if any(name in _TRANSFORMERS_LAYERS for name in names):
+        yield Refusal(
+            f"vLLM runs {', '.join(names)} with the layers of transformers, which do not have the form of vLLM's own",
+            _OTHER_MODEL,
+        )
     if not any(name in ARCHITECTURES for name in names):
         known = ", ".join(sorted(ARCHITECTURES))
         yield Refusal(
@@ -77,21 +150,33 @@ def _of_model(config: PretrainedConfig) -> Iterator[Refusal]:
         )
 
 
-def _of_positions(text: PretrainedConfig) -> Iterator[Refusal]:
+def _of_positions(text: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
     rope = getattr(text, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
-    if kind == "longrope":
+    original = _longrope_context(text)
+    if original is not None and options.max_model_len > original:
         yield Refusal(
-            "LongRoPE changes all keys when a prompt passes the original length", _OTHER_MODEL
+            f"LongRoPE has other frequencies for contexts longer than {original} tokens",
+            f"Use --max-model-len {original} or less",
         )
     has_parts = kind == "mrope" or "mrope_section" in rope
     if has_parts or getattr(text, "dual_chunk_attention_config", None):
         yield Refusal("its rotary embedding has positions of several parts", _OTHER_MODEL)
 
 
+def has_windows_in_some_layers(text: PretrainedConfig) -> bool:
+    """Return True if some layers have a sliding window and others full attention, and vLLM runs them so."""
+    kinds = set(getattr(text, "layer_types", None) or ())
+    # vLLM ends with an error if Qwen 2 has a window in the layers after this number only
+    is_qwen = hasattr(text, "max_window_layers")
+    return kinds == {"full_attention", "sliding_attention"} and not is_qwen
+
+
 def _of_windows(text: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
     window = getattr(text, "sliding_window", None)
     uses_window = bool(window) and getattr(text, "use_sliding_window", True)
+    if has_windows_in_some_layers(text):
+        return
     if uses_window and not options.disable_sliding_window:
         yield Refusal(
             f"its attention is limited to windows of {window} tokens",

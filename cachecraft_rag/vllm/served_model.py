@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from cachecraft_rag.model.demo_model import demo_model_folder
 from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, snapshot_folder
 from cachecraft_rag.types import KVLayout
 from cachecraft_rag.vllm.options import VLLMOptions
-from cachecraft_rag.vllm.refusals import refusal
+from cachecraft_rag.vllm.refusals import needed_arguments, refusal
 
 PROTOCOL = 1  # version of the messages between `client.HTTPEngine` and the endpoint
+# Architectures whose windows vLLM makes one token longer than transformers does: they share no chunk-caches.
+_OTHER_WINDOWS = {"Cohere2ForCausalLM"}
 TOKENIZER_FILES = (
     "config.json",
     "tokenizer.json",
@@ -42,6 +45,7 @@ class ServedModel:
 
     folder      folder of the model's files; None if they are on another machine
     end_tokens  token ids that end an answer
+    arguments   see `refusals.needed_arguments`
     """
 
     name: str
@@ -51,6 +55,7 @@ class ServedModel:
     layout: KVLayout
     context_length: int
     end_tokens: frozenset[int]
+    arguments: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def load(
@@ -91,6 +96,8 @@ class ServedModel:
         own_quantization = (
             quantization.get("quant_method") if isinstance(quantization, dict) else None
         )
+        if options is not None and set(config.architectures or ()) & _OTHER_WINDOWS:
+            fingerprint = f"{fingerprint}-vllm"
         if options is not None:
             fingerprint = options.fingerprint(fingerprint, own_quantization=own_quantization)
         return cls(
@@ -101,6 +108,7 @@ class ServedModel:
             layout_of(config, used),
             context_length_of(config),
             end_tokens_of(generation, config, tokenizer),
+            needed_arguments(name, config.get_text_config()),
         )
 
     def require_ranks(self, ranks: int) -> None:

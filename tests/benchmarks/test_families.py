@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import families
+from benchmarks import families, vllm_families
 from benchmarks.families import (
     FamilyResult,
     as_outcomes,
@@ -21,6 +21,7 @@ from benchmarks.families import (
     tiny_decoder,
 )
 from cachecraft_rag.model.decoder import layout_of
+from cachecraft_rag.vllm.plugin import ARCHITECTURES
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -121,6 +122,19 @@ def test_the_page_is_made_from_its_csv(tmp_path: Path) -> None:
     assert copy.read_text() == (DOCS / "models.md").read_text()
     accepted = {result.family for result in results if result.outcome == "accepted"}
     assert accepted >= set(SERVED)
+
+
+def test_the_lists_over_vllm_are_made_from_their_csv(tmp_path: Path) -> None:
+    """tests/vllm/test_families.py serves each of these."""
+    results = read_csv(DOCS / "models_vllm.csv")
+    copy = tmp_path / "models.md"
+    copy.write_text((DOCS / "models.md").read_text())
+    vllm_families.rewrite_page(copy, results)
+    assert copy.read_text() == (DOCS / "models.md").read_text()
+    accepted = {result.family for result in results if result.outcome == "accepted"}
+    assert accepted == vllm_families.FAMILIES.keys()
+    served = {vllm_families.architecture_of(family) for family in accepted}
+    assert served == ARCHITECTURES.keys()
 
 
 def test_reasons_are_grouped() -> None:

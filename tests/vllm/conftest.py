@@ -6,7 +6,7 @@ import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,11 +121,12 @@ def primed_cases(
 
 @dataclass
 class Served:
-    """Greedy token ids of a request, their log probabilities, and the server's report."""
+    """Greedy token ids of a request, their log probabilities, and the server's report; `likeliest` first tokens."""
 
     tokens: list[int]
     logprobs: list[float]
     report: dict[str, Any]
+    likeliest: dict[int, float] = field(default_factory=dict)
 
 
 class Server:
@@ -140,10 +141,16 @@ class Server:
 
         from cachecraft_rag.engine.config import EngineConfig
         from cachecraft_rag.store import StoreConfig
+        from cachecraft_rag.vllm.options import VLLMOptions
         from cachecraft_rag.vllm.served_model import ServedModel
         from cachecraft_rag.vllm.settings import ConnectorSettings
 
-        identity = ServedModel.load(str(model), dtype="float32").identity
+        served = ServedModel.load(
+            str(model),
+            dtype=options.get("dtype", "float32"),
+            options=VLLMOptions.from_values(options),
+        )
+        identity = served.identity
         config = EngineConfig(namespace=self.namespace, store=StoreConfig(**caches or {}))
         settings = ConnectorSettings(str(store), identity, config, self.key)
         given: dict[str, Any] = {
@@ -157,7 +164,7 @@ class Server:
             "kv_transfer_config": settings.transfer_config(),
             "disable_log_stats": True,
         }
-        self.llm: Any = LLM(model=str(model), **(given | options))
+        self.llm: Any = LLM(model=str(model), **(given | served.arguments | options))
 
     def ask(self, asks: list[Ask | list[int]], *, tokens: int = 16, **options: Any) -> list[Served]:
         """Serve these at once; token ids alone are a plain prompt."""
@@ -187,7 +194,10 @@ class Server:
             logprobs = [next(iter(one.values())).logprob for one in best.logprobs or ()]
             found.append(
                 Served(
-                    list(best.token_ids), logprobs, (output.kv_transfer_params or {}).get(FIELD, {})
+                    list(best.token_ids),
+                    logprobs,
+                    (output.kv_transfer_params or {}).get(FIELD, {}),
+                    {token: entry.logprob for token, entry in (best.logprobs or [{}])[0].items()},
                 )
             )
         return found

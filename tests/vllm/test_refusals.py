@@ -16,7 +16,7 @@ import transformers
 from cachecraft_rag.cli import main
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError
 from cachecraft_rag.vllm.options import VLLMOptions
-from cachecraft_rag.vllm.refusals import refusal
+from cachecraft_rag.vllm.refusals import has_windows_in_some_layers, refusal
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.worker.refusals import start_up_refusal
 
@@ -34,7 +34,7 @@ class SlidingWindowSpec:
 def hf_config(family: str = "Llama", **changed: Any) -> Any:
     kind = getattr(transformers, f"{family}Config")
     made = kind(**({"architectures": [f"{family}ForCausalLM"]} | changed))
-    if family == "Mistral" and "sliding_window" not in changed:
+    if family in ("Mistral", "Phi3") and "sliding_window" not in changed:
         made.sliding_window = None
     return made
 
@@ -43,7 +43,12 @@ def vllm_config(hf: Any = None, **changed: Any) -> Any:
     """A `VllmConfig` that is served; `changed` by `part__name`."""
     hf = hf_config() if hf is None else hf
     parts: dict[str, dict[str, Any]] = {
-        "model": {"use_mla": False, "disable_sliding_window": False, "model_impl": "auto"},
+        "model": {
+            "use_mla": False,
+            "disable_sliding_window": False,
+            "model_impl": "auto",
+            "max_model_len": 4096,
+        },
         "parallel": {
             "pipeline_parallel_size": 1,
             "tensor_parallel_size": 2,
@@ -82,7 +87,21 @@ def caches(*specs: type) -> Any:
 ONE = caches(FullAttentionSpec)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "Gemma2",
+        "Glm4",
+        "GptOss",
+        "Granite",
+        "Llama",
+        "Mistral",
+        "Phi3",
+        "Qwen2",
+        "Qwen3",
+        "Qwen3Moe",
+    ],
+)
 def test_known_families_are_served(family: str) -> None:
     assert refusal(hf_config(family), VLLMOptions()) is None
     assert start_up_refusal(vllm_config(hf_config(family)), ONE) is None
@@ -94,16 +113,17 @@ def test_other_rotary_tables_are_served() -> None:
 
 
 MODELS: list[tuple[str, dict[str, Any], str]] = [
-    ("Gemma2", {}, "its architecture is Gemma2ForCausalLM; known are LlamaForCausalLM"),
+    ("Bloom", {}, "its architecture is BloomForCausalLM; known are ApertusForCausalLM"),
     (
         "Gemma3",
         {"architectures": ["Gemma3ForConditionalGeneration"]},
         "Gemma3ForConditionalGeneration",
     ),
-    ("GptOss", {}, "GptOssForCausalLM"),
-    ("Qwen3Moe", {}, "Qwen3MoeForCausalLM"),
+    ("Olmo2", {}, "vLLM runs Olmo2ForCausalLM with the layers of transformers"),
+    ("SmolLM3", {}, "vLLM runs SmolLM3ForCausalLM with the layers of transformers"),
     ("DeepseekV3", {}, "latent (MLA)"),
     ("T5", {}, "encoder-decoder"),
+    ("Qwen3Next", {}, "one running state instead of keys"),
     ("Mamba", {}, "it is a state-space model, which has no KV cache. Choose another model"),
     ("Mamba", {"architectures": None}, "state-space model"),
     ("Mamba2", {}, "state-space model"),
@@ -143,6 +163,15 @@ def test_models_that_are_refused_by_their_config(
     assert says in message
     assert message.startswith("the model cannot be served from chunk-caches: ")
     assert start_up_refusal(vllm_config(hf_config(family, **changed)), ONE) == found  # in vLLM, too
+
+
+@pytest.mark.parametrize("family", ["Cohere2", "Exaone4", "Gemma2", "Gemma3Text", "GptOss"])
+def test_windows_in_some_layers_are_served(family: str) -> None:
+    """Gemma 3's text model is `Gemma3ForCausalLM`."""
+    names = {"architectures": [f"{family.removesuffix('Text')}ForCausalLM"]}
+    hf = hf_config(family, **names)
+    assert has_windows_in_some_layers(hf)
+    assert refusal(hf, VLLMOptions()) is None
 
 
 def test_a_window_that_vllm_switches_off_is_no_reason() -> None:
@@ -193,6 +222,24 @@ def test_options_that_are_refused(arguments: list[str], changed: dict[str, Any],
     assert early is not None
     assert says in str(early.error("the model"))
     assert start_up_refusal(vllm_config(**changed), ONE) == early
+
+
+def test_longrope_is_served_in_its_original_context() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 4096,
+        "short_factor": [1.0] * 16,
+        "long_factor": [4.0] * 16,
+    }
+    phi = hf_config("Phi3", rope_parameters=rope, hidden_size=128, num_attention_heads=4)
+    for arguments in ([], ["--max-model-len", "4096"], ["--max-model-len", "4k"]):
+        assert refusal(phi, VLLMOptions.from_arguments(arguments)) is None
+    assert start_up_refusal(vllm_config(phi), ONE) is None
+    early = refusal(phi, VLLMOptions.from_arguments(["--max-model-len=8192"]))
+    assert early is not None
+    assert early.advice == "Use --max-model-len 4096 or less"
+    assert start_up_refusal(vllm_config(phi, model__max_model_len=8192), ONE) == early
 
 
 def test_options_without_an_effect_are_no_reason() -> None:
@@ -248,10 +295,9 @@ def test_what_only_a_running_vllm_knows(
 @pytest.mark.parametrize(
     ("family", "arguments", "says"),
     [
-        ("Gemma2", [], "Gemma2ForCausalLM"),
-        ("Gemma3Text", [], "Gemma3TextForCausalLM"),
-        ("GptOss", [], "GptOssForCausalLM"),
-        ("Qwen3Moe", [], "Qwen3MoeForCausalLM"),
+        ("Bloom", [], "BloomForCausalLM"),
+        ("DeepseekV3", [], "latent (MLA)"),
+        ("Olmo2", [], "the layers of transformers"),
         ("Mamba", [], "state-space model"),
         ("Llama", ["--enable-lora"], "LoRA"),
         ("Llama", ["--kv-cache-dtype", "fp8"], "quantised (fp8)"),
@@ -280,7 +326,7 @@ def test_the_command_refuses_without_starting_vllm(
 
 
 def test_a_refusal_ends_the_real_command_with_code_2(tmp_path: Path) -> None:
-    hf_config("Gemma2").save_pretrained(tmp_path)
+    hf_config("Olmo2").save_pretrained(tmp_path)
     command = [
         sys.executable,
         "-c",

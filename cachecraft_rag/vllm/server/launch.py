@@ -110,6 +110,9 @@ def _run(
     if args.disable_log_stats:
         args.disable_log_stats = False
         os.environ["VLLM_LOG_STATS_INTERVAL"] = str(_NEVER_S)
+    for argument, value in served.arguments.items():
+        if getattr(args, argument) is None:
+            setattr(args, argument, value)
     # Passed as an object: on a command line, the list of processes would show the key that signs requests.
     args.kv_transfer_config = settings.transfer_config()
     validate_parsed_serve_args(args)

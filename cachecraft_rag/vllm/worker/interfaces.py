@@ -69,21 +69,18 @@ class Attention(Protocol):
 
 
 class SelfAttention(Protocol):
-    """The attention module of a decoder layer."""
+    """The attention module of a decoder layer; it has `rotary_emb` unless nothing is rotated."""
 
     attn: Attention
-    rotary_emb: Any
 
 
 class DecoderLayer(Protocol):
-    """A decoder layer like Llama's."""
+    """A decoder layer: positions and hidden states, with or without a residual, to the same at its end."""
 
-    self_attn: SelfAttention
+    forward: Callable[..., object]
 
-    def __call__(
-        self, positions: Tensor, hidden: Tensor, residual: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return hidden states and residual."""
+    def __call__(self, *arguments: object, **named: object) -> Any:
+        """Return hidden states, and the residual if the layer carries one."""
 
 
 class DecoderLayers(Protocol):

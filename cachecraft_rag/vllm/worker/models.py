@@ -14,6 +14,7 @@ from cachecraft_rag.vllm.options import VLLMConfig
 from cachecraft_rag.vllm.plugin import ARCHITECTURES
 from cachecraft_rag.vllm.worker.fill_memory import reserve
 from cachecraft_rag.vllm.worker.interfaces import CausalLM
+from cachecraft_rag.vllm.worker.layers import self_attention_of
 
 _lock = threading.Lock()
 # The models of this process; one for each engine or rank that runs in it.
@@ -27,8 +28,9 @@ def model_of(vllm_config: VLLMConfig) -> CausalLM | None:
     with _lock:
         models = [model for reference in _living if (model := reference()) is not None]
     for model in reversed(models):
-        attention = model.model.layers[0].self_attn.attn
-        if layers.get(attention.layer_name) is attention:
+        holder = self_attention_of(model.model.layers[0])
+        # a model without one is found too, so that it is refused with its own reason
+        if holder is None or layers.get(holder.attn.layer_name) is holder.attn:
             return model
     return None
 
@@ -36,9 +38,8 @@ def model_of(vllm_config: VLLMConfig) -> CausalLM | None:
 def __getattr__(name: str) -> object:
     if name not in ARCHITECTURES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    base = getattr(
-        importlib.import_module(f"vllm.model_executor.models.{ARCHITECTURES[name]}"), name
-    )
+    module, _, base_name = ARCHITECTURES[name].partition(":")
+    base = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), base_name)
 
     def __init__(
         self: CausalLM, *, vllm_config: VLLMConfig, prefix: str = "", **more: object

@@ -26,7 +26,8 @@ def _of_kv_caches(kv_cache_config: KVCacheConfig) -> Refusal | None:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         reason = f"its layers keep {len(groups)} kinds of KV caches: windows, state-space layers or several models"
-        return Refusal(reason, _OTHER_MODEL)
+        advice = "If they are windows, add `-- --disable-hybrid-kv-cache-manager`; otherwise choose another model"
+        return Refusal(reason, advice)
     kind = type(groups[0].kv_cache_spec).__name__
     if kind != "FullAttentionSpec":
         return Refusal(f"its KV cache is a {kind}; only full attention is known", _OTHER_MODEL)

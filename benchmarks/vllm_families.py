@@ -1,0 +1,469 @@
+"""Scan of the model families that vLLM runs: which are served from chunk-caches, and why others are refused.
+
+Runs in an environment with vLLM's CPU build. Each family is a tiny random checkpoint in float32. It is accepted if it
+passes the self-check of a server's start, and if tokens and log probabilities of an answer are those of vLLM's own
+prefill: with chunks reused after their own prefix, and with moved chunks recomputed at ratio 1. The CSV is the source
+of a part of docs/models.md.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from benchmarks.families import FamilyResult, grouped_by_reason, read_csv, reason_of, write_csv
+from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.errors import UnsupportedModelError
+from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.types import Prompt, Segment, digest
+from cachecraft_rag.vllm.messages import FIELD, Ask
+from cachecraft_rag.vllm.options import VLLMOptions
+from cachecraft_rag.vllm.plugin import ARCHITECTURES
+from cachecraft_rag.vllm.refusals import refusal
+from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
+from cachecraft_rag.vllm.served_model import ServedModel
+from cachecraft_rag.vllm.settings import ConnectorSettings
+
+ANSWER_TOKENS = 8
+LARGEST_ERROR = 1e-3  # of a log probability, in float32
+_CONTEXT = 1024
+_KEY = "the scan's key"
+_ENVIRONMENT = {
+    "VLLM_PLUGINS": "cachecraft",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+WINDOW = 32  # shorter than a chunk of the tests
+LAYERS = 4
+_ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+    "tie_word_embeddings": False,
+}
+_TIED = {"tie_word_embeddings": True}
+_WINDOWS = {"sliding_window": WINDOW, "layer_types": _ALTERNATING}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+# By name: the prefix of the classes in transformers, and the settings of the config besides `_SHAPE`.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Apertus": ("Apertus", {}),
+    "Cohere": ("Cohere", {**_TIED, "logit_scale": 1.0}),
+    "Cohere 2": ("Cohere2", {**_WINDOWS, **_TIED, "logit_scale": 1.0}),
+    "ERNIE 4.5": ("Ernie4_5", {}),
+    "EXAONE 4": ("Exaone4", {**_WINDOWS, "sliding_window_pattern": 2}),
+    "GLM-4": ("Glm4", {"partial_rotary_factor": 0.5}),
+    "GLM-4 MoE": (
+        "Glm4Moe",
+        {
+            **_EXPERTS,
+            "head_dim": 32,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "Gemma 2": (
+        "Gemma2",
+        {**_WINDOWS, **_TIED, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 20.0},
+    ),
+    "Gemma 3": ("Gemma3", {**_WINDOWS, **_TIED, "query_pre_attn_scalar": 32}),
+    "Granite": (
+        "Granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    ),
+    "Granite MoE": (
+        "GraniteMoe",
+        {"embedding_multiplier": 3.0, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "Llama": ("Llama", {}),
+    "Llama with YaRN": ("Llama", {"rope_parameters": _YARN}),
+    "Llama with llama3 scaling": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "Ministral 3": ("Ministral3", {"sliding_window": None}),
+    "Mistral": ("Mistral", {"sliding_window": None}),
+    "Mixtral": (
+        "Mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "Nemotron": ("Nemotron", {"partial_rotary_factor": 0.5}),
+    "OLMoE": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "Phi-3": ("Phi3", {"sliding_window": None}),
+    "Phi-3 with LongRoPE": (
+        "Phi3",
+        {
+            "sliding_window": None,
+            "original_max_position_embeddings": 1024,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "original_max_position_embeddings": 1024,
+                "short_factor": [1.0 + 0.1 * pair for pair in range(16)],
+                "long_factor": [4.0] * 16,
+            },
+        },
+    ),
+    "Qwen2": ("Qwen2", {}),
+    "Qwen2 MoE": (
+        "Qwen2Moe",
+        {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64},
+    ),
+    "Qwen3": ("Qwen3", {}),
+    "Qwen3 MoE": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4}),
+    "StableLM": ("StableLm", {"partial_rotary_factor": 0.25}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **_WINDOWS,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+    ),
+}
+_CONFIGS = {"Gemma3": "Gemma3Text"}
+
+
+def config_of(name: str) -> Any:
+    """Return the config of a family's tiny model."""
+    prefix, settings = FAMILIES[name]
+    config_class = getattr(transformers, f"{_CONFIGS.get(prefix, prefix)}Config")
+    known = {*config_class().to_dict(), *config_class.attribute_map}
+    shape = {setting: value for setting, value in _SHAPE.items() if setting in known}
+    return config_class(**(shape | settings))
+
+
+def architecture_of(name: str) -> str:
+    """Return the architecture of a family, as its checkpoints name it."""
+    prefix, _ = FAMILIES[name]
+    return f"{prefix}ForCausalLM"
+
+
+def byte_tokenizer() -> Any:
+    """Return a tokenizer that needs no file: a token for each byte, and one that ends an answer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(
+        models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+
+
+def save_checkpoint(name: str, folder: Path, tokenizer: Any) -> Path:
+    """Save a tiny random model of a family, in float32."""
+    torch.manual_seed(0)
+    prefix, _ = FAMILIES[name]
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config_of(name)).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)  # the usual initialisation is so small that all tokens look alike
+            else:
+                parameter.add_(0.2 * torch.randn(parameter.shape))  # norms and sinks differ
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class _Server:
+    """vLLM in this process, with the connector."""
+
+    def __init__(self, folder: Path, store: Path) -> None:
+        from vllm import LLM
+
+        served = ServedModel.load(str(folder), dtype="float32", options=VLLMOptions())
+        settings = ConnectorSettings(str(store), served.identity, EngineConfig(), _KEY)
+        given: dict[str, Any] = {
+            "dtype": "float32",
+            "max_model_len": _CONTEXT,
+            "enforce_eager": True,
+            "max_num_seqs": 4,
+            "block_size": 32,
+            "enable_prefix_caching": False,
+            "kv_transfer_config": settings.transfer_config(),
+            "disable_log_stats": True,
+        }
+        self._llm: Any = LLM(model=str(folder), **(given | served.arguments))
+
+    def answer(self, asked: Ask | list[int], tokens: int = ANSWER_TOKENS) -> tuple[list[int], Any]:
+        """Return the tokens of a greedy answer, and the prediction of the first one."""
+        from vllm import SamplingParams
+
+        extra: dict[str, Any] = {}
+        if isinstance(asked, list):
+            prompt: dict[str, Any] = {"prompt_token_ids": asked}
+        else:
+            prompt = {"prompt_token_ids": asked.prompt.token_ids, "cache_salt": "the scan"}
+            prompt["cache_salt"] = asked.cache_salt(EngineConfig().namespace)
+            extra = {"kv_transfer_params": {FIELD: asked.message(_KEY)}}
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            logprobs=16,
+            detokenize=False,
+            extra_args=extra,
+        )
+        (output,) = self._llm.generate([prompt], [params], use_tqdm=False)
+        report = (output.kv_transfer_params or {}).get(FIELD, {})
+        best = output.outputs[0]
+        logprobs = {token: entry.logprob for token, entry in best.logprobs[0].items()}
+        segments = () if isinstance(asked, list) else asked.prompt.segments
+        taken = sum(
+            len(segment.token_ids) - outcome["recomputed"] - outcome["not_loaded"]
+            for segment, outcome in zip(segments, report.get("segments", ()), strict=False)
+            if outcome["variant_id"] is not None
+        )
+        return list(best.token_ids), Predicted(logprobs, taken, report.get("refused", ""))
+
+    def predict(self, asked: Ask | list[int]) -> Predicted:
+        """Return the prediction of the first token of an answer; of a plain prompt, the likeliest half."""
+        _tokens, predicted = self.answer(asked, tokens=1)
+        if isinstance(asked, list):
+            likeliest = sorted(predicted.logprobs.items(), key=lambda item: -item[1])
+            return Predicted(dict(likeliest[:8]))
+        return predicted
+
+    def close(self) -> None:
+        """End it, so that the next one can start in this process."""
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def _prompt(*chunks: int) -> Prompt:
+    """Return a prompt of random tokens with these chunks, each longer than a window and a block."""
+    segments: list[Segment] = []
+    for kind, number in (("system", 100), *(("chunk", chunk) for chunk in chunks)):
+        ids = tuple(random.Random(number).choices(range(250), k=48))
+        segments.append(Segment(kind, digest("scan", str(number)), ids))  # type: ignore[arg-type]
+    question = tuple(random.Random(200).choices(range(250), k=12))
+    return Prompt((*segments, Segment("question", "the question", question, private=True)))
+
+
+def largest_error(server: Any) -> float:
+    """Return the largest difference of a log probability between answers from chunk-caches and vLLM's own.
+
+    Raises UnsupportedModelError if the tokens of an answer differ.
+    """
+    config = ReuseConfig(probe_min_rows=0, loading="whole", capture=False)
+    primed = _prompt(1, 2, 3)
+    server.answer(Ask(primed, replace(config, reuse=False, capture=True), when_stored=True))
+    largest = 0.0
+    for prompt, ratio, taken in ((primed, None, 4 * 48), (_prompt(3, 1, 2), 1.0, 48)):
+        ask = Ask(prompt, replace(config, recompute_ratio=ratio), captures=())
+        tokens, predicted = server.answer(ask)
+        own_tokens, own = server.answer(prompt.token_ids)
+        if predicted.refused or predicted.taken != taken:
+            why = predicted.refused or f"{predicted.taken} of {taken} tokens were reused"
+            raise UnsupportedModelError(f"chunk-caches: {why}")
+        if tokens != own_tokens:
+            raise UnsupportedModelError(
+                f"chunk-caches: its answer is {tokens}, but vLLM's own is {own_tokens}"
+            )
+        likeliest = sorted(own.logprobs, key=own.logprobs.__getitem__)[-8:]
+        errors = (abs(predicted.logprobs[token] - own.logprobs[token]) for token in likeliest)
+        largest = max(largest, *errors)
+    return largest
+
+
+def scan(family: str) -> FamilyResult:
+    """Serve a family, compare it with vLLM's own prefill, and return the result."""
+    from vllm import ModelRegistry
+    from vllm.plugins import load_general_plugins
+
+    from cachecraft_rag.vllm.worker import models
+
+    load_general_plugins()
+    architecture = architecture_of(family)
+    # the class itself: by its name, vLLM would start a process to look at it
+    ModelRegistry.register_model(architecture, getattr(models, architecture))
+    with tempfile.TemporaryDirectory() as name:
+        folder = save_checkpoint(family, Path(name) / "model", byte_tokenizer())
+        try:
+            server = _Server(folder, Path(name) / "caches")
+        except UnsupportedModelError as error:
+            return FamilyResult(family, "refused", reason_of(error))
+        try:
+            prompt = check_prompt(250, block_size=32, context_length=_CONTEXT)
+            assert prompt is not None, "the context is long enough"
+            self_check(family, prompt, server.predict, kept=lambda: True, dtype="float32")
+            error = largest_error(server)
+            layers = _describe()
+        except UnsupportedModelError as refused:
+            return FamilyResult(family, "refused", reason_of(refused))
+        finally:
+            server.close()
+    if error > LARGEST_ERROR:
+        return FamilyResult(family, "refused", f"a log probability differs by {error:.1e}")
+    return FamilyResult(family, "accepted", error=f"{error:.0e}", layers=layers)
+
+
+def _describe() -> str:
+    """Return how the layers of the running model rotate and attend, in a few words."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    stack = get_kv_transfer_group()._workers._stack
+    rotations: list[str] = []
+    for table in stack._tables:
+        form = table.form
+        part = (
+            ""
+            if form.rotary_dim == form.head_dim
+            else f", {form.rotary_dim} of {form.head_dim} dimensions"
+        )
+        pairs = "adjoining pairs" if form.interleaved else "half-split pairs"
+        rotation = "none" if form.rotary_dim == 0 else pairs + part
+        if rotation not in rotations:
+            rotations.append(rotation)
+    words = ["rotation: " + " and ".join(rotations)]
+    if len(stack._tables) > len(rotations):
+        words.append(f"{len(stack._tables)} rotary tables")
+    if any(layer.settings.window for layer in stack._layers):
+        words.append("sliding window in some layers")
+    if any(layer.settings.sinks is not None for layer in stack._layers):
+        words.append("sinks")
+    if any(layer.settings.softcap for layer in stack._layers):
+        words.append("soft cap")
+    return "; ".join(words)
+
+
+def refused_by_config() -> list[FamilyResult]:
+    """Return the outcome of each architecture of vLLM's language models that is not among `FAMILIES`.
+
+    Refused, with the reason that its config gives; "not tried" if the only reason is that this package lacks its class.
+    """
+    from vllm.model_executor.models import registry
+
+    tried = {architecture_of(family) for family in FAMILIES}
+    names = {*registry._TEXT_GENERATION_MODELS, *registry._TRANSFORMERS_SUPPORTED_MODELS}
+    model_types = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    results: list[FamilyResult] = []
+    for name in sorted(names - tried):
+        if not name.endswith("ForCausalLM"):
+            continue
+        kind = model_types.get(name)
+        refused = None
+        if kind in CONFIG_MAPPING:
+            try:
+                config = CONFIG_MAPPING[kind](architectures=[name])
+            except Exception:  # noqa: BLE001  # configs raise anything
+                config = None
+            refused = None if config is None else refusal(config, VLLMOptions())
+        if name in ARCHITECTURES:
+            continue
+        if refused is None or refused.reason.startswith("its architecture is"):
+            results.append(FamilyResult(name, "not tried"))
+        else:
+            reason = refused.reason.replace(f"runs {name} with", "runs it with")
+            results.append(FamilyResult(name, "refused", reason))
+    return results
+
+
+def page_section(results: Sequence[FamilyResult]) -> str:
+    """Return the part of docs/models.md that lists the families over vLLM, as Markdown."""
+    accepted = [result for result in results if result.outcome == "accepted"]
+    lines = [f"### Served over vLLM ({len(accepted)})", "", "| family | layers |", "| --- | --- |"]
+    lines += [f"| {result.family} | {result.layers} |" for result in accepted]
+    refused = [result for result in results if result.outcome == "refused"]
+    lines += ["", f"### Refused over vLLM ({len(refused)})", "", *grouped_by_reason(refused)]
+    skipped = [result for result in results if result.outcome == "not tried"]
+    lines += ["", f"### Not tried over vLLM ({len(skipped)})", ""]
+    lines.append(
+        f"{', '.join(result.family for result in skipped)}: refused, because their layers were never compared."
+    )
+    return "\n".join(lines) + "\n"
+
+
+_BEGIN = "<!-- families over vLLM: written by `python -m benchmarks vllm-families` -->\n"
+_END = "<!-- end of families over vLLM -->"
+
+
+def rewrite_page(page: Path, results: Sequence[FamilyResult]) -> None:
+    """Replace the lists in a page by those of these results."""
+    text = page.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(_BEGIN)
+    _old, end, after = rest.partition(_END)
+    ordered = sorted(results, key=lambda result: result.family)
+    page.write_text(
+        before + begin + "\n" + page_section(ordered) + "\n" + end + after, encoding="utf-8"
+    )
+
+
+def main(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Families; all if none is named.")
+    ] = None,
+    csv_path: Annotated[
+        Path | None, typer.Option("--csv", help="Write the results to this file, beside others.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Rewrite the lists in this Markdown page from the CSV.")
+    ] = None,
+) -> None:
+    """Scan the model families that vLLM runs. Needs vLLM's CPU build."""
+    os.environ.update(_ENVIRONMENT)
+    transformers.logging.set_verbosity_error()
+    known: dict[str, FamilyResult] = {}
+    if csv_path is not None and csv_path.exists():
+        known = {result.family: result for result in read_csv(csv_path)}
+    for family in names or FAMILIES:
+        result = known[family] = scan(family)
+        print(
+            f"{family:28} {result.outcome:10} {result.error:6} {result.reason or result.layers}",
+            flush=True,
+        )
+    known |= {result.family: result for result in refused_by_config()}
+    if csv_path is not None:
+        write_csv(known.values(), csv_path)
+    if page is not None:
+        rewrite_page(page, list(known.values()))

@@ -1,0 +1,184 @@
+"""The survey of layers in vLLM: how each one rotates, and which ones passes cannot run. Needs no vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cachecraft_rag.kernels.rope import rotate
+from cachecraft_rag.model.layer_survey import SurveyError, in_order
+from cachecraft_rag.vllm.worker.layers import survey_layers
+
+HIDDEN, HEAD, HEADS = 32, 16, 2
+
+
+class Rotary(nn.Module):
+    """Rotates the first `rotary_dim` dimensions of each head, as vLLM's module does."""
+
+    def __init__(self, rotary_dim: int = HEAD, *, interleaved: bool = False, squares: bool = False):
+        super().__init__()
+        angles = torch.outer(torch.arange(64.0), 0.3 ** torch.arange(rotary_dim // 2))
+        self.register_buffer("cos_sin_cache", torch.cat((angles.cos(), angles.sin()), -1))
+        self.rotary_dim = rotary_dim
+        self.interleaved = interleaved
+        self.squares = squares
+
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.cos_sin_cache[positions][:, None].chunk(2, -1)
+
+        def turned(states: Tensor) -> Tensor:
+            heads = states.reshape(len(states), -1, HEAD)
+            part, rest = heads[..., : self.rotary_dim], heads[..., self.rotary_dim :]
+            if self.interleaved:
+                first, second = part[..., 0::2], part[..., 1::2]
+            else:
+                first, second = part.chunk(2, -1)
+            turned_pairs = (first * cos - second * sin, second * cos + first * sin)
+            joined = (
+                torch.stack(turned_pairs, -1).flatten(-2)
+                if self.interleaved
+                else torch.cat(turned_pairs, -1)
+            )
+            out = torch.cat((joined, rest), -1).reshape(states.shape)
+            return out * out.abs() if self.squares else out
+
+        return turned(query), turned(key)
+
+
+class Attention(nn.Module):
+    """The attributes of vLLM's attention."""
+
+    def __init__(self, **impl: Any) -> None:
+        super().__init__()
+        self.impl = SimpleNamespace(**({"scale": 0.25, "do_kv_cache_update": print} | impl))
+        self.num_heads = self.num_kv_heads = HEADS
+        self.head_size = HEAD
+        self.sliding_window = None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return value
+
+
+class SelfAttention(nn.Module):
+    """An attention module; without `rotates` it has a rotary module, but does not call it."""
+
+    def __init__(self, rotary: Rotary, *, rotates: bool = True, **impl: Any) -> None:
+        super().__init__()
+        self.rotary_emb = rotary
+        self.rotates = rotates
+        self.attn = Attention(**impl)
+        self.projection = nn.Linear(HIDDEN, 3 * HIDDEN)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        q, k, v = self.projection(hidden_states).chunk(3, -1)
+        if self.rotates:
+            q, k = self.rotary_emb(positions, q, k)
+        return self.attn(q, k, v)
+
+
+class Layer(nn.Module):
+    """A layer that carries a residual."""
+
+    def __init__(self, attention: SelfAttention) -> None:
+        super().__init__()
+        self.self_attn = attention
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return self.self_attn(positions, hidden_states), residual
+
+
+class LayerOfOneStream(Layer):
+    """A layer that adds its residual itself, as Granite's."""
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        return hidden_states + self.self_attn(positions, hidden_states)
+
+
+class LayerWithPictures(Layer):
+    """A layer that needs more than a pass has."""
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, pictures: Tensor) -> Tensor:  # type: ignore[override]
+        return hidden_states
+
+
+def survey(*layers: nn.Module) -> Any:
+    torch.manual_seed(0)
+    return survey_layers(
+        layers,  # type: ignore[arg-type]
+        hidden_size=HIDDEN,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [8, HEAD])
+def test_stored_keys_rotate_as_the_layer_does(rotary_dim: int, interleaved: bool) -> None:
+    rotary = Rotary(rotary_dim, interleaved=interleaved)
+    (layer,), (table,), kinds = survey(Layer(SelfAttention(rotary)))
+    assert kinds == [0]
+    assert (table.form.rotary_dim, table.form.interleaved) == (rotary_dim, interleaved)
+    keys = torch.randn(5, HEADS * HEAD)
+    positions = torch.arange(3, 8)
+    cos, sin = table.at(positions, torch.float32)
+    stored = in_order(keys.reshape(5, HEADS, HEAD), layer.order).contiguous()
+    back = in_order(rotate(stored, cos, sin), layer.original_order)
+    expected = rotary(positions, keys, keys)[1].reshape(5, HEADS, HEAD)
+    torch.testing.assert_close(back, expected)
+
+
+def test_layers_are_grouped_by_their_rotary_modules() -> None:
+    first, second = Rotary(), Rotary()
+    layers = [
+        Layer(SelfAttention(first)),
+        Layer(SelfAttention(second)),
+        Layer(SelfAttention(first, rotates=False)),
+        Layer(SelfAttention(first)),
+    ]
+    _layers, tables, kinds = survey(*layers)
+    assert kinds == [0, 1, 2, 0]
+    assert [table.form.rotary_dim for table in tables] == [HEAD, HEAD, 0]
+    assert tables[2].at(torch.arange(4), torch.float32)[0].shape == (4, 0)
+
+
+@pytest.mark.parametrize(("kind", "streams"), [(Layer, 2), (LayerOfOneStream, 1)])
+def test_a_layer_runs_with_our_attention_and_is_left_as_it_was(
+    kind: type[Layer], streams: int
+) -> None:
+    module = kind(SelfAttention(Rotary()))
+    (layer,), _tables, _kinds = survey(module)
+    assert layer.carries_residual == (streams == 2)
+    hidden = torch.randn(streams, 4, HIDDEN)
+    positions = torch.arange(4)
+    out = layer.run(hidden, positions, lambda query, key, value: torch.zeros_like(value))
+    expected = hidden if streams == 1 else torch.stack((torch.zeros(4, HIDDEN), hidden[1]))
+    torch.testing.assert_close(out, expected)
+    for part in (module.self_attn.attn, module.self_attn.rotary_emb):
+        assert "forward" not in vars(part)
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        (nn.Linear(1, 1), "not laid out like Llama's"),
+        (LayerWithPictures(SelfAttention(Rotary())), "its layers take pictures"),
+        (Layer(SelfAttention(Rotary(squares=True))), "rotary embedding has an unknown form"),
+        (Layer(SelfAttention(Rotary(), alibi_slopes=[1.0])), "ALiBi"),
+    ],
+)
+def test_layers_that_passes_cannot_run(layer: nn.Module, says: str) -> None:
+    with pytest.raises(SurveyError, match=says):
+        survey(layer)
+
+
+def test_heads_of_several_sizes_are_refused() -> None:
+    other = Layer(SelfAttention(Rotary()))
+    other.self_attn.attn.num_kv_heads = 1
+    with pytest.raises(SurveyError, match="heads of several sizes"):
+        survey(Layer(SelfAttention(Rotary())), other)

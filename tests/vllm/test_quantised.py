@@ -1,0 +1,85 @@
+"""Quantised weights over vLLM's CPU build: served, checked, and never from the store of another quantisation."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from benchmarks.vllm_families import save_checkpoint
+from cachecraft_rag.types import Prompt, Segment, digest
+from cachecraft_rag.vllm.messages import Ask
+from cachecraft_rag.vllm.self_check import TOLERANCE
+from cachecraft_rag.vllm.served_model import ServedModel
+from tests.vllm.conftest import Served, Server
+from tests.vllm.quantised import KINDS, save_quantised
+from tests.vllm.test_equality import BASE
+from tests.vllm.test_families import assert_passes_the_self_check
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+DTYPE = "bfloat16"  # vLLM's kernels for 4-bit weights do not compute in float32
+
+
+def prompt_of(*chunks: int) -> Prompt:
+    """Return a prompt of random tokens with these chunks."""
+    segments = []
+    for kind, number in (("system", 100), *(("chunk", chunk) for chunk in chunks)):
+        ids = tuple(random.Random(number).choices(range(250), k=40))
+        segments.append(Segment(kind, digest("test", str(number)), ids))
+    question = tuple(random.Random(200).choices(range(250), k=12))
+    return Prompt((*segments, Segment("question", "the question", question, private=True)))
+
+
+def assert_same_prediction(found: Served, plain: Served) -> None:
+    """The likeliest first tokens have vLLM's own log probabilities, but for rounding."""
+    for token, logprob in list(plain.likeliest.items())[:8]:
+        assert found.likeliest[token] == pytest.approx(logprob, abs=TOLERANCE[DTYPE])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_weights_are_served_from_a_store_of_their_own(
+    kind: str,
+    byte_tokenizer: PreTrainedTokenizerFast,
+    make_server: Callable[..., Server],
+    tmp_path: Path,
+) -> None:
+    plain = save_checkpoint("Llama with llama3 scaling", tmp_path / "plain", byte_tokenizer)
+    folder = save_quantised(plain, kind, tmp_path / "quantised")
+    options = {"max_model_len": 1024, "dtype": DTYPE}
+    store = tmp_path / "caches"
+    server = make_server(folder, store, **options)
+    assert_passes_the_self_check(server, dtype=DTYPE)
+
+    primed, asked = prompt_of(1, 2, 3), prompt_of(3, 1, 2)
+    capture = Ask(primed, replace(BASE, reuse=False, capture=True), when_stored=True)
+    server.ask([capture], tokens=1)
+    exact = Ask(primed, BASE, captures=())
+    moved = Ask(asked, replace(BASE, recompute_ratio=1.0), captures=())
+    for ask, outcomes in ((exact, {"exact"}), (moved, {"exact", "reused"})):
+        (found,) = server.ask([ask], logprobs=16)
+        assert {segment["outcome"] for segment in found.report["segments"][:-1]} == outcomes
+        (own,) = server.ask([ask.prompt.token_ids], logprobs=16)
+        assert_same_prediction(found, own)
+
+    other = make_server(plain, store, **options)
+    (found,) = other.ask([replace(exact, captures=(1,))], tokens=1)
+    assert {segment["outcome"] for segment in found.report["segments"]} == {"computed"}
+
+
+def test_each_quantisation_has_a_fingerprint_of_its_own(
+    byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    plain = save_checkpoint("Llama with YaRN", tmp_path / "plain", byte_tokenizer)
+    folders = [save_quantised(plain, kind, tmp_path / kind) for kind in KINDS]
+    models = [ServedModel.load(str(folder), dtype=DTYPE) for folder in (plain, *folders)]
+    assert len({model.fingerprint for model in models}) == 1 + len(KINDS)
+    assert len({model.layout for model in models}) == 1
