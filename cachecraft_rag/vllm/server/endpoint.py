@@ -274,7 +274,8 @@ def _origin(
     """Return the origin of a request without documents; None if vLLM serves it without reuse."""
     endpoint = _endpoint(raw_request)
     engine = endpoint.engine
-    if endpoint.plain_prompts is None or getattr(request, "use_beam_search", False):
+    has_beams = getattr(request, "use_beam_search", False)
+    if endpoint.plain_prompts is None or has_beams:
         return None
     session = endpoint.session(raw_request)
     try:

@@ -86,7 +86,7 @@ def summary(settings: ConnectorSettings) -> str:
         "namespace": settings.namespace,
         "codec": config.store.codec,
         "disk bytes": config.store.disk_bytes,
-        "recompute ratio": "of each chunk's CFO" if ratio is None else ratio,
+        "recompute ratio": ratio if ratio is not None else "of each chunk's CFO",
         "plain prompts": endpoint.plain_prompts,
         "search system": endpoint.search_system,
         "client settings": endpoint.client_settings,

@@ -30,7 +30,7 @@ class _Item(Protocol):
 
 
 def messages_of(request: ResponseRequest) -> list[Message]:
-    """Return the instruction ("" if there is none), then one message for each item."""
+    """Return the instruction, which may be empty, then one message for each item."""
     system = {"role": "system", "content": request.instructions or ""}
     if isinstance(request.input, str):
         return [system, {"role": "user", "content": request.input}]
