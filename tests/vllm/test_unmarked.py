@@ -302,11 +302,11 @@ def test_the_third_time_passages_of_responses_are_reused(server: ServerProcess) 
         for (name, labels), value in server.counts().items()
         if name == "cachecraft_searched_messages_total" and value != counts[name, labels]
     }
-    assert searched == {
-        ("user", "noted"): 2,
-        ("user", "reused"): 1,
-        ("tool", "reused"): 1,
-        ("user", "nothing"): 1,
+    assert searched == {  # by result and role
+        ("noted", "user"): 2,
+        ("reused", "user"): 1,
+        ("reused", "tool"): 1,
+        ("nothing", "user"): 1,
     }
 
 
