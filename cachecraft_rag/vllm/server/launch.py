@@ -22,6 +22,7 @@ logger = logging.getLogger("cachecraft_rag.vllm")
 
 # Arguments that this module sets, so users cannot pass them.
 _OURS = ("--model", "--dtype", "--tokenizer", "--kv-transfer-config", "--kv-connector", "--config")
+_LOG_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
 _JSON_LOGS = Path(__file__).with_name("json_logs.json")
 _NEVER_S = 1e9  # interval of vLLM's statistics in its log, if it should not log any
 # Longest wait in whole seconds for open connections once vLLM has ended: it may leave requests unfinished.
@@ -72,7 +73,7 @@ def serve(
     )
     logger.info("Settings: %s", summary(settings))
     if json_logs:
-        os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(_JSON_LOGS))
+        os.environ.setdefault(_LOG_CONFIG, str(_JSON_LOGS))
     _run(served, model, settings, arguments)
 
 
@@ -136,6 +137,9 @@ def _run(
     if args.disable_log_stats:
         args.disable_log_stats = False
         os.environ["VLLM_LOG_STATS_INTERVAL"] = str(_NEVER_S)
+    # vLLM itself reads the variable; the server that answers HTTP takes its configuration from this argument only.
+    if os.environ.get(_LOG_CONFIG) == str(_JSON_LOGS):
+        args.log_config_file = str(_JSON_LOGS)
     # Passed as an object: on a command line, the list of processes would show the key that signs requests.
     args.kv_transfer_config = settings.transfer_config()
     validate_parsed_serve_args(args)
