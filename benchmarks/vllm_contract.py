@@ -460,7 +460,12 @@ USES: tuple[Use, ...] = (
     Use(
         f"{_CHAT}.serving",
         "OpenAIServingChat",
-        attributes=("engine_client", "enable_prompt_tokens_details", "online_renderer"),
+        attributes=(
+            "engine_client",
+            "enable_prompt_tokens_details",
+            "online_renderer",
+            "exclude_tools_when_tool_choice_none",
+        ),
         text=("self.engine_client.generate(", "num_cached_tokens"),
     ),
     Use(
@@ -472,6 +477,32 @@ USES: tuple[Use, ...] = (
         "vllm.entrypoints.openai.completion.serving",
         "OpenAIServingCompletion.create_completion",
         parameters=("self", "request", "raw_request"),
+    ),
+    Use(
+        "vllm.entrypoints.openai.responses.protocol",
+        "ResponsesRequest",
+        attributes=("instructions", "input", "previous_response_id", "cache_salt"),
+    ),
+    Use(
+        "vllm.entrypoints.openai.responses.serving",
+        "OpenAIServingResponses",
+        attributes=("engine_client", "enable_prompt_tokens_details", "response_store"),
+        text=("self.engine_client.generate(", 'sub_request_id = f"{request_id}_{sub_request}"'),
+    ),
+    Use(
+        "vllm.entrypoints.openai.responses.serving",
+        "OpenAIServingResponses.create_responses",
+        parameters=("self", "request", "raw_request"),
+    ),
+    Use(
+        "vllm.entrypoints.openai.responses.serving",
+        "OpenAIServingResponses._render_resolved_response_inputs",
+        parameters=("self", "request", "prev_response"),
+    ),
+    Use(
+        "vllm.renderers.online_renderer",
+        "ResponsesRenderResult",
+        attributes=("engine_input",),
     ),
     Use(
         "vllm.renderers.online_renderer",

@@ -22,7 +22,7 @@ from typing import Any
 
 import streamlit as st
 from streamlit_conversations import Conversations, Turn
-from streamlit_documents import HANDBOOK, Shared, documents_section
+from streamlit_documents import HANDBOOK, Shared, documents_section, questions_about
 from streamlit_picture import headline, markdown_safe, plain, prompt_bar, size, sources, verdict
 
 from cachecraft_rag import Answer, CacheCraft, CacheCraftError, Chunk, ReuseConfig, SamplingParams
@@ -145,7 +145,7 @@ def conversation(
 
     A baseline is timed when everything is shown, so nobody waits for it.
     """
-    question = next_question(turns, question or suggestion(turns, documents))
+    question = next_question(turns, question or suggestion(shared, turns, documents))
     fresh = st.empty()
     if not turns:
         fresh.caption(welcome)
@@ -210,16 +210,20 @@ def next_question(turns: list[Turn], asked: str) -> str:
     return waiting.pop(0) if waiting else ""
 
 
-def suggestion(turns: list[Turn], documents: list[str]) -> str:
-    """Offer questions about the sample handbook that were not asked yet; returns the one that was clicked."""
-    if not any(name.startswith("handbook/") for name in documents):
-        return ""
+def suggestion(shared: Shared, turns: list[Turn], documents: list[str]) -> str:
+    """Offer questions that were not asked yet; returns the one that was clicked.
+
+    They are about the visitor's own upload, then about the sample handbook.
+    """
+    added = [name for name in st.session_state.get("added", []) if name in documents]
+    questions = questions_about(shared, added)
+    if any(name.startswith("handbook/") for name in documents):
+        known = json.loads((HANDBOOK / ".questions.json").read_text(encoding="utf-8"))
+        questions += [entry["question"] for entry in known[1:]]
     asked = {turn.question for turn in turns}
-    known = [
-        entry["question"]
-        for entry in json.loads((HANDBOOK / ".questions.json").read_text(encoding="utf-8"))
-    ]
-    offered = [question for question in known[1:] if question not in asked][:3]
+    offered = [question for question in questions if question not in asked][:3]
+    if not offered:
+        return ""
     return str(st.pills("Questions to try", offered, key=f"try-{len(turns)}") or "")
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import streamlit as st
 from streamlit_conversations import Activity, Conversations
-from streamlit_picture import plain
+from streamlit_picture import plain, title_of
 
 from cachecraft_rag import CacheCraft
+from cachecraft_rag.types import Progress
 
 HANDBOOK = Path(__file__).parent / "handbook"
 SAMPLE = "the sample handbook"
@@ -35,6 +38,8 @@ def documents_section(shared: Shared) -> list[str]:
     names = [document.doc_id for document in stored]
     for text in state.pop("notices", []):
         st.warning(text)
+    if text := state.pop("confirmation", ""):
+        st.success(text, icon=":material/check_circle:")
     if os.environ.get("CACHECRAFT_READ_ONLY") == "1":
         return names
     # in the keys: a new key empties the uploader and closes the box
@@ -49,10 +54,10 @@ def documents_section(shared: Shared) -> list[str]:
             key=f"upload-{changes}",
         )
         if files:
-            with st.spinner("Reading …"):
-                state.notices = add_uploads(
-                    shared, [(file.name, file.getvalue()) for file in files]
-                )
+            state.notices, state.added = add_uploads(
+                shared, [(file.name, file.getvalue()) for file in files]
+            )
+            state.confirmation = confirmation(shared, state.added)
             changed()
         handbook = os.path.abspath(HANDBOOK)
         choices: dict[str, list[str]] = {}
@@ -63,8 +68,8 @@ def documents_section(shared: Shared) -> list[str]:
         if SAMPLE not in choices and st.button(
             "Add the sample handbook", icon=":material/menu_book:", key="sample"
         ):
-            with st.spinner("Reading the handbook …"), shared.indexing, shared.activity.running():
-                shared.rag.add_documents(HANDBOOK)
+            with shared.indexing, shared.activity.running(), reading("the handbook") as progress:
+                shared.rag.add_documents(HANDBOOK, progress=progress)
             changed()
         if choices:
             gone = st.multiselect(
@@ -74,6 +79,46 @@ def documents_section(shared: Shared) -> list[str]:
                 remove(shared, [name for choice in gone for name in choices[choice]])
                 changed()
     return names
+
+
+@contextmanager
+def reading(what: str) -> Iterator[Callable[[Progress], None]]:
+    """A bar that shows how far the reading of documents has come."""
+    bar = st.progress(0.0, f"Reading {what} …")
+
+    def show(step: Progress) -> None:
+        bar.progress(min(1.0, step.done / max(1, step.total)), f"Reading {what}: {step.what} …")
+
+    yield show
+    bar.empty()
+
+
+def confirmation(shared: Shared, added: list[str]) -> str:
+    """Return a sentence about added documents; "" if there are none."""
+    if not added:
+        return ""
+    passages = sum(len(shared.rag.index.chunks_of(name)) for name in added)
+    names = [plain(name.partition("/")[2]) for name in added]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    count = "1 passage" if passages == 1 else f"{passages} passages"
+    return f"Added **{', '.join(names[:3])}**{more}: {count}. Ask about it above."
+
+
+def questions_about(shared: Shared, names: list[str]) -> list[str]:
+    """Return questions about the headings of these documents, or about a document that has none."""
+    questions = []
+    for name in names:
+        file = name.partition("/")[2]
+        headings = [
+            title_of(chunk.metadata)
+            for chunk in shared.rag.index.chunks_of(name)
+            if chunk.metadata.get("heading")
+        ]
+        for heading in dict.fromkeys(headings):
+            questions.append(f"What does {file} say about “{heading}”?")
+        if not headings:
+            questions.append(f"What is {file} about?")
+    return questions
 
 
 def changed() -> None:
@@ -95,8 +140,8 @@ def remove(shared: Shared, names: list[str]) -> None:
     st.toast(f"{len(present)} removed")
 
 
-def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> list[str]:
-    """Store and index uploaded files; returns the problems as Markdown.
+def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> tuple[list[str], list[str]]:
+    """Store and index uploaded files; returns the problems as Markdown, and the ids of the documents.
 
     A file that yields no document is deleted again, and all of them if indexing fails: otherwise the next upload would
     fail too. An older file of the same name is replaced.
@@ -112,7 +157,8 @@ def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> list[str]:
             except OSError as error:
                 problems.append(f"**{plain(path.name)}** cannot be stored: {error.strerror}.")
         try:
-            report = shared.rag.add_documents(shared.uploads)
+            with reading("the upload") as progress:
+                report = shared.rag.add_documents(shared.uploads, progress=progress)
         except BaseException:  # a rerun of the page too: no upload stays without its documents
             for path in stored:
                 path.unlink(missing_ok=True)
@@ -122,9 +168,7 @@ def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> list[str]:
             (shared.uploads / name).unlink(missing_ok=True)
             reason = plain(problem.reason.rpartition(f"/{name}: ")[2])
             problems.append(f"**{plain(name)}** was not added: {reason}")
-    if count := len(report.added) + len(report.updated):
-        st.toast(f"{count} added")
-    return problems
+    return problems, [*report.added, *report.updated]
 
 
 def file_name(given: str) -> str:

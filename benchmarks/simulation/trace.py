@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from cachecraft_rag.checks import check_number, check_path, check_whole
 from cachecraft_rag.errors import ConfigError
@@ -30,6 +32,8 @@ class Trace:
 def read_trace(path: Path, *, chunk_tokens: int = 256) -> Trace:
     """A file of JSON lines with a list "chunks" (numbers or names) each; other fields are passed over.
 
+    The lines that `cachecraft --log-json` writes may be among them: of these, requests are read.
+
     A list "tokens" gives the chunks' lengths, else each has `chunk_tokens`. Where every line has a number "time", the
     requests are sorted by it. A chunk that stands twice in a request counts once, as in a prompt. Raises ConfigError.
     """
@@ -41,8 +45,8 @@ def read_trace(path: Path, *, chunk_tokens: int = 256) -> Trace:
     try:
         with path.open(encoding="utf-8") as lines:
             for place, line in enumerate(lines, start=1):
-                if line.strip():
-                    time, names, tokens = _fields(line, f"{path}, line {place}")
+                if line.strip() and (request := _request(line, f"{path}, line {place}")):
+                    time, names, tokens = request
                     chunks = tuple(
                         dict.fromkeys(numbers.setdefault(name, len(numbers)) for name in names)
                     )
@@ -61,11 +65,16 @@ def read_trace(path: Path, *, chunk_tokens: int = 256) -> Trace:
     )
 
 
-def _fields(line: str, where: str) -> tuple[float, list[int | str], list[int]]:
+def _request(line: str, where: str) -> tuple[float, list[int | str], list[int]] | None:
+    """Return time, chunks and their lengths; None for a log line that is no request."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: no JSON ({error})") from error
+    if isinstance(fields, dict) and "logger" in fields:
+        if fields.get("event") != "request":
+            return None
+        fields = _of_log(fields)
     names = fields.get("chunks") if isinstance(fields, dict) else None
     if not isinstance(names, list) or not all(type(name) in (int, str) for name in names):
         raise ConfigError(f'{where}: needs a list "chunks" of numbers or names')
@@ -78,3 +87,13 @@ def _fields(line: str, where: str) -> tuple[float, list[int | str], list[int]]:
     time = fields.get("time", 0.0)
     check_number(f'{where}: "time"', time, least=-1e300)
     return float(time), names, tokens
+
+
+def _of_log(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a trace from those of a request's log line; chunks left out of the prompt have no tokens."""
+    chunks = [chunk for chunk in fields["chunks"] if chunk["tokens"]]
+    return {
+        "time": datetime.fromisoformat(fields["time"]).timestamp(),
+        "chunks": [chunk["chunk_id"] for chunk in chunks],
+        "tokens": [chunk["tokens"] for chunk in chunks],
+    }

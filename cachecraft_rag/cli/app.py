@@ -111,6 +111,29 @@ COMMANDS: dict[str, CommandEntry] = {
 }
 
 
+def _without_type(option: Any) -> Any:
+    """Return the option --help without the "<bool>" that typer writes after it."""
+    if option is not None:
+        option.metavar = ""
+    return option
+
+
+class Command(TyperCommand):
+    """A command."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return the option --help."""
+        return _without_type(super().get_help_option(ctx))
+
+
+class Group(TyperGroup):
+    """A group of commands."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """Return the option --help."""
+        return _without_type(super().get_help_option(ctx))
+
+
 class LazyCommands(MutableMapping[str, Any]):
     """The commands by name; each is imported when it is looked up, because all of them take half a second."""
 
@@ -119,10 +142,13 @@ class LazyCommands(MutableMapping[str, Any]):
         module = import_module(f"cachecraft_rag.cli.{entry.module}")
         target = getattr(module, entry.attribute or entry.module)
         if isinstance(target, typer.Typer):
+            target.info.cls = Group
+            for registered in target.registered_commands:
+                registered.cls = Command
             command = typer.main.get_command(target)
         else:
             single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            single.command(name)(target)
+            single.command(name, cls=Command)(target)
             command = typer.main.get_command(single)
         command.name = name
         return command
@@ -140,7 +166,7 @@ class LazyCommands(MutableMapping[str, Any]):
         raise TypeError("commands are removed from COMMANDS")
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(Group):
     """A group that lists its commands without importing them."""
 
     def __init__(self, **settings: Any) -> None:

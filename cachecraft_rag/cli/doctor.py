@@ -16,7 +16,7 @@ from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import err, out
 from cachecraft_rag.cli.options import ENGINE_KEYS, print_json, print_table, takes, waiting
 from cachecraft_rag.engine.settings import Settings
-from cachecraft_rag.errors import ModelNotFoundError, UnsupportedModelError
+from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.doctor import Facts
@@ -27,7 +27,7 @@ _STYLES = {"ok": "green", "advice": "yellow", "error": "bold red"}
 @takes(*(key for key in ENGINE_KEYS if not key.startswith("remote.")))
 def doctor(
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Verify every stored checksum.")
+        bool, typer.Option("--check/--no-check", metavar="", help="Verify every stored checksum.")
     ] = True,
     as_json: options.Json = False,
     *,
@@ -103,8 +103,14 @@ def _folder(store: Path) -> Iterator[Path]:
         yield store
         return
     beside = next(parent for parent in store.absolute().parents if parent.is_dir())
-    with tempfile.TemporaryDirectory(dir=beside, prefix=".cachecraft-doctor-") as folder:
-        yield Path(folder)
+    try:
+        folder = tempfile.TemporaryDirectory(dir=beside, prefix=".cachecraft-doctor-")
+    except OSError as error:
+        raise ConfigError(
+            f"{beside} cannot be written ({error.strerror or error}); name another folder with --store"
+        ) from error
+    with folder as name:
+        yield Path(name)
 
 
 @takes("store")

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 
 app = typer.Typer(
-    help="List indexed documents, and remove them with their chunk-caches.", no_args_is_help=True
+    help="List indexed documents, and remove them with their chunk-caches.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, cast
@@ -96,6 +97,7 @@ def serve(
     Requests without `documents` are vLLM's own (but see --reuse-plain-prompts).
     Example: cachecraft serve demo --port 8000 -- --enforce-eager
     """
+    from cachecraft_rag.observability.request_log import JsonFormatter
     from cachecraft_rag.serving.sampling import SamplingParams
     from cachecraft_rag.vllm.server.launch import serve as run
     from cachecraft_rag.vllm.settings import ClientSettings, EndpointSettings
@@ -107,6 +109,9 @@ def serve(
     # no error: one file may be the clients', too
     for key in sorted(of_clients & settings.given().keys()):
         warn(f"{settings.entries[key].origin}: {key} has no effect here: clients decide it")
+    # settings and self-check; requests have a line each only with --verbose or --log-json
+    logging.getLogger("cachecraft_rag.vllm").setLevel(logging.INFO)
+    handlers = logging.getLogger("cachecraft_rag").handlers
     plain = server.reuse_plain_prompts or settings.given().get("reuse.plain_prompts") == "reuse"
     run(
         model,
@@ -123,4 +128,5 @@ def serve(
             else tuple(keys_in(server.admin_key_file)),
         ),
         arguments=[*server.for_vllm(), *(arguments or ())],
+        json_logs=any(isinstance(handler.formatter, JsonFormatter) for handler in handlers),
     )

@@ -34,7 +34,9 @@ SHORTEST_PREFIX = 4
 LIMITS = ("disk_bytes", "max_variants", "variants_per_chunk", "eviction")
 ID_LETTERS = 8  # nine columns fit a terminal of 80
 
-app = typer.Typer(help="Inspect, check and evict stored chunk-caches.", no_args_is_help=True)
+app = typer.Typer(
+    help="Inspect, check and evict stored chunk-caches.", no_args_is_help=True, add_completion=False
+)
 
 
 @contextmanager
@@ -158,7 +160,9 @@ def stats(
 @app.command()
 @takes("store")
 def check(
-    repair: Annotated[bool, typer.Option("--repair", help="Repair the findings.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", metavar="", help="Repair the findings.")
+    ] = False,
     as_json: options.Json = False,
     *,
     settings: Settings,

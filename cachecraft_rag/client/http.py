@@ -38,8 +38,8 @@ _MISSING = Capabilities(
         Capability.CAPTURE: "a server captures texts: use engine.primer().prime(chunks)",
         Capability.LOOK_UP: "the chunk-caches are the server's: engine.primer().missing(chunks) asks it",
         Capability.TOOLS: (
-            "a server calls no tools together with documents: use an engine in this process, or let another model be "
-            "the agent and give it this chain as a tool"
+            "this client sends no tools: send them with documents to /v1/chat/completions from an OpenAI client, use "
+            "an engine in this process, or let another model be the agent and give it this chain as a tool"
         ),
     }
 )

@@ -12,10 +12,10 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from cachecraft_rag import __version__
 from cachecraft_rag.errors import ConfigError
@@ -141,17 +141,38 @@ def _record(
     clock: _WallClock,
 ) -> None:
     """Make the spans of a request that has ended."""
+    began = request.started if retrieval is None else retrieval.began
+    root = _start(request, parent, began, clock)
+    _finish(root, request, retrieval, stats, error, parent=parent, clock=clock)
+
+
+def _start(request: TracedRequest, parent: Context, began: float, clock: _WallClock) -> Span:
+    from opentelemetry import trace
+
+    return trace.get_tracer("cachecraft_rag", __version__).start_span(
+        f"chat {request.model}",
+        context=parent,
+        kind=trace.SpanKind.INTERNAL,  # the conventions' kind for a model in the same process
+        start_time=clock.ns(began),
+    )
+
+
+def _finish(
+    root: Span,
+    request: TracedRequest,
+    retrieval: Retrieval | None,
+    stats: RequestStats,
+    error: str | None,
+    *,
+    parent: Context,
+    clock: _WallClock,
+) -> None:
+    """Make the child spans of a request that has ended, and end its own."""
     from opentelemetry import trace
 
     tracer = trace.get_tracer("cachecraft_rag", __version__)
     started = request.started
-    root = tracer.start_span(
-        f"chat {request.model}",
-        context=parent,
-        kind=trace.SpanKind.INTERNAL,  # the conventions' kind for a model in the same process
-        start_time=clock.ns(started if retrieval is None else retrieval.began),
-        attributes=_request_attributes(request, stats),
-    )
+    root.set_attributes(_request_attributes(request, stats))
     within = trace.set_span_in_context(root, parent)
 
     def child(
@@ -187,6 +208,56 @@ def _record(
         root.set_attribute("error.type", error)
         root.set_status(trace.Status(trace.StatusCode.ERROR))
     root.end(clock.ns(started + stats.total_s))
+
+
+class ServedTrace:
+    """The trace of one request in a vLLM server, whose own span becomes a child of the request's.
+
+    Attributes:
+        headers: the trace as HTTP headers, for vLLM.
+    """
+
+    def __init__(self, request: TracedRequest, headers: Mapping[str, str] | None) -> None:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        format = TraceContextTextMapPropagator()
+        self._request = request
+        self._clock = _WallClock(time.time_ns(), time.perf_counter())
+        self._parent = format.extract(headers or {})
+        self._root = _start(request, self._parent, request.started, self._clock)
+        self.headers: dict[str, str] = {}
+        format.inject(self.headers, trace.set_span_in_context(self._root, self._parent))
+
+    @classmethod
+    def begin(cls, request: TracedRequest, headers: Mapping[str, str] | None) -> Self | None:
+        """Begin the trace; None if nothing is traced, or if that fails.
+
+        Args:
+            headers: those of the client that name its trace.
+        """
+        if not is_tracing():
+            return None
+        try:
+            return cls(request, headers)
+        except Exception:  # of the provider: the request goes on without a trace
+            logger.exception("The spans of a request could not be recorded")
+            return None
+
+    def end(self, stats: RequestStats, error: str | None) -> None:
+        """Record the spans of the request, which has ended."""
+        try:
+            _finish(
+                self._root,
+                self._request,
+                None,
+                stats,
+                error,
+                parent=self._parent,
+                clock=self._clock,
+            )
+        except Exception:  # of the provider: the answer itself is complete
+            logger.exception("The spans of a request could not be recorded")
 
 
 def _request_attributes(request: TracedRequest, stats: RequestStats) -> Attributes:

@@ -52,7 +52,8 @@ _QUESTION_MARK = "\u27e6cachecraft-question\u27e7"
 
 # "calls" holds calls of tools as JSON: [{"name": …, "arguments": {…}}]. "result" holds the result of one call; results
 # follow in the order of their calls.
-Turn = tuple[Literal["user", "assistant", "calls", "result"], str]
+TurnRole = Literal["user", "assistant", "calls", "result"]
+Turn = tuple[TurnRole, str]
 _FOLLOWS: dict[str | None, set[str]] = {
     None: {"user"},
     "user": {"assistant", "calls"},
@@ -148,9 +149,14 @@ class PromptBuilder:
         # It copies the tokenizer: transformers stores in it whether special tokens are split, so two threads that share
         # a tokenizer would change each other's setting.
         self._plain = PlainTokenizer(tokenizer, self._template_text())
-        if private_system and self._ids(system, special=True) != self._ids(system, special=False):
+        tools_text = json.dumps(self.tools, ensure_ascii=False).encode("utf-8", "replace").decode()
+        if private_system and any(
+            self._ids(text, special=True) != self._ids(text, special=False)
+            for text in (system, tools_text)
+        ):
             raise ConfigError(
-                "a private instruction holds special tokens of the model, or others that control it; leave them out"
+                "a private instruction, or one of its tools, holds special tokens of the model, or others that control "
+                "it; leave them out"
             )
 
         if self.tools and not self.calls.native:

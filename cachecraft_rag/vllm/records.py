@@ -6,9 +6,10 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 from cachecraft_rag.observability.stats import Finish, RequestStats
+from cachecraft_rag.observability.tracing import ServedTrace, TracedRequest, is_tracing
 from cachecraft_rag.planning.planner import SegmentOutcome
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.serving.request import Request, RequestProgress, SegmentReport, stats_of
@@ -23,6 +24,9 @@ class RequestParams(Protocol):
 
     logprobs: int | None
     prompt_logprobs: int | None
+    max_tokens: int | None
+    temperature: float
+    top_p: float
     structured_outputs: object
     extra_args: dict[str, object] | None
 
@@ -33,7 +37,7 @@ _FINISH: Mapping[str, Finish] = {"stop": "end", "length": "length"}
 
 
 def cached_report(
-    prompt: Prompt, cached: int, layers: int, *, outcome: SegmentOutcome
+    prompt: Prompt, cached: int, layers: int, *, outcome: SegmentOutcome, refused: str = ""
 ) -> FillReport:
     """Return a report like `filling.Filling.report` for a prompt served from vLLM's own prefix cache.
 
@@ -41,13 +45,19 @@ def cached_report(
         cached: number of first tokens that were in the prefix cache.
         outcome: outcome of each segment that begins there: "exact" if vLLM itself has computed all blocks of the
             prompt in its prefix cache.
+        refused: reason why vLLM computed the rest of the prompt without chunk-caches; "" if nothing prevented them.
     """
+    rest = SegmentReport("computed", Reason.NOT_STORED)
+    if refused:
+        reason = Reason.LEFT_TO_SERVER
+        rest = replace(rest, reason=reason, detail=f"{reason.sentence}: {refused}")
     segments = []
     for segment, start, end in zip(prompt.segments, prompt.bounds, prompt.bounds[1:], strict=False):
-        report = SegmentReport(
-            "computed", Reason.QUESTION if segment.kind == "question" else Reason.NOT_STORED
-        )
-        if segment.kind != "question" and (cached > start or outcome == "reused"):
+        report = rest
+        if segment.kind == "question":
+            report = SegmentReport("computed", Reason.QUESTION)
+        has_chunks = outcome == "reused" and segment.kind != "question" and not refused
+        if cached > start or has_chunks:
             report = SegmentReport(
                 outcome, Reason.PREFIX_CACHED, not_loaded=min(max(0, end - cached), end - start)
             )
@@ -73,6 +83,8 @@ class RequestRecord:
     alone    True if vLLM computes it without chunk-caches
     remark   note to the client, sent with the statistics; "" if there is nothing to say
     predicted  the answer's tokens with the predictions, if it is to be audited
+    trace    its trace, if vLLM has a tracer provider
+    error    name of the exception that ended it
     """
 
     request: Request
@@ -85,6 +97,18 @@ class RequestRecord:
     alone: bool = False
     remark: str = ""
     predicted: PredictedAnswer | None = None
+    trace: ServedTrace | None = None
+    error: str | None = None
+
+    def begin_trace(
+        self, model: str, params: RequestParams, headers: Mapping[str, str] | None
+    ) -> Mapping[str, str] | None:
+        """Begin the trace of the request; returns the headers for vLLM, which are the client's without a trace."""
+        traced = TracedRequest(
+            self.request.started, model, params.max_tokens or 0, params.temperature, params.top_p
+        )
+        self.trace = ServedTrace.begin(traced, headers)
+        return headers if self.trace is None else self.trace.headers
 
     def request_predictions(self, params: RequestParams) -> None:
         """Request the log-probabilities that an audit needs, if the answer is to be audited.
@@ -132,6 +156,13 @@ class RequestRecord:
             return
         if output.kv_transfer_params:
             self.take(output.kv_transfer_params.get(FIELD, {}))
+        cached = output.num_cached_tokens or 0
+        if (refused := self.report.get("refused")) and cached:
+            # without reuse vLLM has filled none of these blocks
+            outcome: SegmentOutcome = "reused" if self.request.config.reuse else "exact"
+            prompt = self.request.prompt
+            report = cached_report(prompt, cached, self.layers, outcome=outcome, refused=refused)
+            self.take({**report, "refused": refused})
         # vLLM's own number counts all filled tokens, computed or not
         if "refused" not in self.report:
             is_reported = progress.reports is not None
@@ -164,8 +195,9 @@ class RequestRecord:
 class Records:
     """The latest requests of an API server. To be used in its event loop only."""
 
-    def __init__(self, ended: Callable[[RequestRecord], None]) -> None:
+    def __init__(self, ended: Callable[[RequestRecord], None], *, model: str = "") -> None:
         """Start without requests; `ended` is called once for each request, when it has ended."""
+        self.model = model
         self._count_ended = ended
         self._under_way: dict[str, RequestRecord] = {}
         self._named: dict[str, RequestRecord] = {}
@@ -187,6 +219,8 @@ class Records:
         if not record.counted:
             record.counted = True
             self._count_ended(record)
+            if record.trace is not None:
+                record.trace.end(record.stats(), record.error)
         if self._under_way.get(name) is record:  # a client may give two requests the same name
             del self._under_way[name]
         self._ended[name] = (record.request.session, record.as_dict())
@@ -221,6 +255,11 @@ class RecordingClient:
         self._record.begun = True
         self._record.request_predictions(params)
         self._record.request = replace(self._record.request, request_id=request_id)
+        if is_tracing():
+            headers = cast("Mapping[str, str] | None", options.get("trace_headers"))
+            options["trace_headers"] = self._record.begin_trace(
+                self._records.model, params, headers
+            )
         return self._generate(prompt, params, request_id, **options)
 
     async def _generate(
@@ -238,8 +277,9 @@ class RecordingClient:
                         output.kv_transfer_params = {FIELD: self._record.as_dict()}
                         self._records.end(request_id, self._record)
                     yield output
-        except Exception:  # counted, then raised again
+        except Exception as error:  # counted, then raised again
             self._record.progress.failed()
+            self._record.error = type(error).__name__
             raise
         finally:
             self._records.end(request_id, self._record)

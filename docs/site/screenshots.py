@@ -1,10 +1,13 @@
-"""Take docs/images/streamlit-light.png and -dark.png from the app in a real browser: `make screenshots`.
+"""Take docs/images/streamlit-light.png, -dark.png and -phone.png from the app in a real browser: `make screenshots`.
 
-Needs Chromium and its driver (apt-get install chromium chromium-driver). Takes a minute on a quiet machine.
+With `--all FOLDER` it also takes pictures of every other state of the page, in a window and on a phone: loading, the
+welcome, an upload, an answer, the settings. Needs Chromium and its driver (apt-get install chromium chromium-driver).
+Takes a minute on a quiet machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import shutil
@@ -29,6 +32,19 @@ QUESTIONS = (
     "How often is the filter of the Willow A3 replaced?",
     "How long does the filter of the Willow A3 last?",
 )
+IMAGES = ROOT / "docs" / "images"
+WINDOW = {"width": 1280, "height": 1050, "deviceScaleFactor": 1, "mobile": False}
+PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+UPLOAD = """# Ferry to Arden
+
+## Departures
+
+The ferry to Arden leaves every forty minutes from pier 3, the last time at 22:20.
+
+## Bicycles
+
+A bicycle costs two crowns. There is room for twelve of them on each ferry, below the stairs.
+"""
 PATIENCE_S = 900.0  # for one step: a busy machine needs minutes to load the models and to answer
 FLAGS = (
     "--headless=new",
@@ -105,13 +121,53 @@ def running_browser() -> Iterator[webdriver.Chrome]:
         browser.quit()
 
 
+class Camera:
+    """Takes pictures of the page; those of `docs/images`, and all others into a folder, if there is one."""
+
+    def __init__(self, browser: webdriver.Chrome, folder: Path | None) -> None:
+        self._browser = browser
+        self._folder = folder
+
+    def screen(self, screen: dict[str, Any]) -> None:
+        """Show the page on a screen of this size."""
+        self._browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+
+    def scheme(self, scheme: str) -> None:
+        """Show the page in the light or the dark theme, once it is loaded again."""
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        self._browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+
+    def take(self, file: Path) -> None:
+        """Take one picture."""
+        time.sleep(3)  # until fades have ended
+        picture = Image.open(io.BytesIO(self._browser.get_screenshot_as_png())).convert("RGB")
+        # half the size, and no difference to be seen
+        picture.quantize(128, dither=Image.Dither.NONE).save(file, optimize=True)
+
+    def take_both(self, state: str) -> None:
+        """Take a picture of a state of the page in a window and one on a phone, if all states are wanted."""
+        if self._folder is None:
+            return
+        for name, screen in (("phone", PHONE), ("window", WINDOW)):
+            self.screen(screen)
+            self.take(self._folder / f"{state}-{name}.png")
+
+
 def main() -> None:
-    """Ask twice about the sample handbook, then take both pictures."""
+    """Ask twice about the sample handbook, then take the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--all", type=Path, metavar="FOLDER", help="also take pictures of all other states"
+    )
+    folder_of_all = parser.parse_args().all
+    if folder_of_all is not None:
+        folder_of_all.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory() as folder,
         running_app(folder) as (server, address),
         running_browser() as browser,
     ):
+        camera = Camera(browser, folder_of_all)
 
         def all_of(selector: str) -> list[Any]:
             return browser.find_elements(By.CSS_SELECTOR, selector)
@@ -123,30 +179,64 @@ def main() -> None:
                 and len(all_of(".cc-bar")) == bars
             )
 
+        def checked(answers: int) -> bool:
+            """True once the verdict of the audit stands below each answer."""
+            return at_rest(answers) and len(all_of(".cc-verdict")) == answers
+
+        camera.screen(WINDOW)
         wait_for("the server", lambda: browser.get(address) or True, server)
-        wait_for("the model", lambda: all_of(".st-key-sample button")[0].click() or True, server)
-        wait_for("the handbook's index", lambda: all_of('[class*="st-key-try"] button'), server)
+        loading = '[data-testid="stSpinner"], .st-key-sample button'
+        wait_for("the page", lambda: all_of(loading), server)
+        camera.take_both("loading")
+        wait_for("the model", lambda: all_of(".st-key-sample button"), server)
+        camera.take_both("welcome")
+        if folder_of_all is not None:
+            page = Path(folder) / "ferry.md"
+            page.write_text(UPLOAD, encoding="utf-8")
+            all_of('input[type="file"]')[0].send_keys(str(page))
+            wait_for("the upload", lambda: all_of('[class*="st-key-try"] button'), server)
+            camera.take_both("upload")
+            wait_for(
+                "the box",
+                lambda: all_of('[class*="st-key-documents"] summary')[0].click() or True,
+                server,
+            )
+        wait_for("the button", lambda: all_of(".st-key-sample button")[0].click() or True, server)
+        wait_for(
+            "the handbook's index",
+            lambda: at_rest(0) and not all_of(".st-key-sample button"),
+            server,
+        )
         for number, question in enumerate(QUESTIONS, start=1):
             box = '[data-testid="stChatInputTextArea"]'
             wait_for("the question's box", lambda box=box: all_of(box), server)[0].send_keys(
                 question, Keys.ENTER
             )
             wait_for(
-                f"answer {number}, timed with and without reuse",
-                lambda number=number: at_rest(number),
+                f"answer {number}, timed with and without reuse, and its audit",
+                lambda number=number: checked(number),
                 server,
             )
+        camera.take_both("answers")
+        if folder_of_all is not None:
+            camera.screen(WINDOW)
+            wait_for(
+                "the settings",
+                lambda: all_of('[data-testid="stSidebar"] summary')[0].click() or True,
+                server,
+            )
+            camera.take(folder_of_all / "settings-window.png")
         address = browser.current_url
-        for scheme in ("light", "dark"):
-            media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        for name, scheme, screen in (
+            ("light", "light", WINDOW),
+            ("dark", "dark", WINDOW),
+            ("phone", "light", PHONE),
+        ):
+            camera.scheme(scheme)
+            camera.screen(screen)
             browser.get(address)
-            wait_for(f"the {scheme} page", lambda: at_rest(len(QUESTIONS)), server)
-            time.sleep(3)
-            picture = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
-            # half the size, and no difference to be seen
-            few = picture.quantize(128, dither=Image.Dither.NONE)
-            few.save(ROOT / "docs" / "images" / f"streamlit-{scheme}.png", optimize=True)
+            wait_for(f"the {name} page", lambda: checked(len(QUESTIONS)), server)
+            camera.take(IMAGES / f"streamlit-{name}.png")
 
 
 if __name__ == "__main__":

@@ -20,15 +20,16 @@ import time
 from pathlib import Path
 
 import httpx
-from served import HANDBOOK, Server, table
+from served import HANDBOOK, Server, from_chunk_caches, table
 
 STARTS_WITHIN_S = 900.0
 PAGES = ("kettle-wren-k2", "descaling", "warranty", "error-codes", "the-app")
+# Each finds the same three passages, in another order.
 QUESTIONS = (
     "How often should I descale the Wren K2 kettle?",
     "How do I descale the kettle Wren K2?",
     "How many weeks may pass until the Wren K2 kettle is descaled?",
-    "How do I descale the kettle?",
+    "How much water does the kettle hold?",
 )
 
 
@@ -53,7 +54,12 @@ def main() -> None:
         try:
             webui = wait_for(process, f"http://127.0.0.1:{given.port}", given.log)
             knowledge = upload(webui)
-            rows = [ask(webui, server, knowledge, question) for question in QUESTIONS]
+            rows = []
+            for number, question in enumerate(QUESTIONS):
+                before = server.captures()
+                rows.append(ask(webui, server, knowledge, question))
+                # passages are captured once they were seen twice
+                server.wait_for_captures(before if number == 1 else -1.0)
             table("Open WebUI's own RAG template", rows)
         finally:
             process.terminate()
@@ -130,11 +136,10 @@ def ask(client: httpx.Client, server: Server, knowledge: str, question: str) -> 
     answer = reply(client.post("/api/chat/completions", json=body))
     usage = answer["usage"]
     stats = server.statistics(answer["id"])
-    server.wait_for_captures()
     return {
         "prompt_tokens": usage["prompt_tokens"],
         "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
-        "tokens_reused": stats.get("tokens_reused", 0),
+        "from chunk-caches": from_chunk_caches(stats),
         "tokens_recomputed": stats.get("tokens_recomputed", 0),
         "sources": sum(len(source["document"]) for source in answer.get("sources", [])),
     }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx  # every application here installs it
 
@@ -44,7 +45,7 @@ class Server:
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         return int(httpx.post(f"{self.url}/tokenize", json=body, timeout=60).json()["count"])
 
-    def statistics(self, answer_id: str) -> dict[str, int]:
+    def statistics(self, answer_id: str) -> dict[str, Any]:
         """Return the statistics of an answer by its id; empty if the server remembers none."""
         reply = httpx.get(f"{self.url}/v1/cachecraft/requests/{answer_id}", timeout=30)
         return dict(reply.json()["stats"]) if reply.status_code == 200 else {}
@@ -56,14 +57,24 @@ class Server:
     def wait_for_captures(self, before: float = -1.0) -> None:
         """Wait until there are more captures than `before`, and then no more for a while.
 
-        Passages of unmarked text are captured in idle time, after they were sent a second time.
+        Passages of unmarked text are captured in idle time, after they were sent a second time. A capture is a request
+        of the server's own: while one runs, it waits.
         """
         end = time.monotonic() + _LONGEST_WAIT_S
         seen, quiet_since = before, time.monotonic()
         while time.monotonic() < (end if seen == before else min(end, quiet_since + _QUIET_S)):
-            if (stored := self.captures()) != seen:
+            if (stored := self.captures()) != seen or self.count("vllm:num_requests_running"):
                 seen, quiet_since = stored, time.monotonic()
             time.sleep(0.5)
+
+
+def from_chunk_caches(stats: Mapping[str, Any]) -> int:
+    """Return the tokens that came from chunk-caches unchanged, and not from the server's prefix cache."""
+    return sum(
+        chunk["tokens"] - chunk["computed"] - chunk["recomputed"]
+        for chunk in stats.get("chunks", ())
+        if chunk["outcome"] in ("exact", "reused") and chunk["reason_code"] != "prefix_cached"
+    )
 
 
 def passages(*pages: str) -> list[str]:

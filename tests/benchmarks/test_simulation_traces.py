@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 from benchmarks.simulation.trace import Trace, read_trace
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.observability.request_log import JsonFormatter, request_fields
+from cachecraft_rag.observability.stats import ChunkStats, RequestStats
 
 # -- traces -----------------------------------------------------------------------------------------------------------
 
@@ -23,6 +26,32 @@ def test_a_trace_is_read_by_names_lengths_and_times(tmp_path: Path) -> None:
     ]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n", encoding="utf-8")
     assert read_trace(path, chunk_tokens=50) == Trace(((1, 2), (0, 1)), (20, 10, 50))
+
+
+def test_the_request_log_is_a_trace(tmp_path: Path) -> None:
+    chunks = (
+        ChunkStats("b", "computed", tokens=30),
+        ChunkStats("a", "exact", tokens=20),
+        ChunkStats("c", "trimmed"),
+    )
+    logger = logging.getLogger("cachecraft_rag.requests")
+    times = dict.fromkeys(("ttft_s", "plan_s", "load_s", "prefill_s", "total_s"), 0.1)
+    tokens = ("prompt", "reused", "recomputed", "computed", "generated")
+    counts = {f"tokens_{kind}": 10 for kind in tokens}
+    stats = RequestStats(
+        **times, **counts, recompute_share=0.5, focus_layer=None, finish="end", chunks=chunks
+    )
+    fields = request_fields(stats)
+    messages: list[dict[str, object]] = [{"event": "eviction", "reason": "budget"}, fields]
+    path = tmp_path / "log.jsonl"
+    lines = []
+    for extra in messages:
+        record = logger.makeRecord(
+            logger.name, logging.INFO, "", 0, "done", (), None, extra={"cachecraft": extra}
+        )
+        lines.append(JsonFormatter().format(record))
+    path.write_text("\n".join(lines), encoding="utf-8")
+    assert read_trace(path) == Trace(((0, 1),), (30, 20))
 
 
 @pytest.mark.parametrize(

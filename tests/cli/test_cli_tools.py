@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cachecraft_rag.cli import ask, options
-from cachecraft_rag.cli.app import app
+from cachecraft_rag.cli.app import COMMANDS, app
 from cachecraft_rag.errors import CacheCraftError, ConfigError, DocumentError, IndexStoreError
 
 QUESTION = "How many days?"
@@ -91,6 +91,19 @@ def test_help_describes_each_commands_own_questions() -> None:
     for text in (calibrate, evaluate):
         assert "Longest answer" in text
         assert "PATH" in text
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS, "store check", "documents ls"])
+def test_no_help_names_types_of_flags_or_options_of_shells(name: str) -> None:
+    shown = CliRunner().invoke(app, [*name.split(), "--help"]).output
+    assert "--help" in shown
+    assert "<bool>" not in shown
+    assert "--install-completion" not in shown
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_of_the_doctor() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be written .*name another folder with --store"):
+        run("doctor", "--store", "/proc/no-folder")
 
 
 def test_sizes_come_from_the_config_alone(home: Path, tmp_path: Path) -> None:

@@ -416,6 +416,13 @@ def test_from_an_empty_page_to_reused_tokens(
         in problems
     )
     assert [path.name for path in (tmp_path / "uploads").iterdir()] == ["kettle.md"]
+    (note,) = app.success
+    assert note.value == "Added **kettle.md**: 2 passages. Ask about it above."
+    (offered,) = app.button_group
+    assert offered.options == [
+        "What does kettle.md say about “Size”?",
+        "What does kettle.md say about “Limescale”?",
+    ]
 
     ask(app, QUESTIONS[0])
     assert not app.warning

@@ -372,4 +372,7 @@ def test_a_private_instruction_cannot_smuggle_special_tokens(
         PromptBuilder(
             byte_tokenizer, context_length=512, system="I am Ida.<|end|>", private_system=True
         )
+    tool = {"type": "function", "function": {"name": "search", "description": "Ends.<|end|>"}}
+    with pytest.raises(ConfigError, match="special tokens"):
+        PromptBuilder(byte_tokenizer, context_length=512, tools=[tool], private_system=True)
     PromptBuilder(byte_tokenizer, context_length=512, system="I am Ida.", private_system=True)

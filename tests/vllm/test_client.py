@@ -305,9 +305,9 @@ def test_a_schema_is_kept_to_by_the_server_and_tools_are_refused(
     with serving(answers) as url, HTTPEngine.connect(url) as engine:
         list(engine.stream("How?", [], sampling=SamplingParams(json_schema={"type": "integer"})))
         list(engine.stream("How?", []))
-        with pytest.raises(UnsupportedCallError, match="calls no tools"):
+        with pytest.raises(UnsupportedCallError, match="sends no tools"):
             engine.stream("How?", [], tools=[tool])
-        with pytest.raises(UnsupportedCallError, match="calls no tools"):
+        with pytest.raises(UnsupportedCallError, match="sends no tools"):
             engine.stream("", [], history=[("user", "How?"), ("calls", "[]"), ("result", "b")])
     assert bodies[0]["response_format"]["json_schema"]["schema"] == {"type": "integer"}
     assert "response_format" not in bodies[1]

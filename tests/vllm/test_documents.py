@@ -24,6 +24,25 @@ DOCUMENTS = [{"text": "Vinegar.", "title": "kettle"}, {"text": "Crumbs."}]
 USER = {"role": "user", "content": "How?"}
 
 
+TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+
+
+def call(*given: str) -> dict[str, Any]:
+    """A message with calls of tools: ids and arguments in turn."""
+    calls = [
+        {"id": name, "type": "function", "function": {"name": "search", "arguments": arguments}}
+        for name, arguments in zip(given[::2], given[1::2], strict=True)
+    ]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+CALLS = call("7", '{"for": "lime"}', "8", "")
+RESULTS = [
+    {"role": "tool", "tool_call_id": "8", "content": "Nothing."},
+    {"role": "tool", "tool_call_id": "7", "content": [{"type": "text", "text": "Vinegar."}]},
+]
+
+
 def request(**given: Any) -> SimpleNamespace:
     fields: dict[str, Any] = {
         "messages": [USER],
@@ -69,8 +88,14 @@ def test_chunks_history_and_question() -> None:
     assert asked.config == ReuseConfig(alpha=0.5, recompute_ratio=0.2, plain_prompts="off")
     plain = read()
     assert (plain.system, plain.config, plain.reserve, plain.history) == (None, None, 128, ())
-    assert read(tools=[{}], tool_choice="none").question == "How?"
     assert read(documents=[]).chunks == ()
+    other_fields = [
+        {"page_content": "Vinegar.", "metadata": {"page": 3}, "id": None},
+        {"content": "Crumbs.", "score": 0.7, "id": 12},
+    ]
+    assert [(chunk.chunk_id, chunk.stale_id) for chunk in read(documents=other_fields).chunks] == [
+        (Chunk(text).chunk_id, "") for text in ("Vinegar.", "Crumbs.")
+    ]
     stale = [{"text": "a", "id": "mine"}]
     (chunk,) = read(documents=stale).chunks
     assert (chunk.chunk_id, chunk.stale_id) == (Chunk("a").chunk_id, "mine")
@@ -84,13 +109,36 @@ def test_chunks_history_and_question() -> None:
         read(documents=stale, model_extra={"cachecraft": {"strict_ids": "yes"}})
 
 
+def test_tools_their_calls_and_results() -> None:
+    history = (
+        ("user", "How?"),
+        (
+            "calls",
+            '[{"name": "search", "arguments": {"for": "lime"}}, {"name": "search", "arguments": {}}]',
+        ),
+        ("result", "Vinegar."),
+        ("result", "Nothing."),
+    )
+    asked = read(messages=[USER, CALLS, *RESULTS], tools=[TOOL])
+    assert (asked.history, asked.question, asked.tools) == (history, "", (TOOL,))
+    said = [USER, {**CALLS, "content": "Let me look."}, *RESULTS, {"role": "assistant"}, USER]
+    asked = read(messages=said)
+    assert asked.history == (
+        history[0],
+        ("assistant", "Let me look."),
+        *history[1:],
+        ("assistant", ""),
+    )
+    assert (asked.question, asked.tools) == ("How?", ())
+
+
 @pytest.mark.parametrize(
     ("given", "advice"),
     [
         ({"documents": {}}, "must be a list; write"),
         ({"documents": ["text"]}, r"documents\[0\] must be an object with a \"text\"; write"),
         ({"documents": [{"text": "a"}, {"text": None}]}, r"documents\[1\] must be an object"),
-        ({"documents": [{"text": "a", "page": 3}]}, "'page' must be a string; leave it out"),
+        ({"documents": [{"metadata": {"text": "a"}}]}, r"documents\[0\] must be an object with"),
         ({"documents": [{"text": "a"}] * (MOST_DOCUMENTS + 1)}, "send at most"),
         ({"documents": [{"text": "a" * 6500}]}, "send at most 6400: the best"),
         (
@@ -108,14 +156,19 @@ def test_chunks_history_and_question() -> None:
         ({"continue_final_message": True}, "end with the user's"),
         ({"add_generation_prompt": False}, "leave it out"),
         ({"truncate_prompt_tokens": 5}, "left out by rank"),
-        ({"tools": [{}], "tool_choice": "auto"}, "leave out one of the two"),
+        ({"tools": [{}]}, "each tool must be"),
+        ({"messages": [USER, CALLS, RESULTS[0]]}, "last message must be"),
+        ({"messages": [USER, CALLS, RESULTS[0], USER]}, r"messages\[3\].*lack a result"),
+        ({"messages": [USER, CALLS, RESULTS[0], RESULTS[0]]}, r"messages\[3\].*tool_call_id"),
+        ({"messages": [USER, call("7", "[1]"), RESULTS[0]]}, "the text of a JSON object"),
+        ({"messages": [USER, {**CALLS, "tool_calls": [{}]}]}, "no calls of functions"),
         ({"messages": []}, "the last message must be the user's"),
         (
             {"messages": [USER, {"role": "assistant", "content": "x"}]},
             "the last message must be the user's",
         ),
         (
-            {"messages": [{"role": "tool", "content": "x"}, USER]},
+            {"messages": [{"role": "critic", "content": "x"}, USER]},
             r"messages\[0\].*write the text of others",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "hold text only"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -41,7 +42,11 @@ UNKNOWN = {"reused": 0, "recomputed": 0, "computed": 8}
 
 
 def output(
-    *tokens: int, finish: str | None = None, stop: Any = None, report: dict[str, Any] | None = None
+    *tokens: int,
+    finish: str | None = None,
+    stop: Any = None,
+    report: dict[str, Any] | None = None,
+    cached: int | None = None,
 ) -> Any:
     """One of vLLM's outputs, as far as it is read."""
     return SimpleNamespace(
@@ -49,7 +54,7 @@ def output(
         metrics=None,
         kv_transfer_params=None if report is None else {FIELD: report},
         finished=finish is not None,
-        num_cached_tokens=None,
+        num_cached_tokens=cached,
     )
 
 
@@ -90,6 +95,14 @@ ENDS: dict[str, tuple[list[Any], int | None, bool, str, int, dict[str, int]]] = 
         "length",
         1,
         UNKNOWN,
+    ),
+    "refused, and partly in vLLM's prefix cache": (
+        [output(1, finish="length", report={"refused": "nothing …"}, cached=4)],
+        None,
+        False,
+        "length",
+        1,
+        {"reused": 4, "recomputed": 0, "computed": 4},
     ),
     "vLLM aborts it": ([output(1, finish="abort")], None, True, "closed", 1, FILLED),
 }
@@ -181,3 +194,56 @@ def test_chunks_of_a_refused_request_say_why_they_were_computed() -> None:
     assert chunk["reason"] == (
         "the server computed the request without chunk-caches: its cache_salt …"
     )
+    asyncio.run(served("refused, and partly in vLLM's prefix cache", records))
+    kept = records.get("refused, and partly in vLLM's prefix cache", session=None)
+    (chunk,) = kept["stats"]["chunks"]
+    assert (chunk["outcome"], chunk["reason_code"]) == ("reused", Reason.PREFIX_CACHED)
+    assert (chunk["tokens"], chunk["computed"]) == (4, 2)
+    assert kept["refused"] == "nothing …"
+
+
+def test_a_request_is_traced_and_vllms_span_belongs_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    memory = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    passed_on: list[dict[str, str]] = []
+
+    async def generate(*_: Any, trace_headers: dict[str, str], **__: Any) -> AsyncIterator[Any]:
+        passed_on.append(trace_headers)
+        yield output(1, finish="length", report=REPORT)
+
+    async def read(headers: dict[str, str] | None) -> None:
+        record = RequestRecord(
+            Request(PROMPT, ReuseConfig(), SamplingParams(), None, time.perf_counter()), LAYERS
+        )
+        client = RecordingClient(
+            SimpleNamespace(generate=generate), record, Records(lambda _: None, model="tiny")
+        )
+        params = SimpleNamespace(max_tokens=7, temperature=0.0, top_p=1.0)
+        async for _ in client.generate(None, params, "an id", trace_headers=headers):
+            pass
+
+    client_trace = "0af7651916cd43dd8448eb211c80319c"
+    asyncio.run(read({"traceparent": f"00-{client_trace}-b7ad6b7169203331-01"}))
+    asyncio.run(read(None))
+    ended = [span for span in memory.get_finished_spans() if span.name == "chat tiny"]
+    for span, headers in zip(ended, passed_on, strict=True):
+        assert span.attributes is not None
+        counts = {
+            name: span.attributes[f"cachecraft.tokens.{name}"]
+            for name in ("reused", "recomputed", "computed")
+        }
+        assert counts == FILLED
+        assert span.attributes["gen_ai.request.max_tokens"] == 7
+        assert span.attributes["gen_ai.response.id"] == "an id"
+        # vLLM's span is a child of this one
+        ids = f"{span.context.trace_id:032x}-{span.context.span_id:016x}"
+        assert headers["traceparent"][3:-3] == ids
+    assert [span.parent is None for span in ended] == [False, True]
+    assert f"{ended[0].context.trace_id:032x}" == client_trace

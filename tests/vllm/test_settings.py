@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -228,6 +231,47 @@ def test_system_messages_are_searched_where_prompts_are(
     assert isinstance(found, ConnectorSettings), found
     assert found.endpoint.search_system
     assert "add --reuse-plain-prompts" in str(started("--search-system"))
+
+
+def test_the_log_begins_with_the_settings(
+    started: Callable[..., ConnectorSettings | str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_LOGGING_CONFIG_PATH", raising=False)
+    command = ["serve", "demo", "--session-header", "X-Mine"]
+    written = CliRunner().invoke(app, command).stderr
+    (line,) = [line for line in "".join(written.split()).split("INFO") if "Settings:" in line]
+    assert "namespacedefault,codecraw,recomputeratioofeachchunk'sCFO,plainpromptsoff" in line
+    assert "sessionheaderX-Mine" in line
+    assert "VLLM_LOGGING_CONFIG_PATH" not in os.environ
+
+
+def test_json_logs_cover_vllm_and_requests(
+    started: Callable[..., ConnectorSettings | str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM reads this configuration in each of its processes, and uvicorn in that of the server."""
+    monkeypatch.setenv("VLLM_LOGGING_CONFIG_PATH", "")
+    monkeypatch.delenv("VLLM_LOGGING_CONFIG_PATH")
+    lines = CliRunner().invoke(app, ["--log-json", "serve", "demo"]).stderr.splitlines()
+    assert [json.loads(line)["message"][:9] for line in lines] == ["Settings:"]
+    path = os.environ["VLLM_LOGGING_CONFIG_PATH"]
+    code = (
+        "import json, logging.config, sys\n"
+        "logging.config.dictConfig(json.load(open(sys.argv[1])))\n"
+        "for name in ('vllm.engine', 'uvicorn.error', 'uvicorn.access', 'cachecraft_rag.vllm'):\n"
+        "    logging.getLogger(name).info('%s says so', name)\n"
+        "logging.getLogger('httpx').info('left out')\n"
+        "logging.getLogger('httpx').warning('of a library')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, path], check=True, capture_output=True, text=True
+    )
+    assert [json.loads(line)["message"] for line in done.stderr.splitlines()] == [
+        "vllm.engine says so",
+        "uvicorn.error says so",
+        "uvicorn.access says so",
+        "cachecraft_rag.vllm says so",
+        "of a library",
+    ]
 
 
 def test_what_vllm_decides_is_refused_in_python() -> None:

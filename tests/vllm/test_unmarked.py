@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,14 +16,19 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from transformers import AutoTokenizer
+
+from cachecraft_rag.observability.request_counts import RequestCounts
 from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.prompt.builder import STAND_IN
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.catalog_records import Listed
-from cachecraft_rag.types import Prompt, Segment, chunk_id_of
+from cachecraft_rag.types import Prompt, Segment, chunk_id_of, digest, digest_of_tokens
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.records import Records
+from cachecraft_rag.vllm.server.response_input import messages_of, with_mark
 from cachecraft_rag.vllm.server.unmarked import (
     Origin,
     PlainPrompts,
@@ -93,7 +100,7 @@ def test_a_mistake_behind_an_answer_is_logged(caplog: pytest.LogCaptureFixture) 
     def notes() -> dict[str, Candidate]:
         raise KeyError("of this test")
 
-    engine: Any = SimpleNamespace()
+    engine: Any = SimpleNamespace(request_counts=RequestCounts())
     prompts = PlainPrompts(engine, Records(lambda _: None), cached_tokens=0)
     prompts.note(notes)
     prompts._threads.shutdown()
@@ -127,6 +134,28 @@ def test_a_marked_message_keeps_its_form() -> None:
         first,
         {"role": "tool", "content": [{"type": "text", "text": "?"}]},
     ]
+
+
+def test_the_input_of_a_response_is_searched_like_messages() -> None:
+    from openai.types.responses import ResponseFunctionToolCallOutputItem
+
+    question = {"role": "user", "content": [{"type": "input_text", "text": LONG}]}
+    output = {"type": "function_call_output", "call_id": "7", "output": LONG}
+    as_object = ResponseFunctionToolCallOutputItem(**output, id="1", status="completed")
+    call = {"type": "function_call", "call_id": "7", "name": "search", "arguments": "{}"}
+    asked = SimpleNamespace(instructions=LONG, input=[question, call, output, as_object])
+    messages = messages_of(asked)
+    assert searched_messages(messages, search_system=False) == [1, 3, 4]
+    assert searched_messages(messages, search_system=True) == [0, 1, 3, 4]
+    assert with_mark(asked, 0) == {"instructions": "?"}
+    marked_question = {"role": "user", "content": [{"type": "text", "text": "?"}]}
+    assert with_mark(asked, 1) == {"input": [marked_question, call, output, as_object]}
+    items = with_mark(asked, 3)["input"], with_mark(asked, 4)["input"]
+    assert items[0] == [question, call, {**output, "output": "?"}, as_object]
+    assert items[1] == [question, call, output, as_object.model_copy(update={"output": "?"})]
+    text = SimpleNamespace(instructions=None, input=LONG)
+    assert searched_messages(messages_of(text), search_system=True) == [1]
+    assert with_mark(text, 1) == {"input": "?"}
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
@@ -233,6 +262,103 @@ def test_the_third_time_a_stock_client_s_passages_are_reused(server: ServerProce
 
 
 @pytest.mark.slow
+def test_the_third_time_passages_of_responses_are_reused(server: ServerProcess) -> None:
+    """In the user's message, in the output of a tool, and streamed."""
+    import openai
+
+    text, before = words(1000), len(rows(server))
+    whole = sum(map(len, text[:3]))
+    counts = server.counts()
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    model = client.models.list().data[0].id
+    how: dict[str, Any] = {"model": model, "max_output_tokens": 2, "temperature": 0}
+    for order in ([0, 1, 2], [2, 0, 1]):
+        prompt = prompt_of(*(text[place] for place in order))
+        first = client.responses.create(input=prompt, **how)
+        found = httpx.get(f"{server.url}/v1/cachecraft/requests/{first.id}").json()["stats"]
+        assert reused(found) == 0
+    wait_for(server, before + 3)
+    prompt = prompt_of(text[1], text[3], text[0], text[2])
+    third = client.responses.create(input=prompt, instructions="Be brief.", **how)
+    found = httpx.get(f"{server.url}/v1/cachecraft/requests/{third.id}").json()["stats"]
+    assert reused(found) >= 0.75 * whole
+    assert third.usage is not None
+    assert third.usage.input_tokens_details.cached_tokens == found["tokens_reused"]
+    call = {"type": "function_call", "call_id": "7", "name": "search", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "7"}
+    asked: list[Any] = [
+        {"role": "user", "content": "Which is it?"},
+        call,
+        {**output, "output": "\n\n".join(text[place] for place in (2, 4, 0, 1))},
+    ]
+    events = list(client.responses.create(input=asked, stream=True, **how))
+    last = events[-1]
+    assert last.type in ("response.completed", "response.incomplete")
+    found = httpx.get(f"{server.url}/v1/cachecraft/requests/{last.response.id}").json()["stats"]
+    assert reused(found) >= 0.75 * whole
+    client.responses.create(input="Hello!", **how)
+    searched = {
+        labels: value - counts[name, labels]
+        for (name, labels), value in server.counts().items()
+        if name == "cachecraft_searched_messages_total" and value != counts[name, labels]
+    }
+    assert searched == {  # by result and role
+        ("noted", "user"): 2,
+        ("reused", "user"): 1,
+        ("reused", "tool"): 1,
+        ("nothing", "user"): 1,
+    }
+
+
+@pytest.mark.slow
+def test_results_of_tools_are_reused_from_the_third_time_on(
+    server: ServerProcess, model_folder: Callable[[str], Path]
+) -> None:
+    """An agent's conversation: each turn's search returns five of ten passages."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder("Llama"))
+    ids = {
+        text: tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in (passage(seed, words=14) for seed in range(2000, 2010))
+    }
+    names = {text: digest("text", digest_of_tokens(tokens)) for text, tokens in ids.items()}
+    dice = random.Random(1)
+    messages: list[dict[str, Any]] = []
+    shown: list[str] = []
+    prompts_with: Counter[str] = Counter()
+    old = served = 0
+    for number in range(5):
+        found = dice.sample(list(ids), 5)
+        call = {"name": "search", "arguments": "{}"}
+        calls = [{"id": f"call_{number}", "type": "function", "function": call}]
+        messages += [
+            {"role": "user", "content": f"Question {number}: which is it?"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": f"call_{number}", "content": "\n\n".join(found)},
+        ]
+        shown += found
+        answer = server.chat(None, messages=messages, max_tokens=2)
+        assert answer.status_code == 200, answer.text
+        stats = stats_of(answer.json())
+        messages.append({"role": "assistant", "content": f"The answer to number {number}."})
+        known = {text for text in shown if prompts_with[text] >= 2}
+        old += sum(len(ids[text]) for text in shown if text in known)
+        known_names = {names[text] for text in known}
+        served += sum(
+            chunk["tokens"] - chunk["computed"]
+            for chunk in stats["chunks"]
+            if chunk["chunk_id"] in known_names and chunk["outcome"] in ("exact", "reused")
+        )
+        prompts_with.update(set(shown))
+        captured = {names[text] for text in ids if prompts_with[text] >= 2}
+        deadline = time.monotonic() + START_S
+        while captured - {row.variant.key.chunk_id for row in rows(server)}:
+            assert time.monotonic() < deadline, number
+            time.sleep(0.2)
+    # A prompt is served from vLLM's prefix cache, exactly, or from chunk-caches, but not from both.
+    assert served >= 0.6 * old
+
+
+@pytest.mark.slow
 def test_a_passage_that_a_prompt_holds_twice_is_reused_twice(server: ServerProcess) -> None:
     """As in an agent's conversation, where a search returns what an earlier one has found."""
     text, before = words(900), len(rows(server))
@@ -259,7 +385,7 @@ def reused_in_turns(
 ) -> tuple[list[float], float]:
     """How many passages each turn reuses, and the last one's reused tokens as a share of the first one's passages."""
     chunks, tokens = (
-        ("cachecraft_chunks_total", ("reused", "")),
+        ("cachecraft_chunks_total", ("reused", str(Reason.FIXED))),
         ("cachecraft_tokens_total", ("reused",)),
     )
     counts = [server.counts()]

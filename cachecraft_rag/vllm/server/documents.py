@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol, Self
 from cachecraft_rag.checks import check_flag, check_mapping, check_names
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.prompt.builder import Turn
+from cachecraft_rag.prompt.builder import Turn, TurnRole
+from cachecraft_rag.prompt.tools import Tool, checked_tools
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types import Chunk
 from cachecraft_rag.vllm.settings import OFF, ClientSettings
@@ -29,11 +30,14 @@ _CHARACTERS_PER_TOKEN = 64
 # Settings that do not change captured values.
 _HARMLESS = frozenset({"reuse", "capture", "loading"})
 _EXAMPLE = 'write "documents": [{"text": "…"}, …], best first'
-_ROLES: Mapping[str, Literal["user", "assistant", "system"]] = {
+# fields that may hold a document's text: ours, and those of LangChain, of Haystack and of most agents
+_TEXT_FIELDS = ("text", "page_content", "content")
+_ROLES: Mapping[str, Literal["user", "assistant", "system", "tool"]] = {
     "user": "user",
     "assistant": "assistant",
     "system": "system",
     "developer": "system",
+    "tool": "tool",
 }
 
 
@@ -63,12 +67,19 @@ class PlainRequest(Protocol):
     model_extra: Mapping[str, object] | None
 
 
+class ToolParameter(Protocol):
+    """vLLM's form of a tool."""
+
+    def model_dump(self) -> dict[str, Any]:
+        """Return the tool as JSON values."""
+
+
 class ChatRequest(PlainRequest, Protocol):
     """The fields of vLLM's `ChatCompletionRequest` that are read here."""
 
-    documents: list[dict[str, str]] | None
+    documents: list[dict[str, object]] | None
     messages: Sequence[object]
-    tools: Sequence[object] | None
+    tools: Sequence[Tool | ToolParameter] | None
     tool_choice: object
     max_tokens: int | None
     max_completion_tokens: int | None
@@ -79,6 +90,8 @@ class ChatRequest(PlainRequest, Protocol):
 class Asked:
     """A request with documents.
 
+    question  the user's; "" if the history ends with the result of a tool
+    tools    tools that the model may call
     system   instruction of the request; None: the server's instruction
     config   reuse settings of the request; None: the server's settings
     reserve  number of tokens kept free for the answer
@@ -91,6 +104,7 @@ class Asked:
     config: ReuseConfig | None
     reserve: int
     client_salt: str
+    tools: tuple[Tool, ...] = ()
 
     @classmethod
     def read(
@@ -109,34 +123,34 @@ class Asked:
         for name, (fine, advice) in _UNSUPPORTED.items():
             if not fine(getattr(request, name, None)):
                 raise ConfigError(f"{name} cannot be used together with documents: {advice}")
-        if request.tools and request.tool_choice not in (None, "none"):
-            raise ConfigError(
-                "tools cannot be used together with documents: leave out one of the two"
-            )
-        documents = request.documents or []
         check_documents(request.documents)
-        system, turns = _conversation(request.messages)
-        size = sum(len(document["text"]) for document in documents) + sum(
-            len(text) for _, text in turns
+        chunks = _chunks(request.documents or [], strict=_strict_ids(request))
+        tools = checked_tools(
+            tool if isinstance(tool, Mapping) else tool.model_dump() for tool in request.tools or ()
         )
+        system, turns = _conversation(request.messages)
+        size = sum(len(chunk.text) for chunk in chunks) + sum(len(text) for _, text in turns)
+        size += len(json.dumps(tools)) if tools else 0
         if size > (most := _CHARACTERS_PER_TOKEN * context_length):
             raise ConfigError(
-                f"documents and messages have {size} characters, and the model's context is {context_length} tokens; "
-                f"send at most {most}: the best documents only"
+                f"documents, messages and tools have {size} characters, and the model's context is {context_length} "
+                f"tokens; send at most {most}: the best documents only"
             )
         answer = (
             request.max_tokens
             if request.max_completion_tokens is None
             else request.max_completion_tokens
         )
+        question = turns.pop()[1] if turns[-1][0] == "user" else ""
         return cls(
-            question=turns[-1][1],
-            chunks=_chunks(documents, strict=_strict_ids(request)),
-            history=tuple(turns[:-1]),
+            question=question,
+            chunks=chunks,
+            history=tuple(turns),
             system=system,
             config=_config(_reuse_settings(request), default, allowed),
             reserve=SamplingParams().max_new_tokens if answer is None else answer,
             client_salt=request.cache_salt or "",
+            tools=tuple(tools),
         )
 
 
@@ -192,7 +206,9 @@ def read_priming(body: bytes, *, context_length: int) -> PrimingRequest:
     check_documents(given.get("documents"))
     check_documents(related)
     check_flag("estimate", given.get("estimate", False))
-    sizes = [len(document["text"]) for document in (*given["documents"], *related)]
+    chunks = _chunks(given["documents"])
+    related_chunks = _chunks(related)
+    sizes = [len(chunk.text) for chunk in (*chunks, *related_chunks)]
     if sum(sizes) > MOST_PRIMED:
         raise ConfigError(
             f"the documents have {sum(sizes)} characters; send at most {MOST_PRIMED} in one request"
@@ -204,18 +220,19 @@ def read_priming(body: bytes, *, context_length: int) -> PrimingRequest:
                 f"documents[{place}] has {size} characters, and the model's context is {context_length} tokens; split "
                 f"it into chunks of at most {most}"
             )
-    return PrimingRequest(
-        _chunks(given["documents"]), _chunks(related), bool(given.get("estimate"))
-    )
+    return PrimingRequest(chunks, related_chunks, bool(given.get("estimate")))
 
 
-def _chunks(documents: Sequence[Mapping[str, str]], *, strict: bool = False) -> tuple[Chunk, ...]:
+def _chunks(
+    documents: Sequence[Mapping[str, object]], *, strict: bool = False
+) -> tuple[Chunk, ...]:
     """Return the chunks. If the `id` of a document is the id of another text, its chunk gets the right id.
 
     Raises ConfigError for such an id if `strict`.
     """
     chunks = tuple(
-        Chunk(document["text"], known_id=document.get("id", "")) for document in documents
+        Chunk(_document_text(document) or "", known_id=_known_id(document.get("id")))
+        for document in documents
     )
     for place, chunk in enumerate(chunks):
         if strict and chunk.stale_id:
@@ -224,6 +241,17 @@ def _chunks(documents: Sequence[Mapping[str, str]], *, strict: bool = False) -> 
                 f"text as it was retrieved, leave out its id, or leave out {STRICT_IDS}"
             )
     return chunks
+
+
+def _document_text(document: Mapping[str, object]) -> str | None:
+    """Return a document's text; None if no field holds it."""
+    texts = (document.get(name) for name in _TEXT_FIELDS)
+    return next((text for text in texts if isinstance(text, str)), None)
+
+
+def _known_id(given: object) -> str:
+    """Return the `id` of a document as a chunk's `known_id`; ids of databases may be numbers, and are ignored."""
+    return given if isinstance(given, str) else ""
 
 
 def _strict_ids(request: PlainRequest) -> bool:
@@ -251,13 +279,10 @@ def check_documents(documents: object) -> None:
             f"there are {len(documents)} documents; send at most {MOST_DOCUMENTS}, the best ones"
         )
     for place, document in enumerate(documents):
-        if not isinstance(document, Mapping) or not isinstance(document.get("text"), str):
+        text = _document_text(document) if isinstance(document, Mapping) else None
+        if text is None:
             raise ConfigError(f'documents[{place}] must be an object with a "text"; {_EXAMPLE}')
-        if wrong := [name for name, value in document.items() if not isinstance(value, str)]:
-            raise ConfigError(
-                f"documents[{place}]: {wrong[0]!r} must be a string; leave it out, or write it as text"
-            )
-        _check_characters(document["text"], f"documents[{place}]")
+        _check_characters(text, f"documents[{place}]")
 
 
 def _check_characters(text: str, where: str) -> None:
@@ -272,25 +297,70 @@ def _check_characters(text: str, where: str) -> None:
 def _conversation(messages: Sequence[object]) -> tuple[str | None, list[Turn]]:
     """Return the instruction or None, and the turns; neighbouring messages of the same role are joined."""
     instructions: list[str] = []
-    turns: list[tuple[Literal["user", "assistant"], list[str]]] = []
+    turns: list[tuple[TurnRole, list[str]]] = []
+    # ids of the calls that have no result yet, and where their results belong
+    awaited: dict[str, int] = {}
     for place, message in enumerate(messages):
-        fields_of_message = message if isinstance(message, Mapping) else {}
-        role = _ROLES.get(str(fields_of_message.get("role")))
+        given = message if isinstance(message, Mapping) else {}
+        role = _ROLES.get(str(given.get("role")))
         if role is None:
             raise ConfigError(
-                f"messages[{place}]: together with documents, roles are system, user and assistant; write the text of "
-                "others into a message of the user's"
+                f"messages[{place}]: together with documents, roles are system, user, assistant and tool; write the "
+                "text of others into a message of the user's"
             )
-        text = _text(fields_of_message.get("content"), place)
+        text = _text(given.get("content"), place)
         if role == "system":
             instructions.append(text)
-        elif turns and turns[-1][0] == role:
-            turns[-1][1].append(text)
+        elif role == "tool":
+            index = awaited.pop(str(given.get("tool_call_id")), None)
+            if index is None:
+                raise ConfigError(
+                    f"messages[{place}]: no call before it has its tool_call_id, or the call has a result already"
+                )
+            turns[index][1].append(text)
         else:
-            turns.append((role, [text]))
-    if not turns or turns[-1][0] != "user":
-        raise ConfigError("the last message must be the user's: the question about the documents")
+            if awaited:
+                raise ConfigError(
+                    f"messages[{place}]: the calls before it lack a result; send one message of role tool for each"
+                )
+            calls = _calls(given.get("tool_calls"), place) if role == "assistant" else {}
+            if turns and turns[-1][0] == role and not calls:
+                turns[-1][1].append(text)
+            elif text or not calls:
+                turns.append((role, [text]))
+            if calls:
+                turns.append(("calls", [json.dumps(list(calls.values()))]))
+                # the results may come in any order
+                awaited = {name: len(turns) + number for number, name in enumerate(calls)}
+                turns += [("result", []) for _ in calls]
+    if awaited or not turns or turns[-1][0] not in ("user", "result"):
+        raise ConfigError(
+            "the last message must be the user's question about the documents, or the result of a tool"
+        )
     return "\n\n".join(instructions) or None, [(role, "\n\n".join(texts)) for role, texts in turns]
+
+
+def _calls(given: object, place: int) -> dict[str, dict[str, object]]:
+    """Return the calls of tools in a message by their ids, as the prompt builder takes them."""
+    calls: dict[str, dict[str, object]] = {}
+    for call in given if isinstance(given, Sequence) else ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise ConfigError(f"messages[{place}]: its tool_calls are no calls of functions")
+        arguments = function.get("arguments") or "{}"
+        try:
+            parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            parsed = None
+        if not isinstance(parsed, Mapping):
+            raise ConfigError(
+                f"messages[{place}]: the arguments of a call must be the text of a JSON object"
+            )
+        name = str(call.get("id"))
+        if name in calls:
+            raise ConfigError(f"messages[{place}]: two of its calls have the same id")
+        calls[name] = {"name": str(function.get("name")), "arguments": dict(parsed)}
+    return calls
 
 
 def _text(content: object, place: int) -> str:

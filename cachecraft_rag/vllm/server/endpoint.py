@@ -10,7 +10,7 @@ import asyncio
 import copy
 import hmac
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -27,7 +27,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 from vllm.entrypoints.openai.completion import api_router as completions
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.responses import api_router as responses
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import (
     load_aware_call,
@@ -55,6 +55,7 @@ from cachecraft_rag.vllm.server.documents import (
     read_priming,
     uncaptured_note,
 )
+from cachecraft_rag.vllm.server.response_input import messages_of, with_mark
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
 from cachecraft_rag.vllm.server.unmarked import (
     Locate,
@@ -63,6 +64,7 @@ from cachecraft_rag.vllm.server.unmarked import (
     Searched,
     SearchingClient,
     marked,
+    role_of,
     searched_messages,
     text_in,
 )
@@ -72,6 +74,12 @@ T = TypeVar("T")
 
 _THREADS = 4  # for laying out prompts
 _LONGEST_SESSION = 256
+
+
+class DocumentChatRequest(ChatCompletionRequest):
+    """vLLM's chat request; documents may have metadata of any form, which is ignored."""
+
+    documents: list[dict[str, Any]] | None = None
 
 
 class ChatWithDocuments:
@@ -109,7 +117,7 @@ class Endpoint:
 
     def __init__(self, engine: ServerEngine, cache_config: CacheConfig) -> None:
         self.engine = engine
-        self.records = Records(engine.ended)
+        self.records = Records(engine.ended, model=engine.decoder.name)
         self.plain_prompts: PlainPrompts | None = None
         if engine.settings.plain_prompts == "reuse":
             blocks = cache_config.num_gpu_blocks or 0 if cache_config.enable_prefix_caching else 0
@@ -155,7 +163,7 @@ async def _documents_are_well_formed(raw_request: Request) -> None:
             raise bad_request(error) from error
 
 
-async def create_chat_completion(request: ChatCompletionRequest, raw_request: Request) -> Response:
+async def create_chat_completion(request: DocumentChatRequest, raw_request: Request) -> Response:
     """Serve chat completions; requests with `documents` are served from chunk-caches."""
     if request.documents is not None:
         return await _with_documents(request, raw_request)
@@ -166,10 +174,11 @@ async def create_chat_completion(request: ChatCompletionRequest, raw_request: Re
 
 @with_cancellation  # type: ignore[untyped-decorator]
 @load_aware_call  # type: ignore[untyped-decorator]
-async def _with_documents(request: ChatCompletionRequest, raw_request: Request) -> Response:
+async def _with_documents(request: DocumentChatRequest, raw_request: Request) -> Response:
     endpoint = _endpoint(raw_request)
     engine = endpoint.engine
     session = endpoint.session(raw_request)
+    stock = raw_request.app.state.openai_serving_chat
 
     def prepare() -> tuple[RequestRecord, dict[str, object], str]:
         asked = Asked.read(
@@ -178,6 +187,8 @@ async def _with_documents(request: ChatCompletionRequest, raw_request: Request) 
             context_length=engine.decoder.context_length,
             allowed=endpoint.engine.settings.client_settings,
         )
+        if request.tool_choice == "none" and stock.exclude_tools_when_tool_choice_none:
+            asked = replace(asked, tools=())
         prepared, ask = engine.prepare(asked, session=session)
         remark = uncaptured_note(asked.config, engine.config)
         record = RequestRecord(
@@ -197,7 +208,6 @@ async def _with_documents(request: ChatCompletionRequest, raw_request: Request) 
     request.documents = None
     request.kv_transfer_params = transfer
     request.cache_salt = salt
-    stock = raw_request.app.state.openai_serving_chat
     handler = copy.copy(stock)
     handler.engine_client = RecordingClient(stock.engine_client, record, endpoint.records)
     handler.enable_prompt_tokens_details = True
@@ -216,6 +226,7 @@ async def _plain_chat(
     async def locate(ids: Sequence[int]) -> Searched:
         """Locate each message: there the prompt differs from the same prompt with that message replaced."""
         texts = []
+        roles = []
         places = searched_messages(request.messages, search_system=settings.search_system)
         for place in places:
             changed = {"messages": marked(request.messages, place)}
@@ -224,9 +235,10 @@ async def _plain_chat(
             )
             if not isinstance(rendered, ErrorResponse):
                 texts.append(text_in(ids, rendered[1][0]["prompt_token_ids"]))
+                roles.append(role_of(request.messages[place]))
         last = len(request.messages) - 1
         ends_with_question = last in places and request.messages[last]["role"] == "user"
-        return Searched(tuple(texts), ends_with_question)
+        return Searched(tuple(texts), tuple(roles), ends_with_question)
 
     settings = _endpoint(raw_request).engine.settings
     stock = raw_request.app.state.openai_serving_chat
@@ -248,7 +260,7 @@ async def _plain_completion(
     request: CompletionRequest, raw_request: Request, origin: Origin
 ) -> Response:
     async def locate(ids: Sequence[int]) -> Searched:
-        return Searched((range(len(ids)),))
+        return Searched((range(len(ids)),), ("prompt",))
 
     handler = _searching(
         raw_request.app.state.openai_serving_completion, raw_request, origin, locate
@@ -257,12 +269,13 @@ async def _plain_completion(
 
 
 def _origin(
-    request: ChatCompletionRequest | CompletionRequest, raw_request: Request
+    request: ChatCompletionRequest | CompletionRequest | ResponsesRequest, raw_request: Request
 ) -> Origin | None:
     """Return the origin of a request without documents; None if vLLM serves it without reuse."""
     endpoint = _endpoint(raw_request)
     engine = endpoint.engine
-    if endpoint.plain_prompts is None or request.use_beam_search:
+    has_beams = getattr(request, "use_beam_search", False)
+    if endpoint.plain_prompts is None or has_beams:
         return None
     session = endpoint.session(raw_request)
     try:
@@ -290,15 +303,67 @@ def _searching(stock: Any, raw_request: Request, origin: Origin, locate: Locate)
 
 
 async def create_responses(request: ResponsesRequest, raw_request: Request) -> Response:
-    """Serve responses as vLLM does; only chat completions take documents."""
+    """Serve responses; only chat completions take documents."""
     _require_none(request)
-    return await responses.create_responses(request, raw_request)
+    if (origin := _origin(request, raw_request)) is None:
+        return await responses.create_responses(request, raw_request)
+    return await _plain_responses(request, raw_request, origin)
+
+
+@with_cancellation  # type: ignore[untyped-decorator]
+@load_aware_call  # type: ignore[untyped-decorator]
+async def _plain_responses(
+    request: ResponsesRequest, raw_request: Request, origin: Origin
+) -> Response:
+    async def rendered(**changed: object) -> Sequence[int] | None:
+        """Return the token ids of the request's prompt with some fields changed; None for an error."""
+        before = stock.response_store.get(request.previous_response_id)
+        result = await stock._render_resolved_response_inputs(
+            request.model_copy(update=changed, deep=True), before
+        )
+        if isinstance(result, ErrorResponse):
+            return None
+        ids: Sequence[int] = result.engine_input["prompt_token_ids"]
+        return ids
+
+    async def locate(ids: Sequence[int]) -> Searched:
+        if await rendered() != ids:  # a further prompt, with the results of the server's own tools
+            return Searched()
+        messages = messages_of(request)
+        places = searched_messages(messages, search_system=settings.search_system)
+        texts = []
+        roles = []
+        for place in places:
+            if (others := await rendered(**with_mark(request, place))) is not None:
+                texts.append(text_in(ids, others))
+                roles.append(role_of(messages[place]))
+        ends_with_question = messages[-1].get("role") == "user" and len(messages) - 1 in places
+        return Searched(tuple(texts), tuple(roles), ends_with_question)
+
+    settings = _endpoint(raw_request).engine.settings
+    stock = raw_request.app.state.openai_serving_responses
+    handler = _searching(stock, raw_request, origin, locate)
+    answer = await handler.create_responses(request, raw_request)
+    if isinstance(answer, ErrorResponse):
+        return JSONResponse(answer.model_dump(mode="json"), status_code=answer.error.code)
+    if isinstance(answer, ResponsesResponse):
+        return JSONResponse(answer.model_dump(mode="json", by_alias=True))
+    return StreamingResponse(_events(answer), media_type="text/event-stream")
+
+
+async def _events(answer: AsyncIterator[Any]) -> AsyncGenerator[str]:
+    """Yield the events of a streamed response as server-sent events."""
+    async for event in answer:
+        yield f"event: {event.type}\ndata: {event.model_dump_json(by_alias=True)}\n\n"
 
 
 def _require_none(request: CompletionRequest | ResponsesRequest) -> None:
     if (request.model_extra or {}).get("documents") is not None:
         raise bad_request(
-            ConfigError("documents are taken by /v1/chat/completions: send the question there")
+            ConfigError(
+                "documents are taken by /v1/chat/completions: send the question there, or, to a server with "
+                "--reuse-plain-prompts, write their texts into the prompt"
+            )
         )
 
 
@@ -332,12 +397,16 @@ async def tokenizer(raw_request: Request) -> dict[str, object]:
 async def statistics(name: str, raw_request: Request) -> dict[str, object]:
     """Return statistics of a request with documents; `name` is the id of its answer. Status 404 if it is unknown."""
     endpoint = _endpoint(raw_request)
-    numbers = endpoint.records.get(name, session=endpoint.session(raw_request))
+    session = endpoint.session(raw_request)
+    # vLLM numbers the prompts of a response: more than one if the server calls tools itself
+    for request_id in (name, f"{name}_0"):
+        if (numbers := endpoint.records.get(request_id, session=session)) is not None:
+            break
     if numbers is None:
         raise HTTPException(
             404, f"no request {name} with documents is remembered; the last 1,000 are"
         )
-    audit = endpoint.engine.audit_of(name)
+    audit = endpoint.engine.audit_of(request_id)
     return numbers | {"audit": None if audit is None else audit.as_dict()}
 
 

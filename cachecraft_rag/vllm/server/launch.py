@@ -22,6 +22,8 @@ logger = logging.getLogger("cachecraft_rag.vllm")
 
 # Arguments that this module sets, so users cannot pass them.
 _OURS = ("--model", "--dtype", "--tokenizer", "--kv-transfer-config", "--kv-connector", "--config")
+_LOG_CONFIG = "VLLM_LOGGING_CONFIG_PATH"
+_JSON_LOGS = Path(__file__).with_name("json_logs.json")
 _NEVER_S = 1e9  # interval of vLLM's statistics in its log, if it should not log any
 # Longest wait in whole seconds for open connections once vLLM has ended: it may leave requests unfinished.
 _CLOSING_S = 5
@@ -34,6 +36,7 @@ def serve(
     config: EngineConfig,
     endpoint: EndpointSettings,
     arguments: Sequence[str] = (),
+    json_logs: bool = False,
 ) -> None:
     """Serve a model until the process is stopped.
 
@@ -42,6 +45,8 @@ def serve(
         config: of the engine; what vLLM decides itself is refused.
         endpoint: for requests with documents; its folder and name are filled in here.
         arguments: further ones of vLLM's server, as on its command line.
+        json_logs: write the log lines of all processes as JSON, those of vLLM and of HTTP requests too, unless vLLM is
+            given another logging configuration.
 
     Raises:
         ModelNotFoundError, UnsupportedModelError, ConfigError: before vLLM starts; then vLLM's own exceptions.
@@ -66,7 +71,29 @@ def serve(
         config,
         endpoint=replace(endpoint, root=str(store.absolute()), model=model),
     )
+    logger.info("Settings: %s", summary(settings))
+    if json_logs:
+        os.environ.setdefault(_LOG_CONFIG, str(_JSON_LOGS))
     _run(served, model, settings, arguments)
+
+
+def summary(settings: ConnectorSettings) -> str:
+    """Return the settings that operators ask for first, in one line; those that are not set are left out."""
+    config = settings.config
+    endpoint = settings.endpoint
+    ratio = config.reuse.recompute_ratio
+    parts = {
+        "store": settings.store,
+        "namespace": settings.namespace,
+        "codec": config.store.codec,
+        "disk bytes": config.store.disk_bytes,
+        "recompute ratio": ratio if ratio is not None else "of each chunk's CFO",
+        "plain prompts": endpoint.plain_prompts,
+        "search system": endpoint.search_system,
+        "client settings": endpoint.client_settings,
+        "session header": endpoint.session_header,
+    }
+    return ", ".join(f"{name} {value}" for name, value in parts.items() if value is not None)
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
@@ -113,6 +140,9 @@ def _run(
     for argument, value in served.arguments.items():
         if getattr(args, argument) is None:
             setattr(args, argument, value)
+    # vLLM itself reads the variable; the server that answers HTTP takes its configuration from this argument only.
+    if os.environ.get(_LOG_CONFIG) == str(_JSON_LOGS):
+        args.log_config_file = str(_JSON_LOGS)
     # Passed as an object: on a command line, the list of processes would show the key that signs requests.
     args.kv_transfer_config = settings.transfer_config()
     validate_parsed_serve_args(args)

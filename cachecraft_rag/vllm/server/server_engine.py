@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from cachecraft_rag.observability.request_log import log_request
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import PromptBuilder
+from cachecraft_rag.prompt.tools import Tool
 from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.request import Request, RequestProgress, check_asked
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -31,7 +33,7 @@ from cachecraft_rag.vllm.served_model import PROTOCOL, TOKENIZER_FILES, ServedMo
 from cachecraft_rag.vllm.server.documents import Asked
 from cachecraft_rag.vllm.settings import OFF, ConnectorSettings, EndpointSettings
 
-# prompt builders for clients' instructions that are kept, besides the server's builder
+# prompt builders for clients' instructions and tools that are kept, besides the server's builder
 _KEPT_BUILDERS = 32
 
 
@@ -75,7 +77,7 @@ class ServerEngine(AnswerEngine):
         self.new_variants = self._backend.new_variants
         self._best_last = config.best_last
         self._builder_of = lru_cache(_KEPT_BUILDERS)(self._new_builder)
-        self._building_for_system = threading.Lock()
+        self._building_for_client = threading.Lock()
 
     @classmethod
     def open(
@@ -122,7 +124,7 @@ class ServerEngine(AnswerEngine):
         """
         started = time.perf_counter()
         check_asked(asked.question, asked.history, session=session, config=asked.config)
-        builder = self._builder(asked.system)
+        builder = self._builder(asked.system, asked.tools)
         prompt = builder.build(
             asked.question, asked.chunks, history=asked.history, reserve=asked.reserve
         )
@@ -224,19 +226,21 @@ class ServerEngine(AnswerEngine):
         self._home.require()
         yield from self._backend.pieces(request, progress)
 
-    def _builder(self, system: str | None) -> PromptBuilder:
-        """Return the prompt builder for an instruction; a client's instruction may hold private text."""
-        if system is None or system == self.system:
+    def _builder(self, system: str | None, tools: Sequence[Tool]) -> PromptBuilder:
+        """Return the prompt builder for an instruction and tools; those of a client may hold private text."""
+        text = self.system if system is None else system
+        if text == self.system and not tools:
             return self.prompts
         # the tokenizer is not thread-safe while a builder copies it
-        with self._building_for_system:
-            return self._builder_of(system)
+        with self._building_for_client:
+            return self._builder_of(text, json.dumps(tools))
 
-    def _new_builder(self, system: str) -> PromptBuilder:
+    def _new_builder(self, system: str, tools: str) -> PromptBuilder:
         return PromptBuilder(
             self._model.tokenizer,
             context_length=self._model.context_length,
             system=system,
             private_system=not self.settings.shared_system,
             best_last=self._best_last,
+            tools=json.loads(tools),
         )

@@ -28,8 +28,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from operator import attrgetter
 from typing import Any, TypeVar
+
+from prometheus_client import Counter
 
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.candidates import Candidate
@@ -64,9 +67,14 @@ _MOST_BLOCKS = 1 << 17  # number of blocks that `ServedPrompts` remembers
 _LEAST_REUSED = 128
 _LEAST_SHARE = 1 / 8
 _THREADS = 4
-_MARK = "?"
+# replaces a text to find its place
+MARK = "?"
+# types of the parts of a message that are text, in chat completions and in responses
+_TEXT_PARTS = ("text", "input_text")
 
 
+ROLES = ("user", "tool", "system", "prompt")
+RESULTS = ("reused", "noted", "nothing")
 _LEAST_CHARACTERS = 200  # shorter messages are not searched: they hold no passage
 # messages searched per prompt; locating each of them takes one more rendering of the prompt
 _MOST_MESSAGES = 16
@@ -196,16 +204,22 @@ def _text_of(content: object) -> str | None:
         return content
     parts = list(content) if isinstance(content, Iterable) else []
     if not parts or not all(
-        isinstance(part, Mapping) and part.get("type") == "text" for part in parts
+        isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS for part in parts
     ):
         return None
     return "".join(str(part.get("text") or "") for part in parts)
 
 
+def role_of(message: Message) -> str:
+    """Return the role of a searched message, one of `ROLES`."""
+    role = str(message.get("role"))
+    return {"function": "tool", "developer": "system"}.get(role, role)
+
+
 def marked(messages: Sequence[Message], place: int) -> list[Message]:
     """Return the messages with the text at index `place` replaced."""
     is_text = isinstance(messages[place].get("content"), str)
-    mark = _MARK if is_text else [{"type": "text", "text": _MARK}]
+    mark = MARK if is_text else [{"type": "text", "text": MARK}]
     return [*messages[:place], {**messages[place], "content": mark}, *messages[place + 1 :]]
 
 
@@ -214,10 +228,12 @@ class Searched:
     """Parts of a prompt's token ids that are searched.
 
     texts               ranges of the messages to search
+    roles               role of each of them, for the metrics: "user", "tool", "system", or "prompt" of a completion
     ends_with_question  True if the last of them ends with the user's question, which is always computed
     """
 
     texts: tuple[range, ...] = ()
+    roles: tuple[str, ...] = ()
     ends_with_question: bool = True
 
 
@@ -236,6 +252,14 @@ class PlainPrompts:
         self._engine = engine
         self.records = records
         self._served = ServedPrompts(cached_tokens)
+        self._searched = Counter(
+            "cachecraft_searched_messages",
+            "Messages of prompts without documents that were searched for passages, by role and result",
+            ["role", "result"],
+            registry=engine.request_counts.registry,
+        )
+        for role, result in product(ROLES, RESULTS):
+            self._searched.labels(role, result)
         self._threads = ThreadPoolExecutor(_THREADS, "cachecraft-found-texts")
 
     def prepare(self, ids: Sequence[int], searched: Searched, origin: Origin) -> Prepared | None:
@@ -291,6 +315,7 @@ class PlainPrompts:
         kinds = engine.prompts.kinds
         tail = segments_of(pieces, kinds, recognise, private=owner is not None, repeated=True)
         if tail is None:
+            self._count(searched, {}, len(head))
             return None, dict, 0, False
         private = not engine.settings.shared_system
         system = Segment(
@@ -302,6 +327,14 @@ class PlainPrompts:
             [segment for segment in prompt.segments if segment.kind != "question"], session=session
         )
         plan = make_plan(prompt, lookup.variants, origin.config, refused=lookup.refused)
+        stored = {
+            start: planned.variant is not None
+            for start, segment, planned in zip(
+                prompt.bounds, prompt.segments, plan.segments, strict=False
+            )
+            if segment.found
+        }
+        self._count(searched, stored, len(head))
         scope = (engine.namespace, engine.decoder.fingerprint)
         notes: Notes = dict
         if origin.config.capture and engine.new_variants.config.when != "off":
@@ -319,6 +352,22 @@ class PlainPrompts:
         )
         moved = any(planned.to_fix for planned in plan.segments)
         return prompt, notes, reused, moved
+
+    def _count(self, searched: Searched, stored: Mapping[int, bool], start: int) -> None:
+        """Count the searched messages.
+
+        Args:
+            stored: start of each found segment → True if it is stored.
+            start: first token that is searched.
+        """
+        for text, role in zip(searched.texts, searched.roles, strict=True):
+            within = [
+                is_stored
+                for place, is_stored in stored.items()
+                if max(start, text.start) <= place < text.stop
+            ]
+            result = "reused" if any(within) else "noted" if within else "nothing"
+            self._searched.labels(role, result).inc()
 
     def served(self, ids: Sequence[int], origin: Origin, prepared: Prepared | None) -> None:
         """Note a prompt whose blocks are now in vLLM's prefix cache."""

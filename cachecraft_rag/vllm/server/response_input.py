@@ -1,0 +1,67 @@
+"""The input of `/v1/responses` as chat messages, to find the passages in it.
+
+A response's input is a text or a list of items: messages, calls of tools and their outputs. vLLM reads an item as a
+mapping or as one of the openai package's objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+from cachecraft_rag.vllm.server.unmarked import MARK, Message, marked
+
+
+class ResponseRequest(Protocol):
+    """The fields of vLLM's `ResponsesRequest` that are read here."""
+
+    instructions: str | None
+    input: object
+
+
+class _Item(Protocol):
+    """An object of the openai package."""
+
+    def model_dump(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+
+    def model_copy(self, *, update: Mapping[str, Any]) -> object:
+        """Return a copy with other values."""
+
+
+def messages_of(request: ResponseRequest) -> list[Message]:
+    """Return the instruction, which may be empty, then one message for each item."""
+    system = {"role": "system", "content": request.instructions or ""}
+    if isinstance(request.input, str):
+        return [system, {"role": "user", "content": request.input}]
+    return [system, *map(_message, _items(request))]
+
+
+def _items(request: ResponseRequest) -> Sequence[Mapping[str, Any] | _Item]:
+    return cast(Sequence[Mapping[str, Any] | _Item], request.input)
+
+
+def _message(item: Mapping[str, Any] | _Item) -> Message:
+    values = item if isinstance(item, Mapping) else item.model_dump()
+    if str(values.get("type")).endswith("_call_output"):
+        return {"role": "tool", "content": values.get("output")}
+    return values
+
+
+def with_mark(request: ResponseRequest, place: int) -> dict[str, object]:
+    """Return the fields of the request that change if the text of message `place` is replaced."""
+    if place == 0:
+        return {"instructions": MARK}
+    if isinstance(request.input, str):
+        return {"input": MARK}
+    items = list(_items(request))
+    item = items[place - 1]
+    if _message(item)["role"] == "tool":
+        output = {"output": MARK}
+        changed: object = (
+            {**item, **output} if isinstance(item, Mapping) else item.model_copy(update=output)
+        )
+    else:
+        values = item if isinstance(item, Mapping) else item.model_dump()
+        (changed,) = marked([values], 0)
+    return {"input": [*items[: place - 1], changed, *items[place:]]}
