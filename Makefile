@@ -24,7 +24,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 TESTS_WORKERS ?= 2
 PARALLEL := -n $(TESTS_WORKERS) --dist worksteal
 
-.PHONY: help demo demo-vllm app screenshots test test-all test-vllm lint lint-deploy docs fuzz bench eval clean
+.PHONY: help demo demo-vllm app screenshots test test-all test-vllm lint lint-deploy docs fuzz kernels bench eval clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ docs: $(VENV)/.dev  ## Build the site into build/site; a broken link or docstrin
 
 fuzz: $(VENV)/.dev  ## A hundred thousand damaged documents and more, with limits of time and memory: 20 minutes
 	TESTS_FUZZ=full OMP_NUM_THREADS=1 $(BIN)/pytest tests/fuzz -s
+
+kernels: $(VENV)/.dev  ## Compile every Triton kernel in every dtype for five kinds of GPU: 20 minutes
+	TESTS_KERNELS=full $(BIN)/pytest tests/test_kernels_gpu.py -k compiles_for
 
 bench: $(VENV)/.demo  ## Time to the first token: reuse against full prefill
 	$(BIN)/python -m benchmarks ttft

@@ -3,7 +3,9 @@
 Launched by `tests/test_kernels_gpu.py` in a process of its own, without the interpreter: what the interpreter forgives,
 the compiler does not. One line of JSON for each compiled kernel.
 
-    python tests/kernels_gpu/compile_all.py TARGET
+    python tests/kernels_gpu/compile_all.py TARGET [DTYPE ...]
+
+Without dtypes: all of them, which takes minutes for a GPU of NVIDIA.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,9 +91,12 @@ COMMON = (PREFILL, CAPTURE_MANY, DECODE, CAPPED)
 ALL = (*COMMON, CAPTURE, SPLIT_MASS, PROBE, SINKS, ALONE, ODD)
 
 
-def cases() -> Iterator[tuple[torch.dtype, int, Case]]:
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def cases(dtypes: Sequence[torch.dtype]) -> Iterator[tuple[torch.dtype, int, Case]]:
     """Yield dtype, head_dim and case of every variant of attention."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in dtypes:
         for head_dim in (64, 80, 96, 128, 256):
             thorough = head_dim == 128 and dtype == torch.bfloat16
             for case in ALL if thorough else COMMON:
@@ -128,8 +133,8 @@ def spilled_bytes(kernel: Any) -> int:
     return int(usage[1])
 
 
-def run(target: Target) -> None:
-    """Compile every kernel, with the features that change most of its code."""
+def run(target: Target, dtypes: Sequence[torch.dtype]) -> None:
+    """Compile every kernel for these dtypes, with the features that change most of its code."""
     driver.set_active(
         SimpleNamespace(
             get_current_target=lambda: target.gpu,
@@ -149,11 +154,11 @@ def run(target: Target) -> None:
         print(json.dumps({**line, "spilled": spilled_bytes(kernel), "units": units}), flush=True)
 
     JITFunction.__getitem__ = compiled_only(report)
-    for dtype, head_dim, case in cases():
+    for dtype, head_dim, case in cases(dtypes):
         label.clear()
         label.update(dtype=str(dtype).removeprefix("torch."), head_dim=head_dim, case=case.name)
         compile_attention(dtype, head_dim, case)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in dtypes:
         for head_dim, rotary in ((128, 128), (80, 32), (96, 96), (128, 0), (256, 64)):
             label.clear()
             label.update(dtype=str(dtype).removeprefix("torch."), head_dim=head_dim)
@@ -200,4 +205,4 @@ def compile_moves(dtype: torch.dtype, head_dim: int, rotary: int) -> None:
 
 
 if __name__ == "__main__":
-    run(TARGETS[sys.argv[1]])
+    run(TARGETS[sys.argv[1]], [DTYPES[name] for name in sys.argv[2:] or DTYPES])
