@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import streamlit as st
 from streamlit_conversations import Activity, Conversations
 from streamlit_picture import plain, title_of
 
 from cachecraft_rag import CacheCraft
-from cachecraft_rag.types import Progress
 
 HANDBOOK = Path(__file__).parent / "handbook"
 SAMPLE = "the sample handbook"
@@ -82,11 +82,11 @@ def documents_section(shared: Shared) -> list[str]:
 
 
 @contextmanager
-def reading(what: str) -> Iterator[Callable[[Progress], None]]:
-    """A bar that shows how far the reading of documents has come."""
+def reading(what: str) -> Iterator[Callable[[Any], None]]:
+    """A bar that shows how far the reading of documents has come: a value for `progress=` of `add_documents`."""
     bar = st.progress(0.0, f"Reading {what} …")
 
-    def show(step: Progress) -> None:
+    def show(step: Any) -> None:
         bar.progress(min(1.0, step.done / max(1, step.total)), f"Reading {what}: {step.what} …")
 
     yield show

@@ -52,7 +52,7 @@ def run_python(code: str, *, cwd: Path) -> str:
 
 
 def expected_files() -> set[str]:
-    """Every module, the handbook and the lookalikes, by their paths inside a wheel."""
+    """Every module, the handbook, the lookalikes and other data, by their paths inside a wheel."""
     found = {
         f"cachecraft_rag/handbook/{path.name}" for path in (ROOT / "examples/handbook").glob("*.md")
     }
@@ -68,6 +68,7 @@ def expected_files() -> set[str]:
         for path in (ROOT / folder).rglob("*.py"):
             found.add(f"{inside}/{path.relative_to(ROOT / folder).as_posix()}")
         found.add(f"{inside}/py.typed")
+    found.add("cachecraft_rag/vllm/server/json_logs.json")
     return found
 
 
