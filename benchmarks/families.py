@@ -563,10 +563,13 @@ _END = "<!-- end of families -->"
 
 def rewrite_page(page: Path, results: Sequence[FamilyResult]) -> None:
     """Replace the lists in a page by those of these results."""
-    text = page.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(_BEGIN)
-    _old, end, after = rest.partition(_END)
     ordered = sorted(results, key=lambda result: result.family)
-    page.write_text(
-        before + begin + "\n" + page_section(ordered) + "\n" + end + after, encoding="utf-8"
-    )
+    replace_between(page, _BEGIN, _END, page_section(ordered))
+
+
+def replace_between(page: Path, begin: str, end: str, section: str) -> None:
+    """Replace what stands between two marks in a page."""
+    text = page.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(begin)
+    _old, end, after = rest.partition(end)
+    page.write_text(f"{before}{begin}\n{section}\n{end}{after}", encoding="utf-8")

@@ -116,10 +116,8 @@ def agreement_of(answers: Sequence[AuditedAnswer]) -> float:
     return sum(answer.agreeing for answer in answers) / sum(answer.tokens for answer in answers)
 
 
-def stream_of(
-    data: Path | None, *, passages: int, requests: int, seed: int
-) -> tuple[Dataset, tuple[EvaluationQuestion, ...]]:
-    """Return the documents and the questions of a stream: the look-alike set's and those of a file, in random order.
+def stream_of(data: Path | None, *, passages: int, requests: int, seed: int) -> Dataset:
+    """Return a stream: the questions of the look-alike set and those of a file, in random order.
 
     Raises:
         ConfigError: there are fewer questions than `requests`.
@@ -136,8 +134,7 @@ def stream_of(
         )
     random.Random(seed).shuffle(questions)
     documents = tuple(document for part in parts for document in part.documents)
-    stream = tuple(questions[:requests])
-    return Dataset("stream", documents, stream), stream
+    return Dataset("stream", documents, tuple(questions[:requests]))
 
 
 def measure(
@@ -261,7 +258,7 @@ def main(
     options.quiet_libraries()
     settings = StreamSettings(target, requests, answer_tokens)
     fixed = numbers(ratios) if ratios.strip() else []
-    dataset, _ = stream_of(data, passages=passages, requests=requests, seed=seed)
+    dataset = stream_of(data, passages=passages, requests=requests, seed=seed)
     decoder = load_checked(model, dtype=dtype)
     results = []
     with tempfile.TemporaryDirectory() as folder, progress_bar("Asking", remaining=True) as show:

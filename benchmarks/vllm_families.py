@@ -23,7 +23,14 @@ import typer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.families import FamilyResult, grouped_by_reason, read_csv, reason_of, write_csv
+from benchmarks.families import (
+    FamilyResult,
+    grouped_by_reason,
+    read_csv,
+    reason_of,
+    replace_between,
+    write_csv,
+)
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.planning.config import ReuseConfig
@@ -430,13 +437,8 @@ _END = "<!-- end of families over vLLM -->"
 
 def rewrite_page(page: Path, results: Sequence[FamilyResult]) -> None:
     """Replace the lists in a page by those of these results."""
-    text = page.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(_BEGIN)
-    _old, end, after = rest.partition(_END)
     ordered = sorted(results, key=lambda result: result.family)
-    page.write_text(
-        before + begin + "\n" + page_section(ordered) + "\n" + end + after, encoding="utf-8"
-    )
+    replace_between(page, _BEGIN, _END, page_section(ordered))
 
 
 def main(

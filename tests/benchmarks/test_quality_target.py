@@ -69,12 +69,15 @@ def test_recomputing_every_token_agrees_at_every_place(
 
 
 def test_a_stream_holds_each_question_once_in_random_order() -> None:
-    dataset, stream = stream_of(None, passages=3, requests=240, seed=1)
-    assert len({question.question_id for question in stream}) == 240
-    _, other = stream_of(None, passages=3, requests=240, seed=2)
-    assert [one.question_id for one in stream] != [one.question_id for one in other]
-    known = {chunk.chunk_id for document in dataset.documents for chunk in document}
-    assert {chunk.chunk_id for question in stream for chunk in question.passages} <= known
+    stream = stream_of(None, passages=3, requests=240, seed=1)
+    assert len({question.question_id for question in stream.questions}) == 240
+    other = stream_of(None, passages=3, requests=240, seed=2)
+    assert [question.question_id for question in stream.questions] != [
+        question.question_id for question in other.questions
+    ]
+    known = {chunk.chunk_id for document in stream.documents for chunk in document}
+    asked = {chunk.chunk_id for question in stream.questions for chunk in question.passages}
+    assert asked <= known
 
 
 def test_too_few_questions_and_odd_numbers_of_requests_are_refused() -> None:
