@@ -66,9 +66,9 @@ class FillMemory:
         captured_token = buffer_token + token if ranks > 1 else token
         pass_row = _pass_row(config.model_config.hf_text_config, layout, ranks)
         longest = config.model_config.max_model_len
-        one = longest * (buffer_token + captured_token + pass_row)
+        single = longest * (buffer_token + captured_token + pass_row)
         several = settings.fill_at_once * longest * (buffer_token + captured_token)
-        most = max(_SHARE * gpu_bytes, min(one, _LARGEST_SHARE * gpu_bytes))
+        most = max(_SHARE * gpu_bytes, min(single, _LARGEST_SHARE * gpu_bytes))
         total = min(several + longest * pass_row, int(most))
         return cls(buffer_token, captured_token, pass_row, total)
 
@@ -111,9 +111,8 @@ class FillBudget:
     def __init__(self, memory: FillMemory) -> None:
         self._memory = memory
         self._filling: dict[str, FillSize] = {}  # by request
-        self._captured: dict[
-            str, int
-        ] = {}  # tokens of segments whose captures may not be stored yet
+        # tokens of segments whose captures may not be stored yet
+        self._captured: dict[str, int] = {}
 
     def refusal(self, size: FillSize) -> str | None:
         """Return why a prompt cannot be filled even alone, or None if it can."""

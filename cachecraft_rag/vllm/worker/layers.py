@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class WorkerLayer:
     order: Tensor | None
     carries_residual: bool
 
-    @property
+    @cached_property
     def original_order(self) -> Tensor | None:
         """Index `[head_dim]` that undoes `order`."""
         return None if self.order is None else torch.argsort(self.order)
@@ -94,9 +95,8 @@ def call_layer(
         named = {_POSITIONS: positions, _HIDDEN: hidden[0], _RESIDUAL: hidden[1]}
         return torch.stack(module(**named))
     out = module(**{_POSITIONS: positions, _HIDDEN: hidden[0]})
-    states: Tensor = (
-        out[0] if isinstance(out, tuple) else out
-    )  # StableLM adds what it does not need
+    # StableLM's layers also return a residual that is in the output already.
+    states: Tensor = out[0] if isinstance(out, tuple) else out
     return states[None]
 
 
