@@ -160,7 +160,8 @@ def main(
 
     A file of traffic has one request per line: {"chunks": ["id", …]}, with "tokens" (the length of each chunk) and
     "time" (a number to sort by) if you have them. To record your own traffic, give `cachecraft` the flag --log-json, as
-    in `cachecraft --log-json serve`: the lines that it writes to stderr are read as they are. Plans and eviction rules
+    in `cachecraft --log-json serve`: the requests among the lines that it writes to stderr are read; leave out
+    lines that are not JSON (`grep '"event": "request"'`). Plans and eviction rules
     are the store's own. Attention is made up, so differences between rules and budgets mean more than the saving
     itself.
     """

@@ -118,14 +118,16 @@ class Window:
 class StreamReport:
     """The windows in order, and the questions that were drawn from.
 
-    ratio     tokens recomputed in the last window / in the first; None where the first recomputed none
-    kl_ratio  the same of KL
+    ratio               tokens recomputed in the last window / in the first; None where the first recomputed none
+    kl_ratio            the same of KL
+    warmup_idle_tokens  tokens computed in idle time before the first window; those of the windows include them
     """
 
     windows: tuple[Window, ...]
     questions: int
     model: str
     dtype: str
+    warmup_idle_tokens: int = 0
 
     @property
     def ratio(self) -> float | None:
@@ -166,7 +168,8 @@ def over_seeds(reports: Sequence[StreamReport]) -> dict[str, list[float]]:
             "requests with all chunks, first window": first.all_hit / first.requests,
             "requests with all chunks, last window": last.all_hit / last.requests,
             "of prefix caching": computed(report) / prefix,
-            "with idle tokens": (computed(report) + last.idle_tokens) / prefix,
+            "with idle tokens": (computed(report) + last.idle_tokens - report.warmup_idle_tokens)
+            / prefix,
             "last / first": (last.recomputed + last.computed)
             / max(first.recomputed + first.computed, 1),
             "variants of a chunk": last.variants_per_chunk,
@@ -227,6 +230,7 @@ def run(
     windows: list[Window] = []
     prefixes: set[tuple[str, ...]] = set()
     counted = _Counts(prefixes)
+    warmup_idle_tokens = 0
     for number, question in enumerate(asked):
         progress(Progress(number, len(asked), "warm-up" if number < settings.warmup else "stream"))
         if isinstance(engine, Engine) and settings.with_kl:
@@ -247,9 +251,15 @@ def run(
         if place >= 0 and place % settings.window == 0:
             if place:
                 windows.append(counted.window(engine))
+            else:
+                warmup_idle_tokens = engine.new_variants.stats.tokens
             counted = _Counts(prefixes)
     return StreamReport(
-        tuple(windows), len(questions), engine.decoder.name, engine.decoder.layout.dtype
+        tuple(windows),
+        len(questions),
+        engine.decoder.name,
+        engine.decoder.layout.dtype,
+        warmup_idle_tokens,
     )
 
 

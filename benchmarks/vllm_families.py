@@ -246,8 +246,8 @@ class _Server:
         if isinstance(asked, list):
             prompt: dict[str, Any] = {"prompt_token_ids": asked}
         else:
-            prompt = {"prompt_token_ids": asked.prompt.token_ids, "cache_salt": "the scan"}
-            prompt["cache_salt"] = asked.cache_salt(EngineConfig().namespace)
+            salt = asked.cache_salt(EngineConfig().namespace)
+            prompt = {"prompt_token_ids": asked.prompt.token_ids, "cache_salt": salt}
             extra = {"kv_transfer_params": {FIELD: asked.message(_KEY)}}
         params = SamplingParams(
             temperature=0,

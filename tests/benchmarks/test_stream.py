@@ -104,6 +104,9 @@ def test_new_orders_repeat_questions_but_not_their_prefixes(
     window = [one.recomputed + one.computed for one in new.windows]
     prefix = sum(one.prefix_computed for one in new.windows)
     assert found["of prefix caching"][0] == pytest.approx(sum(window) / prefix)
+    idle = new.windows[-1].idle_tokens - new.warmup_idle_tokens
+    assert idle >= 0
+    assert found["with idle tokens"][0] == pytest.approx((sum(window) + idle) / prefix)
     assert found["last / first"][0] == pytest.approx(window[1] / window[0])
 
 

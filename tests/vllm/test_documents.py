@@ -130,6 +130,10 @@ def test_tools_their_calls_and_results() -> None:
         ("assistant", ""),
     )
     assert (asked.question, asked.tools) == ("How?", ())
+    # neighbours of one role are joined, also if the second one calls tools
+    said = [USER, {"role": "assistant", "content": "Wait."}, {**CALLS, "content": "I look."}]
+    asked = read(messages=[*said, *RESULTS], tools=[TOOL])
+    assert asked.history[:3] == (history[0], ("assistant", "Wait.\n\nI look."), history[1])
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,15 @@ def test_sizes_are_those_of_the_model() -> None:
     assert memory.pass_row == 2 * (6 * 4096 + 3 * 12288)
 
 
+def test_all_of_the_memory_can_be_used_by_as_many_prompts_as_are_filled_at_once() -> None:
+    memory = memory_of(longest=2048, gpu_bytes=800 * GB)
+    assert memory.longest() == 2048, "vLLM takes no longer prompt"
+    room = memory.room()
+    assert room is not None
+    prompt = 2048 * (memory.buffer_token + memory.captured_token)
+    assert room == settings_of().fill_at_once * prompt
+
+
 def test_a_rank_holds_its_own_heads_and_all_heads_of_its_captures() -> None:
     memory = memory_of(longest=8192, ranks=4)
     whole = 36 * 2 * 8 * 128 * 2

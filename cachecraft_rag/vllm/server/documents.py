@@ -324,10 +324,11 @@ def _conversation(messages: Sequence[object]) -> tuple[str | None, list[Turn]]:
                     f"messages[{place}]: the calls before it lack a result; send one message of role tool for each"
                 )
             calls = _calls(given.get("tool_calls"), place) if role == "assistant" else {}
-            if turns and turns[-1][0] == role and not calls:
-                turns[-1][1].append(text)
-            elif text or not calls:
-                turns.append((role, [text]))
+            if text or not calls:
+                if turns and turns[-1][0] == role:
+                    turns[-1][1].append(text)
+                else:
+                    turns.append((role, [text]))
             if calls:
                 turns.append(("calls", [json.dumps(list(calls.values()))]))
                 # the results may come in any order

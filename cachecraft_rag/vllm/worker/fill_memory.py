@@ -42,12 +42,14 @@ class FillMemory:
         captured_token: keys and values of a captured token until they are stored, on the rank that joins all heads.
         pass_row: hidden states of a computed row inside one layer.
         total: memory for fillings; None = no limit.
+        context: tokens of the longest prompt that vLLM takes; None = no limit.
     """
 
     buffer_token: int = 0
     captured_token: int = 0
     pass_row: int = 0
     total: int | None = None
+    context: int | None = None
 
     @classmethod
     def of(cls, config: VLLMConfig, settings: ConnectorSettings, *, gpu_bytes: int) -> Self:
@@ -70,7 +72,7 @@ class FillMemory:
         several = settings.fill_at_once * longest * (buffer_token + captured_token)
         most = max(_SHARE * gpu_bytes, min(single, _LARGEST_SHARE * gpu_bytes))
         total = min(several + longest * pass_row, int(most))
-        return cls(buffer_token, captured_token, pass_row, total)
+        return cls(buffer_token, captured_token, pass_row, total, longest)
 
     def longest(self) -> int | None:
         """Return the most tokens of a prompt that can be filled even if all of it is computed; None = any number.
@@ -80,7 +82,8 @@ class FillMemory:
         """
         if self.total is None:
             return None
-        return self.total // (self.buffer_token + self.captured_token + self.pass_row)
+        fitting = self.total // (self.buffer_token + self.captured_token + self.pass_row)
+        return fitting if self.context is None else min(fitting, self.context)
 
     def room(self) -> int | None:
         """Return the memory for keys and values of all fillings, without that for the rows of a pass."""

@@ -209,7 +209,7 @@ class Scheduling:
 
     @property
     def idle(self) -> bool:
-        """True while vLLM runs no request and none waits, of those that it has asked about.
+        """True while none of the requests that vLLM has asked about runs or waits.
 
         A capture of a new variant does not count until it has waited too long for an idle server.
         """
