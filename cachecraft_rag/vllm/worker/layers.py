@@ -160,14 +160,16 @@ def survey_layers(
         if kind == len(tables):
             tables.append(table)
         kind_of.append(kind)
+        order = table.form.order
         layers.append(
             WorkerLayer(
-                module,
-                holder.attn,
-                _settings(holder.attn),
-                getattr(holder, "rotary_emb", None),
-                table.form.order,
-                carries_residual,
+                module=module,
+                attention=holder.attn,
+                settings=_settings(holder.attn),
+                rotary=getattr(holder, "rotary_emb", None),
+                # on the device once: every pass indexes with it
+                order=None if order is None else order.to(device),
+                carries_residual=carries_residual,
             )
         )
     sizes = {(layer.attention.num_kv_heads, layer.attention.head_size) for layer in layers}
