@@ -141,7 +141,9 @@ def _run(
         if getattr(args, argument) is None:
             setattr(args, argument, value)
     # vLLM itself reads the variable; the server that answers HTTP takes its configuration from this argument only.
-    if args.log_config_file is None and os.environ.get(_LOG_CONFIG) == str(_JSON_LOGS):
+    # The argument has another name in some versions of vLLM, and then this attribute does not exist.
+    named = getattr(args, "log_config_file", None)
+    if named is None and os.environ.get(_LOG_CONFIG) == str(_JSON_LOGS):
         args.log_config_file = str(_JSON_LOGS)
     # Passed as an object: on a command line, the list of processes would show the key that signs requests.
     args.kv_transfer_config = settings.transfer_config()
