@@ -14,7 +14,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,9 @@ from types import TracebackType
 from typing import Any
 
 from cachecraft_rag.errors import CacheCraftError
+
+# Values for the `?` of a query, or for its names. Not for `?1`: Python 3.14 takes it for a name and refuses a tuple.
+Parameters = tuple[object, ...] | Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -417,9 +420,7 @@ def can_be_written(path: Path) -> bool:
     return os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
 
 
-def fetched(
-    connection: sqlite3.Connection, query: str, parameters: tuple[object, ...]
-) -> list[Any]:
+def fetched(connection: sqlite3.Connection, query: str, parameters: Parameters) -> list[Any]:
     """All rows; invalid text becomes half surrogate pairs, so that one row does not hide all others.
 
     Raises sqlite3.Error.

@@ -45,11 +45,12 @@ _NAMES = (
 )
 _COLUMNS = ", ".join(_NAMES)
 _INSERT = f"INSERT INTO audits (namespace, fingerprint, {_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
-_READ = f"""SELECT {_COLUMNS} FROM audits WHERE namespace = coalesce(?1, namespace)
-    AND fingerprint = coalesce(?2, fingerprint) ORDER BY place DESC LIMIT ?3"""
+_READ = f"""SELECT {_COLUMNS} FROM audits WHERE namespace = coalesce(:namespace, namespace)
+    AND fingerprint = coalesce(:fingerprint, fingerprint) ORDER BY place DESC LIMIT :limit"""
 
-_TRIM = """DELETE FROM audits WHERE namespace = ?1 AND fingerprint = ?2 AND place <= (SELECT place FROM audits
-    WHERE namespace = ?1 AND fingerprint = ?2 ORDER BY place DESC LIMIT 1 OFFSET ?3)"""
+_TRIM = """DELETE FROM audits
+    WHERE namespace = :namespace AND fingerprint = :fingerprint AND place <= (SELECT place FROM audits
+    WHERE namespace = :namespace AND fingerprint = :fingerprint ORDER BY place DESC LIMIT 1 OFFSET :kept)"""
 
 
 def _message(path: Path, error: sqlite3.Error) -> str:
@@ -102,7 +103,8 @@ class AuditLog:
         )
         with self._database.writing() as connection:
             connection.execute(_INSERT, (namespace, fingerprint, *row))
-            connection.execute(_TRIM, (namespace, fingerprint, self._kept))
+            limit = {"namespace": namespace, "fingerprint": fingerprint, "kept": self._kept}
+            connection.execute(_TRIM, limit)
 
     def read(
         self, *, namespace: str | None = None, fingerprint: str | None = None, limit: int = -1
@@ -111,8 +113,9 @@ class AuditLog:
 
         Damaged rows are left out.
         """
+        asked = {"namespace": namespace, "fingerprint": fingerprint, "limit": limit}
         with self._database.reading() as connection:
-            rows = connection.execute(_READ, (namespace, fingerprint, limit)).fetchall()
+            rows = connection.execute(_READ, asked).fetchall()
         return list(_readable(rows))
 
 

@@ -46,7 +46,7 @@ from cachecraft_rag.store.catalog_records import (
     RowFilter,
     Totals,
 )
-from cachecraft_rag.store.database import Database, fetched
+from cachecraft_rag.store.database import Database, Parameters, fetched
 from cachecraft_rag.store.eviction import (
     POLICIES,
     Policy,
@@ -66,8 +66,8 @@ _FORGET_EVERY = 64  # rows of `departed` that are too old are deleted when this 
 _LISTED = f"""SELECT s.namespace, s.fingerprint, {COLUMNS}, v.scores_sum, i.scores
   FROM variants AS v JOIN scopes AS s USING (scope) LEFT JOIN token_scores AS i ON i.variant_id = v.variant_id"""
 _LOOKUP = f"""SELECT {COLUMNS} FROM variants AS v
-  WHERE v.scope = (SELECT scope FROM scopes WHERE namespace = ?1 AND fingerprint = ?2)
-    AND v.chunk_id IN (SELECT value FROM json_each(?3)) AND (v.session IS NULL OR v.session = ?4)"""
+  WHERE v.scope = (SELECT scope FROM scopes WHERE namespace = :namespace AND fingerprint = :fingerprint)
+    AND v.chunk_id IN (SELECT value FROM json_each(:chunk_ids)) AND (v.session IS NULL OR v.session = :session)"""
 _SCORES = """SELECT asked.value, v.tokens, v.scores_sum, i.scores FROM json_each(?) AS asked
     LEFT JOIN variants AS v ON v.variant_id = asked.value
     LEFT JOIN token_scores AS i ON i.variant_id = asked.value"""
@@ -86,7 +86,7 @@ _ROW = (
     f"SELECT {_FILE}, {_SCORE}, scope, CAST(chunk_id AS BLOB), {_FREQUENCY}, {_SAVED} FROM variants"
 )
 # A damaged row may name another chunk than its own.
-_BESIDE = f"{_ROW} WHERE (scope = ?1 AND chunk_id = ?2) OR variant_id = ?3 ORDER BY score, created"
+_BESIDE = f"{_ROW} WHERE (scope = ? AND chunk_id = ?) OR variant_id = ? ORDER BY score, created"
 _STANDING = f"""SELECT variant_id, scope, chunk_id, iif(typeof(tokens) = 'integer', tokens, 0), {_BYTES}, {_SHARE},
     {_FREQUENCY}, {_SAVED} FROM variants WHERE variant_id IN (SELECT value FROM json_each(?))"""
 _USED = """UPDATE variants SET reuse_frequency = ?, saved = ?, score = ?
@@ -170,9 +170,13 @@ class Catalog:
         """
         found: dict[str, list[Variant]] = {chunk_id: [] for chunk_id in chunk_ids}
         damaged: list[DamagedRow] = []
-        for row in self._fetched(
-            _LOOKUP, (namespace, fingerprint, json.dumps(list(found)), session)
-        ):
+        asked = {
+            "namespace": namespace,
+            "fingerprint": fingerprint,
+            "chunk_ids": json.dumps(list(found)),
+            "session": session,
+        }
+        for row in self._fetched(_LOOKUP, asked):
             variant = _read(namespace, fingerprint, CatalogRow(*row), payload)
             if isinstance(variant, DamagedRow):
                 damaged.append(variant)
@@ -207,7 +211,7 @@ class Catalog:
 
         Rows that come or go meanwhile may or may not be seen.
         """
-        query = f"{_LISTED} WHERE v.variant_id > ?1 ORDER BY v.variant_id LIMIT ?2"
+        query = f"{_LISTED} WHERE v.variant_id > ? ORDER BY v.variant_id LIMIT ?"
         after = ""
         while batch := self._fetched(query, (after, page)):
             for namespace, fingerprint, *columns, checksum, scores in batch:
@@ -222,7 +226,7 @@ class Catalog:
                 yield row
             after = batch[-1][2 + CatalogRow._fields.index("variant_id")]
 
-    def _fetched(self, query: str, parameters: tuple[object, ...]) -> list[Any]:
+    def _fetched(self, query: str, parameters: Parameters) -> list[Any]:
         with self._db.reading() as connection:
             return fetched(connection, query, parameters)
 
@@ -237,13 +241,16 @@ class Catalog:
 
     def holds(self, file: FileRef, *, or_at_risk: bool = False) -> bool:
         """Return True if exactly this file has a row or, if asked, a writer is about to create or delete it."""
-        query = """SELECT 1 FROM variants WHERE variant_id = ?1 AND created = ?2
-            UNION ALL SELECT 1 FROM files_at_risk WHERE variant_id = ?1 AND created = ?2 AND ?3"""
+        query = """SELECT 1 FROM variants WHERE variant_id = :variant_id AND created = :created
+            UNION ALL SELECT 1 FROM files_at_risk
+            WHERE variant_id = :variant_id AND created = :created AND :or_at_risk"""
+        asked = {
+            "variant_id": file.variant_id,
+            "created": file.created,
+            "or_at_risk": or_at_risk,
+        }
         with self._db.reading() as connection:
-            return (
-                connection.execute(query, (file.variant_id, file.created, or_at_risk)).fetchone()
-                is not None
-            )
+            return connection.execute(query, asked).fetchone() is not None
 
     def at_risk(self) -> dict[str, list[FileRef]]:
         """Files that may exist without a row, by the writer that is (or was) about to create or delete them."""

@@ -20,12 +20,13 @@ TABLES = (
          WHEN NOT EXISTS (SELECT 1 FROM variants WHERE scope = old.scope AND chunk_id = old.chunk_id) BEGIN
          DELETE FROM text_marks WHERE scope = old.scope AND chunk_id = old.chunk_id; END""",
 )
-_SCOPE = "SELECT scope FROM scopes WHERE namespace = ?1 AND fingerprint = ?2"
-_MARK = f"INSERT OR REPLACE INTO text_marks (scope, mark, chunk_id, place) SELECT scope, ?3, ?4, ?5 FROM ({_SCOPE})"
+_SCOPE = "SELECT scope FROM scopes WHERE namespace = :namespace AND fingerprint = :fingerprint"
+_MARK = f"""INSERT OR REPLACE INTO text_marks (scope, mark, chunk_id, place)
+  SELECT scope, :mark, :chunk_id, :place FROM ({_SCOPE})"""
 _MARKED = f"""SELECT DISTINCT m.mark, m.chunk_id, m.place, v.tokens, v.tokens_digest
-  FROM json_each(?3) AS asked CROSS JOIN text_marks AS m CROSS JOIN variants AS v
+  FROM json_each(:marks) AS asked CROSS JOIN text_marks AS m CROSS JOIN variants AS v
   WHERE m.scope = ({_SCOPE}) AND m.mark = asked.value AND v.scope = m.scope AND v.chunk_id = m.chunk_id
-    AND (v.session IS NULL OR v.session = ?4)"""
+    AND (v.session IS NULL OR v.session = :session)"""
 
 
 class MarkedText(NamedTuple):
@@ -56,14 +57,26 @@ class FoundTexts:
     def mark(self, namespace: str, fingerprint: str, chunk_id: str, mark: tuple[int, int]) -> None:
         """Note a mark of a captured text and its place in it."""
         with self._db.writing() as connection:
-            connection.execute(_MARK, (namespace, fingerprint, mark[0], chunk_id, mark[1]))
+            number, place = mark
+            given = {
+                "namespace": namespace,
+                "fingerprint": fingerprint,
+                "mark": number,
+                "chunk_id": chunk_id,
+                "place": place,
+            }
+            connection.execute(_MARK, given)
 
     def marked(
         self, namespace: str, fingerprint: str, marks: Mapping[int, object], *, session: str | None
     ) -> list[MarkedText]:
         """Captured texts that have one of these marks, as far as this session may see them."""
         with self._db.reading() as connection:
-            rows = fetched(
-                connection, _MARKED, (namespace, fingerprint, json.dumps(list(marks)), session)
-            )
+            given = {
+                "namespace": namespace,
+                "fingerprint": fingerprint,
+                "marks": json.dumps(list(marks)),
+                "session": session,
+            }
+            rows = fetched(connection, _MARKED, given)
         return [MarkedText(*row) for row in rows]
