@@ -118,6 +118,7 @@ class Measuring:
     warmup: int = 20
     out: Path = Path("cachecraft-eval")
     dtype: str = "float32"
+    device: str = "auto"
     restart: bool = False
 
     def run(
@@ -143,7 +144,9 @@ class Measuring:
         with ExitStack() as opened:
             with waiting("Loading the model"):
                 engine = opened.enter_context(
-                    runner.open_engine(self.model, self.out, dtype=self.dtype, kind=kind)
+                    runner.open_engine(
+                        self.model, self.out, dtype=self.dtype, device=self.device, kind=kind
+                    )
                 )
                 described = settings.describe(engine, dataset)
                 log = opened.enter_context(RecordLog(self.out, described, restart=self.restart))
