@@ -177,12 +177,14 @@ class Decoder:
             dtype=cast(DTypeName, str(self.dtype).removeprefix("torch.")),
         )
         self.fused_layers: list[FusedLayer] | None = None
-        if self.device.type == "cpu" and not any(order is not None for order in self._orders):
+        has_own_order = any(order is not None for order in self._orders)
+        if self.device.type in ("cpu", "cuda") and not has_own_order:
             rotary_dims = [self.survey.kinds[kind].form.rotary_dim for kind in self.survey.kind_of]
             self.fused_layers = fused_layers(
                 self._layers,
                 config.hidden_size,
                 self.dtype,
+                self.device,
                 rotary_dims=rotary_dims,
                 run=self._stock_layer,
             )

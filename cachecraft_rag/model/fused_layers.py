@@ -1,18 +1,24 @@
-"""Decoder layers with compiled norms, gates and residual sums, in place of transformers' own on a CPU.
+"""Decoder layers of known classes with fewer operations than transformers' own.
 
 Between its products a layer runs some twenty small operations, each dispatched separately. If the class of a model's
-layers is known, three compiled operations replace them (`kernels/cpu`). For few rows, such as decode steps, one call
-computes the whole layer and reads its weights at the memory's speed. Products that are no plain linear layers
-(adapters, quantised weights) stay the modules of the model. A layer with hooks runs as it is.
+layers is known, a few operations replace them.
+
+On a CPU they are compiled (`kernels/cpu`). For few rows, such as decode steps, one call computes the whole layer and
+reads its weights at the memory's speed. On a GPU they are torch's fused norm, the gate and the sums: a launch from
+Python takes ten microseconds, which is longer than most of these operations take to compute.
+
+Products that are no plain linear layers (adapters, quantised weights) stay the modules of the model. A layer with hooks
+runs as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm, silu
 
 from cachecraft_rag.compute.row_pass import plain_rows
 from cachecraft_rag.compute.stack import AttentionSettings, LayerPass
@@ -29,7 +35,7 @@ _CHECKED_ROWS = 3
 _FEW_ROWS = 8
 
 # Largest error, relative to the norm of the output of the model's own layer.
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def _plain_linear(module: object) -> bool:
@@ -49,8 +55,70 @@ def product(module: Any, x: Tensor) -> Tensor:
     return calls.linear(run, x, module.weight, module.bias)
 
 
-class FusedLayer:
-    """A layer of a known class.
+class FusedLayer(Protocol):
+    """A layer of a known class, with fewer operations than the model's own."""
+
+    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor | None:
+        """Run the layer over `[1, rows, hidden]`; returns None if it has to run as the model's own."""
+
+
+class GPULayer:
+    """A layer of a known class on a GPU, with torch's fused operations between its products.
+
+    Args:
+        layer: the model's own layer.
+        index: its number.
+        settings: the attention settings that transformers passes to our attention function.
+    """
+
+    def __init__(self, layer: Any, index: int, settings: AttentionSettings) -> None:
+        self._layer = layer
+        self._index = index
+        self._settings = settings
+
+    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor | None:
+        """See `FusedLayer`."""
+        layer = self._layer
+        if _is_hooked(layer):
+            return None
+        attention = layer.self_attn
+        x = _normed(layer.input_layernorm, hidden)
+        heads = (x.shape[1], -1, attention.head_dim)
+        q = attention.q_proj(x).view(heads)
+        k = attention.k_proj(x).view(heads)
+        v = attention.v_proj(x).view(heads)
+        if hasattr(attention, "q_norm"):
+            q = _normed(attention.q_norm, q)
+            k = _normed(attention.k_norm, k)
+        out = layer_pass.attend(self._index, q, k, v, self._settings)
+
+        hidden = hidden + attention.o_proj(out.reshape(1, len(q), -1))
+        x = _normed(layer.post_attention_layernorm, hidden)
+        mlp = layer.mlp
+        gated = silu(mlp.gate_proj(x)).mul_(mlp.up_proj(x))
+        return cast(Tensor, hidden + mlp.down_proj(gated))
+
+
+def _normed(norm: Any, x: Tensor) -> Tensor:
+    """Return `x / rms(x) · weight` along the last dimension."""
+    return rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
+
+
+def _is_hooked(layer: Any) -> bool:
+    """Return True if a layer or a part of it that is replaced here has hooks."""
+    parts = (
+        layer,
+        layer.self_attn,
+        layer.mlp,
+        layer.input_layernorm,
+        layer.post_attention_layernorm,
+        layer.mlp.act_fn,
+    )
+    return any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+
+
+class CompiledLayer:
+    """A layer of a known class on a CPU, with compiled operations between its products.
 
     Args:
         layer: the model's own layer.
@@ -139,20 +207,6 @@ class FusedLayer:
             return None
         return self._call
 
-    @property
-    def hooked(self) -> bool:
-        """True if the layer or a part that is replaced here has hooks."""
-        layer = self._layer
-        parts = (
-            layer,
-            layer.self_attn,
-            layer.mlp,
-            layer.input_layernorm,
-            layer.post_attention_layernorm,
-            layer.mlp.act_fn,
-        )
-        return any(part._forward_hooks or part._forward_pre_hooks for part in parts)
-
     def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor | None:
         """Run the layer over `[1, rows, hidden]`; returns None if the kernels cannot."""
         is_few = hidden.shape[1] <= _FEW_ROWS
@@ -170,7 +224,7 @@ class FusedLayer:
         run = kernels_for(
             hidden, layer.input_layernorm.weight, layer.post_attention_layernorm.weight
         )
-        if run is None or self.hooked:
+        if run is None or _is_hooked(layer):
             return None
         if (
             is_few
@@ -208,6 +262,7 @@ def fused_layers(
     layers: Iterable[Any],
     hidden_size: int,
     dtype: torch.dtype,
+    device: torch.device,
     *,
     rotary_dims: Sequence[int],
     run: Callable[[int, Tensor, Tensor, LayerPass], Tensor],
@@ -216,14 +271,18 @@ def fused_layers(
 
     Args:
         layers: the model's decoder layers.
+        hidden_size: width of the hidden states.
+        dtype: dtype of the model.
+        device: device of the model.
         rotary_dims: for each layer, the dimensions of a head that it rotates.
         run: runs a stock layer: its number, hidden states, positions and the pass that attends.
     """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(
         1, _CHECKED_ROWS, hidden_size, generator=generator, dtype=torch.float32
-    ).to(dtype)
-    if kernels_for(hidden) is None or dtype not in _TOLERANCE:
+    ).to(device, dtype)
+    is_on_gpu = device.type == "cuda"
+    if dtype not in _TOLERANCE or not (is_on_gpu or kernels_for(hidden) is not None):
         return None
     fused_layers: list[FusedLayer] = []
     for index, layer in enumerate(layers):
@@ -232,11 +291,15 @@ def fused_layers(
         if type(layer.mlp.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
             return None
         recorder = _Recorder()
-        expected = run(index, hidden, torch.arange(_CHECKED_ROWS), recorder)
+        expected = run(index, hidden, torch.arange(_CHECKED_ROWS, device=device), recorder)
         assert recorder.settings is not None, "each layer attends"
         if recorder.settings.sinks is not None:  # the compiled layer knows none
             return None
-        fused = FusedLayer(layer, index, recorder.settings, rotary_dim=rotary_dims[index])
+        fused: FusedLayer
+        if is_on_gpu:
+            fused = GPULayer(layer, index, recorder.settings)
+        else:
+            fused = CompiledLayer(layer, index, recorder.settings, rotary_dim=rotary_dims[index])
         out = fused(hidden, _Recorder())
         if out is None or not float((out - expected).norm()) <= _TOLERANCE[dtype] * float(
             expected.norm()

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cachecraft_rag.kernels.gpu.combine import combine
-from cachecraft_rag.kernels.gpu.launch import device_of
+from cachecraft_rag.kernels.gpu.launch import ceil_div, device_of, power_of_two
 from cachecraft_rag.kernels.gpu.tiles import (
     Tiling,
     absent_mask,
@@ -406,7 +406,7 @@ def attend(
     tiling = tiling or Tiling.of(
         q, pairs=rows * group if may_decode else None, has_mass=bounds is not None
     )
-    tiles = triton.cdiv(rows * group, tiling.rows)
+    tiles = ceil_div(rows * group, tiling.rows)
     splits = splits or tiling.splits(q.device, programs=tiles * kv_heads, keys=k.shape[0])
     lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=q.device)
     kind = q.dtype if splits == 1 else torch.float32
@@ -443,7 +443,7 @@ def attend(
             softcap or 0.0,
             visible.window or 0,
             GROUP=group,
-            BLOCK_S=max(16, triton.next_power_of_2(segments)),
+            BLOCK_S=power_of_two(max(16, segments)),
             VALUES=v is not None,
             MASS=bounds is not None,
             SINKS=sinks is not None,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cachecraft_rag.kernels.gpu.launch import device_of
+from cachecraft_rag.kernels.gpu.launch import device_of, power_of_two
 
 _BLOCK_SPLITS = 16  # parts that one step of a program joins
 
@@ -107,8 +107,8 @@ def combine(
             splits,
             BLOCK=_BLOCK_SPLITS,
             HEAD_DIM=head_dim,
-            BLOCK_D=triton.next_power_of_2(head_dim),
-            BLOCK_S=max(16, triton.next_power_of_2(segments)),
+            BLOCK_D=power_of_two(head_dim),
+            BLOCK_S=power_of_two(max(16, segments)),
             VALUES=parts is not None,
             MASS=masses is not None,
         )

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cachecraft_rag.kernels.gpu.launch import device_of
+from cachecraft_rag.kernels.gpu.launch import ceil_div, device_of
 from cachecraft_rag.kernels.gpu.rope import halves, turned
 
 _ROWS = 32  # token-head pairs of one program
@@ -79,7 +79,7 @@ def shift_stale(merged: Tensor, shifts: Tensor, owner: Tensor, *, cos: Tensor, s
         raise ValueError("the tokens of a layer must lie side by side")
     if shifts.numel():
         with device_of(merged):
-            _shift_stale[(triton.cdiv(keys * kv_heads, _ROWS), 2)](
+            _shift_stale[(ceil_div(keys * kv_heads, _ROWS), 2)](
                 merged,
                 shifts.contiguous(),
                 owner,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cachecraft_rag.kernels.gpu.launch import device_of
+from cachecraft_rag.kernels.gpu.launch import ceil_div, device_of
 from cachecraft_rag.kernels.gpu.rope import halves, turned
 
 _ROWS = 32  # token-head pairs of one program
@@ -118,7 +118,7 @@ def place(
     numbers = layer_numbers(tuple(range(all_layers) if layers is None else layers), merged.device)
     if chunk.numel() and len(numbers):
         with device_of(merged):
-            _place[(triton.cdiv(tokens * kv_heads, _ROWS), 2 * len(numbers))](
+            _place[(ceil_div(tokens * kv_heads, _ROWS), 2 * len(numbers))](
                 merged,
                 chunk,
                 cos.contiguous(),

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cachecraft_rag.kernels.gpu.launch import device_of
+from cachecraft_rag.kernels.gpu.launch import ceil_div, device_of
 from cachecraft_rag.kernels.gpu.tiles import (
     Tiling,
     absent_mask,
@@ -142,7 +142,7 @@ def received(
     out = torch.empty(kv_heads, keys, dtype=torch.float32, device=q.device)
     absent = absent_mask(visible, keys)
     with device_of(q):
-        _received[(triton.cdiv(keys, tiling.keys), kv_heads)](
+        _received[(ceil_div(keys, tiling.keys), kv_heads)](
             q,
             k,
             lse.contiguous(),

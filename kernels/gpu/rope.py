@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cachecraft_rag.kernels.gpu.launch import device_of
+from cachecraft_rag.kernels.gpu.launch import ceil_div, device_of, power_of_two
 
 _ROWS = 16  # token-head pairs of one program
 
@@ -70,6 +72,7 @@ def _rotate(
         )
 
 
+@cache
 def halves(head_dim: int, rotary_dim: int) -> dict[str, int]:
     """The constants of a kernel that rotates: sizes of half the rotary part and of what passes through.
 
@@ -80,8 +83,8 @@ def halves(head_dim: int, rotary_dim: int) -> dict[str, int]:
     half = rotary_dim // 2
     rest = head_dim - rotary_dim
     blocks = {
-        "BLOCK_HALF": triton.next_power_of_2(max(half, 1)),
-        "BLOCK_REST": triton.next_power_of_2(max(rest, 1)),
+        "BLOCK_HALF": power_of_two(max(half, 1)),
+        "BLOCK_REST": power_of_two(max(rest, 1)),
     }
     return {"HALF": half, "REST": rest, **blocks}
 
@@ -111,7 +114,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
         raise ValueError("a head's dimensions must lie side by side")
     if x.numel():
         with device_of(x):
-            _rotate[(triton.cdiv(tokens * heads, _ROWS),)](
+            _rotate[(ceil_div(tokens * heads, _ROWS),)](
                 x,
                 cos.contiguous(),
                 sin.contiguous(),

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cachecraft_rag.kernels.gpu.choice import DTYPES, interpreted
+from cachecraft_rag.kernels.gpu.launch import power_of_two
 from cachecraft_rag.kernels.visibility import Visibility
 
 LARGEST_HEAD = 256
@@ -93,7 +94,7 @@ class Tiling:
         """Return the constants and launch options that the kernels share."""
         return {
             "HEAD_DIM": q.shape[-1],
-            "BLOCK_D": max(16, triton.next_power_of_2(q.shape[-1])),
+            "BLOCK_D": max(16, power_of_two(q.shape[-1])),
             "BLOCK_M": self.rows,
             "BLOCK_N": self.keys,
             "ABSENT": absent is not None,
