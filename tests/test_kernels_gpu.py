@@ -22,7 +22,9 @@ KERNELS = ("attend", "combine", "place", "received", "rotate", "shift_stale")
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton exists for Linux only"
 )
-@pytest.mark.parametrize("module", ["test_attention.py", "test_moves.py", "test_passes.py"])
+@pytest.mark.parametrize(
+    "module", ["test_attention.py", "test_moves.py", "test_passes.py", "test_decode_graph.py"]
+)
 def test_triton_kernels(module: str) -> None:
     import torch
 
@@ -118,7 +120,8 @@ def test_the_gpu_bench_runs_on_a_toy_model_and_needs_little_else(tmp_path: Path)
 import runpy, sys
 for name in {without}: sys.modules[name] = None  # importing it now fails
 sys.argv = ["gpu.py", "--tiny", "--tokens", "22,38", "--json", {str(tmp_path / "gpu.json")!r}]
-runpy.run_path("benchmarks/gpu.py", run_name="__main__")
+sys.path.append(".")  # last, so that the folder `kernels` hides no package
+runpy.run_module("benchmarks.gpu", run_name="__main__")
 """
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600

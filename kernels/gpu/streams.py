@@ -66,6 +66,8 @@ class LayersInFlight:
 
     def add(self) -> None:
         """Count the layer that was just launched; block while too many are in flight."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # nothing is computed while a graph is recorded
         event = launched(self._device)
         if event is None:
             return
