@@ -30,11 +30,14 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import PromptBuilder
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.config import StoreConfig
 from cachecraft_rag.types import Chunk, Progress, Prompt
 
 QUESTION = "Which of these parts wear out, and how often should each be replaced?"
 _DECODED = 25  # tokens of the answer that a decode step is timed on
 _FULL = ReuseConfig(reuse=False, capture=False)
+_HOST_BYTES = 16 << 30  # memory for the longest prompt of a model of 8 billion parameters
+_DEVICE_BYTES = 16 << 30
 _AROUND = 54  # tokens of a prompt that are in no chunk: the instruction, the question, the template
 
 
@@ -70,6 +73,7 @@ class TtftReport:
     token only).
 
     ratio_host, ratio_disk   reuse with the chunk-caches in memory, and on disk (page cache dropped if possible)
+    device_s, ratio_device   the same with the chunk-caches on the GPU; None for a model on the CPU
     ratio_early_termination  as ratio_host, with early termination
     ratio_all_recomputed     this package's engine without reuse
     kernels                  instructions of the CPU kernels in use (`kernels/cpu`), or torch
@@ -102,6 +106,8 @@ class TtftReport:
     dtype: str
     threads: int
     kernels: str
+    device_s: float | None = None
+    ratio_device: float | None = None
     decode_ms: float | None = None
     to_64_tokens_s: float | None = None
     peers: Mapping[str, float] = field(default_factory=dict)
@@ -144,6 +150,31 @@ def run(
         first.chunks * first.chunk_tokens,
         lambda name: progress(Progress(0, total, f"prefill in {name}")),
     )
+    return measure(
+        decoder,
+        shapes,
+        ratio=ratio,
+        nearest_share=nearest_share,
+        pairs=pairs,
+        profile=profile,
+        peers=peers,
+        progress=progress,
+    )
+
+
+def measure(
+    decoder: Decoder,
+    shapes: Sequence[Shape],
+    *,
+    ratio: float = 0.15,
+    nearest_share: float = ReuseConfig().nearest_share,
+    pairs: int = 7,
+    profile: bool = False,
+    peers: Mapping[str, Callable[[Decoder], Peer]] = MappingProxyType({}),
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> list[TtftReport]:
+    """Measure prompts of each shape with a loaded model; arguments and errors as in `run`."""
+    total = pairs * len(shapes)
     config = ReuseConfig(recompute_ratio=ratio, nearest_share=nearest_share, capture=False)
     others = {name: make(decoder) for name, make in peers.items()}
     reports: list[TtftReport] = []
@@ -186,10 +217,16 @@ class _Bench:
                 f"{decoder.context_length}; choose fewer (--chunks) or shorter ones (--chunk-tokens)"
             )
         self.ids = prompt.token_ids
-        self.store = ChunkCacheStore.open(folder / "caches")
-        self.engine = Engine(
-            decoder, self.store, config=self.config, best_last=False, new_variants="off"
+        on_gpu = decoder.device.type == "cuda"
+        # The device tier is off, so that chunk-caches stay where they are looked for.
+        self.store_config = StoreConfig(
+            host_bytes=_HOST_BYTES,
+            device=str(decoder.device) if on_gpu else None,
+            device_bytes=0,
+            queue_bytes=_HOST_BYTES,
         )
+        self.store = self._open_store()
+        self.engine = self._engine_of(self.store)
         moved = [
             self.engine.prompts.chunk_segment(chunk) for chunk in (*self.chunks[1:], self.chunks[0])
         ]
@@ -197,6 +234,14 @@ class _Bench:
         other = Prompt((self.engine.prompts.system, *moved))
         self.engine.capture(other, range(len(other.segments)), primed=True)
         self.store.flush()
+        self.device_store = self._open_store(device_bytes=_DEVICE_BYTES) if on_gpu else None
+        self.device_engine = self._engine_of(self.device_store) if self.device_store else None
+
+    def _open_store(self, **settings: Any) -> ChunkCacheStore:
+        return ChunkCacheStore.open(self.folder / "caches", self.store_config, **settings)
+
+    def _engine_of(self, store: ChunkCacheStore) -> Engine:
+        return Engine(self.decoder, store, config=self.config, best_last=False, new_variants="off")
 
     def report(self, pairs: int, begun: Callable[[int], None]) -> TtftReport:
         """Run all sides alternately and compare their medians; `begun` is called with the number of each pair."""
@@ -208,6 +253,10 @@ class _Bench:
             "disk": self._from_disk,
             "all_recomputed": lambda: self._ask(self.engine, _FULL).ttft_s,
         }
+        if (on_device := self.device_engine) is not None:
+            sides["device"] = lambda: self._ask(on_device, self.config).ttft_s
+            for _ in range(2):  # from the disk to the host, and from there to the device
+                self._ask(on_device, self.config)
         sides |= {
             name: lambda other=other: other.answer(self.ids, 1)[0]
             for name, other in self.peers.items()
@@ -272,7 +321,10 @@ class _Bench:
         return timer
 
     def close(self) -> None:
-        """Close the engine and the store."""
+        """Close the engines and the stores."""
+        if self.device_engine is not None and self.device_store is not None:
+            self.device_engine.close()
+            self.device_store.close()
         self.engine.close()
         self.store.close()
 
@@ -307,16 +359,13 @@ class _Bench:
     def _from_disk(self) -> float:
         """TTFT with a freshly opened store and files that are not in the page cache."""
         drop_page_cache(self.folder)
-        with (
-            ChunkCacheStore.open(self.folder / "caches") as store,
-            Engine(
-                self.decoder, store, config=self.config, best_last=False, new_variants="off"
-            ) as engine,
-        ):
+        with self._open_store() as store, self._engine_of(store) as engine:
             stats = self._ask(engine, self.config)
         assert all(chunk.tier == "disk" for chunk in stats.chunks), (
             "the caches did not come from the disk"
         )
+        # The catalog is not in the page cache either now, and the next side would wait for it.
+        self._ask(self.engine, self.config)
         return stats.ttft_s
 
 

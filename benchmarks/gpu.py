@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,20 @@ from typing import Any
 CHUNK, SYSTEM, QUESTION = 512, 32, 64
 REFERENCE = Path(__file__).resolve().parents[1] / "tests" / "kernels_gpu" / "reference.py"
 TIERS = ("device", "host", "disk")
+PARTS = (
+    "warm_up",
+    "kernels",
+    "gates",
+    "side_stream",
+    "bus",
+    "lengths",
+    "decode",
+    "requests",
+    "profile",
+)
+GPU_ONLY = {"warm_up", "side_stream", "bus", "decode"}
+EXACT = ("kernels", "gates", "side_stream", "decode")  # parts whose rows have passed or not
+ENGINE_PARTS = {"requests"}  # the engine's threads choose torch's inference mode themselves
 TARGETS = {"ratio_device": 0.25, "ratio_host": 0.30}  # at 16k tokens, share 0.15; at most
 RATES = {"attention_of_stock": 0.60, "gather_of_copy": 0.75}  # at least
 TOLERANCE = {"float32": 2e-4, "bfloat16": 2e-2, "float16": 4e-3}  # of a kernel against float64
@@ -64,7 +78,7 @@ LLAMA_8B = {
     "num_key_value_heads": 8,
 }
 TINY = {
-    "vocab_size": 256,
+    "vocab_size": 260,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -87,8 +101,19 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--minutes", type=float, default=7.5, help="no length is begun that would end later"
     )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--parts", help=f"comma-separated; by default all: {', '.join(PARTS)}")
     parser.add_argument("--tiny", action="store_true", help="a toy model, also without a GPU")
     return parser.parse_args(argv)
+
+
+def chosen_parts(names: str | None) -> Sequence[str]:
+    """The parts to run, from comma-separated names; ends the process with a message if there is no such part."""
+    if names is None:
+        return PARTS
+    chosen = names.split(",")
+    if unknown := set(chosen) - set(PARTS):
+        sys.exit(f"no part {', '.join(sorted(unknown))}; choose among {', '.join(PARTS)}")
+    return chosen
 
 
 def setting_of(given: argparse.Namespace) -> Setting:
@@ -141,7 +166,22 @@ def decoder_of(setting: Setting, *, layers: int | None = None, dtype: str | None
             model = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
-    return Decoder(model, None, name="random weights", fingerprint="2-" + "0" * 32)
+    return Decoder(model, byte_tokenizer(), name="random weights", fingerprint="2-" + "0" * 32)
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer that needs no file: one token for each byte, and one that ends a turn."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: place for place, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    turn = "{{ message['role'] }}: {{ message['content'] }}<|end|>"
+    tokenizer.chat_template = "{% for message in messages %}" + turn + "{% endfor %}"
+    return tokenizer
 
 
 def seconds(setting: Setting, run: Callable[[], object], *, calls: int = 1) -> float:
@@ -539,6 +579,107 @@ def ttft(setting: Setting, decoder: Any, tokens: int) -> dict[str, Any]:
     return found
 
 
+def decode_steps(setting: Setting, decoder: Any, tokens: int) -> dict[str, Any]:
+    """Milliseconds of a decode step behind a prompt, launched one by one and as a CUDA graph, and their difference."""
+    import torch
+
+    from cachecraft_rag.compute.decode import extend
+    from cachecraft_rag.compute.decode_graph import DecodeGraph
+    from cachecraft_rag.compute.kv_buffer import KVBuffer
+
+    buffer = KVBuffer(decoder, tokens + 1)
+    buffer.kv.normal_().mul_(0.1)
+    launched = seconds(setting, lambda: extend(decoder, buffer, [7], tokens), calls=5)
+    expected = extend(decoder, buffer, [7], tokens)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    graph = DecodeGraph(decoder, buffer)
+    torch.cuda.synchronize()
+    recording = time.perf_counter() - began
+    replayed = seconds(setting, lambda: graph.step(7, tokens), calls=5)
+    difference = (graph.step(7, tokens) - expected).norm() / expected.norm()
+    return {
+        "tokens": tokens,
+        "launched_ms": 1e3 * launched,
+        "recording_ms": 1e3 * recording,
+        "replayed_ms": 1e3 * replayed,
+        "error": float(difference),
+        "passed": float(difference) <= 1e-2,
+    }
+
+
+def requests(setting: Setting, decoder: Any, tokens: int) -> dict[str, Any]:
+    """Seconds to the first token of whole requests to the engine: planning, loading, computing and sampling.
+
+    The chunks are text of the sample handbook, captured behind other neighbours than in the measured prompt.
+    """
+    from benchmarks.first_token import Shape, measure
+
+    # The instruction and the template alone are some 130 bytes, and each is a token here.
+    shape = Shape.of_prompt(max(tokens, 200), longest=max(setting.chunk, 50))
+    (report,) = measure(decoder, [shape], ratio=setting.share, pairs=setting.repeats)
+    return {
+        "tokens": report.prompt_tokens,
+        "own_s": report.own_prefill_s,
+        "ratio_device": report.ratio_device,
+        "ratio_host": report.ratio_host,
+        "ratio_disk": report.ratio_disk,
+        "ratio_all_recomputed": report.ratio_all_recomputed,
+        "token_ratio": report.token_ratio,
+        "decode_ms": report.decode_ms,
+    }
+
+
+def profile_rows(setting: Setting, decoder: Any, tokens: int) -> list[dict[str, Any]]:
+    """Time of each operation in one prefill with chunk-caches on the device, the longest first.
+
+    The first rows are the whole call without profiler ("wall") and the sum over all operations.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    job = job_of(setting, tokens, setting.share)
+    with tempfile.TemporaryDirectory() as folder:
+        chunks = Tiers(setting, decoder, tokens, Path(folder)).resident("device")
+
+        def reuse() -> None:
+            first_logits(decoder, replace(job, resident=chunks()))
+
+        wall = seconds(setting, reuse)
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setting.on_gpu else [])]
+        with profile(activities=kinds) as recorded:
+            reuse()
+            if setting.on_gpu:
+                torch.cuda.synchronize()
+    rows = [
+        {
+            "operation": event.key[:70],
+            "calls": event.count,
+            # An operation also carries the time of its kernels, which have rows of their own.
+            "device_ms": event.self_device_time_total / 1e3 if _is_kernel(event) else 0.0,
+            "processor_ms": event.self_cpu_time_total / 1e3,
+        }
+        for event in recorded.key_averages()
+    ]
+    sums = [
+        {"operation": "wall", "calls": 1, "device_ms": 1e3 * wall, "processor_ms": 1e3 * wall},
+        {
+            "operation": "sum",
+            "calls": sum(row["calls"] for row in rows),
+            "device_ms": sum(row["device_ms"] for row in rows),
+            "processor_ms": sum(row["processor_ms"] for row in rows),
+        },
+    ]
+    longest = sorted(rows, key=lambda row: -row["device_ms"])[:20]
+    slowest = sorted(rows, key=lambda row: -row["processor_ms"])[:20]
+    return [*sums, *longest, *(row for row in slowest if row not in longest)]
+
+
+def _is_kernel(event: Any) -> bool:
+    """True for a kernel or copy on the device, False for an operation of the processor."""
+    return "CUDA" in str(event.device_type)
+
+
 # -- report -----------------------------------------------------------------------------------------------------------
 
 
@@ -574,7 +715,7 @@ def targets(lengths: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Report:
-    """The figures so far. They are written after every part, and a part that fails leaves its error, and the others.
+    """The figures so far. They are written after every row, and a part that fails leaves its error and its rows.
 
     Args:
         path: file to write; None = no file.
@@ -585,16 +726,20 @@ class Report:
         self._path = path
         self.figures: dict[str, Any] = {"machine": machine, "errors": {}}
 
-    def part(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Run one part and keep its figures; returns them, or None if it fails."""
-        result = None
+    def part(self, name: str, title: str, rows: Iterator[dict[str, Any]]) -> None:
+        """Measure one part: keep its rows, write the file after each, and print them as a table."""
+        kept = self.figures[name] = []
+        print(f"\n{title}", flush=True)
         try:
-            result = self.figures[name] = measure()
+            for row in rows:
+                kept.append(row)
+                self.write()
         except Exception as error:  # noqa: BLE001  # whatever it is, the other parts are measured
             traceback.print_exc()
             self.figures["errors"][name] = f"{type(error).__name__}: {error}"
-        self.write()
-        return result
+            self.write()
+        if kept:
+            print(table(kept), flush=True)
 
     def write(self) -> None:
         """Write the figures to the file."""
@@ -604,8 +749,7 @@ class Report:
     @property
     def is_exact(self) -> bool:
         """True if every part ran and everything is exact."""
-        rows = [*self.figures.get("kernels", ()), *self.figures.get("gates", ())]
-        rows += self.figures.get("side_stream", ())
+        rows = [row for part in EXACT for row in self.figures.get(part, ())]
         return not self.figures["errors"] and all(row["passed"] for row in rows)
 
 
@@ -627,62 +771,69 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     print(*(f"{name} {value}" for name, value in machine.items()), sep=", ")
     report = Report(given.json, machine)
-    with torch.inference_mode():
-        if setting.on_gpu:
-            compiling = report.part("warm_up", lambda: [warm_up_times(setting)])
-            print("\nCompiling the kernels", table(compiling or []), sep="\n", flush=True)
-        exact = report.part("kernels", lambda: list(kernels_exact(setting)))
-        print("\nKernels against float64", table(exact or []), sep="\n", flush=True)
-        passed = report.part("gates", lambda: list(gates(setting)))
-        print("\nGates", table(passed or []), sep="\n", flush=True)
-        if setting.on_gpu:
-            devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-            compare = partial(side_stream, setting)
-            same = report.part("side_stream", lambda: [compare(device) for device in devices])
-            print("\nCaptures on a side stream", table(same or []), sep="\n", flush=True)
-            rates = report.part("bus", lambda: [bus_rates()])
-            print("\nCopies to the GPU", table(rates or []), sep="\n", flush=True)
-        lengths = measure_lengths(setting, report)
-    aims = targets(lengths)
-    report.figures["targets"] = aims
-    report.write()
-    print("\nTargets (of a GPU)", table(aims), sep="\n")
+    whole = cache(partial(decoder_of, setting))  # made by the first part that needs it
+    devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    middle = sorted(setting.lengths)[len(setting.lengths) // 2]
+    parts: dict[str, tuple[str, Callable[[], Iterator[dict[str, Any]]]]] = {
+        "warm_up": ("Compiling the kernels", lambda: iter([warm_up_times(setting)])),
+        "kernels": ("Kernels against float64", lambda: kernels_exact(setting)),
+        "gates": ("Gates", lambda: gates(setting)),
+        "side_stream": (
+            "Captures on a side stream",
+            lambda: (side_stream(setting, device) for device in devices),
+        ),
+        "bus": ("Copies to the GPU", lambda: iter([bus_rates()])),
+        "lengths": ("Prefill by prompt length", lambda: by_length(setting, whole, length_row)),
+        "profile": (
+            f"Operations of a prefill of {middle} tokens",
+            lambda: iter(profile_rows(setting, whole(), middle)),
+        ),
+        "decode": (
+            "Decode steps by prompt length",
+            lambda: by_length(setting, whole, decode_steps),
+        ),
+        "requests": (
+            "Whole requests by prompt length",
+            lambda: by_length(setting, whole, requests),
+        ),
+    }
+    assert set(parts) == set(PARTS)
+    for name in chosen_parts(given.parts):
+        if setting.on_gpu or name not in GPU_ONLY:
+            title, rows = parts[name]
+            with torch.inference_mode(name not in ENGINE_PARTS):
+                report.part(name, title, rows())
+    if report.figures.get("lengths"):
+        report.figures["targets"] = targets(report.figures["lengths"])
+        report.write()
+        print("\nTargets (of a GPU)", table(report.figures["targets"]), sep="\n")
     for name, error in report.figures["errors"].items():
         print(f"{name} failed: {error}")
     return 0 if report.is_exact else 1
 
 
-def measure_lengths(setting: Setting, report: Report) -> list[dict[str, Any]]:
-    """Measure prompts of every length, as long as there is time."""
-    lengths: list[dict[str, Any]] = []
-    report.figures["lengths"] = lengths
-    made: list[Any] = []
-    report.part("model", lambda: made.append(decoder_of(setting)))
-    report.figures.pop("model", None)
-    if not made:
-        return lengths
-    (decoder,) = made
-    started = time.monotonic()
+def by_length(
+    setting: Setting,
+    decoder: Callable[[], Any],
+    measure: Callable[[Setting, Any, int], dict[str, Any]],
+) -> Iterator[dict[str, Any]]:
+    """A row for each prompt length, as long as there is time."""
+    made = decoder()
+    spent = 0.0
     for tokens in setting.lengths:
-        started, spent = time.monotonic(), time.monotonic() - started
+        started = time.monotonic()
         # the next one is twice as long
-        if lengths and started + 3 * spent > setting.deadline:
-            print(f"\n{tokens} tokens and more are left out: the time is up")
-            break
+        if started + 3 * spent > setting.deadline:
+            print(f"{tokens} tokens and more are left out: the time is up")
+            return
+        yield measure(setting, made, tokens)
+        spent = time.monotonic() - started
 
-        def measure(tokens: int = tokens) -> dict[str, Any]:
-            speed = attention_rates(setting, tokens) | gather_rates(setting, tokens)
-            return ttft(setting, decoder, tokens) | speed
 
-        row = report.part("length", measure)
-        report.figures.pop("length", None)
-        if row is None:
-            report.figures["errors"][f"{tokens} tokens"] = report.figures["errors"].pop("length")
-            continue
-        lengths.append(row)
-        report.write()
-        print(f"\n{tokens} tokens", table([row]), sep="\n", flush=True)
-    return lengths
+def length_row(setting: Setting, decoder: Any, tokens: int) -> dict[str, Any]:
+    """Times of prefills of one length, and rates of the kernels in them."""
+    rates = attention_rates(setting, tokens) | gather_rates(setting, tokens)
+    return ttft(setting, decoder, tokens) | rates
 
 
 if __name__ == "__main__":

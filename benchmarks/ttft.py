@@ -103,6 +103,7 @@ def print_ttft(report: TtftReport) -> None:
     """The times of all sides, and what was measured."""
     rows = [
         ("model's own prefill", report.own_prefill_s),
+        *([("reuse, from the GPU", report.device_s)] if report.device_s is not None else []),
         ("reuse, from memory", report.host_s),
         ("reuse, from disk", report.disk_s),
         ("reuse, early termination", report.early_termination_s),

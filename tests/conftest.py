@@ -49,6 +49,10 @@ settings.register_profile(
 settings.load_profile("busy machine")
 
 
+# Where the tiny models run: `TESTS_DEVICE=cuda pytest tests/engine` tests the engine on a GPU (docs/guides/gpu.md).
+DEVICE = os.environ.get("TESTS_DEVICE", "cpu")
+
+
 def _import_benchmarks() -> None:
     """Make `benchmarks` importable, which is not installed, without the repository's other folders."""
     init = Path(__file__).parents[1] / "benchmarks" / "__init__.py"
@@ -299,7 +303,7 @@ def tiny_decoder(byte_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Decod
                 for parameter in model.parameters():
                     if parameter.dim() > 1:
                         parameter.mul_(4)
-            made[name] = Decoder(model, byte_tokenizer, name=name)
+            made[name] = Decoder(model.to(DEVICE), byte_tokenizer, name=name)
         return made[name]
 
     return make

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,9 @@ from cachecraft_rag.types import Chunk
 CHUNKS = [Chunk(f"Page {n}: empty the kettle before you clean it.") for n in range(3)]
 SHORT = SamplingParams(max_new_tokens=1)
 MakeEngine = Callable[..., Engine]
+about_cpus = pytest.mark.skipif(
+    os.environ.get("TESTS_DEVICE", "cpu") != "cpu", reason="advice about a CPU"
+)
 
 
 @pytest.fixture
@@ -99,6 +103,7 @@ def test_a_store_of_another_model(make_engine: MakeEngine) -> None:
     assert advised(examine(make_engine("Qwen3"))) == {"other models"}
 
 
+@about_cpus
 def test_threads_that_are_not_the_cores(facts: Facts) -> None:
     assert facts.threads == torch.get_num_threads()
     for threads in (facts.cores, facts.cores + 1):
@@ -106,6 +111,7 @@ def test_threads_that_are_not_the_cores(facts: Facts) -> None:
         assert ("threads" in subjects) == (threads != facts.cores)
 
 
+@about_cpus
 def test_threads_chosen_by_omp_num_threads_are_no_advice(facts: Facts) -> None:
     chosen = replace(facts, threads=facts.cores + 1, omp_num_threads=str(facts.cores + 1))
     (advice,) = [advice for advice in findings(chosen) if advice.about == "threads"]
@@ -113,6 +119,7 @@ def test_threads_chosen_by_omp_num_threads_are_no_advice(facts: Facts) -> None:
     assert "OMP_NUM_THREADS" in advice.what
 
 
+@about_cpus
 def test_float32_where_the_cpu_knows_better(facts: Facts) -> None:
     cases = (
         (True, "float32", True),

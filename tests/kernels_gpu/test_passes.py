@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -129,6 +128,15 @@ def undrifted(decoder: Decoder, job: PrefillJob) -> Tensor:
 def test_statistics_of_captures_and_focus_are_as_in_torch(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def record(measured: list[int] | None) -> None:
+        """Let prefills sum up the attention to these segments in the pass, or record queries for later."""
+        monkeypatch.setattr(
+            overlapped,
+            "CaptureRecorder",
+            lambda *given, **_: CaptureRecorder(*given, measured=measured),
+        )
+
+    record(None)
     whole = captured(decoder)
 
     def statistics() -> Tensor:
@@ -141,12 +149,7 @@ def test_statistics_of_captures_and_focus_are_as_in_torch(
         return torch.tensor((*found.inter, found.intra, found.cci, *found.token_scores.inter))
 
     assert torch.allclose(statistics(), in_torch(monkeypatch, statistics), atol=1e-5)
-    recorder = partial(CaptureRecorder, measured=BOUNDS)
-    monkeypatch.setattr(
-        overlapped,
-        "CaptureRecorder",
-        lambda layout, like, spans, *, measured: recorder(layout, like, spans),
-    )
+    record(BOUNDS)
     in_pass = captured(decoder).recorder
     measured = AttentionAccumulator(in_pass.captures[2], in_pass.settings, bounds=BOUNDS)
     found = measured.statistics()
