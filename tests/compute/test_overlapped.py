@@ -972,9 +972,10 @@ def test_what_is_recomputed_of_a_stored_chunk_belongs_to_an_untouched_prompt_onc
 
 
 def test_an_engine_that_has_measured_nothing_looks_longer_before_it_computes_a_front(
-    decoder: Decoder, disk: Disk
+    decoder: Decoder, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It cannot know that a front pays. It goes on as soon as it sees that the rest will not take long."""
+    monkeypatch.setattr(rate_module, "time", Clock())  # on a busy machine the look would be over
     loads = disk.loads(readers=0)
     unmeasured = ComputeSpeed(decoder.keys_per_row)
     steps = OverlappedPrefill(
