@@ -49,8 +49,8 @@ def empty(
 def to_host(tensor: Tensor) -> Tensor:
     """Return a tensor's copy in main memory; a tensor that is there already is returned itself.
 
-    What comes from a GPU and will go back there is page-locked where the system allows it: copies are ten times as
-    fast. torch rounds the size of such memory up to a power of two.
+    The copy of a tensor on a GPU is page-locked where the system allows it, because it will be copied back: that takes
+    a tenth of the time. torch rounds the size of such memory up to a power of two.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu()

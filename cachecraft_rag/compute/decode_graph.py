@@ -17,6 +17,7 @@ from torch import Tensor
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.row_pass import RowPass, advance
 from cachecraft_rag.compute.stack import Stack
+from cachecraft_rag.kernels.gpu.streams import new_stream
 
 logger = logging.getLogger("cachecraft_rag")
 
@@ -40,7 +41,7 @@ class DecodeGraph:
         # The token and its position. Any position would do: recording computes nothing.
         self._inputs = torch.zeros(2, dtype=torch.int64, device=stack.device)
         self._graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(stack.device)
+        stream = new_stream(stack.device)
         stream.wait_stream(torch.cuda.current_stream(stack.device))
         with torch.cuda.stream(stream):
             # Other threads go on copying and allocating meanwhile.
@@ -75,7 +76,7 @@ def _shared_memory(device: torch.device) -> torch.cuda.CUDAGraph:
     It is never replayed. It lives as long as the process, because memory that no graph uses cannot be shared again.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    with torch.cuda.stream(new_stream(device)):
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             torch.zeros(1, device=device)

@@ -31,7 +31,7 @@ from cachecraft_rag.model.fingerprint import (
     model_fingerprint,
     snapshot_folder,
 )
-from cachecraft_rag.model.fused_layers import FusedLayer, fused_layers, product
+from cachecraft_rag.model.fused_layers import CompiledLayer, GPULayer, fused_layers, product
 from cachecraft_rag.model.hub_check import require_hub, without_bars
 from cachecraft_rag.model.layer_survey import (
     ModelSurvey,
@@ -121,7 +121,7 @@ class Decoder:
         fingerprint: identity of checkpoint, tokenizer and dtype, see `fingerprint`; equal in every process.
         context_length: most tokens of prompt and answer together.
         attention_paths: the fastest ways to attend on this CPU, measured by `load`.
-        fused_layers: layers in part compiled; None = the model's own run.
+        fused_layers: layers that run fewer operations than the model's own; None = the model's own run.
         survey: how the model calls its layers, and how each of them rotates and attends.
     """
 
@@ -176,7 +176,7 @@ class Decoder:
             head_dim=max(max(dims) for dims in self.survey.dims),
             dtype=cast(DTypeName, str(self.dtype).removeprefix("torch.")),
         )
-        self.fused_layers: list[FusedLayer] | None = None
+        self.fused_layers: list[CompiledLayer | GPULayer] | None = None
         has_own_order = any(order is not None for order in self._orders)
         if self.device.type in ("cpu", "cuda") and not has_own_order:
             rotary_dims = [self.survey.kinds[kind].form.rotary_dim for kind in self.survey.kind_of]

@@ -14,7 +14,7 @@ runs as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -55,70 +55,8 @@ def product(module: Any, x: Tensor) -> Tensor:
     return calls.linear(run, x, module.weight, module.bias)
 
 
-class FusedLayer(Protocol):
-    """A layer of a known class, with fewer operations than the model's own."""
-
-    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor | None:
-        """Run the layer over `[1, rows, hidden]`; returns None if it has to run as the model's own."""
-
-
-class GPULayer:
-    """A layer of a known class on a GPU, with torch's fused operations between its products.
-
-    Args:
-        layer: the model's own layer.
-        index: its number.
-        settings: the attention settings that transformers passes to our attention function.
-    """
-
-    def __init__(self, layer: Any, index: int, settings: AttentionSettings) -> None:
-        self._layer = layer
-        self._index = index
-        self._settings = settings
-
-    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor | None:
-        """See `FusedLayer`."""
-        layer = self._layer
-        if _is_hooked(layer):
-            return None
-        attention = layer.self_attn
-        x = _normed(layer.input_layernorm, hidden)
-        heads = (x.shape[1], -1, attention.head_dim)
-        q = attention.q_proj(x).view(heads)
-        k = attention.k_proj(x).view(heads)
-        v = attention.v_proj(x).view(heads)
-        if hasattr(attention, "q_norm"):
-            q = _normed(attention.q_norm, q)
-            k = _normed(attention.k_norm, k)
-        out = layer_pass.attend(self._index, q, k, v, self._settings)
-
-        hidden = hidden + attention.o_proj(out.reshape(1, len(q), -1))
-        x = _normed(layer.post_attention_layernorm, hidden)
-        mlp = layer.mlp
-        gated = silu(mlp.gate_proj(x)).mul_(mlp.up_proj(x))
-        return cast(Tensor, hidden + mlp.down_proj(gated))
-
-
-def _normed(norm: Any, x: Tensor) -> Tensor:
-    """Return `x / rms(x) · weight` along the last dimension."""
-    return rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
-
-
-def _is_hooked(layer: Any) -> bool:
-    """Return True if a layer or a part of it that is replaced here has hooks."""
-    parts = (
-        layer,
-        layer.self_attn,
-        layer.mlp,
-        layer.input_layernorm,
-        layer.post_attention_layernorm,
-        layer.mlp.act_fn,
-    )
-    return any(part._forward_hooks or part._forward_pre_hooks for part in parts)
-
-
-class CompiledLayer:
-    """A layer of a known class on a CPU, with compiled operations between its products.
+class KnownLayer:
+    """A layer of a known class; its subclasses run it with fewer operations than the model's own.
 
     Args:
         layer: the model's own layer.
@@ -134,6 +72,61 @@ class CompiledLayer:
         self._layer = layer
         self._index = index
         self._settings = settings
+
+    @property
+    def hooked(self) -> bool:
+        """True if the layer or a part that is replaced here has hooks."""
+        layer = self._layer
+        parts = (
+            layer,
+            layer.self_attn,
+            layer.mlp,
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+            layer.mlp.act_fn,
+        )
+        return any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+
+
+class GPULayer(KnownLayer):
+    """A layer of a known class on a GPU, with torch's fused operations between its products."""
+
+    def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor | None:
+        """Run the layer over `[1, rows, hidden]`; returns None if it has hooks."""
+        if self.hooked:
+            return None
+        layer = self._layer
+        attention = layer.self_attn
+        norm = layer.input_layernorm
+        x = _normed(hidden, norm.weight, norm.variance_epsilon)
+        heads = (x.shape[1], -1, attention.head_dim)
+        q = attention.q_proj(x).view(heads)
+        k = attention.k_proj(x).view(heads)
+        v = attention.v_proj(x).view(heads)
+        if hasattr(attention, "q_norm"):
+            q = _normed(q, attention.q_norm.weight, attention.q_norm.variance_epsilon)
+            k = _normed(k, attention.k_norm.weight, attention.k_norm.variance_epsilon)
+        out = layer_pass.attend(self._index, q, k, v, self._settings)
+
+        hidden = hidden + attention.o_proj(out.reshape(1, len(q), -1))
+        norm = layer.post_attention_layernorm
+        x = _normed(hidden, norm.weight, norm.variance_epsilon)
+        gated = silu(layer.mlp.gate_proj(x)).mul_(layer.mlp.up_proj(x))
+        return cast(Tensor, hidden + layer.mlp.down_proj(gated))
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return `x / rms(x) · weight` along the last dimension."""
+    return rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+class CompiledLayer(KnownLayer):
+    """A layer of a known class on a CPU, with compiled operations between its products."""
+
+    def __init__(
+        self, layer: torch.nn.Module, index: int, settings: AttentionSettings, *, rotary_dim: int
+    ) -> None:
+        super().__init__(layer, index, settings, rotary_dim=rotary_dim)
         self._call: calls.LayerCall | None = None
         # modules and tensors that the call points to
         self._held: list[tuple[dict[str, object], str, object]] = []
@@ -224,7 +217,7 @@ class CompiledLayer:
         run = kernels_for(
             hidden, layer.input_layernorm.weight, layer.post_attention_layernorm.weight
         )
-        if run is None or _is_hooked(layer):
+        if run is None or self.hooked:
             return None
         if (
             is_few
@@ -266,7 +259,7 @@ def fused_layers(
     *,
     rotary_dims: Sequence[int],
     run: Callable[[int, Tensor, Tensor, LayerPass], Tensor],
-) -> list[FusedLayer] | None:
+) -> list[CompiledLayer | GPULayer] | None:
     """Return the fused layers of a model; None if its class is not known or one of them differs from the model's own.
 
     Args:
@@ -281,10 +274,10 @@ def fused_layers(
     hidden = torch.randn(
         1, _CHECKED_ROWS, hidden_size, generator=generator, dtype=torch.float32
     ).to(device, dtype)
-    is_on_gpu = device.type == "cuda"
-    if dtype not in _TOLERANCE or not (is_on_gpu or kernels_for(hidden) is not None):
+    kind = GPULayer if device.type == "cuda" else CompiledLayer
+    if dtype not in _TOLERANCE or (kind is CompiledLayer and kernels_for(hidden) is None):
         return None
-    fused_layers: list[FusedLayer] = []
+    fused_layers: list[CompiledLayer | GPULayer] = []
     for index, layer in enumerate(layers):
         if type(layer).__name__ not in KNOWN or not isinstance(layer.mlp.act_fn, torch.nn.Module):
             return None
@@ -295,11 +288,7 @@ def fused_layers(
         assert recorder.settings is not None, "each layer attends"
         if recorder.settings.sinks is not None:  # the compiled layer knows none
             return None
-        fused: FusedLayer
-        if is_on_gpu:
-            fused = GPULayer(layer, index, recorder.settings)
-        else:
-            fused = CompiledLayer(layer, index, recorder.settings, rotary_dim=rotary_dims[index])
+        fused = kind(layer, index, recorder.settings, rotary_dim=rotary_dims[index])
         out = fused(hidden, _Recorder())
         if out is None or not float((out - expected).norm()) <= _TOLERANCE[dtype] * float(
             expected.norm()

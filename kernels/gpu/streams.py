@@ -47,6 +47,11 @@ def wait_on_host(device: torch.device) -> None:
         event.synchronize()
 
 
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a further stream of a GPU."""
+    return torch.cuda.Stream(device)
+
+
 @cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream on which this process copies chunk-caches to a GPU, beside the layers that are computed."""

@@ -107,7 +107,7 @@ def test_a_gpus_layers_are_the_models_own(
             return super().__call__(hidden, layer_pass)
 
     gpu_layers = [
-        Counted(layer._layer, index, layer._settings)
+        Counted(layer._layer, index, layer._settings, rotary_dim=layer.rotary_dim)
         for index, layer in enumerate(decoder.fused_layers)
     ]
     monkeypatch.setattr(decoder, "fused_layers", gpu_layers)
