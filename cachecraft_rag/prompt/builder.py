@@ -59,7 +59,7 @@ _FOLLOWS: dict[str | None, set[str]] = {
     "user": {"assistant", "calls"},
     "assistant": {"user", "calls"},
     "calls": {"result"},
-    "result": {"result", "assistant", "calls"},
+    "result": {"result", "user", "assistant", "calls"},  # "user": somebody interrupts an agent
 }
 
 
@@ -211,7 +211,8 @@ class PromptBuilder:
 
         Raises:
             ContextLengthError: system, question and the reserve alone do not fit.
-            ConfigError: the question is empty, and the history does not end with a tool's result.
+            ConfigError: the question is empty, and the history does not end with a tool's result; or the turns of the
+                history are in an order that it, or the model's chat template, does not allow.
         """
         if not question.strip() and not (history and history[-1][0] == "result"):
             raise ConfigError("the question is empty; ask something")
@@ -293,7 +294,8 @@ class PromptBuilder:
         roles: list[str | None] = [None, *(role for role, _ in turns)]
         if any(role not in _FOLLOWS[before] for before, role in pairwise(roles)):
             raise ConfigError(
-                "history must alternate user and assistant turns, begin with user and end with assistant"
+                "history must alternate user and assistant turns, begin with user and end with assistant or a tool's "
+                "result; a result follows its call"
             )
 
         first_text = f"Question: {turns[0][1]}"
@@ -424,8 +426,12 @@ class PromptBuilder:
         try:
             yield self._apply(messages)
         except TemplateError as error:
+            roles = [str(message["role"]) for message in messages]
+            advice = ""
+            if ("tool", "user") in pairwise(roles):
+                advice = "; it may take no user's turn directly after a tool's result: put an assistant's turn between"
             raise ConfigError(
-                f"the model's chat template refuses a plain conversation: {error}"
+                f"the model's chat template refuses this conversation: {error}{advice}"
             ) from error
 
     def _template_text(self) -> str:

@@ -152,6 +152,57 @@ def test_where_the_template_has_no_place_for_tools_they_are_plain_text(
     assert written.endswith("<|assistant|>")
 
 
+@pytest.mark.parametrize(
+    ("template", "between"),
+    [
+        *((template, "4<|end|><|user|>") for template in TEMPLATES.values()),
+        (OTHERS["no tools"], "4\n</tool_response>\n"),
+    ],
+    ids=[*TEMPLATES, "no tools"],
+)
+def test_the_user_may_speak_directly_after_a_result(
+    byte_tokenizer: Any, template: str, between: str
+) -> None:
+    builder = builder_of(byte_tokenizer, template)
+    stopped: list[Turn] = [*HISTORY, ("user", "Stop.<|end|>"), ("assistant", "I stopped.")]
+    end = builder._tokenizer.convert_tokens_to_ids("<|end|>")
+    for question, history, last in (
+        ("Go on?", HISTORY, f"{between}Go on?"),
+        (
+            "And now?",
+            stopped,
+            f"{between}Stop.<|end|><|end|><|assistant|>I stopped.<|end|><|user|>And now?",
+        ),
+    ):
+        prompt = builder.build(question, [Chunk("The chunk.")], history=history)
+        written = text_of(builder, prompt)
+        assert written.endswith(f"{last}<|end|><|assistant|>")
+        typed = sum(text.count("<|end|>") for _, text in history)
+        assert prompt.token_ids.count(end) == written.count("<|end|>") - typed, (
+            "nobody's text ends a turn"
+        )
+
+
+def test_a_template_that_refuses_the_user_after_a_result_says_what_to_send(
+    byte_tokenizer: Any,
+) -> None:
+    """As Mistral's templates, which count turns but for calls and results."""
+    alternates = (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role in ('user', 'assistant') and not m.tool_calls %}"
+        "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}"
+    )
+    builder = builder_of(byte_tokenizer, alternates + TEMPLATES["tagged"])
+    assert builder.calls.native
+    calls: list[Turn] = [HISTORY[0], *HISTORY[2:]]
+    with pytest.raises(ConfigError, match=r"roles must alternate.*put an assistant's turn between"):
+        builder.build("Go on?", [], history=calls)
+    answered: list[Turn] = [*calls, ("assistant", "7.")]
+    assert text_of(builder, builder.build("Go on?", [], history=answered)).endswith(
+        "7.<|end|><|user|>Go on?<|end|><|assistant|>"
+    )
+
+
 def test_other_tools_are_another_instruction(byte_tokenizer: Any) -> None:
     other = {"type": "function", "function": {"name": "other"}}
     ids = [

@@ -121,6 +121,8 @@ def test_tools_their_calls_and_results() -> None:
     )
     asked = read(messages=[USER, CALLS, *RESULTS], tools=[TOOL])
     assert (asked.history, asked.question, asked.tools) == (history, "", (TOOL,))
+    asked = read(messages=[USER, CALLS, *RESULTS, {"role": "user", "content": "Stop."}])
+    assert (asked.history, asked.question) == (history, "Stop.")
     said = [USER, {**CALLS, "content": "Let me look."}, *RESULTS, {"role": "assistant"}, USER]
     asked = read(messages=said)
     assert asked.history == (
