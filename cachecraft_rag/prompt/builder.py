@@ -291,13 +291,7 @@ class PromptBuilder:
         """Return the prompt after the chunks in pieces; the user's messages and results of tools may be searched."""
         asked: list[Turn] = [("user", question)] if question.strip() else []
         turns = [*history, *asked]
-        roles: list[str | None] = [None, *(role for role, _ in turns)]
-        if any(role not in _FOLLOWS[before] for before, role in pairwise(roles)):
-            raise ConfigError(
-                "history must alternate user and assistant turns, begin with user and end with assistant or a tool's "
-                "result; a result follows its call"
-            )
-
+        _check_order(turns)
         first_text = f"Question: {turns[0][1]}"
         _, parts = self._cut([("user", first_text), *turns[1:]])
         pieces: list[PromptPiece] = []
@@ -356,8 +350,6 @@ class PromptBuilder:
         is_native = any(role == "calls" for role, _ in turns) and self.calls.native
         for role, text in turns if is_native else self._without_calls(turns):
             if role == "result":
-                if not unanswered:
-                    raise ConfigError("history has more results than calls of tools")
                 name, number = unanswered.pop(0)
                 messages.append(result_message(name, mark(text, is_searched=True), number))
             elif role == "calls":
@@ -487,6 +479,31 @@ class PromptBuilder:
             text, add_special_tokens=False, split_special_tokens=False
         )["input_ids"]
         return ids
+
+
+def _check_order(turns: Sequence[Turn]) -> None:
+    """Raise ConfigError unless each turn may follow the one before, and each call of a tool has one result."""
+    awaited = 0
+    before: str | None = None
+    for role, text in turns:
+        if role not in _FOLLOWS[before]:
+            raise ConfigError(
+                "history must alternate user and assistant turns, begin with user and end with assistant or a tool's "
+                "result; a result follows its call"
+            )
+        if role == "result":
+            awaited -= 1
+            if awaited < 0:
+                raise ConfigError("history has more results than calls of tools")
+        elif awaited:
+            break
+        if role == "calls":
+            awaited = len(calls_in(text))
+        before = role
+    if awaited:
+        raise ConfigError(
+            "history has a call of a tool without a result; each call has one, directly after the calls"
+        )
 
 
 def _rendered(

@@ -38,6 +38,7 @@ HISTORY: list[Turn] = [
     ("result", "3<|end|>"),
     ("result", "4"),
 ]
+TWO_CALLS = json.dumps([{"name": "add", "arguments": {}}] * 2)
 _TURN = "{{ '<|' + m.role + '|>' + (m.content or '') }}"
 # As Qwen and Hermes write calls, as Llama 3 does, and as Mistral does: all calls in one list, behind a special token.
 TEMPLATES = {
@@ -222,13 +223,29 @@ def test_other_tools_are_another_instruction(byte_tokenizer: Any) -> None:
         ),
         ([("calls", "[]"), ("result", "b")], "alternate"),
         ([("user", "a"), ("calls", "[]"), ("result", "b")], "more results than calls"),
+        ([("user", "a"), ("calls", TWO_CALLS), ("result", "b")], "call of a tool without a result"),
+        (
+            [
+                ("user", "a"),
+                ("calls", TWO_CALLS),
+                ("result", "b"),
+                ("user", "c"),
+                ("calls", TWO_CALLS),
+                ("result", "d"),
+                ("result", "e"),
+            ],
+            "call of a tool without a result",
+        ),
         ([("user", "a"), ("calls", "{"), ("result", "b")], "calls must be JSON"),
         ([("user", "a"), ("calls", '[{"name": "add"}]'), ("result", "b")], "calls must be JSON"),
     ],
 )
-def test_results_follow_calls(byte_tokenizer: Any, history: Any, complaint: str) -> None:
+@pytest.mark.parametrize("template", [TEMPLATES["tagged"], OTHERS["no tools"]])
+def test_results_follow_calls(
+    byte_tokenizer: Any, template: str, history: Any, complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        builder_of(byte_tokenizer, TEMPLATES["tagged"]).build(
+        builder_of(byte_tokenizer, template).build(
             "" if history[-1][0] == "result" else "?", [], history=history
         )
 
