@@ -304,8 +304,8 @@ def test_the_third_time_passages_of_responses_are_reused(server: ServerProcess) 
     }
     assert searched == {  # by result and role
         ("noted", "user"): 2,
-        ("reused", "user"): 1,
-        ("reused", "tool"): 1,
+        ("stored", "user"): 1,
+        ("stored", "tool"): 1,
         ("nothing", "user"): 1,
     }
 

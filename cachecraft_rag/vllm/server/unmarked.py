@@ -74,7 +74,7 @@ _TEXT_PARTS = ("text", "input_text")
 
 
 ROLES = ("user", "tool", "system", "prompt")
-RESULTS = ("reused", "noted", "nothing")
+RESULTS = ("stored", "noted", "nothing")
 _LEAST_CHARACTERS = 200  # shorter messages are not searched: they hold no passage
 # messages searched per prompt; locating each of them takes one more rendering of the prompt
 _MOST_MESSAGES = 16
@@ -366,7 +366,7 @@ class PlainPrompts:
                 for place, is_stored in stored.items()
                 if max(start, text.start) <= place < text.stop
             ]
-            result = "reused" if any(within) else "noted" if within else "nothing"
+            result = "stored" if any(within) else "noted" if within else "nothing"
             self._searched.labels(role, result).inc()
 
     def served(self, ids: Sequence[int], origin: Origin, prepared: Prepared | None) -> None:
