@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from cachecraft_rag.vllm.server.unmarked import (
     Origin,
     PlainPrompts,
     ServedPrompts,
+    locate_messages,
     marked,
     searched_messages,
 )
@@ -124,6 +126,33 @@ def test_messages_of_the_user_and_of_tools_are_searched() -> None:
     assert searched_messages(messages, search_system=True) == [0, 1, 3, 6]
     assert searched_messages([{"role": "assistant", "content": LONG}], search_system=True) == []
     assert searched_messages(messages[1:2] * 40, search_system=False) == list(range(24, 40))
+
+
+def test_messages_are_located_where_the_prompt_changes_with_them() -> None:
+    messages = [
+        {"role": "user", "content": LONG},
+        {"role": "assistant", "content": LONG},
+        {"role": "tool", "content": LONG},
+        {"role": "user", "content": LONG},
+    ]
+
+    def ids_of(said: Sequence[Mapping[str, object]]) -> list[int]:
+        return list(
+            "".join(f"<{message['role']}>{message['content']}" for message in said).encode()
+        )
+
+    async def render(place: int) -> list[int] | None:
+        return None if place == 2 else ids_of(marked(messages, place))
+
+    ids = ids_of(messages)
+    found = asyncio.run(locate_messages(ids, messages, render, search_system=False))
+    assert [bytes(ids[text.start : text.stop]).decode() for text in found.texts] == [LONG, LONG]
+    assert found.texts[0].start == len("<user>")
+    assert found.texts[1].stop == len(ids)
+    assert found.roles == ("user", "user"), "an error leaves out a message"
+    assert found.ends_with_question
+    found = asyncio.run(locate_messages(ids, messages[:-1], render, search_system=False))
+    assert not found.ends_with_question
 
 
 def test_a_marked_message_keeps_its_form() -> None:

@@ -239,6 +239,25 @@ class Searched:
 
 # finds the parts to search in a prompt's token ids
 Locate = Callable[[Sequence[int]], Awaitable[Searched]]
+# renders a request's prompt with the text of the message at an index replaced; None for an error
+RenderMarked = Callable[[int], Awaitable[Sequence[int] | None]]
+
+
+async def locate_messages(
+    ids: Sequence[int], messages: Sequence[Message], render: RenderMarked, *, search_system: bool
+) -> Searched:
+    """Locate each message to search: there the prompt differs from the prompt with that message replaced."""
+    texts = []
+    roles = []
+    places = searched_messages(messages, search_system=search_system)
+    for place in places:
+        marked_ids = await render(place)
+        if marked_ids is not None:
+            texts.append(text_in(ids, marked_ids))
+            roles.append(role_of(messages[place]))
+    last = len(messages) - 1
+    ends_with_question = last in places and messages[last].get("role") == "user"
+    return Searched(tuple(texts), tuple(roles), ends_with_question)
 
 
 class PlainPrompts:
