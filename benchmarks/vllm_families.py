@@ -287,7 +287,7 @@ class _Server:
         cleanup_dist_env_and_memory()
 
 
-def _prompt(*chunks: int) -> Prompt:
+def random_prompt(*chunks: int) -> Prompt:
     """Return a prompt of random tokens with these chunks, each longer than a window and a block."""
     segments: list[Segment] = []
     for kind, number in (("system", 100), *(("chunk", chunk) for chunk in chunks)):
@@ -303,10 +303,10 @@ def largest_error(server: Any) -> float:
     Raises UnsupportedModelError if the tokens of an answer differ.
     """
     config = ReuseConfig(probe_min_rows=0, loading="whole", capture=False)
-    primed = _prompt(1, 2, 3)
+    primed = random_prompt(1, 2, 3)
     server.answer(Ask(primed, replace(config, reuse=False, capture=True), when_stored=True))
     largest = 0.0
-    for prompt, ratio, taken in ((primed, None, 4 * 48), (_prompt(3, 1, 2), 1.0, 48)):
+    for prompt, ratio, taken in ((primed, None, 4 * 48), (random_prompt(3, 1, 2), 1.0, 48)):
         ask = Ask(prompt, replace(config, recompute_ratio=ratio), captures=())
         tokens, predicted = server.answer(ask)
         own_tokens, own = server.answer(prompt.token_ids)
