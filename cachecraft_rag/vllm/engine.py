@@ -120,7 +120,7 @@ class VLLMBackend:
         store.before_removal.extend((self.new_variants.forget, self.audits.forget))
 
     def close(self) -> None:
-        """Drop the audits and the new variants that wait; what is under way is not waited for. vLLM keeps running."""
+        """Drop the waiting audits and new variants, without waiting for those under way. Does not end vLLM."""
         self.audits.close()
         self.new_variants.close()
 
