@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections import Counter
@@ -337,6 +338,65 @@ def test_the_third_time_passages_of_responses_are_reused(server: ServerProcess) 
         ("stored", "tool"): 1,
         ("nothing", "user"): 1,
     }
+
+
+def streamed(
+    server: ServerProcess, path: str, body: dict[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (name, data) of each server-sent event; the name is "" where the stream names none."""
+    asked = {"temperature": 0, "stream": True} | body
+    name = ""
+    with httpx.stream("POST", f"{server.url}/v1/{path}", json=asked, timeout=600) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        for line in answer.iter_lines():
+            kind, _, value = line.partition(": ")
+            if kind == "event":
+                name = value
+            elif kind == "data" and value != "[DONE]":
+                yield name, json.loads(value)
+                name = ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["documents", "chat", "completion"])
+def test_all_events_of_a_stream_have_the_id_of_its_statistics(
+    server: ServerProcess, kind: str
+) -> None:
+    passages = words(1300 + 100 * len(kind))[:2]
+    documents = [{"text": passage} for passage in passages]
+    bodies: dict[str, dict[str, Any]] = {
+        "documents": {"documents": documents, "messages": [{"role": "user", "content": "Which?"}]},
+        "chat": {"messages": [{"role": "user", "content": prompt_of(*passages)}]},
+        "completion": {"prompt": prompt_of(*passages)},
+    }
+    path = "completions" if kind == "completion" else "chat/completions"
+    suffix = "-0" if kind == "completion" else ""  # of the prompt's place in the request
+    names = []
+    for _ in range(2):
+        events = [data for _, data in streamed(server, path, {"max_tokens": 3} | bodies[kind])]
+        assert len(events) >= 3
+        (name,) = {event["id"] for event in events}
+        found = httpx.get(f"{server.url}/v1/cachecraft/requests/{name}{suffix}").json()["stats"]
+        assert found["request_id"] == f"{name}{suffix}"
+        assert found["tokens_generated"] == 3
+        names.append(name)
+    assert len(set(names)) == 2
+
+
+@pytest.mark.slow
+def test_events_of_a_response_are_named_numbered_and_have_the_id_of_its_statistics(
+    server: ServerProcess,
+) -> None:
+    body = {"input": prompt_of(*words(2200)[:2]), "max_output_tokens": 16}
+    events = list(streamed(server, "responses", body))
+    assert [name for name, _ in events] == [data["type"] for _, data in events]
+    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+    assert {"response.created", "response.output_text.delta"} <= {name for name, _ in events}
+    (name,) = {data["response"]["id"] for _, data in events if "response" in data}
+    found = httpx.get(f"{server.url}/v1/cachecraft/requests/{name}").json()["stats"]
+    assert found["request_id"].startswith(name)
+    assert found["tokens_generated"] == 16
 
 
 @pytest.mark.slow
