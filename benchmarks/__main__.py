@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from typer.main import get_command
 
+from cachecraft_rag.cli.app import Command, Group
 from cachecraft_rag.cli.console import print_error
 from cachecraft_rag.errors import CacheCraftError
 
@@ -47,6 +48,7 @@ _MODULES = {"eval": "evaluate"}  # where the module has another name
 
 app = typer.Typer(
     name="python -m benchmarks",
+    cls=Group,
     help="Experiments with cachecraft-rag. Also: `python -m benchmarks.gpu` and `python -m benchmarks.server`.",
     no_args_is_help=True,
     add_completion=False,
@@ -64,7 +66,7 @@ def command(name: str) -> Callable[[typer.Context], None]:
 
     def run(context: typer.Context) -> None:
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        alone.command()(module_of(name).main)
+        alone.command(cls=Command)(module_of(name).main)
         get_command(alone).main(
             context.args, prog_name=f"{app.info.name} {name}", standalone_mode=False
         )

@@ -78,6 +78,46 @@ class StepTimes:
     computed_mb_per_s: float
 
 
+@dataclass(frozen=True)
+class ComparedRequest:
+    """Seconds of the pieces of one request.
+
+    beside  each piece while the request's other end loaded
+    alone   the same pieces with nothing to load
+    loaded  share of the prompt that was loaded
+    """
+
+    beside: Sequence[float]
+    alone: Sequence[float]
+    loaded: float
+
+
+def step_times(
+    compared: Sequence[ComparedRequest], *, tokens: int, bandwidth: float, rate: float
+) -> StepTimes:
+    """Return the times of all requests: a mean over the pieces of each, then over the requests.
+
+    Args:
+        compared: the requests that computed a piece while they loaded.
+        rate: KV bytes per second that full prefill computes.
+    """
+    ratios = [
+        statistics.mean(
+            beside / alone for beside, alone in zip(request.beside, request.alone, strict=True)
+        )
+        for request in compared
+    ]
+    return StepTimes(
+        tokens,
+        bandwidth,
+        len(compared),
+        sum(len(request.beside) for request in compared),
+        ratio=mean_interval(ratios) if ratios else None,
+        loaded=statistics.mean(request.loaded for request in compared) if compared else None,
+        computed_mb_per_s=rate / 1e6,
+    )
+
+
 @torch.inference_mode()
 def alone_s(
     decoder: Decoder, ids: Sequence[int], pieces: Sequence[NDArray[np.int64]]
@@ -112,9 +152,7 @@ def run(
     """
     decoder = Decoder.load(model, dtype=dtype)
     speed = RecordingSpeed(decoder.keys_per_row)
-    ratios: list[float] = []
-    loaded: list[float] = []
-    steps = 0
+    compared: list[ComparedRequest] = []
     with tempfile.TemporaryDirectory(prefix="cachecraft-bench-") as folder:
         context = Context(decoder, Path(folder), tokens, speed=speed)
         rate = context.capture("raw")
@@ -126,20 +164,14 @@ def run(
             pieces = list(speed.pieces)
             if not pieces:
                 continue
-            plain = alone_s(decoder, ids, [positions for positions, _ in pieces])
-            both = [seconds / alone for (_, seconds), alone in zip(pieces, plain, strict=True)]
-            ratios.append(statistics.mean(both))
-            steps += len(pieces)
-            loaded.append(1.0 - stats.tokens_computed / stats.tokens_prompt)
-    return StepTimes(
-        tokens,
-        bandwidth,
-        len(ratios),
-        steps,
-        ratio=mean_interval(ratios) if ratios else None,
-        loaded=statistics.mean(loaded) if loaded else None,
-        computed_mb_per_s=rate / 1e6,
-    )
+            compared.append(
+                ComparedRequest(
+                    beside=[seconds for _, seconds in pieces],
+                    alone=alone_s(decoder, ids, [positions for positions, _ in pieces]),
+                    loaded=1.0 - stats.tokens_computed / stats.tokens_prompt,
+                )
+            )
+    return step_times(compared, tokens=tokens, bandwidth=bandwidth, rate=rate)
 
 
 def main(

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from benchmarks import evaluate, formats
 from benchmarks.kept import Kept
-from benchmarks.premises import compute, correlation
+from benchmarks.premises import bootstrap, compute, correlation
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.options import print_json, progress_bar, takes, waiting
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion
 
 _NAIVE = Trial(METHODS["full_cache"], None)
-_RESAMPLES = 2000
 
 
 def answer(
@@ -120,19 +119,15 @@ def _drawn(
     value: Callable[[NDArray[np.float64], NDArray[np.float64]], float],
 ) -> dict[str, float]:
     """Return the value of (wrong, right) and its 95 % bootstrap interval over questions."""
-    draw = np.random.default_rng(0)
-    found = []
-    for _ in range(_RESAMPLES):
-        chosen = draw.integers(len(overlap), size=len(overlap))
-        if wrong[chosen].any() and not wrong[chosen].all():
-            drawn, lost = overlap[chosen], wrong[chosen]
-            found.append(value(drawn[lost], drawn[~lost]))
-    low, high = np.quantile(found, [0.025, 0.975])
-    return {
-        "mean": value(overlap[wrong], overlap[~wrong]),
-        "low": float(low),
-        "high": float(high),
-    }
+
+    def of(chosen: Sequence[int]) -> float:
+        is_wrong = wrong[chosen]
+        if is_wrong.all() or not is_wrong.any():
+            return float("nan")
+        drawn = overlap[chosen]
+        return value(drawn[is_wrong], drawn[~is_wrong])
+
+    return bootstrap(of, len(overlap))
 
 
 @takes(questions=evaluate.Questions, defaults={"limit": 150, "passages": 2})

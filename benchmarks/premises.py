@@ -366,7 +366,7 @@ def correlation(
             return partial_spearman(first, second, others)  # type: ignore[arg-type]
         return spearman(first, second)  # type: ignore[arg-type]
 
-    found = _over_groups(of, len(rows), seed)
+    found = bootstrap(of, len(rows), seed=seed)
     return {"pairs": sum(map(len, rows)), "rho": found["mean"]} | {
         side: found[side] for side in ("low", "high")
     }
@@ -379,16 +379,21 @@ def clustered(groups: Sequence[Sequence[float]], *, seed: int = 0) -> dict[str, 
     {'mean': 1.0, 'low': 1.0, 'high': 1.0}
     """
     filled = [np.asarray(group) for group in groups if len(group)]
-    return _over_groups(
+    return bootstrap(
         lambda chosen: float(np.concatenate([filled[one] for one in chosen]).mean()),
         len(filled),
-        seed,
+        seed=seed,
     )
 
 
-def _over_groups(
-    value: Callable[[Sequence[int]], float], groups: int, seed: int
+def bootstrap(
+    value: Callable[[Sequence[int]], float], groups: int, *, seed: int = 0
 ) -> dict[str, float]:
+    """Return the value of all groups, and its 95 % bootstrap interval over groups.
+
+    Args:
+        value: value of the groups with these indices; NaN for a resample that is left out.
+    """
     draw = np.random.default_rng(seed)
     drawn = [value(draw.integers(groups, size=groups).tolist()) for _ in range(_RESAMPLES)]
     low, high = np.nanquantile(drawn, [0.025, 0.975])

@@ -8,6 +8,7 @@ of a part of docs/models.md.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -20,6 +21,7 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
+from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -287,7 +289,7 @@ class _Server:
         cleanup_dist_env_and_memory()
 
 
-def _prompt(*chunks: int) -> Prompt:
+def random_prompt(*chunks: int) -> Prompt:
     """Return a prompt of random tokens with these chunks, each longer than a window and a block."""
     segments: list[Segment] = []
     for kind, number in (("system", 100), *(("chunk", chunk) for chunk in chunks)):
@@ -303,10 +305,10 @@ def largest_error(server: Any) -> float:
     Raises UnsupportedModelError if the tokens of an answer differ.
     """
     config = ReuseConfig(probe_min_rows=0, loading="whole", capture=False)
-    primed = _prompt(1, 2, 3)
+    primed = random_prompt(1, 2, 3)
     server.answer(Ask(primed, replace(config, reuse=False, capture=True), when_stored=True))
     largest = 0.0
-    for prompt, ratio, taken in ((primed, None, 4 * 48), (_prompt(3, 1, 2), 1.0, 48)):
+    for prompt, ratio, taken in ((primed, None, 4 * 48), (random_prompt(3, 1, 2), 1.0, 48)):
         ask = Ask(prompt, replace(config, recompute_ratio=ratio), captures=())
         tokens, predicted = server.answer(ask)
         own_tokens, own = server.answer(prompt.token_ids)
@@ -398,16 +400,15 @@ def refused_by_config() -> list[FamilyResult]:
     for name in sorted(names - tried):
         if not name.endswith("ForCausalLM"):
             continue
-        kind = model_types.get(name)
-        refused = None
-        if kind in CONFIG_MAPPING:
-            try:
-                config = CONFIG_MAPPING[kind](architectures=[name])
-            except Exception:  # noqa: BLE001  # configs raise anything
-                config = None
-            refused = None if config is None else refusal(config, VLLMOptions())
         if name in ARCHITECTURES:
             continue
+        # Without a class for its config, a model may still be refused by its name.
+        config = PretrainedConfig(architectures=[name])
+        kind = model_types.get(name)
+        if kind in CONFIG_MAPPING:
+            with contextlib.suppress(Exception):  # configs raise anything
+                config = CONFIG_MAPPING[kind](architectures=[name])
+        refused = refusal(config, VLLMOptions())
         if refused is None or refused.reason.startswith("its architecture is"):
             results.append(FamilyResult(name, "not tried"))
         else:

@@ -75,14 +75,15 @@ def attention_with_mass(
     sinks: Tensor | None = None,
     paths: AttentionPaths = UNMEASURED,
 ) -> tuple[Tensor, Tensor]:
-    """Return `attention`, and the attention of each row to each segment; with Triton in one sweep over the keys.
+    """Return what `attention` returns, and the attention of each row to each segment.
+
+    With Triton both are computed in one sweep over the keys. The arguments are those of `attention`, and `bounds`.
 
     Args:
-        q: as in `attention`, like all arguments but `bounds`.
-        bounds: as in `attention_mass`.
+        bounds: int64 `[segments + 1]`, ascending; segment i covers the keys `bounds[i]:bounds[i + 1]`.
 
     Returns:
-        `[rows, heads, head_dim]`, and float32 `[rows, segments]` as returned by `attention_mass`.
+        `[rows, heads, head_dim]`, and float32 `[rows, segments]`, the first result of `attention_mass`.
     """
     if uses_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu

@@ -85,10 +85,10 @@ def segment_mass(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return only the first result of `attention_mass`: with Triton, the second takes another sweep over the keys.
+    """Return the attention of each row to each segment: the first result of `attention_mass`.
 
-    Args:
-        q: as in `attention_mass`, like all arguments.
+    With Triton this is cheaper, because the second result needs another sweep over the keys. The arguments are those of
+    `attention_mass`.
 
     Returns:
         float32 `[rows, segments]`.

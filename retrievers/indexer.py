@@ -37,7 +37,7 @@ from cachecraft_rag.retrievers.reading.documents import (
     shown,
     too_large,
 )
-from cachecraft_rag.retrievers.reading.limited_reader import LimitedReader
+from cachecraft_rag.retrievers.reading.limited_reader import LimitedReader, ReaderStartError
 from cachecraft_rag.retrievers.reading.office import MissingReaderError
 from cachecraft_rag.types import Chunk, Document, Progress, digest
 
@@ -255,7 +255,7 @@ class _Run:
                 Problem(file.doc_id, "inaccessible", inaccessible(file.path, error))
             )
         # nothing is known of its content: an earlier reading of it stays
-        except MissingReaderError as error:
+        except (MissingReaderError, ReaderStartError) as error:
             self.problems.append(
                 Problem(file.doc_id, "inaccessible", f"{shown(file.path)}: {error}")
             )

@@ -111,27 +111,28 @@ COMMANDS: dict[str, CommandEntry] = {
 }
 
 
-def _without_type(option: Any) -> Any:
-    """Return the option --help without the "<bool>" that typer writes after it."""
-    if option is not None:
-        option.metavar = ""
-    return option
+def _without_types(parameters: Any) -> Any:
+    """Return the parameters; flags lose the "<bool>" that typer writes after them."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
 
 
 class Command(TyperCommand):
     """A command."""
 
-    def get_help_option(self, ctx: Any) -> Any:
-        """Return the option --help."""
-        return _without_type(super().get_help_option(ctx))
+    def get_params(self, ctx: Any) -> Any:
+        """Return arguments and options, --help too."""
+        return _without_types(super().get_params(ctx))
 
 
 class Group(TyperGroup):
     """A group of commands."""
 
-    def get_help_option(self, ctx: Any) -> Any:
-        """Return the option --help."""
-        return _without_type(super().get_help_option(ctx))
+    def get_params(self, ctx: Any) -> Any:
+        """Return arguments and options, --help too."""
+        return _without_types(super().get_params(ctx))
 
 
 class LazyCommands(MutableMapping[str, Any]):
@@ -215,13 +216,12 @@ def _print_version(wanted: bool) -> None:
 def _settings(
     context: typer.Context,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", metavar="", help="Show the package's log messages.")
+        bool, typer.Option("--verbose", "-v", help="Show the package's log messages.")
     ] = False,
     log_json: Annotated[
         bool,
         typer.Option(
             "--log-json",
-            metavar="",
             help="Write log messages to stderr as lines of JSON, one for each request.",
         ),
     ] = False,
@@ -235,7 +235,6 @@ def _settings(
         bool,
         typer.Option(
             "--version",
-            metavar="",
             help="Print the version and exit.",
             callback=_print_version,
             is_eager=True,

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 BRIEF = typer.Option(
     "--brief/--no-brief",
-    metavar="",
     show_default="--brief for the demo model",
     help="End answers after their first sentence: small models go on to invent.",
 )
@@ -297,7 +296,6 @@ def ask(
         bool,
         typer.Option(
             "--compare",
-            metavar="",
             help="Answer with full prefill, too, and compare. Nothing is captured.",
         ),
     ] = False,

@@ -27,7 +27,7 @@ _STYLES = {"ok": "green", "advice": "yellow", "error": "bold red"}
 @takes(*(key for key in ENGINE_KEYS if not key.startswith("remote.")))
 def doctor(
     check: Annotated[
-        bool, typer.Option("--check/--no-check", metavar="", help="Verify every stored checksum.")
+        bool, typer.Option("--check/--no-check", help="Verify every stored checksum.")
     ] = True,
     as_json: options.Json = False,
     *,

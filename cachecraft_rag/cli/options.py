@@ -35,14 +35,12 @@ _SHORT = {
     "tensor_parallel_size": "-tp",
 }
 _SHORT |= {"data": "-d", "out": "-o", "quality": "-q"}
-# An empty name for a flag, because typer would write "<bool>" after it.
 _METAVARS = {
     "int": "INTEGER",
     "float": "FLOAT",
     "Path": "PATH",
     "str": "TEXT",
     "list[str]": "TEXT",
-    "bool": "",
 }
 _PANELS: Mapping[str, tuple[str, ...]] = {
     "Model": ("model", "dtype", "device", "threads"),
@@ -70,12 +68,11 @@ def option_of(key: str, **changes: Any) -> Any:
     """
     known = known_settings()[key]
     names = _names(key)
+    arguments: dict[str, Any] = {"rich_help_panel": panel_of(key)}
     if known.kind == "bool":
         names = [f"{names[0]}/--no-{names[0][2:]}"]
-    arguments: dict[str, Any] = {
-        "metavar": "SIZE" if known.is_size else _METAVARS.get(known.kind, "TEXT"),
-        "rich_help_panel": panel_of(key),
-    }
+    else:
+        arguments["metavar"] = "SIZE" if known.is_size else _METAVARS.get(known.kind, "TEXT")
     return typer.Option(*names, help=sentence(known.help), **(arguments | changes))
 
 
@@ -116,7 +113,7 @@ Dtype = Annotated[str, option_of("dtype")]
 Threads = Annotated[int | None, option_of("threads", min=1, max=1024)]
 Json = Annotated[
     bool,
-    typer.Option("--json", metavar="", help="Print one line of JSON, and nothing else, on stdout."),
+    typer.Option("--json", help="Print one line of JSON, and nothing else, on stdout."),
 ]
 ENGINE_KEYS = (
     "model",

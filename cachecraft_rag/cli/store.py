@@ -160,9 +160,7 @@ def stats(
 @app.command()
 @takes("store")
 def check(
-    repair: Annotated[
-        bool, typer.Option("--repair", metavar="", help="Repair the findings.")
-    ] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Repair the findings.")] = False,
     as_json: options.Json = False,
     *,
     settings: Settings,

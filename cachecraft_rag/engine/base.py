@@ -140,7 +140,8 @@ class AnswerEngine(ABC):
         The prompt is checked now; the model runs when the first piece is requested.
 
         Args:
-            history: earlier turns of the conversation, user first; they follow the chunks.
+            history: earlier turns of the conversation, user first; they follow the chunks. The last turn is the
+                assistant's, or the result of a tool if the chat template lets the user speak after it.
             session: session whose private chunk-caches may be used besides the shared ones.
             tools: tools that the model may call, see `prompt.tools`; `prompts_with` gives the form of its calls.
 

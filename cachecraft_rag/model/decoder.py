@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -518,10 +518,24 @@ def context_length_of(config: PretrainedConfig) -> int:
     each side, which would capture every chunk twice.
     """
     longest = int(config.max_position_embeddings)
+    original = longrope_context(config)
+    return longest if original is None else min(longest, original)
+
+
+def longrope_context(config: PretrainedConfig) -> int | None:
+    """Return the original context of a model with LongRoPE; None for other models."""
+    originals = [
+        int(rope["original_max_position_embeddings"])  # type: ignore[call-overload]
+        for rope in rope_parameters_of(config)
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min(originals, default=None)
+
+
+def rope_parameters_of(config: PretrainedConfig) -> list[Mapping[str, object]]:
+    """Return the parameters of the rotary embedding; several if kinds of layers have their own."""
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        return min(longest, int(rope["original_max_position_embeddings"]))
-    return longest
+    return [parameters for parameters in rope.values() if isinstance(parameters, dict)] or [rope]
 
 
 def end_tokens_of(*holders: object) -> frozenset[int]:

@@ -58,16 +58,27 @@ def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
     quantisation is in its config, so both are digested.
     """
     files = _weight_files(folder)
-    config = folder / "config.json"
-    if not files or not config.is_file():
+    if not files or not (folder / "config.json").is_file():
         return None
     tensors: dict[str, str] = {}
     for file in files:
         tensors |= _digests(file)
-    settings = _without(json.loads(config.read_text(encoding="utf-8")), _VOLATILE)
     return _fingerprint(
-        "checkpoint", weights=tensors, config=settings, tokenizer=_tokenizer(folder), dtype=dtype
+        "checkpoint",
+        weights=tensors,
+        config=checkpoint_config(folder),
+        tokenizer=_tokenizer(folder),
+        dtype=dtype,
     )
+
+
+def checkpoint_config(folder: Path) -> dict[str, object]:
+    """Return the settings in a checkpoint's config.json, without those that differ between saves and change no number.
+
+    Raises OSError if the file cannot be read, ValueError if it is damaged.
+    """
+    text = (folder / "config.json").read_text(encoding="utf-8")
+    return _without(json.loads(text), _VOLATILE)
 
 
 def model_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:

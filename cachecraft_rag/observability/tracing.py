@@ -231,13 +231,11 @@ class ServedTrace:
 
     @classmethod
     def begin(cls, request: TracedRequest, headers: Mapping[str, str] | None) -> Self | None:
-        """Begin the trace; None if nothing is traced, or if that fails.
+        """Begin the trace of a request while `is_tracing`; returns None if that fails.
 
         Args:
             headers: those of the client that name its trace.
         """
-        if not is_tracing():
-            return None
         try:
             return cls(request, headers)
         except Exception:  # of the provider: the request goes on without a trace

@@ -59,7 +59,7 @@ _FOLLOWS: dict[str | None, set[str]] = {
     "user": {"assistant", "calls"},
     "assistant": {"user", "calls"},
     "calls": {"result"},
-    "result": {"result", "assistant", "calls"},
+    "result": {"result", "user", "assistant", "calls"},  # "user": somebody interrupts an agent
 }
 
 
@@ -211,7 +211,8 @@ class PromptBuilder:
 
         Raises:
             ContextLengthError: system, question and the reserve alone do not fit.
-            ConfigError: the question is empty, and the history does not end with a tool's result.
+            ConfigError: the question is empty, and the history does not end with a tool's result; or the turns of the
+                history are in an order that it, or the model's chat template, does not allow.
         """
         if not question.strip() and not (history and history[-1][0] == "result"):
             raise ConfigError("the question is empty; ask something")
@@ -290,12 +291,7 @@ class PromptBuilder:
         """Return the prompt after the chunks in pieces; the user's messages and results of tools may be searched."""
         asked: list[Turn] = [("user", question)] if question.strip() else []
         turns = [*history, *asked]
-        roles: list[str | None] = [None, *(role for role, _ in turns)]
-        if any(role not in _FOLLOWS[before] for before, role in pairwise(roles)):
-            raise ConfigError(
-                "history must alternate user and assistant turns, begin with user and end with assistant"
-            )
-
+        _check_order(turns)
         first_text = f"Question: {turns[0][1]}"
         _, parts = self._cut([("user", first_text), *turns[1:]])
         pieces: list[PromptPiece] = []
@@ -354,8 +350,6 @@ class PromptBuilder:
         is_native = any(role == "calls" for role, _ in turns) and self.calls.native
         for role, text in turns if is_native else self._without_calls(turns):
             if role == "result":
-                if not unanswered:
-                    raise ConfigError("history has more results than calls of tools")
                 name, number = unanswered.pop(0)
                 messages.append(result_message(name, mark(text, is_searched=True), number))
             elif role == "calls":
@@ -424,8 +418,12 @@ class PromptBuilder:
         try:
             yield self._apply(messages)
         except TemplateError as error:
+            roles = [str(message["role"]) for message in messages]
+            advice = ""
+            if ("tool", "user") in pairwise(roles):
+                advice = "; it may take no user's turn directly after a tool's result: put an assistant's turn between"
             raise ConfigError(
-                f"the model's chat template refuses a plain conversation: {error}"
+                f"the model's chat template refuses this conversation: {error}{advice}"
             ) from error
 
     def _template_text(self) -> str:
@@ -481,6 +479,31 @@ class PromptBuilder:
             text, add_special_tokens=False, split_special_tokens=False
         )["input_ids"]
         return ids
+
+
+def _check_order(turns: Sequence[Turn]) -> None:
+    """Raise ConfigError unless each turn may follow the one before, and each call of a tool has one result."""
+    awaited = 0
+    before: str | None = None
+    for role, text in turns:
+        if role not in _FOLLOWS[before]:
+            raise ConfigError(
+                "history must alternate user and assistant turns, begin with user and end with assistant or a tool's "
+                "result; a result follows its call"
+            )
+        if role == "result":
+            awaited -= 1
+            if awaited < 0:
+                raise ConfigError("history has more results than calls of tools")
+        elif awaited:
+            break
+        if role == "calls":
+            awaited = len(calls_in(text))
+        before = role
+    if awaited:
+        raise ConfigError(
+            "history has a call of a tool without a result; each call has one, directly after the calls"
+        )
 
 
 def _rendered(

@@ -46,6 +46,7 @@ from cachecraft_rag.vllm.idle.audits import (
 from cachecraft_rag.vllm.idle.new_variants import Captured, IdleVariants
 from cachecraft_rag.vllm.messages import FIELD, Ask, FillReport
 from cachecraft_rag.vllm.options import VLLMOptions
+from cachecraft_rag.vllm.refusals import missing_arguments
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.settings import OFF, ConnectorSettings, check_config
@@ -119,7 +120,7 @@ class VLLMBackend:
         store.before_removal.extend((self.new_variants.forget, self.audits.forget))
 
     def close(self) -> None:
-        """Drop the audits and the new variants that wait; what is under way is not waited for. vLLM keeps running."""
+        """Drop the waiting audits and new variants, without waiting for those under way. Does not end vLLM."""
         self.audits.close()
         self.new_variants.close()
 
@@ -545,5 +546,5 @@ def _arguments(
     )
     if refused:
         raise ConfigError(f"server: {', '.join(refused)} cannot be set here")
-    usual = {"max_model_len": model.context_length, **model.arguments}
-    return required | usual | dict(server)
+    needed = missing_arguments(model.name, model.arguments, server)
+    return required | {"max_model_len": model.context_length} | dict(server) | needed

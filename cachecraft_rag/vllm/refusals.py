@@ -7,11 +7,12 @@ config shows are found here, at once. `worker.refusals` adds those that only a r
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.errors import UnsupportedModelError
+from cachecraft_rag.model.decoder import longrope_context, rope_parameters_of
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.plugin import ARCHITECTURES
 
@@ -47,6 +48,12 @@ _TRANSFORMERS_LAYERS = (
 _RECURRENT = ("conv", "linear", "mamba", "recurrent")
 # Model types without a single layer of attention.
 _STATE_SPACE = ("mamba", "mamba2", "falcon_mamba")
+# Costs of the needed arguments.
+_COSTS = {
+    "disable_hybrid_kv_cache_manager": "The model has sliding windows in some layers. vLLM keeps all tokens of these "
+    "layers too, so they take as much of its KV cache as full attention.",
+    "max_model_len": "The model has LongRoPE, so prompt and answer are limited to its original context.",
+}
 _OTHER_MODEL = (
     "Choose another model, serve this one without reuse (`vllm serve`), or ask it without a server: docs/models.md "
     "lists the families that run in process"
@@ -76,8 +83,8 @@ def refusal(config: PretrainedConfig, options: VLLMOptions) -> Refusal | None:
     return next(_refusals(config, options), None)
 
 
-def needed_arguments(model: str, text: PretrainedConfig) -> dict[str, object]:
-    """Return arguments of vLLM's that a model needs for reuse, by name; logs what they cost.
+def needed_arguments(text: PretrainedConfig) -> dict[str, object]:
+    """Return arguments of vLLM's that a model needs for reuse, by name.
 
     Windows in some layers: vLLM drops tokens outside the windows, and keeps layers with and without a window in
     separate blocks. Chunk-caches are written into one set of blocks for all layers.
@@ -87,28 +94,20 @@ def needed_arguments(model: str, text: PretrainedConfig) -> dict[str, object]:
     arguments: dict[str, object] = {}
     if has_windows_in_some_layers(text):
         arguments["disable_hybrid_kv_cache_manager"] = True
-        logger.info(
-            "%s has sliding windows in some layers. vLLM keeps all tokens of these layers too "
-            "(--disable-hybrid-kv-cache-manager), so they take as much of its KV cache as full attention.",
-            model,
-        )
-    original = _longrope_context(text)
-    if original is not None:
+    original = longrope_context(text)
+    if original is not None and text.max_position_embeddings > original:
         arguments["max_model_len"] = original
-        logger.info(
-            "%s has LongRoPE: prompt and answer are limited to its original context of %d tokens.",
-            model,
-            original,
-        )
     return arguments
 
 
-def _longrope_context(text: PretrainedConfig) -> int | None:
-    """Return the original context of a model with LongRoPE; None for other models."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return None
-    return int(rope["original_max_position_embeddings"])
+def missing_arguments(
+    model: str, needed: Mapping[str, object], given: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the needed arguments that have no value in `given`, and log what each of them costs."""
+    missing = {name: value for name, value in needed.items() if given.get(name) is None}
+    for name, value in missing.items():
+        logger.info("%s: %s=%s is set. %s", model, name, value, _COSTS[name])
+    return missing
 
 
 def _refusals(config: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
@@ -151,15 +150,16 @@ def _of_model(config: PretrainedConfig) -> Iterator[Refusal]:
 
 
 def _of_positions(text: PretrainedConfig, options: VLLMOptions) -> Iterator[Refusal]:
-    rope = getattr(text, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
-    original = _longrope_context(text)
+    original = longrope_context(text)
     if original is not None and options.max_model_len > original:
         yield Refusal(
             f"LongRoPE has other frequencies for contexts longer than {original} tokens",
             f"Use --max-model-len {original} or less",
         )
-    has_parts = kind == "mrope" or "mrope_section" in rope
+    has_parts = any(
+        rope.get("rope_type") == "mrope" or "mrope_section" in rope
+        for rope in rope_parameters_of(text)
+    )
     if has_parts or getattr(text, "dual_chunk_attention_config", None):
         yield Refusal("its rotary embedding has positions of several parts", _OTHER_MODEL)
 

@@ -45,7 +45,7 @@ class ServedModel:
 
     folder      folder of the model's files; None if they are on another machine
     end_tokens  token ids that end an answer
-    arguments   see `refusals.needed_arguments`; none for a server that runs already
+    arguments   see `refusals.needed_arguments` and `missing_arguments`; none for a server that runs already
     """
 
     name: str
@@ -108,7 +108,7 @@ class ServedModel:
             layout_of(config, used),
             context_length_of(config),
             end_tokens_of(generation, config, tokenizer),
-            {} if options is None else needed_arguments(name, config.get_text_config()),
+            {} if options is None else needed_arguments(config.get_text_config()),
         )
 
     def require_ranks(self, ranks: int) -> None:

@@ -67,6 +67,10 @@ class ReadingBudget:
         return self.memory_bytes + self.memory_per_byte * nbytes
 
 
+class ReaderStartError(DocumentError):
+    """The process that reads documents cannot be started, so nothing is known of the document."""
+
+
 class LimitedReader(Closeable):
     """Reads documents, one at a time; close it at the end. The process is started by the first document that needs it.
 
@@ -81,7 +85,7 @@ class LimitedReader(Closeable):
         """Return the document in the bytes of a file.
 
         Raises `DocumentError` if they hold no readable text or exceed the budget, `MissingReaderError` if the package
-        that reads this kind of file is not installed, and OSError if the system cannot start the process.
+        that reads this kind of file is not installed, and `ReaderStartError` if the process cannot be started.
         """
         require_known_kind(file.path, len(data))
         suffix = file.path.suffix.lower()
@@ -103,14 +107,8 @@ class LimitedReader(Closeable):
         """End the process."""
         worker = self._worker
         self._worker = None
-        if worker is None:
-            return
-        worker.kill()
-        worker.wait()
-        for pipe in (worker.stdin, worker.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):  # what it did not read any more
-                    pipe.close()
+        if worker is not None:
+            _end(worker)
 
     def _ask(self, path: Path, data: bytes) -> Answer:
         """Return the answer of the process about one document; it is ended if it takes too long."""
@@ -174,29 +172,43 @@ def _can_start() -> bool:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    """Start the process, and wait until it can read documents."""
+    """Start the process, and wait until it can read documents. Raises ReaderStartError."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    worker = subprocess.Popen(
-        [sys.executable, "-P", "-m", _WORKER],  # -P: never import from the working directory
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-        # a Ctrl-C is for the program that reads, which then closes this one
-        start_new_session=True,
-    )
+    try:
+        worker = subprocess.Popen(
+            [sys.executable, "-P", "-m", _WORKER],  # -P: never import from the working directory
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            # a Ctrl-C is for the program that reads, which then closes this one
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise ReaderStartError(
+            f"the process that reads documents cannot be started ({error.strerror or error})"
+        ) from error
     timer = threading.Timer(_START_SECONDS, worker.kill)
     timer.daemon = True
     timer.start()
     ready = _line(worker)
     timer.cancel()
     if not ready:
-        worker.kill()
-        worker.wait()
-        raise DocumentError(
-            f"the process that reads documents did not start; try `python -m {_WORKER}`"
+        _end(worker)
+        raise ReaderStartError(
+            f"the process that reads documents ended before it could read (exit code {worker.returncode}); "
+            f"try `python -m {_WORKER}`"
         )
     return worker
+
+
+def _end(worker: subprocess.Popen[bytes]) -> None:
+    worker.kill()
+    worker.wait()
+    for pipe in (worker.stdin, worker.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # what it did not read any more
+                pipe.close()
 
 
 def _line(worker: subprocess.Popen[bytes]) -> bytes:

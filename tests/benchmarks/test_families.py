@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from benchmarks import families, vllm_families
 from benchmarks.families import (
@@ -21,7 +22,9 @@ from benchmarks.families import (
     tiny_decoder,
 )
 from cachecraft_rag.model.decoder import layout_of
+from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.plugin import ARCHITECTURES
+from cachecraft_rag.vllm.refusals import refusal
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -135,6 +138,16 @@ def test_the_lists_over_vllm_are_made_from_their_csv(tmp_path: Path) -> None:
     assert accepted == vllm_families.FAMILIES.keys()
     served = {vllm_families.architecture_of(family) for family in accepted}
     assert served == ARCHITECTURES.keys()
+
+
+def test_no_architecture_that_is_refused_by_name_is_listed_as_not_tried() -> None:
+    results = read_csv(DOCS / "models_vllm.csv")
+    names = [result.family for result in results if result.outcome == "not tried"]
+    assert names
+    for name in names:
+        refused = refusal(PretrainedConfig(architectures=[name]), VLLMOptions())
+        assert refused is not None
+        assert refused.reason.startswith("its architecture is"), name
 
 
 def test_reasons_are_grouped() -> None:

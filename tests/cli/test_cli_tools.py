@@ -101,6 +101,15 @@ def test_no_help_names_types_of_flags_or_options_of_shells(name: str) -> None:
     assert "--install-completion" not in shown
 
 
+@pytest.mark.parametrize("name", ["", "eval"])
+def test_no_help_of_benchmarks_names_types_of_flags(name: str) -> None:
+    from benchmarks.__main__ import app as benchmarks
+
+    shown = CliRunner().invoke(benchmarks, [*name.split(), "--help"]).output
+    assert "--help" in shown
+    assert "<bool>" not in shown
+
+
 def test_a_folder_that_cannot_be_made_is_an_error_of_the_doctor() -> None:
     with pytest.raises(ConfigError, match=r"cannot be written .*name another folder with --store"):
         run("doctor", "--store", "/proc/no-folder")

@@ -6,7 +6,6 @@ import gc
 import logging
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from cachecraft_rag.compute.job import PrefillResult
+from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError, ContextLengthError, StoreError
 from cachecraft_rag.model.decoder import Decoder
@@ -560,14 +560,23 @@ def test_an_answer_is_not_called_exact_where_a_moved_chunk_was_computed_after_ot
     decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, lost = StoredVariant.read, set[str]()
+    wait_for_layer = OverlappedPrefill._wait_for_layer
+    last = decoder.layout.layers - 1
+    others_attended = threading.Event()  # in all layers before the last one
 
     def fails_at_the_end(self: StoredVariant, layer: int, *where: Any, **out: Any) -> None:
-        if layer == decoder.layout.layers - 1 and self.variant.key.chunk_id in lost:
-            time.sleep(2.0)  # the last pass stands before this layer by then
+        if layer == last and self.variant.key.chunk_id in lost:
+            others_attended.wait(60)
             raise OSError("the disk fails")
         read(self, layer, *where, **out)
 
+    def waits(self: OverlappedPrefill, layer: int, *args: Any, **how: Any) -> Any:
+        if layer == last:
+            others_attended.set()
+        return (yield from wait_for_layer(self, layer, *args, **how))
+
     monkeypatch.setattr(StoredVariant, "read", fails_at_the_end)
+    monkeypatch.setattr(OverlappedPrefill, "_wait_for_layer", waits)
     whole = replace(LAYERWISE, recompute_ratio=1.0)
     with (
         ChunkCacheStore.open(tmp_path / "caches", host_bytes=0) as store,
@@ -575,8 +584,10 @@ def test_an_answer_is_not_called_exact_where_a_moved_chunk_was_computed_after_ot
     ):
         ask(engine, [KETTLE, TOASTER])
         lost.add(TOASTER.chunk_id)
+        others_attended.clear()
         moved = [TOASTER, KETTLE, FRIDGE]
         stats = ask(engine, moved).stats
+        assert others_attended.is_set()
         late = next(chunk for chunk in stats.chunks if chunk.chunk_id == TOASTER.chunk_id)
         assert (late.outcome, late.reason_code, late.reason) == (
             "reused",

@@ -178,6 +178,7 @@ def test_calls_and_results_become_turns_in_the_order_of_the_calls() -> None:
         ("result", "second"),
     ]
     assert conversation(messages) == (turns, "")
+    assert conversation([*messages, HumanMessage("c")]) == (turns, "c")
     assert conversation([*messages, AIMessage("b"), HumanMessage("c")]) == (
         [*turns, ("assistant", "b")],
         "c",

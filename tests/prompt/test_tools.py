@@ -38,6 +38,7 @@ HISTORY: list[Turn] = [
     ("result", "3<|end|>"),
     ("result", "4"),
 ]
+TWO_CALLS = json.dumps([{"name": "add", "arguments": {}}] * 2)
 _TURN = "{{ '<|' + m.role + '|>' + (m.content or '') }}"
 # As Qwen and Hermes write calls, as Llama 3 does, and as Mistral does: all calls in one list, behind a special token.
 TEMPLATES = {
@@ -152,6 +153,57 @@ def test_where_the_template_has_no_place_for_tools_they_are_plain_text(
     assert written.endswith("<|assistant|>")
 
 
+@pytest.mark.parametrize(
+    ("template", "between"),
+    [
+        *((template, "4<|end|><|user|>") for template in TEMPLATES.values()),
+        (OTHERS["no tools"], "4\n</tool_response>\n"),
+    ],
+    ids=[*TEMPLATES, "no tools"],
+)
+def test_the_user_may_speak_directly_after_a_result(
+    byte_tokenizer: Any, template: str, between: str
+) -> None:
+    builder = builder_of(byte_tokenizer, template)
+    stopped: list[Turn] = [*HISTORY, ("user", "Stop.<|end|>"), ("assistant", "I stopped.")]
+    end = builder._tokenizer.convert_tokens_to_ids("<|end|>")
+    for question, history, last in (
+        ("Go on?", HISTORY, f"{between}Go on?"),
+        (
+            "And now?",
+            stopped,
+            f"{between}Stop.<|end|><|end|><|assistant|>I stopped.<|end|><|user|>And now?",
+        ),
+    ):
+        prompt = builder.build(question, [Chunk("The chunk.")], history=history)
+        written = text_of(builder, prompt)
+        assert written.endswith(f"{last}<|end|><|assistant|>")
+        typed = sum(text.count("<|end|>") for _, text in history)
+        assert prompt.token_ids.count(end) == written.count("<|end|>") - typed, (
+            "nobody's text ends a turn"
+        )
+
+
+def test_a_template_that_refuses_the_user_after_a_result_says_what_to_send(
+    byte_tokenizer: Any,
+) -> None:
+    """As Mistral's templates, which count turns but for calls and results."""
+    alternates = (
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.role in ('user', 'assistant') and not m.tool_calls %}"
+        "{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}"
+    )
+    builder = builder_of(byte_tokenizer, alternates + TEMPLATES["tagged"])
+    assert builder.calls.native
+    calls: list[Turn] = [HISTORY[0], *HISTORY[2:]]
+    with pytest.raises(ConfigError, match=r"roles must alternate.*put an assistant's turn between"):
+        builder.build("Go on?", [], history=calls)
+    answered: list[Turn] = [*calls, ("assistant", "7.")]
+    assert text_of(builder, builder.build("Go on?", [], history=answered)).endswith(
+        "7.<|end|><|user|>Go on?<|end|><|assistant|>"
+    )
+
+
 def test_other_tools_are_another_instruction(byte_tokenizer: Any) -> None:
     other = {"type": "function", "function": {"name": "other"}}
     ids = [
@@ -171,13 +223,29 @@ def test_other_tools_are_another_instruction(byte_tokenizer: Any) -> None:
         ),
         ([("calls", "[]"), ("result", "b")], "alternate"),
         ([("user", "a"), ("calls", "[]"), ("result", "b")], "more results than calls"),
+        ([("user", "a"), ("calls", TWO_CALLS), ("result", "b")], "call of a tool without a result"),
+        (
+            [
+                ("user", "a"),
+                ("calls", TWO_CALLS),
+                ("result", "b"),
+                ("user", "c"),
+                ("calls", TWO_CALLS),
+                ("result", "d"),
+                ("result", "e"),
+            ],
+            "call of a tool without a result",
+        ),
         ([("user", "a"), ("calls", "{"), ("result", "b")], "calls must be JSON"),
         ([("user", "a"), ("calls", '[{"name": "add"}]'), ("result", "b")], "calls must be JSON"),
     ],
 )
-def test_results_follow_calls(byte_tokenizer: Any, history: Any, complaint: str) -> None:
+@pytest.mark.parametrize("template", [TEMPLATES["tagged"], OTHERS["no tools"]])
+def test_results_follow_calls(
+    byte_tokenizer: Any, template: str, history: Any, complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        builder_of(byte_tokenizer, TEMPLATES["tagged"]).build(
+        builder_of(byte_tokenizer, template).build(
             "" if history[-1][0] == "result" else "?", [], history=history
         )
 

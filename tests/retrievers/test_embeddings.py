@@ -1,3 +1,4 @@
+import json
 import shutil
 import subprocess
 import sys
@@ -107,6 +108,21 @@ def test_the_fingerprint_changes_with_what_changes_vectors(embedder: Embedder, t
         .replace('"pooling_mode_mean_tokens": true', '"pooling_mode_mean_tokens": false')
         .replace('"pooling_mode_cls_token": false', '"pooling_mode_cls_token": true')
     )
+    other = Embedder(folder)
+    assert not np.allclose(other.encode_query(TEXTS), embedder.encode_query(TEXTS), atol=1e-3)
+    assert other.fingerprint.split("@")[1] != embedder.fingerprint.split("@")[1]
+
+
+def test_the_fingerprint_changes_with_the_transformers_own_config(
+    embedder: Embedder, tmp_path: Path
+):
+    folder = shutil.copytree(get_model_path(), tmp_path / "other")
+    config = folder / "config.json"
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps(settings | {"_name_or_path": "x", "transformers_version": "1"}))
+    saved_again = Embedder(folder)
+    assert saved_again.fingerprint.split("@")[1] == embedder.fingerprint.split("@")[1]
+    config.write_text(json.dumps(settings | {"hidden_act": "relu"}))
     other = Embedder(folder)
     assert not np.allclose(other.encode_query(TEXTS), embedder.encode_query(TEXTS), atol=1e-3)
     assert other.fingerprint.split("@")[1] != embedder.fingerprint.split("@")[1]

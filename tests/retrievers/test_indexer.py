@@ -1,4 +1,5 @@
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -339,6 +340,33 @@ def test_what_is_out_of_reach_keeps_its_chunks(folder: Path, store: FaissStore, 
     }
     assert report.removed == ()
     assert len(found(store, embedder, "kettle")) == 3
+
+
+@pytest.mark.parametrize(
+    ("executable", "failed"),
+    [("/bin/false", "ended before it could read (exit code 1)"), ("/no/python", "No such file")],
+)
+def test_where_no_process_can_read_documents_they_keep_their_chunks(
+    folder: Path,
+    store: FaissStore,
+    embedder: Embedder,
+    monkeypatch: pytest.MonkeyPatch,
+    executable: str,
+    failed: str,
+) -> None:
+    write(folder, "prices.csv", "item,price\nkettle,20\n")
+    index_folder(folder, store, embedder)
+    write(folder, "prices.csv", "item,price\nkettle,30\n")
+    monkeypatch.setattr(sys, "executable", executable)
+    report = index_folder(folder, store, embedder)
+    (problem,) = report.problems
+    assert (problem.doc_id, problem.kind) == ("docs/prices.csv", "inaccessible")
+    assert "the process that reads documents" in problem.reason
+    assert failed in problem.reason
+    assert report.removed == ()
+    assert any("kettle" in text and "20" in text for text in found(store, embedder, "kettle price"))
+    monkeypatch.undo()
+    assert index_folder(folder, store, embedder).updated == ("docs/prices.csv",)
 
 
 def test_a_missing_folder_removes_nothing(folder: Path, store: FaissStore, embedder: Embedder):

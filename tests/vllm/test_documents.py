@@ -121,6 +121,8 @@ def test_tools_their_calls_and_results() -> None:
     )
     asked = read(messages=[USER, CALLS, *RESULTS], tools=[TOOL])
     assert (asked.history, asked.question, asked.tools) == (history, "", (TOOL,))
+    asked = read(messages=[USER, CALLS, *RESULTS, {"role": "user", "content": "Stop."}])
+    assert (asked.history, asked.question) == (history, "Stop.")
     said = [USER, {**CALLS, "content": "Let me look."}, *RESULTS, {"role": "assistant"}, USER]
     asked = read(messages=said)
     assert asked.history == (
@@ -140,9 +142,12 @@ def test_tools_their_calls_and_results() -> None:
     ("given", "advice"),
     [
         ({"documents": {}}, "must be a list; write"),
-        ({"documents": ["text"]}, r"documents\[0\] must be an object with a \"text\"; write"),
+        (
+            {"documents": ["text"]},
+            r"documents\[0\] must be an object whose field \"text\" is a string; write",
+        ),
         ({"documents": [{"text": "a"}, {"text": None}]}, r"documents\[1\] must be an object"),
-        ({"documents": [{"metadata": {"text": "a"}}]}, r"documents\[0\] must be an object with"),
+        ({"documents": [{"metadata": {"text": "a"}}]}, r"documents\[0\] must be an object whose"),
         ({"documents": [{"text": "a"}] * (MOST_DOCUMENTS + 1)}, "send at most"),
         ({"documents": [{"text": "a" * 6500}]}, "send at most 6400: the best"),
         (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from benchmarks.vllm_families import save_checkpoint
-from cachecraft_rag.types import Prompt, Segment, digest
+from benchmarks.vllm_families import random_prompt, save_checkpoint
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.self_check import TOLERANCE
 from cachecraft_rag.vllm.served_model import ServedModel
@@ -26,16 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 DTYPE = "bfloat16"  # vLLM's kernels for 4-bit weights do not compute in float32
-
-
-def prompt_of(*chunks: int) -> Prompt:
-    """Return a prompt of random tokens with these chunks."""
-    segments = []
-    for kind, number in (("system", 100), *(("chunk", chunk) for chunk in chunks)):
-        ids = tuple(random.Random(number).choices(range(250), k=40))
-        segments.append(Segment(kind, digest("test", str(number)), ids))
-    question = tuple(random.Random(200).choices(range(250), k=12))
-    return Prompt((*segments, Segment("question", "the question", question, private=True)))
 
 
 def assert_same_prediction(found: Served, plain: Served) -> None:
@@ -59,7 +47,7 @@ def test_quantised_weights_are_served_from_a_store_of_their_own(
     server = make_server(folder, store, **options)
     assert_passes_the_self_check(server, dtype=DTYPE)
 
-    primed, asked = prompt_of(1, 2, 3), prompt_of(3, 1, 2)
+    primed, asked = random_prompt(1, 2, 3), random_prompt(3, 1, 2)
     capture = Ask(primed, replace(BASE, reuse=False, capture=True), when_stored=True)
     server.ask([capture], tokens=1)
     exact = Ask(primed, BASE, captures=())

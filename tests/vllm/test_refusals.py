@@ -16,7 +16,12 @@ import transformers
 from cachecraft_rag.cli import main
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError
 from cachecraft_rag.vllm.options import VLLMOptions
-from cachecraft_rag.vllm.refusals import has_windows_in_some_layers, refusal
+from cachecraft_rag.vllm.refusals import (
+    has_windows_in_some_layers,
+    missing_arguments,
+    needed_arguments,
+    refusal,
+)
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.worker.refusals import start_up_refusal
 
@@ -224,15 +229,28 @@ def test_options_that_are_refused(arguments: list[str], changed: dict[str, Any],
     assert start_up_refusal(vllm_config(**changed), ONE) == early
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 4096,
+    "short_factor": [1.0] * 16,
+    "long_factor": [4.0] * 16,
+}
+
+
+def phi_config(rope: dict[str, Any], **changed: Any) -> Any:
+    return hf_config(
+        "Phi3",
+        rope_parameters=rope,
+        hidden_size=128,
+        num_attention_heads=4,
+        original_max_position_embeddings=4096,
+        **changed,
+    )
+
+
 def test_longrope_is_served_in_its_original_context() -> None:
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "original_max_position_embeddings": 4096,
-        "short_factor": [1.0] * 16,
-        "long_factor": [4.0] * 16,
-    }
-    phi = hf_config("Phi3", rope_parameters=rope, hidden_size=128, num_attention_heads=4)
+    phi = phi_config(LONGROPE)
     for arguments in ([], ["--max-model-len", "4096"], ["--max-model-len", "4k"]):
         assert refusal(phi, VLLMOptions.from_arguments(arguments)) is None
     assert start_up_refusal(vllm_config(phi), ONE) is None
@@ -240,6 +258,58 @@ def test_longrope_is_served_in_its_original_context() -> None:
     assert early is not None
     assert early.advice == "Use --max-model-len 4096 or less"
     assert start_up_refusal(vllm_config(phi, model__max_model_len=8192), ONE) == early
+
+
+def test_only_arguments_that_were_not_given_are_set_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    needed = needed_arguments(phi_config(LONGROPE, max_position_embeddings=8192))
+    needed |= needed_arguments(hf_config("Gemma2"))
+    assert needed == {"max_model_len": 4096, "disable_hybrid_kv_cache_manager": True}
+    assert not caplog.messages, "nothing is set yet"
+
+    # `None` is vLLM's own default for both
+    given: dict[str, object] = {"max_model_len": 2048, "disable_hybrid_kv_cache_manager": None}
+    assert missing_arguments("phi", needed, given) == {"disable_hybrid_kv_cache_manager": True}
+    (line,) = caplog.messages
+    assert line.startswith("phi: disable_hybrid_kv_cache_manager=True is set. ")
+
+    caplog.clear()
+    given = {"disable_hybrid_kv_cache_manager": False}
+    assert missing_arguments("phi", needed, given) == {"max_model_len": 4096}
+    (line,) = caplog.messages
+    assert line.startswith("phi: max_model_len=4096 is set. The model has LongRoPE")
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest", "needed"),
+    [
+        (LONGROPE, 8192, {"max_model_len": 4096}),
+        (LONGROPE, 4096, {}),  # its context is the original one
+        (LONGROPE | {"rope_type": "default"}, 8192, {}),
+        (None, 8192, {}),
+    ],
+)
+def test_longrope_limits_a_context_that_is_longer_than_the_original_one(
+    rope: Any, longest: int, needed: dict[str, object]
+) -> None:
+    config = phi_config(LONGROPE, max_position_embeddings=longest)
+    config.rope_parameters = rope
+    assert needed_arguments(config) == needed
+
+
+def test_longrope_of_some_kinds_of_layers_limits_the_context() -> None:
+    config = phi_config(LONGROPE, max_position_embeddings=8192)
+    config.rope_parameters = {
+        "full_attention": LONGROPE,
+        "sliding_attention": ONE_TABLE,
+        "none": None,
+    }
+    assert needed_arguments(config) == {"max_model_len": 4096}
+    early = refusal(config, VLLMOptions.from_arguments(["--max-model-len=8192"]))
+    assert early is not None
+    assert early.advice == "Use --max-model-len 4096 or less"
 
 
 def test_options_without_an_effect_are_no_reason() -> None:

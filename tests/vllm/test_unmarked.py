@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +35,7 @@ from cachecraft_rag.vllm.server.unmarked import (
     Origin,
     PlainPrompts,
     ServedPrompts,
+    locate_messages,
     marked,
     searched_messages,
 )
@@ -124,6 +127,33 @@ def test_messages_of_the_user_and_of_tools_are_searched() -> None:
     assert searched_messages(messages, search_system=True) == [0, 1, 3, 6]
     assert searched_messages([{"role": "assistant", "content": LONG}], search_system=True) == []
     assert searched_messages(messages[1:2] * 40, search_system=False) == list(range(24, 40))
+
+
+def test_messages_are_located_where_the_prompt_changes_with_them() -> None:
+    messages = [
+        {"role": "user", "content": LONG},
+        {"role": "assistant", "content": LONG},
+        {"role": "tool", "content": LONG},
+        {"role": "user", "content": LONG},
+    ]
+
+    def ids_of(said: Sequence[Mapping[str, object]]) -> list[int]:
+        return list(
+            "".join(f"<{message['role']}>{message['content']}" for message in said).encode()
+        )
+
+    async def render(place: int) -> list[int] | None:
+        return None if place == 2 else ids_of(marked(messages, place))
+
+    ids = ids_of(messages)
+    found = asyncio.run(locate_messages(ids, messages, render, search_system=False))
+    assert [bytes(ids[text.start : text.stop]).decode() for text in found.texts] == [LONG, LONG]
+    assert found.texts[0].start == len("<user>")
+    assert found.texts[1].stop == len(ids)
+    assert found.roles == ("user", "user"), "an error leaves out a message"
+    assert found.ends_with_question
+    found = asyncio.run(locate_messages(ids, messages[:-1], render, search_system=False))
+    assert not found.ends_with_question
 
 
 def test_a_marked_message_keeps_its_form() -> None:
@@ -304,10 +334,69 @@ def test_the_third_time_passages_of_responses_are_reused(server: ServerProcess) 
     }
     assert searched == {  # by result and role
         ("noted", "user"): 2,
-        ("reused", "user"): 1,
-        ("reused", "tool"): 1,
+        ("stored", "user"): 1,
+        ("stored", "tool"): 1,
         ("nothing", "user"): 1,
     }
+
+
+def streamed(
+    server: ServerProcess, path: str, body: dict[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (name, data) of each server-sent event; the name is "" where the stream names none."""
+    asked = {"temperature": 0, "stream": True} | body
+    name = ""
+    with httpx.stream("POST", f"{server.url}/v1/{path}", json=asked, timeout=600) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        for line in answer.iter_lines():
+            kind, _, value = line.partition(": ")
+            if kind == "event":
+                name = value
+            elif kind == "data" and value != "[DONE]":
+                yield name, json.loads(value)
+                name = ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["documents", "chat", "completion"])
+def test_all_events_of_a_stream_have_the_id_of_its_statistics(
+    server: ServerProcess, kind: str
+) -> None:
+    passages = words(1300 + 100 * len(kind))[:2]
+    documents = [{"text": passage} for passage in passages]
+    bodies: dict[str, dict[str, Any]] = {
+        "documents": {"documents": documents, "messages": [{"role": "user", "content": "Which?"}]},
+        "chat": {"messages": [{"role": "user", "content": prompt_of(*passages)}]},
+        "completion": {"prompt": prompt_of(*passages)},
+    }
+    path = "completions" if kind == "completion" else "chat/completions"
+    suffix = "-0" if kind == "completion" else ""  # of the prompt's place in the request
+    names = []
+    for _ in range(2):
+        events = [data for _, data in streamed(server, path, {"max_tokens": 3} | bodies[kind])]
+        assert len(events) >= 3
+        (name,) = {event["id"] for event in events}
+        found = httpx.get(f"{server.url}/v1/cachecraft/requests/{name}{suffix}").json()["stats"]
+        assert found["request_id"] == f"{name}{suffix}"
+        assert found["tokens_generated"] == 3
+        names.append(name)
+    assert len(set(names)) == 2
+
+
+@pytest.mark.slow
+def test_events_of_a_response_are_named_numbered_and_have_the_id_of_its_statistics(
+    server: ServerProcess,
+) -> None:
+    body = {"input": prompt_of(*words(2200)[:2]), "max_output_tokens": 16}
+    events = list(streamed(server, "responses", body))
+    assert [name for name, _ in events] == [data["type"] for _, data in events]
+    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+    assert {"response.created", "response.output_text.delta"} <= {name for name, _ in events}
+    (name,) = {data["response"]["id"] for _, data in events if "response" in data}
+    found = httpx.get(f"{server.url}/v1/cachecraft/requests/{name}").json()["stats"]
+    assert found["request_id"].startswith(name)
+    assert found["tokens_generated"] == 16
 
 
 @pytest.mark.slow

@@ -36,8 +36,8 @@ class RecordedChunk:
     kv       `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values
     layers   layers recorded so far
     queries  layer → `[tokens, heads, head_dim]`, rotated
-    mass     float32 `[tokens, segments up to its own]`, attention as returned by `attention_mass`, summed over these
-             layers, if it is measured in the pass; then no queries are kept
+    mass     float32 `[tokens, segments up to its own]`, the attention of its tokens as returned by `attention_mass`,
+             summed over the recorded layers. None if the pass keeps queries instead of measuring attention
     """
 
     segment: int
@@ -79,8 +79,8 @@ class CaptureRecorder:
             layout: layout of a chunk-cache.
             like: a tensor with the dtype and device of the recorded keys and values.
             spans: (segment, start, stop) of each chunk to capture, ascending.
-            measured: `[segments + 1]`, segment bounds of the prompt, if the passes measure attention themselves and
-                hand it to `add_mass`; None = keep queries.
+            measured: `[segments + 1]`, segment bounds of the prompt, if the passes measure attention and call
+                `add_mass`; None if queries are kept instead.
         """
         self._measured = measured
         self._layout = layout
@@ -194,9 +194,14 @@ class CaptureRecorder:
                 capture.layers.add(layer)
 
     def edges(self, places: Sequence[tuple[RecordedChunk, slice]]) -> Tensor | None:
-        """Return the bounds of the segments whose attention a pass measures for these captures; None: of none.
+        """Return the bounds of the segments for which a pass measures the attention of these captures' rows.
 
-        They are int64 `[segments + 1]`, up to the end of the last capture.
+        Args:
+            places: captures and their rows, as returned by `locate`.
+
+        Returns:
+            int64 `[segments + 1]`; the last segment is that of the last capture. None if the pass measures nothing,
+            because there are no captures or they keep their queries instead.
         """
         if self._measured is None or not places:
             return None
@@ -206,7 +211,7 @@ class CaptureRecorder:
     def add_mass(
         self, layer: int, places: Sequence[tuple[RecordedChunk, slice]], mass: Tensor
     ) -> None:
-        """Add one layer's attention of the rows of a pass; a layer that has been added before is left out.
+        """Add the attention that a pass measured in one layer; does nothing for a layer that was added before.
 
         Args:
             layer: index of the layer.

@@ -276,21 +276,23 @@ def check_documents(documents: object) -> None:
         raise ConfigError(f"documents must be a list; {_EXAMPLE}")
     if len(documents) > MOST_DOCUMENTS:
         raise ConfigError(
-            f"there are {len(documents)} documents; send at most {MOST_DOCUMENTS}, the best ones"
+            f"{len(documents)} documents are too many; send at most {MOST_DOCUMENTS}, the best ones"
         )
     for place, document in enumerate(documents):
         text = _document_text(document) if isinstance(document, Mapping) else None
         if text is None:
-            raise ConfigError(f'documents[{place}] must be an object with a "text"; {_EXAMPLE}')
+            raise ConfigError(
+                f'documents[{place}] must be an object whose field "text" is a string; {_EXAMPLE}'
+            )
         _check_characters(text, f"documents[{place}]")
 
 
 def _check_characters(text: str, where: str) -> None:
-    """Raise ConfigError for half a surrogate pair, which JSON can hold and no tokenizer accepts."""
+    """Raise ConfigError for half a surrogate pair: JSON can contain one, but it is no character for a tokenizer."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        why = f"{where}: the character at {error.start} is half a surrogate pair; leave it out"
+        why = f"{where}: the character at {error.start} is half a surrogate pair, which is not valid text; remove it"
         raise ConfigError(why) from error
 
 

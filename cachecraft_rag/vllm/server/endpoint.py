@@ -63,10 +63,8 @@ from cachecraft_rag.vllm.server.unmarked import (
     PlainPrompts,
     Searched,
     SearchingClient,
+    locate_messages,
     marked,
-    role_of,
-    searched_messages,
-    text_in,
 )
 from cachecraft_rag.vllm.settings import ConnectorSettings
 
@@ -223,22 +221,20 @@ async def _with_documents(request: DocumentChatRequest, raw_request: Request) ->
 async def _plain_chat(
     request: ChatCompletionRequest, raw_request: Request, origin: Origin
 ) -> Response:
+    async def render(place: int) -> Sequence[int] | None:
+        changed = {"messages": marked(request.messages, place)}
+        rendered = await stock.online_renderer.render_chat(
+            request.model_copy(update=changed, deep=True)
+        )
+        if isinstance(rendered, ErrorResponse):
+            return None
+        ids: Sequence[int] = rendered[1][0]["prompt_token_ids"]
+        return ids
+
     async def locate(ids: Sequence[int]) -> Searched:
-        """Locate each message: there the prompt differs from the same prompt with that message replaced."""
-        texts = []
-        roles = []
-        places = searched_messages(request.messages, search_system=settings.search_system)
-        for place in places:
-            changed = {"messages": marked(request.messages, place)}
-            rendered = await stock.online_renderer.render_chat(
-                request.model_copy(update=changed, deep=True)
-            )
-            if not isinstance(rendered, ErrorResponse):
-                texts.append(text_in(ids, rendered[1][0]["prompt_token_ids"]))
-                roles.append(role_of(request.messages[place]))
-        last = len(request.messages) - 1
-        ends_with_question = last in places and request.messages[last]["role"] == "user"
-        return Searched(tuple(texts), tuple(roles), ends_with_question)
+        return await locate_messages(
+            ids, request.messages, render, search_system=settings.search_system
+        )
 
     settings = _endpoint(raw_request).engine.settings
     stock = raw_request.app.state.openai_serving_chat
@@ -329,16 +325,12 @@ async def _plain_responses(
     async def locate(ids: Sequence[int]) -> Searched:
         if await rendered() != ids:  # a further prompt, with the results of the server's own tools
             return Searched()
-        messages = messages_of(request)
-        places = searched_messages(messages, search_system=settings.search_system)
-        texts = []
-        roles = []
-        for place in places:
-            if (others := await rendered(**with_mark(request, place))) is not None:
-                texts.append(text_in(ids, others))
-                roles.append(role_of(messages[place]))
-        ends_with_question = messages[-1].get("role") == "user" and len(messages) - 1 in places
-        return Searched(tuple(texts), tuple(roles), ends_with_question)
+        return await locate_messages(
+            ids,
+            messages_of(request),
+            lambda place: rendered(**with_mark(request, place)),
+            search_system=settings.search_system,
+        )
 
     settings = _endpoint(raw_request).engine.settings
     stock = raw_request.app.state.openai_serving_responses

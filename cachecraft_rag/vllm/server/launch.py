@@ -14,6 +14,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.config import CACHE_FOLDER
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.plugin import ENDPOINT, PLUGIN
+from cachecraft_rag.vllm.refusals import missing_arguments
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings, check_config
 from cachecraft_rag.vllm.versions import require_vllm
@@ -137,9 +138,8 @@ def _run(
     if args.disable_log_stats:
         args.disable_log_stats = False
         os.environ["VLLM_LOG_STATS_INTERVAL"] = str(_NEVER_S)
-    for argument, value in served.arguments.items():
-        if getattr(args, argument) is None:
-            setattr(args, argument, value)
+    for argument, value in missing_arguments(model, served.arguments, vars(args)).items():
+        setattr(args, argument, value)
     # vLLM itself reads the variable; the server that answers HTTP takes its configuration from this argument only.
     # The argument has another name in some versions of vLLM, and then this attribute does not exist.
     named = getattr(args, "log_config_file", None)

@@ -74,7 +74,7 @@ _TEXT_PARTS = ("text", "input_text")
 
 
 ROLES = ("user", "tool", "system", "prompt")
-RESULTS = ("reused", "noted", "nothing")
+RESULTS = ("stored", "noted", "nothing")
 _LEAST_CHARACTERS = 200  # shorter messages are not searched: they hold no passage
 # messages searched per prompt; locating each of them takes one more rendering of the prompt
 _MOST_MESSAGES = 16
@@ -239,6 +239,25 @@ class Searched:
 
 # finds the parts to search in a prompt's token ids
 Locate = Callable[[Sequence[int]], Awaitable[Searched]]
+# renders a request's prompt with the text of the message at an index replaced; None for an error
+RenderMarked = Callable[[int], Awaitable[Sequence[int] | None]]
+
+
+async def locate_messages(
+    ids: Sequence[int], messages: Sequence[Message], render: RenderMarked, *, search_system: bool
+) -> Searched:
+    """Locate each message to search: there the prompt differs from the prompt with that message replaced."""
+    texts = []
+    roles = []
+    places = searched_messages(messages, search_system=search_system)
+    for place in places:
+        marked_ids = await render(place)
+        if marked_ids is not None:
+            texts.append(text_in(ids, marked_ids))
+            roles.append(role_of(messages[place]))
+    last = len(messages) - 1
+    ends_with_question = last in places and messages[last].get("role") == "user"
+    return Searched(tuple(texts), tuple(roles), ends_with_question)
 
 
 class PlainPrompts:
@@ -366,7 +385,7 @@ class PlainPrompts:
                 for place, is_stored in stored.items()
                 if max(start, text.start) <= place < text.stop
             ]
-            result = "reused" if any(within) else "noted" if within else "nothing"
+            result = "stored" if any(within) else "noted" if within else "nothing"
             self._searched.labels(role, result).inc()
 
     def served(self, ids: Sequence[int], origin: Origin, prepared: Prepared | None) -> None:

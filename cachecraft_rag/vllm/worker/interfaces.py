@@ -69,18 +69,21 @@ class Attention(Protocol):
 
 
 class SelfAttention(Protocol):
-    """The attention module of a decoder layer; it has `rotary_emb` unless nothing is rotated."""
+    """The attention module of a decoder layer. If the model has rotary positions, it also has `rotary_emb`."""
 
     attn: Attention
 
 
 class DecoderLayer(Protocol):
-    """A decoder layer: positions and hidden states, with or without a residual, to the same at its end."""
+    """A decoder layer of one of vLLM's models.
+
+    Its arguments are positions and hidden states; in most models also the residual, which it then returns too.
+    """
 
     forward: Callable[..., object]
 
     def __call__(self, *arguments: object, **named: object) -> Any:
-        """Return hidden states, and the residual if the layer carries one."""
+        """Return the layer's hidden states, and the residual if it was given one."""
 
 
 class DecoderLayers(Protocol):
@@ -90,7 +93,7 @@ class DecoderLayers(Protocol):
 
 
 class CausalLM(Protocol):
-    """A causal LM like Llama's."""
+    """A causal LM of vLLM's with the same attributes as its Llama."""
 
     model: DecoderLayers
     config: PretrainedConfig

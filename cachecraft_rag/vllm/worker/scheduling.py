@@ -47,6 +47,7 @@ class Pending:
     refused   reason why vLLM computes it without chunk-caches
     looked    look-up of its chunk-caches, finished or running
     lacks     chunk-caches that the look-up did not find
+    size      size of its filling, computed when it was last found to fit
     until     deadline of the wait for chunks that other requests compute; None before that wait
     waited    True while it waits for those chunks; afterwards they are looked up again
     patience  deadline of the wait for an idle server; None before that wait
@@ -64,6 +65,7 @@ class Pending:
     refused: str = ""
     looked: Future[Looked] | None = None
     lacks: list[FutureVariant] | None = None
+    size: FillSize | None = None
     until: float | None = None
     waited: bool = False
     patience: float | None = None
@@ -176,6 +178,7 @@ class Scheduling:
         if not self._budget.fits(size, self._capturing):
             self._captures_wanted = True
             return None
+        known.size = size
         return int(request.num_prompt_tokens) - known.ask.own_tokens - computed
 
     def allocated(self, request: EngineRequest, blocks: tuple[int, ...], tokens: int) -> None:
@@ -184,9 +187,9 @@ class Scheduling:
         known = self._known.get(request.request_id)
         if tokens <= 0 or known is None or known.ask is None or known.looked is None:
             return
+        assert known.size is not None, "`matched` returned these tokens"
         last = int(request.num_prompt_tokens) - known.ask.own_tokens
-        size = self._size(known.ask, () if known.filled else known.lacks or ())
-        self._budget.take(request.request_id, size)
+        self._budget.take(request.request_id, known.size)
         lookup, scores = known.looked.result()
         self._fills.append(
             Fill(
