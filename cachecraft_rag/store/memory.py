@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cachecraft_rag.kernels.memory import to_host
 from cachecraft_rag.store.eviction import (
     LowestScored,
     Policy,
@@ -198,9 +197,7 @@ class Memory:
         self.pinned = device is not None and device.startswith("cuda")
         self.host = MemoryTier(host_bytes)
         budget = device_bytes if device is not None else 0
-        self.device = MemoryTier(
-            budget, name="device", on_leave=lambda variant, kv: self.host.add(variant, to_host(kv))
-        )
+        self.device = MemoryTier(budget, name="device", on_leave=self._demote)
 
     def follow(self, policy: Policy) -> None:
         """Use this policy for eviction scores from now on."""
@@ -209,6 +206,11 @@ class Memory:
     def read(self, variant: Variant) -> LoadedVariant | None:
         """Return the tensor from the faster tier that has it, or None."""
         return self.device.read(variant) or self.host.read(variant)
+
+    def _demote(self, variant: Variant, kv: torch.Tensor) -> None:
+        from cachecraft_rag.kernels.memory import to_host  # it imports torch
+
+        self.host.add(variant, to_host(kv))
 
     def promote(self, held: LoadedVariant, variant: Variant) -> None:
         """Copy a tensor from the host to the device."""

@@ -378,7 +378,7 @@ def test_an_index_can_be_looked_at_without_its_model(tmp_path: Path):
 def test_an_index_of_the_version_before_keys_is_brought_up_to_date(tmp_path: Path):
     with open_store(tmp_path / "index") as store:
         put(store, "a", "kettle")
-    with sqlite3.connect(tmp_path / "index" / DATABASE) as db:
+    with closing(sqlite3.connect(tmp_path / "index" / DATABASE)) as db, db:
         db.execute("DROP INDEX owners_by_key")
         db.execute("ALTER TABLE owners DROP COLUMN key")
         db.execute("ALTER TABLE chunks ADD COLUMN generation INTEGER NOT NULL DEFAULT 1")
@@ -393,7 +393,7 @@ def test_an_index_of_the_version_before_keys_is_brought_up_to_date(tmp_path: Pat
 
 def test_an_index_of_a_newer_version_is_refused(tmp_path: Path):
     open_store(tmp_path).close()
-    with sqlite3.connect(tmp_path / DATABASE) as db:
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as db, db:
         db.execute("PRAGMA user_version = 99")
     db.close()
     with pytest.raises(IndexStoreError, match="newer version"):

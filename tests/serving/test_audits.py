@@ -6,7 +6,7 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -394,7 +394,7 @@ def test_no_text_is_kept_unless_asked_for(make_engine: MakeEngine) -> None:
     assert audit.request_id.encode() in stored
     texts = ["private question", answer.text[:8], *(chunk.text[:12] for chunk in CHUNKS)]
     assert [text for text in texts if text.encode() in stored] == []
-    with sqlite3.connect(engine.store.root / AUDIT_FILE) as connection:
+    with closing(sqlite3.connect(engine.store.root / AUDIT_FILE)) as connection:
         for row in connection.execute("SELECT * FROM audits"):
             names = [str(value) for value in row if isinstance(value, str)]
             assert not any(str(list(answer._progress.tokens[:3]))[1:-1] in name for name in names)
@@ -446,7 +446,7 @@ def test_damaged_rows_are_left_out(tmp_path: Path) -> None:
     for name in ("x", "y", "z"):
         log.add("default", "model", replace(good, request_id=name))
     log.close()
-    with sqlite3.connect(tmp_path / AUDIT_FILE) as connection:
+    with closing(sqlite3.connect(tmp_path / AUDIT_FILE)) as connection, connection:
         connection.execute("UPDATE audits SET differences = '[1' WHERE request_id = 'x'")
         connection.execute("UPDATE audits SET tokens = 0 WHERE request_id = 'z'")
     assert audits_in(tmp_path) == [replace(good, request_id="y")]

@@ -27,18 +27,20 @@ def test_a_server_ends_with_requests_under_way(
     )
 
     def ask(number: int) -> None:
+        """Ask again and again: on a busy machine the first answer may be complete before the last one has begun."""
         documents = [{"text": f"{number} {text * 4}"} for text in TEXTS]
         try:
-            server.chat(documents, max_tokens=3000, ignore_eos=True)
+            while True:
+                server.chat(documents, max_tokens=3000, ignore_eos=True)
         except httpx.HTTPError:  # it has ended
             return
 
     with ThreadPoolExecutor(REQUESTS) as clients:
-        asked = [clients.submit(ask, number) for number in range(REQUESTS)]
+        for number in range(REQUESTS):
+            clients.submit(ask, number)
         while (
             server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting{")
             < REQUESTS
         ):
             assert server.alive()
-        assert not any(one.done() for one in asked)
         assert server.ends_when_asked()
