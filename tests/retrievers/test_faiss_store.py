@@ -384,7 +384,6 @@ def test_an_index_of_the_version_before_keys_is_brought_up_to_date(tmp_path: Pat
         db.execute("ALTER TABLE chunks ADD COLUMN generation INTEGER NOT NULL DEFAULT 1")
         db.execute("CREATE INDEX chunks_by_generation ON chunks (generation)")
         db.execute("PRAGMA user_version = 1")
-    db.close()
     with open_store(tmp_path / "index") as store:
         keyed(store, "b", k1="toaster")
         assert nearest(store, "kettle") == [chunk("kettle").text]
@@ -395,7 +394,6 @@ def test_an_index_of_a_newer_version_is_refused(tmp_path: Path):
     open_store(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / DATABASE)) as db, db:
         db.execute("PRAGMA user_version = 99")
-    db.close()
     with pytest.raises(IndexStoreError, match="newer version"):
         open_store(tmp_path)
 

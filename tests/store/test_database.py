@@ -99,9 +99,8 @@ def test_threads_that_open_a_new_file_at_once_all_succeed(tmp_path: Path) -> Non
     for thread in threads:
         thread.join()
     assert errors == []
-    with sqlite3.connect(path) as connection:
+    with contextlib.closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT count(*) FROM words").fetchone() == (8,)
-    connection.close()
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_a_way_out(tmp_path: Path) -> None:
