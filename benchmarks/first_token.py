@@ -257,6 +257,10 @@ class _Bench:
             sides["device"] = lambda: self._ask(on_device, self.config).ttft_s
             for _ in range(2):  # from the disk to the host, and from there to the device
                 self._ask(on_device, self.config)
+            held = self._ask(on_device, self.config)
+            assert all(chunk.tier == "device" for chunk in held.chunks), (
+                "the chunk-caches are not on the device"
+            )
         sides |= {
             name: lambda other=other: other.answer(self.ids, 1)[0]
             for name, other in self.peers.items()

@@ -46,13 +46,16 @@ def empty(
     return torch.from_numpy(_aligned(block, nbytes)).view(dtype).view(shape)
 
 
-def to_host(tensor: Tensor) -> Tensor:
+def to_host(tensor: Tensor, *, pinned: bool) -> Tensor:
     """Return a tensor's copy in main memory; a tensor that is there already is returned itself.
 
-    The copy of a tensor on a GPU is page-locked where the system allows it, because it will be copied back: that takes
-    a tenth of the time. torch rounds the size of such memory up to a power of two.
+    Args:
+        tensor: tensor on a GPU or in main memory.
+        pinned: make the copy of a tensor on a GPU page-locked where the system allows it. Copying it back then takes a
+            ninth of the time (docs/guides/gpu.md). torch rounds the size of such memory up to a power of two, and keeps
+            it for later tensors.
     """
-    if tensor.device.type != "cuda":
+    if tensor.device.type != "cuda" or not pinned:
         return tensor.cpu()
     try:
         host = empty(tuple(tensor.shape), tensor.dtype, pinned=True)

@@ -238,7 +238,13 @@ def _transformer_settings(model: SentenceTransformer, source: str) -> list[dict[
     from cachecraft_rag.model.fingerprint import checkpoint_config, snapshot_folder
 
     names = [source] if "/" in source else [source, f"{_HUB_OWNER}/{source}"]
-    folder = next(filter(None, map(snapshot_folder, names)), None)
+    # Models with several modules may have no config.json beside modules.json, and others have no modules.json.
+    found = (
+        snapshot_folder(name, file=file)
+        for file in ("modules.json", "config.json")
+        for name in names
+    )
+    folder = next(filter(None, found), None)
     if folder is None:
         return []
     modules = folder / "modules.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,9 +11,6 @@ from cachecraft_rag.compute.stack import RotaryTables, Stack
 from cachecraft_rag.kernels.gather import place, place_all
 from cachecraft_rag.kernels.gpu.choice import uses_triton
 from cachecraft_rag.kernels.gpu.streams import copy_stream, launched, wait_on_stream
-
-if TYPE_CHECKING:
-    from cachecraft_rag.compute.decode_graph import DecodeGraph
 
 # Layers of a chunk-cache that one copy moves to a GPU. With one copy per layer, launching takes longer than the bus.
 # With one copy of all layers, the GPU would wait for whole chunk-caches before the first layer.
@@ -43,14 +39,10 @@ class KVBuffer:
     Attributes:
         kv: `[layers, 2, capacity, kv_heads, head_dim]`, rotated keys, then values, of this rank's heads.
         rotary: cos and sin of all positions, for each kind of layer.
-        decode_steps: number of decode steps that were computed alone, counted on a GPU.
-        decode_graph: a decode step recorded for this buffer; None = not recorded.
     """
 
     def __init__(self, stack: Stack, capacity: int) -> None:
         self.kv = stack.memory.empty(stack.layout.shape(capacity), stack.dtype, stack.device)
-        self.decode_steps = 0
-        self.decode_graph: DecodeGraph | None = None
         self._device = stack.device
         self._ranks = stack.ranks
         # Groups of layers on their way to the GPU, by the chunk's position and the first layer, with events.

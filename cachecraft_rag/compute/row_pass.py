@@ -77,7 +77,6 @@ class RowPass:
         drift: DriftCorrection | None = None,
         absent: NDArray[np.int64] | None = None,
         timer: Timer = untimed,
-        where: Tensor | None = None,
     ) -> None:
         """Begin a pass.
 
@@ -92,8 +91,6 @@ class RowPass:
             drift: drift correction of the tokens that are not computed.
             absent: int64, positions without keys and values, hidden from every row.
             timer: called with each part.
-            where: int64 `[rows]`, the positions on the device; None = they are copied there. A pass that is recorded
-                for other positions than `positions` reads them from here.
         """
         self._device = stack.device
         self._paths = stack.attention_paths
@@ -110,16 +107,16 @@ class RowPass:
         self._in_flight = LayersInFlight(stack.device)
         self._started_layer = -1  # the last layer in which `attend` began its changes
         self._finished_layer = -1  # the last layer in which `attend` finished its changes
-        self._set_rows(positions, where)
+        self._set_rows(positions)
         self.hidden = stack.embed(ids)
 
     def _on_device(self, positions: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(positions)).to(self._device)
 
-    def _set_rows(self, positions: NDArray[np.int64], where: Tensor | None = None) -> None:
-        """Set the rows for the layers that follow; `where` is as in `__init__`."""
+    def _set_rows(self, positions: NDArray[np.int64]) -> None:
+        """Set the rows for the layers that follow."""
         self.positions = positions
-        self.where = self._on_device(positions) if where is None else where
+        self.where = self._on_device(positions)
         self._rotary = self._buffer.rotary.rows(self.where)
 
         self._watched_rows = slice(0)

@@ -114,17 +114,19 @@ def _update_by_tensor(state: Any, tensor: torch.Tensor) -> None:
     state.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
 
 
-def snapshot_folder(source: str, *, revision: str | None = None) -> Path | None:
+def snapshot_folder(
+    source: str, *, revision: str | None = None, file: str = "config.json"
+) -> Path | None:
     """Return the folder with the files of a model: `source` itself, or where the hub's client keeps what it loaded.
 
-    None if it has not loaded this revision; the network is never used. Raises ValueError if `source` is neither a
-    folder nor a possible name on the hub.
+    None if it has not loaded this `file` of this revision; the network is never used. Raises ValueError if `source` is
+    neither a folder nor a possible name on the hub.
     """
     if os.path.isdir(source):
         return Path(source)
     from huggingface_hub import try_to_load_from_cache
 
-    path = try_to_load_from_cache(source, "config.json", revision=revision)
+    path = try_to_load_from_cache(source, file, revision=revision)
     return Path(path).parent if isinstance(path, str) else None
 
 

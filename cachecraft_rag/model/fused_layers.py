@@ -77,14 +77,16 @@ class KnownLayer:
     def hooked(self) -> bool:
         """True if the layer or a part that is replaced here has hooks."""
         layer = self._layer
-        parts = (
+        parts = [
             layer,
             layer.self_attn,
             layer.mlp,
             layer.input_layernorm,
             layer.post_attention_layernorm,
             layer.mlp.act_fn,
-        )
+        ]
+        if hasattr(layer.self_attn, "q_norm"):
+            parts += [layer.self_attn.q_norm, layer.self_attn.k_norm]
         return any(part._forward_hooks or part._forward_pre_hooks for part in parts)
 
 
@@ -259,6 +261,7 @@ def fused_layers(
     *,
     rotary_dims: Sequence[int],
     run: Callable[[int, Tensor, Tensor, LayerPass], Tensor],
+    kind: type[CompiledLayer | GPULayer] | None = None,
 ) -> list[CompiledLayer | GPULayer] | None:
     """Return the fused layers of a model; None if its class is not known or one of them differs from the model's own.
 
@@ -269,12 +272,13 @@ def fused_layers(
         device: device of the model.
         rotary_dims: for each layer, the dimensions of a head that it rotates.
         run: runs a stock layer: its number, hidden states, positions and the pass that attends.
+        kind: class of the result; None = the one for this device.
     """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(
         1, _CHECKED_ROWS, hidden_size, generator=generator, dtype=torch.float32
     ).to(device, dtype)
-    kind = GPULayer if device.type == "cuda" else CompiledLayer
+    kind = kind or (GPULayer if device.type == "cuda" else CompiledLayer)
     if dtype not in _TOLERANCE or (kind is CompiledLayer and kernels_for(hidden) is None):
         return None
     fused_layers: list[CompiledLayer | GPULayer] = []
@@ -290,9 +294,9 @@ def fused_layers(
             return None
         fused = kind(layer, index, recorder.settings, rotary_dim=rotary_dims[index])
         out = fused(hidden, _Recorder())
-        if out is None or not float((out - expected).norm()) <= _TOLERANCE[dtype] * float(
-            expected.norm()
-        ):
+        if out is None or out.dtype != expected.dtype:
+            return None
+        if not float((out - expected).norm()) <= _TOLERANCE[dtype] * float(expected.norm()):
             return None
         fused_layers.append(fused)
     return fused_layers

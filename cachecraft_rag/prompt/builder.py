@@ -421,7 +421,10 @@ class PromptBuilder:
             roles = [str(message["role"]) for message in messages]
             advice = ""
             if ("tool", "user") in pairwise(roles):
-                advice = "; it may take no user's turn directly after a tool's result: put an assistant's turn between"
+                advice = (
+                    "; the template may not allow a user turn directly after a tool result: "
+                    "add an assistant turn between them"
+                )
             raise ConfigError(
                 f"the model's chat template refuses this conversation: {error}{advice}"
             ) from error

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.compute.decode import DecodeStep, extend_all
-from cachecraft_rag.compute.decode_graph import GraphedSteps
 from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.row_pass import RowPass, advance
-from cachecraft_rag.kernels.gpu.streams import wait_on_host
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.model.self_check import TOLERANCE
 
@@ -59,9 +57,6 @@ class JointRows:
         )
         self._checked = False
         self._failures = 0
-        # Layers of known classes alone: others may do what cannot be recorded, and would do it wrongly.
-        may_record = decoder.device.type == "cuda" and decoder.fused_layers is not None
-        self._graphed = GraphedSteps(decoder, records=may_record)
 
     @property
     def fixed_rows(self) -> float:
@@ -116,15 +111,9 @@ class JointRows:
 
     def _decode_alone(self, step: DecodeStep) -> Tensor:
         started = time.perf_counter()
-        hidden = None
-        if step.refresh is None:
-            hidden = self._graphed.step(step.buffer, step.token, step.position)
-        if hidden is None:
-            hidden = extend_all(self._decoder, [step])
-        logits = self._decoder.next_logits(hidden)
+        logits = self._decoder.next_logits(extend_all(self._decoder, [step]))
         # A step that refreshes has more than one row.
         if step.refresh is None:
-            wait_on_host(self._decoder.device)
             self.speed.stepped(time.perf_counter() - started)
         self._rows.observe(1)
         return logits

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from cachecraft_rag.checks import (
     MOST_SECONDS,
@@ -59,6 +59,9 @@ from cachecraft_rag.types import (
     Unavailable,
     Variant,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
@@ -336,6 +339,15 @@ class ChunkCacheStore(Closeable):
                 stored = unreadable(variant.variant_id, error)
         self.lost(variant, stored)
         return stored
+
+    def host_copy(self, kv: torch.Tensor) -> torch.Tensor:
+        """Return a capture `[layers, 2, tokens, kv_heads, head_dim]` in main memory; one on a CPU is returned itself.
+
+        It is page-locked if it comes from a GPU and the host tier will hold it.
+        """
+        from cachecraft_rag.kernels.memory import to_host  # it imports torch
+
+        return to_host(kv, pinned=self._memory.host.admits(kv.nbytes))
 
     def keep(self, stored: StoredVariant, *, whole: bool = True) -> None:
         """Record a load. A variant that was read as a `whole` is kept in memory, a remote one on disk too."""

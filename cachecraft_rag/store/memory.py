@@ -210,7 +210,7 @@ class Memory:
     def _demote(self, variant: Variant, kv: torch.Tensor) -> None:
         from cachecraft_rag.kernels.memory import to_host  # it imports torch
 
-        self.host.add(variant, to_host(kv))
+        self.host.add(variant, to_host(kv, pinned=self.host.admits(kv.nbytes)))
 
     def promote(self, held: LoadedVariant, variant: Variant) -> None:
         """Copy a tensor from the host to the device."""

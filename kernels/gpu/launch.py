@@ -27,7 +27,7 @@ def ceil_div(numerator: int, denominator: int) -> int:
 
 
 def power_of_two(least: int) -> int:
-    """Return the smallest power of two that is `least`, at least 1, or more.
+    """Return the smallest power of two that is not below `least`, which is 1 or more.
 
     >>> power_of_two(1), power_of_two(96), power_of_two(128)
     (1, 128, 128)

@@ -47,11 +47,6 @@ def wait_on_host(device: torch.device) -> None:
         event.synchronize()
 
 
-def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a further stream of a GPU."""
-    return torch.cuda.Stream(device)
-
-
 @cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream on which this process copies chunk-caches to a GPU, beside the layers that are computed."""
@@ -71,8 +66,6 @@ class LayersInFlight:
 
     def add(self) -> None:
         """Count the layer that was just launched; block while too many are in flight."""
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # nothing is computed while a graph is recorded
         event = launched(self._device)
         if event is None:
             return

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cachecraft_rag.model import fingerprint
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.model.fingerprint import checkpoint_fingerprint
+from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, snapshot_folder
 from cachecraft_rag.types import IDENTITY_VERSION, LAYOUT_VERSION
 
 WEIGHTS = "model.safetensors"
@@ -247,3 +247,17 @@ def test_a_truncated_file_is_an_error(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes(data[:-10])
     with pytest.raises(ValueError, match="truncated"):
         of(folder)
+
+
+def test_the_folder_of_a_hub_model_is_found_by_any_file_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    kept = tmp_path / "models--acme--embedder"
+    folder = kept / "snapshots" / "0a1b"
+    folder.mkdir(parents=True)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("0a1b")
+    (folder / "modules.json").write_text("[]")  # its transformer's config.json is in a folder below
+    assert snapshot_folder("acme/embedder") is None
+    assert snapshot_folder("acme/embedder", file="modules.json") == folder

@@ -12,10 +12,8 @@ from cachecraft_rag.compute.decode import DecodeStep, extend, extend_all
 from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.rows import Rows
-from cachecraft_rag.compute.stack import LayerPass
 from cachecraft_rag.kernels.cpu.library import SETTING, available
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.model.fused_layers import GPULayer
 
 pytestmark = pytest.mark.skipif(
     not available(), reason="the compiled kernels were not built: no C compiler"
@@ -90,32 +88,6 @@ def test_fused_layers_are_the_models_own(
     monkeypatch.setattr(decoder, "fused_layers", None)
     for ours, own in zip(fused, answers(decoder), strict=True):
         assert float((ours - own).abs().max()) <= TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("family", FUSED)
-def test_a_gpus_layers_are_the_models_own(
-    family: str, dtype: str, tiny_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decoder = tiny_decoder(family, dtype=dtype)
-    assert decoder.fused_layers is not None
-    used: set[int] = set()
-
-    class Counted(GPULayer):
-        def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor | None:
-            used.add(self._index)
-            return super().__call__(hidden, layer_pass)
-
-    gpu_layers = [
-        Counted(layer._layer, index, layer._settings, rotary_dim=layer.rotary_dim)
-        for index, layer in enumerate(decoder.fused_layers)
-    ]
-    monkeypatch.setattr(decoder, "fused_layers", gpu_layers)
-    ours = answers(decoder)
-    assert used == set(range(decoder.layout.layers))
-    monkeypatch.setattr(decoder, "fused_layers", None)
-    for logits, own in zip(ours, answers(decoder), strict=True):
-        assert float((logits - own).abs().max()) <= TOLERANCE[dtype]
 
 
 def test_other_families_keep_their_layers(tiny_decoder: MakeDecoder, instructions: str) -> None:

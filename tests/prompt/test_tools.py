@@ -196,7 +196,7 @@ def test_a_template_that_refuses_the_user_after_a_result_says_what_to_send(
     builder = builder_of(byte_tokenizer, alternates + TEMPLATES["tagged"])
     assert builder.calls.native
     calls: list[Turn] = [HISTORY[0], *HISTORY[2:]]
-    with pytest.raises(ConfigError, match=r"roles must alternate.*put an assistant's turn between"):
+    with pytest.raises(ConfigError, match=r"roles must alternate.*add an assistant turn between"):
         builder.build("Go on?", [], history=calls)
     answered: list[Turn] = [*calls, ("assistant", "7.")]
     assert text_of(builder, builder.build("Go on?", [], history=answered)).endswith(

@@ -25,7 +25,6 @@ from cachecraft_rag.compute.captures.capture import (
 )
 from cachecraft_rag.compute.driver import Call, Work
 from cachecraft_rag.kernels.gpu.streams import launched, wait_on_host, wait_on_stream
-from cachecraft_rag.kernels.memory import to_host
 from cachecraft_rag.planning.found_text import text_mark
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types import (
@@ -185,7 +184,7 @@ class WriteBackQueue:
             key=key,
             layout=self._layout,
             tokens_digest=segment.tokens_digest,
-            kv=to_host(capture.kv),
+            kv=self._store.host_copy(capture.kv),
             exact_share=context.exact_shares[capture.segment],
             session=context.session if _is_private(capture, context) else None,
             primed=context.primed,

@@ -140,10 +140,10 @@ def _run(
         os.environ["VLLM_LOG_STATS_INTERVAL"] = str(_NEVER_S)
     for argument, value in missing_arguments(model, served.arguments, vars(args)).items():
         setattr(args, argument, value)
-    # vLLM itself reads the variable; the server that answers HTTP takes its configuration from this argument only.
-    # The argument has another name in some versions of vLLM, and then this attribute does not exist.
-    named = getattr(args, "log_config_file", None)
-    if named is None and os.environ.get(_LOG_CONFIG) == str(_JSON_LOGS):
+    # vLLM itself reads the variable; the server that answers HTTP takes its configuration from this attribute only.
+    # Some versions read the attribute although their command line has no such argument, so it may not exist here.
+    chosen_file = getattr(args, "log_config_file", None)
+    if chosen_file is None and os.environ.get(_LOG_CONFIG) == str(_JSON_LOGS):
         args.log_config_file = str(_JSON_LOGS)
     # Passed as an object: on a command line, the list of processes would show the key that signs requests.
     args.kv_transfer_config = settings.transfer_config()
