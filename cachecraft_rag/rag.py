@@ -39,7 +39,8 @@ from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever, open_i
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingOptions, sampling_from
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types import Chunk, Document, Progress
+from cachecraft_rag.types.documents import Chunk, Document
+from cachecraft_rag.types.progress import Progress
 
 if TYPE_CHECKING:
     from cachecraft_rag.serving.priming import DocumentPrimer, PrimingEstimate

@@ -39,7 +39,9 @@ from cachecraft_rag.retrievers.reading.documents import (
 )
 from cachecraft_rag.retrievers.reading.limited_reader import LimitedReader, ReaderStartError
 from cachecraft_rag.retrievers.reading.office import MissingReaderError
-from cachecraft_rag.types import Chunk, Document, Progress, digest
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.documents import Chunk, Document
+from cachecraft_rag.types.progress import Progress
 
 if TYPE_CHECKING:
     from cachecraft_rag.retrievers.embeddings import Embedder

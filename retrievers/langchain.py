@@ -19,13 +19,13 @@ from cachecraft_rag.retrievers.index.removal import Evictions
 from cachecraft_rag.retrievers.retriever import Retriever
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.durable import Caches
-from cachecraft_rag.types import (
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.documents import (
     CHUNK_ID_KEY,
     NOTE_KEYS,
     Chunk,
     Metadata,
     SearchHit,
-    digest,
     noted_chunk_id,
 )
 

@@ -23,7 +23,8 @@ from rich.text import Text
 from cachecraft_rag.cli.console import as_json, err, out
 from cachecraft_rag.engine.settings import descriptions, flag_of, known_settings, load_settings
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.types import Metadata, Progress
+from cachecraft_rag.types.documents import Metadata
+from cachecraft_rag.types.progress import Progress
 
 _KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 PROGRESS_S = 10.0  # between two lines of progress without a terminal

@@ -25,7 +25,7 @@ from cachecraft_rag.serving.priming import DocumentPrimer, Primer, Related
 from cachecraft_rag.serving.request import Request, RequestProgress
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.store.durable import Caches, Evicted
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.server.documents import FIELD, MOST_DOCUMENTS, MOST_PRIMED
 

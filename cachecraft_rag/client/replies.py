@@ -16,7 +16,7 @@ from cachecraft_rag.errors import ConfigError, ServerError
 from cachecraft_rag.model.facts import DiskSpace
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store.durable import Evicted
-from cachecraft_rag.types import DTypeName, KVLayout
+from cachecraft_rag.types.kv_layout import DTypeName, KVLayout
 from cachecraft_rag.vllm.served_model import TOKENIZER_FILES, ServedModel
 
 _MAX_SHOWN = 300  # characters of a server's text in a message

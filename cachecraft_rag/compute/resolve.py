@@ -25,7 +25,10 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.store.row_checks import LookupResult
-from cachecraft_rag.types import LoadedVariant, Prompt, TierName, TokenScores, Unavailable
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.prompts import Prompt
+from cachecraft_rag.types.store_reasons import Unavailable
+from cachecraft_rag.types.variants import LoadedVariant, TierName
 
 
 @dataclass(frozen=True)

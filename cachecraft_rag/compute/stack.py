@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cachecraft_rag.kernels.attention_paths import AttentionPaths
 from cachecraft_rag.kernels.memory import Recycler
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -36,7 +36,8 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.durable import Caches
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
-from cachecraft_rag.types import Chunk, Prompt, Segment
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.prompts import Prompt, Segment
 
 PathLike = str | os.PathLike[str]
 # prompt builders for sets of tools that are kept, besides the builder without tools
@@ -300,7 +301,7 @@ class AnswerEngine(ABC):
         Args:
             prompt: system segment and chunks, without a question.
             captures: indices of segments.
-            primed: see `types.Variant`.
+            primed: see `types.variants.Variant`.
 
         Raises:
             UnsupportedCallError: this engine captures texts only, see `capabilities`.

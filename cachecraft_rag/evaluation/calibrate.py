@@ -22,7 +22,7 @@ from cachecraft_rag.evaluation.records import RecordLog
 from cachecraft_rag.evaluation.runner import EvaluationSettings, Run
 from cachecraft_rag.planning.calibration import Calibration
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine

@@ -19,7 +19,7 @@ from cachecraft_rag.evaluation.formats import (
 )
 from cachecraft_rag.model.demo_model import handbook_folder, handbook_questions
 from cachecraft_rag.retrievers.reading.chunking import split
-from cachecraft_rag.types import Chunk, Document
+from cachecraft_rag.types.documents import Chunk, Document
 
 # In addition to those of the drawn questions: enough for unrelated passages, without splitting 300,000 articles.
 OTHER_DOCUMENTS = 200

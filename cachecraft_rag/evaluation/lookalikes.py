@@ -14,7 +14,7 @@ from pathlib import Path
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion, check_draw
 from cachecraft_rag.evaluation.metrics import normalised_words
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 NAME = "lookalikes"
 HALVES = ("tune", "confirm")  # settings may be chosen on the first; the second only confirms them

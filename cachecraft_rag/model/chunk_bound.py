@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cachecraft_rag.types import digest
+from cachecraft_rag.types.digests import digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

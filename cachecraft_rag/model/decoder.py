@@ -40,7 +40,7 @@ from cachecraft_rag.model.layer_survey import (
     in_order,
     survey_model,
 )
-from cachecraft_rag.types import DTypeName, KVLayout
+from cachecraft_rag.types.kv_layout import DTypeName, KVLayout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

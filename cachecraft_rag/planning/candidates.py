@@ -13,7 +13,7 @@ from typing import Self
 
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
-from cachecraft_rag.types import Prompt, Segment
+from cachecraft_rag.types.prompts import Prompt, Segment
 
 # session, and ids of the segments up to the one to be captured
 _Path = tuple[str | None, tuple[str, ...]]

@@ -31,7 +31,9 @@ from cachecraft_rag.prompt.tools import (
     result_message,
 )
 from cachecraft_rag.prompt.unmarked import PromptPiece, Recognise, segments_of
-from cachecraft_rag.types import CHUNK_ID_KEY, Chunk, Prompt, Segment, digest
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.documents import CHUNK_ID_KEY, Chunk
+from cachecraft_rag.types.prompts import Prompt, Segment
 
 logger = logging.getLogger("cachecraft_rag.prompt")
 

@@ -22,7 +22,8 @@ from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.found_text import TokenKinds, find_segments, marks
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.store.catalog.found_texts import MarkedText
-from cachecraft_rag.types import Prompt, Segment, digest, digest_of_tokens
+from cachecraft_rag.types.digests import digest, digest_of_tokens
+from cachecraft_rag.types.prompts import Prompt, Segment
 
 # Takes token ids; returns the places of captured texts in them, each with its chunk id.
 Recognise = Callable[[Sequence[int]], list[tuple[range, str]]]

@@ -31,7 +31,8 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.store.row_checks import LookupResult
-from cachecraft_rag.types import CaptureDrop, Prompt, Unavailable
+from cachecraft_rag.types.prompts import Prompt
+from cachecraft_rag.types.store_reasons import CaptureDrop, Unavailable
 
 logger = logging.getLogger("cachecraft_rag.new_variants")
 

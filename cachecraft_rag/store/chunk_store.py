@@ -45,20 +45,16 @@ from cachecraft_rag.store.memory import Memory
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStats, RemoteStream, RemoteTier
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
-from cachecraft_rag.types import (
-    Capture,
+from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.progress import Progress
+from cachecraft_rag.types.store_reasons import (
     CaptureDrop,
     Damaged,
     EvictionReason,
-    LoadedVariant,
     LoadFailure,
-    Payload,
-    Progress,
-    TierName,
-    TokenScores,
     Unavailable,
-    Variant,
 )
+from cachecraft_rag.types.variants import LoadedVariant, Payload, TierName, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")

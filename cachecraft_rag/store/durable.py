@@ -31,15 +31,10 @@ from cachecraft_rag.store.eviction import Policy
 from cachecraft_rag.store.files.disk import DiskTier, Throttle
 from cachecraft_rag.store.files.writers import Writers
 from cachecraft_rag.store.layout import Encoded
-from cachecraft_rag.types import (
-    CaptureDrop,
-    Damaged,
-    EvictionReason,
-    Progress,
-    TokenScores,
-    Unavailable,
-    Variant,
-)
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.progress import Progress
+from cachecraft_rag.types.store_reasons import CaptureDrop, Damaged, EvictionReason, Unavailable
+from cachecraft_rag.types.variants import Variant
 
 FindingKind = Literal[
     "missing file",
@@ -191,7 +186,7 @@ class DurableVariants:
     ) -> Unavailable | None:
         """Store a variant, and evict others if needed; return None, or the reason why it cannot be stored.
 
-        `extra_variant`: see `types.Capture`.
+        `extra_variant`: see `types.captures.Capture`.
 
         Raises OSError or StoreError if the disk or the catalog fails; then no file is left.
         """

@@ -37,16 +37,10 @@ import xxhash
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.codecs import Codec, codec_named
-from cachecraft_rag.types import (
-    LAYOUT_VERSION,
-    Damaged,
-    KVLayout,
-    LoadFailure,
-    TierName,
-    Unavailable,
-    Variant,
-    VariantKey,
-)
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.store_reasons import Damaged, LoadFailure, Unavailable
+from cachecraft_rag.types.variants import TierName, Variant, VariantKey
+from cachecraft_rag.types.versions import LAYOUT_VERSION
 
 if TYPE_CHECKING:
     import torch

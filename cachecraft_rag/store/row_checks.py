@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from cachecraft_rag.types import KVLayout, TokenScores, Variant
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.variants import Variant
 
 MOST_VARIANTS = 64  # variants of one chunk that a look-up accepts; stores keep 5, remotes 8
 _MOST_COUNT = 1 << 62  # tokens or bytes

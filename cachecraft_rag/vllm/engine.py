@@ -33,7 +33,7 @@ from cachecraft_rag.serving.request import Request, RequestProgress, SegmentRepo
 from cachecraft_rag.serving.sampling import SamplingParams as Sampling
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.config import CACHE_FOLDER
-from cachecraft_rag.types import Prompt, Segment
+from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.calls import Calls, Serving, Step
 from cachecraft_rag.vllm.idle.audits import (
     KEPT,

@@ -13,7 +13,7 @@ from cachecraft_rag.observability.tracing import ServedTrace, TracedRequest, is_
 from cachecraft_rag.planning.planner import SegmentOutcome
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.serving.request import Request, RequestProgress, SegmentReport, stats_of
-from cachecraft_rag.types import Prompt
+from cachecraft_rag.types.prompts import Prompt
 from cachecraft_rag.vllm.calls import EngineClient, RequestOutput
 from cachecraft_rag.vllm.idle.audits import KEPT, PredictedAnswer
 from cachecraft_rag.vllm.messages import FIELD, FillReport

@@ -31,7 +31,7 @@ from cachecraft_rag.retrievers.index.vector_index import VectorIndex
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.database import Database
 from cachecraft_rag.store.processes import HomeProcess
-from cachecraft_rag.types import Chunk, Scalar, SearchHit
+from cachecraft_rag.types.documents import Chunk, Scalar, SearchHit
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

@@ -34,7 +34,7 @@ from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.retriever import open_index
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk, Document
+from cachecraft_rag.types.documents import Chunk, Document
 
 QUESTION = "How often is Gundula's kettle descaled?"
 PASSAGES = ("Descale the kettle every 8 weeks.", "The toaster has a drawer for crumbs.")

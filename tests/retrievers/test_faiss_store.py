@@ -17,7 +17,7 @@ import pytest
 from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.retrievers.embeddings import unit_vectors
 from cachecraft_rag.retrievers.index.faiss_store import DATABASE, INDEX_FILE, Change, FaissStore
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 DIM = 8
 MODEL = "tiny@0123"
@@ -648,7 +648,7 @@ WRITER = """
 import sys
 import numpy as np
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 folder, seed, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 store = FaissStore.open(folder, dim=8, embedder_fingerprint="tiny@0123")

@@ -10,7 +10,8 @@ from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.indexer import IndexReport, index_documents, index_folder
-from cachecraft_rag.types import Document, Progress
+from cachecraft_rag.types.documents import Document
+from cachecraft_rag.types.progress import Progress
 
 PAGES = {
     "kettle.md": "# Kettle K2\n\nThe kettle holds two litres.\n\nDescale it every month with citric acid.\n",

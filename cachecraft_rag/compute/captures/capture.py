@@ -23,7 +23,8 @@ from cachecraft_rag.kernels.attention_mass import segment_mass
 from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.planning.scoring import context_impact
-from cachecraft_rag.types import KVLayout, TokenScores
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.kv_layout import KVLayout
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,7 @@ class CaptureRecorder:
 
 @dataclass(frozen=True)
 class AttentionStatistics:
-    """A capture's attention statistics; the fields are those of `types.Variant` and `types.Capture`."""
+    """A capture's attention statistics; the fields are those of `Variant` and `Capture`."""
 
     inter: tuple[float, ...]
     intra: float

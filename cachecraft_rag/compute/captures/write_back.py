@@ -28,16 +28,11 @@ from cachecraft_rag.kernels.gpu.streams import launched, wait_on_host, wait_on_s
 from cachecraft_rag.kernels.memory import to_host
 from cachecraft_rag.planning.found_text import text_mark
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import (
-    Capture,
-    CaptureDrop,
-    KVLayout,
-    RemovedChunks,
-    Segment,
-    Unavailable,
-    Variant,
-    VariantKey,
-)
+from cachecraft_rag.types.captures import Capture, RemovedChunks
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.prompts import Segment
+from cachecraft_rag.types.store_reasons import CaptureDrop, Unavailable
+from cachecraft_rag.types.variants import Variant, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.write_back")
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from cachecraft_rag.types import Payload, Variant, VariantKey
+from cachecraft_rag.types.variants import Payload, Variant, VariantKey
 
 _ID_BYTES = 16  # types.digest gives 32 hex digits
 NOTHING = Payload()

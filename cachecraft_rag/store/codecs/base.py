@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,7 +25,7 @@ import numpy as np
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.codecs.base import Codec, finish, stretches
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.store.codecs.base import BlockPart, Codec
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

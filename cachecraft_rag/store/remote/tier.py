@@ -25,7 +25,9 @@ from cachecraft_rag.store.remote.rows import Row, decode_row, name_of, place_of
 from cachecraft_rag.store.remote.signing import DIGEST_BYTES, SLICE_BYTES, Signer
 from cachecraft_rag.store.remote.stream import End, RemoteStream
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
-from cachecraft_rag.types import LoadFailure, Payload, TokenScores, Unavailable, Variant, VariantKey
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.store_reasons import LoadFailure, Unavailable
+from cachecraft_rag.types.variants import Payload, Variant, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import Turn, TurnRole
 from cachecraft_rag.prompt.tools import Tool, checked_tools
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.settings import OFF, ClientSettings
 
 # field of a request's body: fields of `ReuseConfig` for this request, and `STRICT_IDS`

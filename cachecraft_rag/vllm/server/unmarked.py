@@ -48,7 +48,8 @@ from cachecraft_rag.prompt.unmarked import (
 from cachecraft_rag.serving.request import Request
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.background_writer import log_mistake
-from cachecraft_rag.types import Prompt, Segment, digest
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.calls import EngineClient, RequestOutput
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestParams, RequestRecord

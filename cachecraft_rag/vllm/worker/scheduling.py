@@ -19,7 +19,7 @@ from cachecraft_rag.serving.admission import FutureCaptures, FutureVariant
 from cachecraft_rag.serving.new_variants import exact_only
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
-from cachecraft_rag.types import TokenScores
+from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, FillReport, News
 from cachecraft_rag.vllm.records import cached_report
 from cachecraft_rag.vllm.settings import ConnectorSettings
