@@ -148,8 +148,9 @@ class AnswerEngine(ABC):
 
         Raises:
             ContextLengthError: question, history and answer do not fit the model's context.
-            ConfigError: the question is empty, the history does not alternate, or a tool or a `json_schema` cannot be
-                used; by a piece, if an answer that keeps to the schema can neither go on nor end.
+            ConfigError: the question is empty, the history does not alternate, a tool or a `json_schema` cannot be
+                used, or `session` cannot travel in a server's header; by a piece, if an answer that keeps to the schema
+                can neither go on nor end, or if a server refuses the request.
             UnsupportedCallError: this engine does not support tools, see `capabilities`.
             BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
             StoreError: the store of this engine is closed; by this call or by the first piece.
