@@ -152,7 +152,7 @@ class KnownKey:
         return text
 
     def checked(self, value: object) -> object:
-        """Return the value in the type of its dataclass. Raises ConfigError."""
+        """Return the value in the type of its dataclass. Raises ConfigError if its type or its range is wrong."""
         if self.is_size and isinstance(value, str):
             value = math.inf if value in ("inf", "none") else size_of(value)
         if isinstance(value, list):
@@ -187,8 +187,10 @@ def size_of(text: str) -> int:
         raise ConfigError(
             f'{shown(text)} is no size; write bytes, or a number with a unit such as "50 GB" or "8 GiB"'
         )
-    number = float(match[1].replace("_", ""))
-    return int(number * _UNITS[match[2].lower()])
+    size = float(match[1].replace("_", "")) * _UNITS[match[2].lower()]
+    if math.isinf(size):
+        raise ConfigError(f"{shown(text)} is too large for a size; write a smaller one")
+    return int(size)
 
 
 def descriptions(kind: type) -> dict[str, str]:
