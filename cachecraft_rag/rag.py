@@ -88,7 +88,10 @@ class AnswerStream(Iterator[str]):
         self._generation.close()
 
     def answer(self) -> Answer:
-        """Consume the rest and return the whole answer, also what was read before; errors as for pieces."""
+        """Read the rest and return the whole answer, with the pieces that were read before.
+
+        After the end or `close` it returns the answer so far. Raises as the pieces that are left.
+        """
         for _ in self:
             pass
         return Answer(self.text, self.sources, self.stats)

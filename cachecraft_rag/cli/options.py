@@ -252,9 +252,10 @@ def _parameters_of_group(
 
 
 def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
-    """The filter of --where. Conditions on one name are alternatives, those on different names must all hold.
+    """Return the filter of --where; None without conditions.
 
-    Values are compared as text, and `*`, `?` and `[…]` match as in file names. Raises ConfigError.
+    Conditions on one name are alternatives, those on different names must all hold. Values are compared as text, and
+    `*`, `?` and `[…]` match as in file names. Raises ConfigError for a condition that is not NAME=VALUE.
 
     >>> allowed = where_of(["source=docs/*", "page=2", "page=3"])
     >>> allowed({"source": "docs/a.pdf", "page": 3}), allowed({"source": "docs/a.pdf", "page": 1}), allowed({})

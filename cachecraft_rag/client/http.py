@@ -149,7 +149,10 @@ class HTTPEngine(AnswerEngine):
         return ServerPrimer(self, self._link, related=related)
 
     def disk_space(self) -> DiskSpace:
-        """Return the space of the server's store. Raises ServerError."""
+        """Return the space of the server's store, in bytes.
+
+        Raises ServerError if the server does not answer, asks for a key, or its reply is malformed.
+        """
         reply = self._link.call(_PRIME, {"documents": [], "estimate": True})
         with checked_reply(self._link.url, "the size of its store"):
             return replies.disk_space(reply)
@@ -163,7 +166,7 @@ class HTTPEngine(AnswerEngine):
         """Return the audit of an answer, by the `request_id` of its statistics.
 
         None if the server audits nothing (`cachecraft serve --audit`), not yet, or if the answer is not one of the last
-        1,000 of this engine. Raises ServerError.
+        1,000 of this engine. Raises ServerError if the server does not answer, or its reply is malformed.
         """
         asked = self._answered.get(request_id)
         if asked is None:

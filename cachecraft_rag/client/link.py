@@ -134,7 +134,10 @@ class Link:
         self._client.close()
 
     def facts(self) -> Mapping[str, object]:
-        """Return facts about the server. Raises ServerError if it is another kind of server, or another version."""
+        """Return facts about the server, as it sent them.
+
+        Raises ServerError if it does not answer, is another kind of server, or speaks another version's protocol.
+        """
         facts = self.call("/v1/cachecraft")
         if not isinstance(facts, dict) or "protocol" not in facts:
             raise ServerError(self._not_ours())
@@ -147,7 +150,10 @@ class Link:
         return facts
 
     def tokenizer(self) -> object:
-        """Return the reply with the files of the server's tokenizer. Raises ServerError."""
+        """Return the reply with the files of the server's tokenizer, as JSON values.
+
+        Raises ServerError if the server does not answer, or not with JSON.
+        """
         return self.call("/v1/cachecraft/tokenizer", limit=_MAX_TOKENIZER)
 
     def call(
@@ -161,7 +167,8 @@ class Link:
     ) -> object:
         """Send a request, with a JSON body if there is one, and return the JSON reply.
 
-        Raises ServerError; ConfigError for a refused body, ContextLengthError if it is too long for the model.
+        Raises ServerError if the server does not answer in time, asks for a key, fails, or sends too much or no JSON;
+        ConfigError for a refused body, ContextLengthError if it is too long for the model.
 
         Args:
             patient: wait without limit, because the server computes for long.
@@ -190,7 +197,7 @@ class Link:
     def audit(self, name: str, *, headers: Mapping[str, str]) -> Audit | None:
         """Return the audit of a request's answer; None if the server has none, or not yet.
 
-        Raises ServerError, also for a reply that does not hold an audit.
+        Raises as `call`, and ServerError for a reply that does not hold an audit.
         """
         reply = self.call(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=headers)
         with checked_reply(self.url, "an audit"):
@@ -200,7 +207,10 @@ class Link:
     def events(
         self, body: Mapping[str, object], *, headers: Mapping[str, str]
     ) -> Generator[Mapping[str, object]]:
-        """Yield the events of a streamed chat completion. Raises ServerError, ConfigError, ContextLengthError."""
+        """Yield the events of a streamed chat completion, as JSON objects, up to its end.
+
+        Raises as `call`, and ServerError for an event that is an error or no JSON object, and for an early end.
+        """
         with self._replied("/v1/chat/completions", body, headers=headers) as reply:
             for line in _lines(reply):
                 if not line.startswith(b"data:"):

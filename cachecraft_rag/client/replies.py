@@ -69,21 +69,21 @@ def parsed_json(content: bytes | str) -> object:
 
 
 def mapping_of(value: object) -> Mapping[str, Any]:
-    """Return a JSON object. Raises TypeError."""
+    """Return a JSON object. Raises TypeError for any other value."""
     if not isinstance(value, dict):
         raise TypeError(f"an object was expected, not {type(value).__name__}")
     return value
 
 
 def list_of(value: object) -> list[object]:
-    """Return a JSON list. Raises TypeError."""
+    """Return a JSON list. Raises TypeError for any other value."""
     if not isinstance(value, list):
         raise TypeError(f"a list was expected, not {type(value).__name__}")
     return value
 
 
 def text_of(value: object) -> str:
-    """Return a JSON text. Raises TypeError, and ValueError for text that is not valid Unicode."""
+    """Return a JSON text. Raises TypeError for any other value, and ValueError for text that is not valid Unicode."""
     if not isinstance(value, str):
         raise TypeError(f"a text was expected, not {type(value).__name__}")
     value.encode()
@@ -91,7 +91,7 @@ def text_of(value: object) -> str:
 
 
 def whole_of(value: object, *, least: int = 0, most: int = _MAX_WHOLE) -> int:
-    """Return a whole number in a range. Raises TypeError, ValueError."""
+    """Return a whole number. Raises TypeError for any other value, and ValueError for a number out of the range."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"a whole number was expected, not {type(value).__name__}")
     if not least <= value <= most:
@@ -100,7 +100,7 @@ def whole_of(value: object, *, least: int = 0, most: int = _MAX_WHOLE) -> int:
 
 
 def dtype_of(value: object) -> DTypeName:
-    """Return the name of a dtype. Raises ValueError."""
+    """Return the name of a dtype. Raises ValueError for any other value."""
     for name in get_args(DTypeName):
         if value == name:
             return cast(DTypeName, name)
@@ -108,7 +108,7 @@ def dtype_of(value: object) -> DTypeName:
 
 
 def seconds_of(value: object) -> float:
-    """Return a time in seconds. Raises TypeError, ValueError."""
+    """Return a time in seconds. Raises TypeError for no number, and ValueError for less than 0 or more than 1e9."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"a number was expected, not {type(value).__name__}")
     if not 0.0 <= value <= 1e9:

@@ -288,7 +288,10 @@ class Settings:
         return Settings(kept, self.file)
 
     def engine_config(self, **options: object) -> EngineConfig:
-        """Return the configuration of the engine; `options` of `EngineConfig` override it. Raises ConfigError."""
+        """Return the configuration of the engine; `options` of `EngineConfig` override it.
+
+        Raises ConfigError for an unknown option or a value out of range, and as `remote`.
+        """
         names = EngineConfig.option_names() - {"reuse", "remote"}
         flat = {key: value for key, value in self.given().items() if key in names}
         reuse = ReuseConfig(**self._table("reuse"))
@@ -297,7 +300,10 @@ class Settings:
         return replace(config, store=store).with_options(**options)
 
     def remote(self) -> RemoteConfig | None:
-        """Return the configuration of the remote, or None. Raises ConfigError, also for a bad key file."""
+        """Return the configuration of the remote, or None if no setting names one.
+
+        Raises ConfigError for settings of a remote without a URL, and for keys that are too short or cannot be read.
+        """
         table = self._table("remote")
         if not table:
             return None

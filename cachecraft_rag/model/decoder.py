@@ -410,7 +410,10 @@ def chunk_bound_of(name: str) -> ModelTokens:
 
 
 def config_of(name: str) -> PretrainedConfig:
-    """The config of a model, without its weights. Raises ModelNotFoundError."""
+    """Return the config of a model, without its weights.
+
+    Raises ModelNotFoundError if nothing of that name can be loaded.
+    """
     from huggingface_hub import try_to_load_from_cache
     from transformers import AutoConfig
 

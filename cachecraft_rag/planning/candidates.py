@@ -124,7 +124,7 @@ class Candidates:
         return max(candidates, key=self.value, default=None)
 
     def remove(self, candidate: Candidate) -> None:
-        """Remove a candidate, and the count of its captures unless another candidate has them too."""
+        """Remove a candidate, if it is there, and the count of its captures unless another candidate has them too."""
         self._waiting.pop(candidate.identity, None)
         wanted = {path for other in self._waiting.values() for path, _ in other.paths()}
         for path, _ in candidate.paths():

@@ -122,12 +122,15 @@ class WantedVariants:
         self._refusals = self._refusals + refused if refused else 0
 
     def drop(self, candidate: Candidate, reason: Dropped | None) -> None:
-        """Remove a candidate; `reason`: None if it was stored."""
+        """Remove a candidate and count the reason: None if it was stored.
+
+        Only counts if the candidate was removed before.
+        """
         self.candidates.remove(candidate)
         self.count(reason)
 
     def count(self, reason: Dropped | None, times: int = 1) -> None:
-        """Count candidates that were not captured."""
+        """Count candidates that were not captured; does nothing if `reason` is None."""
         if reason is not None and times:
             self._dropped[reason] += times
 

@@ -450,7 +450,11 @@ class ChunkCacheStore(Closeable):
         )
 
     def remote_stats(self, *, ask: bool) -> RemoteStats | None:
-        """Return counts of this process on the remote, and with `ask` its sizes; None without a remote."""
+        """Return counts of this process on the remote, and with `ask` its sizes; None without a remote.
+
+        Asking takes at most two seconds. The sizes are None without `ask`, and if the remote does not answer. Also
+        possible after `close`; never raises.
+        """
         return self._remote.stats(ask=ask) if self._remote is not None else None
 
     def counts(self) -> dict[str, Any]:

@@ -256,7 +256,7 @@ class ByteSource(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes. Raises OSError."""
+        """Number of bytes. Raises OSError if it cannot be asked for, such as after `close`."""
 
     def read(self, buffer: memoryview, at: int) -> None:
         """Fill `buffer` from offset `at` on; any thread may call it.
@@ -284,9 +284,13 @@ class StoredVariant:
     kv: torch.Tensor | None = None
 
     def __init__(self, source: ByteSource, variant: Variant) -> None:
-        """Read and verify the header. Raises ValueError with the flaw of the file, ConfigError, OSError.
+        """Read and verify the header.
 
-        If the variant has its model's layout, a file that is larger than that model writes is refused.
+        Raises:
+            ValueError: the header is damaged or of another variant, or the file is larger than the variant's model
+                writes; the message says which.
+            ConfigError: the codec is unknown or not installed.
+            OSError: the bytes cannot be read, or the tensor would be far larger than them and no model vouches for it.
         """
         self._codec = codec_named(variant.codec)
         layout = variant.payload.layout
@@ -321,7 +325,7 @@ class StoredVariant:
         self.token_bytes = (needed - self._begin) / header.tokens
 
     def allocate(self, *, pinned: bool = False) -> None:
-        """Allocate the tensor, page-locked if `pinned`. Raises MemoryError."""
+        """Allocate `kv`, uninitialised, page-locked if `pinned`. Raises MemoryError if there is no room for it."""
         import torch
 
         from cachecraft_rag.kernels.memory import empty
@@ -342,7 +346,7 @@ class StoredVariant:
     def scratch(self, tokens: int, old: torch.Tensor | None) -> torch.Tensor:
         """Return an uninitialised tensor `[2, tokens, kv_heads, head_dim]`, in the memory of `old` if it fits.
 
-        Raises MemoryError.
+        Raises MemoryError if there is no room for it.
         """
         import torch
 
@@ -407,7 +411,10 @@ class StoredVariant:
             raise ValueError(f"data damaged: layer {layer} holds numbers that no model produces")
 
     def read_all(self) -> torch.Tensor:
-        """Read every layer, in order, after `allocate`; see `read`."""
+        """Read every layer, in order, and return `kv`, `[layers, 2, tokens, kv_heads, head_dim]`. Needs `allocate`.
+
+        Raises as `read`.
+        """
         for layer in range(self._header.layout.layers):
             self.read(layer, 0, self._header.tokens)
         assert self.kv is not None, "there is room"

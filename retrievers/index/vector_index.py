@@ -158,7 +158,7 @@ class VectorIndex:
         return numbers[:kept], scores[:kept]
 
     def save(self, path: Path, *, store: str) -> None:
-        """Write the cache file of a store. Raises OSError."""
+        """Write the cache file of a store, in place of an older one. Raises OSError if it cannot be written."""
         for leftover in path.parent.glob(f"{path.name}.*.tmp"):
             with contextlib.suppress(OSError):  # another process was quicker
                 if time.time() - leftover.stat().st_mtime > _LEFTOVER_AFTER_S:

@@ -222,7 +222,16 @@ def show_report(
     figures: Sequence[str] = (),
     as_json: bool,
 ) -> None:
-    """Write the page with the report into the folder, and print the report. Raises ConfigError if it cannot."""
+    """Write the report to `report.md` in the folder, as Markdown, and print a shorter one.
+
+    Args:
+        described: the settings of the measurement, see `EvaluationSettings.describe`; they head the page.
+        folder: an existing folder.
+        figures: file names of images in the folder that the page shows.
+        as_json: print the whole report as one line of JSON instead of tables.
+
+    Raises ConfigError if the page cannot be written.
+    """
     from cachecraft_rag.evaluation.report import full_answers, markdown
 
     page = folder / "report.md"

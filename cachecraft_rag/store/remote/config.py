@@ -207,7 +207,10 @@ class RemoteConfig:
 
 
 def keys_in(path: Path) -> list[str]:
-    """Return the keys in a file, one per line. Raises ConfigError."""
+    """Return the keys in a file, one per line, in order.
+
+    Raises ConfigError if the file cannot be read, is too long or not text, or holds no key.
+    """
     try:
         with path.open("rb") as file:
             text = file.read(_FILE_BYTES + 1).decode()

@@ -394,7 +394,10 @@ class PlainPrompts:
         self._served.note(ids, origin, None if prepared is None else prepared.ask)
 
     def asking(self, ask: Ask) -> tuple[dict[str, object], str]:
-        """Return the `kv_transfer_params` of a request, and its salt."""
+        """Return the `kv_transfer_params` of a request, and its salt for vLLM's prefix cache.
+
+        The former have one key, `messages.FIELD`, with the signed message; the salt is 32 hex digits.
+        """
         return {FIELD: self._engine.transfer(ask)[FIELD]}, ask.cache_salt(self._engine.namespace)
 
     def record(self, prepared: Prepared) -> RequestRecord:
