@@ -130,7 +130,7 @@ class WantedVariants:
         self.count(reason)
 
     def count(self, reason: Dropped | None, times: int = 1) -> None:
-        """Count candidates that were not captured; does nothing if `reason` is None."""
+        """Count candidates that were not captured; without a reason, does nothing."""
         if reason is not None and times:
             self._dropped[reason] += times
 

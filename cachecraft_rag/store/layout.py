@@ -232,7 +232,7 @@ def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, which share its memory."""
+    """Return the bytes of a contiguous CPU tensor of any shape, which share its memory."""
     import torch
 
     array: np.ndarray = tensor.view(-1).view(torch.uint8).numpy()
@@ -471,7 +471,7 @@ def longest_payload(variant: Variant, layout: KVLayout) -> int:
 
 
 def in_range(values: torch.Tensor) -> bool:
-    """Return True if all values are finite and none is larger than a key or value can be.
+    """Return True if all values, of any shape, are finite and none is larger than a key or value can be.
 
     Compares bits, which sort like the values: positive numbers as signed, negative ones as unsigned integers. So NumPy
     needs a single pass without a copy; torch would divide it among threads, which wait for each other.

@@ -119,7 +119,7 @@ def row_error(variant: Variant) -> str:
 
 
 def scores_are_wrong(scores: TokenScores, tokens: int) -> bool:
-    """Return True if token scores have another number of tokens, or are not valid attention."""
+    """Return True if token scores are not `[tokens]`, or not valid attention: from 0 to the number of tokens."""
     inter = scores.inter
     if inter is None:
         return False

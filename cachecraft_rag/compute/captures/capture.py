@@ -55,7 +55,7 @@ class RecordedChunk:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that this capture holds."""
+        """Return the tensors that this capture holds: `kv`, `mass` if there is one, and the queries of each layer."""
         mass = () if self.mass is None else (self.mass,)
         return [self.kv, *mass, *self.queries.values()]
 

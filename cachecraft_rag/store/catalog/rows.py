@@ -157,10 +157,13 @@ def variant_of_row(
 
 
 def unpacked(scores: bytes | None) -> np.ndarray | None:
-    """A writable copy. Raises ValueError or TypeError for bytes that are no array."""
+    """Return token scores from a column of the catalog, float32 `[tokens]`, a writable copy; None for None.
+
+    Raises ValueError or TypeError for bytes that are no array.
+    """
     return None if scores is None else np.frombuffer(scores, dtype="<f4").astype(np.float32)
 
 
 def packed(scores: np.ndarray | None) -> bytes | None:
-    """The inverse of `unpacked`."""
+    """Return token scores `[tokens]` as bytes for the catalog, little-endian float32; None for None."""
     return None if scores is None else np.ascontiguousarray(scores, dtype="<f4").tobytes()

@@ -73,7 +73,10 @@ class Entropy(Codec):
         )
 
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
-        """See `Codec.encode`; infinities and NaN are refused, and so is what is too large to be squared."""
+        """Return the block, uint8 `[bytes]`, of `kv` `[2, tokens, kv_heads, head_dim]`; see `Codec.encode`.
+
+        Raises ValueError for infinities, NaN, and values that are too large to be squared.
+        """
         import torch
 
         values = kv.float()
@@ -95,7 +98,10 @@ class Entropy(Codec):
         return torch.from_numpy(np.frombuffer(bytearray().join((*start, *frames)), dtype=np.uint8))
 
     def decode(self, block: Tensor, *, out: Tensor) -> None:
-        """See `Codec.decode`."""
+        """Fill `out` `[2, tokens, kv_heads, head_dim]` from a block, uint8 `[bytes]`; see `Codec.decode`.
+
+        Raises ValueError for a block that was not encoded from that shape.
+        """
         import torch
 
         _, _, kv_heads, head_dim = out.shape
