@@ -469,3 +469,18 @@ def test_a_collector_that_cannot_be_used_is_an_error_that_says_what_to_do(
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     configure_tracing()
     assert trace.get_tracer_provider() is provider
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "many"), ("OTEL_BSP_MAX_QUEUE_SIZE", "-1")],
+)
+def test_a_variable_that_opentelemetry_refuses_is_an_error_that_says_what_to_do(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = trace.get_tracer_provider()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match="refuses the value of one of its variables"):
+        configure_tracing()
+    assert trace.get_tracer_provider() is provider
