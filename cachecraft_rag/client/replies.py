@@ -1,4 +1,8 @@
-"""Checks of what a server sent: every malformed reply is a ServerError, with a message that is safe to print."""
+"""Checks of what a server sent: every malformed reply is a ServerError, with a message that is safe to print.
+
+The functions that read a reply are for use within `checked_reply`: for one that is malformed they raise LookupError,
+TypeError or ValueError.
+"""
 
 from __future__ import annotations
 
@@ -192,7 +196,10 @@ def served_model(facts: ServerFacts, reply: object) -> ServedModel:
 
 
 def disk_space(reply: object) -> DiskSpace:
-    """Return the space of the server's store; for use within `checked_reply`."""
+    """Return the space of the server's store, in bytes. Raises LookupError, TypeError or ValueError.
+
+    They mean a malformed reply, see `checked_reply`.
+    """
     disk = mapping_of(mapping_of(reply)["disk"])
     return DiskSpace(
         used=whole_of(disk["used"]),
@@ -203,13 +210,19 @@ def disk_space(reply: object) -> DiskSpace:
 
 
 def missing_variants(reply: object) -> dict[str, int]:
-    """Return ids of variants with their tokens; for use within `checked_reply`."""
+    """Return ids of variants with their numbers of tokens. Raises LookupError, TypeError or ValueError.
+
+    They mean a malformed reply, see `checked_reply`.
+    """
     missing = mapping_of(mapping_of(reply)["missing"])
     return {text_of(name): whole_of(tokens) for name, tokens in missing.items()}
 
 
 def evicted(reply: object) -> Evicted:
-    """Return what was evicted; for use within `checked_reply`."""
+    """Return the number and the bytes of evicted chunk-caches. Raises LookupError, TypeError or ValueError.
+
+    They mean a malformed reply, see `checked_reply`.
+    """
     counts = mapping_of(reply)
     return Evicted(
         variants=whole_of(counts["variants"]), nbytes=whole_of(counts["nbytes"], most=2**63)
@@ -217,7 +230,10 @@ def evicted(reply: object) -> Evicted:
 
 
 def new_tokens(event: Mapping[str, object]) -> list[int]:
-    """Return the new tokens of an event of a streamed answer; for use within `checked_reply`."""
+    """Return the new token ids of an event of a streamed answer, in order; empty if it has none.
+
+    Raises TypeError or ValueError for a malformed event, see `checked_reply`.
+    """
     tokens: list[int] = []
     for choice in list_of(event.get("choices") or []):
         token_ids = list_of(mapping_of(choice).get("token_ids") or [])
@@ -226,9 +242,10 @@ def new_tokens(event: Mapping[str, object]) -> list[int]:
 
 
 def report_of(reply: object) -> Mapping[str, object]:
-    """Return the report of a request; empty if the server has none. For use within `checked_reply`.
+    """Return the report of a request; empty if the server has none.
 
-    Of a request that was computed without chunk-caches it only has `refused`, the reason.
+    Of a request that was computed without chunk-caches it only has `refused`, the reason. Raises TypeError or
+    ValueError for a malformed report, see `checked_reply`.
     """
     record = mapping_of(reply)
     if record.get("refused"):

@@ -78,6 +78,11 @@ def resolve(
         ranks: the tensor-parallel ranks that must all open the same variants.
         answer_tokens: positions to reserve after the prompt.
         scores: token scores by variant id, if another process has read them; None reads them from `store`.
+
+    Returns:
+        The plan of the variants that could be opened. The caller closes it.
+
+    Raises StoreError if the store is closed, and what `ranks.agree` raises.
     """
     opened: dict[str, LoadedVariant | StoredVariant] = {}
     lost: dict[str, str] = {}

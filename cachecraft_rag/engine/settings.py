@@ -339,6 +339,8 @@ def load_settings(
 ) -> Settings:
     """Read the settings file, then the environment, then flags; later values override earlier ones.
 
+    The result has every key of `known_settings`, with its origin.
+
     Args:
         path: the file; None: the file named by `CACHECRAFT_SETTINGS`, or `cachecraft.toml` in the working directory if
             it exists. Relative paths in the file are relative to its folder.

@@ -273,7 +273,7 @@ class Validation(Closeable):
         self._run.total = len(dataset.questions) * passes
 
     def close(self) -> None:
-        """Close the file of measurements."""
+        """Close the file of measurements, if there is one. A second call does nothing."""
         if self._log is not None:
             self._log.close()
 

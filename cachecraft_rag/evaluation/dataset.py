@@ -94,10 +94,11 @@ def load_dataset(
 
 
 def handbook_dataset(*, passages: int, limit: int | None, seed: int) -> Dataset:
-    """The sample handbook's questions over its pages, in pieces of two sections; without gold answers.
+    """Return the sample handbook's questions over its pages, in pieces of two sections; without gold answers.
 
     Raises:
         ConfigError: `passages` or `limit` is below 1.
+        CacheCraftError: the installation lacks the handbook.
     """
     builder = SourceBuilder()
     pages = {}

@@ -65,7 +65,10 @@ def lookalikes_pages() -> dict[str, str]:
 
 
 def lookalikes_questions() -> list[LookalikeQuestion]:
-    """Return all questions of both halves, in the order of their file."""
+    """Return all questions of both halves, in the order of their file.
+
+    Raises CacheCraftError if the installation lacks the set.
+    """
     entries = json.loads((lookalikes_folder() / ".questions.json").read_text(encoding="utf-8"))
     asked: Counter[str] = Counter()
     questions = []
@@ -101,6 +104,7 @@ def lookalikes_dataset(
 
     Raises:
         ConfigError: no half has that name, or `passages` or `limit` is below 1.
+        CacheCraftError: the installation lacks the set.
     """
     if half is not None and half not in HALVES:
         raise ConfigError(

@@ -184,7 +184,10 @@ class PromptBuilder:
         return self.chunk_segment(Chunk(STAND_IN))
 
     def chunk_segment(self, chunk: Chunk) -> Segment:
-        """Return the chunk's segment: its text and an empty line."""
+        """Return the chunk's segment, of kind "chunk" and shared: the tokens of its text and an empty line.
+
+        It may have any number of tokens; half a surrogate pair becomes "?".
+        """
         text = chunk.text + "\n\n"
         ids = self._encode(text, special=False, before=_LINE_END, after=_WORD)
         return Segment("chunk", chunk.chunk_id, ids)

@@ -21,6 +21,6 @@ def digest(*parts: str) -> str:
 
 
 def digest_of_tokens(token_ids: Sequence[int]) -> str:
-    """128-bit blake2b of token ids, as 32 hex digits."""
+    """128-bit blake2b of token ids, whole numbers below 2**63, as 32 hex digits."""
     packed = struct.pack(f"<{len(token_ids)}q", *token_ids)
     return hashlib.blake2b(packed, digest_size=16).hexdigest()

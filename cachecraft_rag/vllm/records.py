@@ -169,7 +169,10 @@ class RequestRecord:
             output.num_cached_tokens = self.stats().tokens_reused if is_reported else None
 
     def take(self, report: FillReport) -> None:
-        """Take the connector's report: once the prompt is filled, and again with the last output."""
+        """Take the connector's report: once the prompt is filled, and again with the last output.
+
+        Raises KeyError, TypeError or ValueError for a report that no connector of this version makes.
+        """
         self.report = report.copy()
         self.progress.reported(self.report)
 
@@ -208,7 +211,7 @@ class Records:
         self._under_way[name] = self._named[record.name] = record
 
     def take(self, name: str, report: FillReport) -> None:
-        """Take the report of a request whose prompt is filled."""
+        """Take the report of a request whose prompt is filled; does nothing for an unknown name."""
         if (record := self._named.get(name)) is not None:
             record.take(report)
 

@@ -144,9 +144,10 @@ class CaptureRecorder:
         return joined
 
     def locate(self, positions: NDArray[np.int64]) -> list[tuple[RecordedChunk, slice]]:
-        """Return the captures among the ascending positions `[rows]` of a pass, with their rows.
+        """Return the captures among the ascending positions of a pass, int64 `[rows]`, with their rows.
 
-        A chunk is captured only by a pass that computes all of its tokens.
+        A chunk is captured only by a pass that computes all of its tokens. The captures are in prompt order, and new
+        ones get their memory here; the list is empty if the pass has none.
         """
         edges = [edge for _segment, start, stop in self._spans for edge in (start, stop)]
         edge_rows = np.searchsorted(positions, edges).tolist()

@@ -89,7 +89,7 @@ def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
 
 
 def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow:
-    """The row of a variant."""
+    """Return the row of a variant. Raises as `sum_of` for a variant whose fields have the wrong types."""
     key = variant.key
     row = CatalogRow(
         chunk_id=key.chunk_id,
