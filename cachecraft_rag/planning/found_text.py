@@ -72,7 +72,10 @@ class TokenKinds:
 
 
 def window_hashes(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return for each token a hash of it and the 15 tokens before it (fewer at the beginning), `[tokens]`."""
+    """Return for each token a hash of it and the 15 tokens before it (fewer at the beginning): uint64 `[tokens]`.
+
+    Hashes are below 2**48.
+    """
     mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_SPREAD)
     mixed ^= mixed >> np.uint64(31)
     mixed *= np.uint64(_STEP)

@@ -159,7 +159,10 @@ def recognise_captured(
 
 
 def session_of(prompt: Prompt, session: str | None) -> str | None:
-    """Return the request's session; a prompt with found segments and no session gets one named by its prefix."""
+    """Return the request's session, or None without one.
+
+    A prompt with found segments and no session gets one named by its prefix.
+    """
     if session is not None or not any(segment.found for segment in prompt.segments):
         return session
     last = max(index for index, segment in enumerate(prompt.segments) if segment.found)

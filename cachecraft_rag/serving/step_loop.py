@@ -225,7 +225,10 @@ class StepLoop:
         return any(task.priority is priority for task in self._tasks)
 
     def would_join(self, rows: Sequence[int] | NDArray[np.int64]) -> bool:
-        """Return whether a new prefill of rows at these positions pays beside those that run; for the loop's thread."""
+        """Return whether a new prefill of rows at these positions `[rows]` pays beside those that run.
+
+        For the loop's thread only.
+        """
         passes = [
             (task.step.row_pass, task.joined)
             for task in self._prefilling()

@@ -73,7 +73,10 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class SearchHit:
-    """A retrieved chunk with its similarity score (larger is nearer)."""
+    """A retrieved chunk with its similarity score (larger is nearer).
+
+    score  inner product of the vectors of question and chunk: their cosine, -1 to 1, for vectors of unit length
+    """
 
     chunk_id: str
     score: float

@@ -10,7 +10,13 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The shape of a model's chunk-caches, apart from the number of tokens."""
+    """The shape of a model's chunk-caches, apart from the number of tokens.
+
+    layers    decoder layers
+    kv_heads  key/value heads of a layer
+    head_dim  width of a head
+    dtype     of keys and values
+    """
 
     layers: int
     kv_heads: int
@@ -18,10 +24,10 @@ class KVLayout:
     dtype: DTypeName
 
     def shape(self, tokens: int) -> tuple[int, int, int, int, int]:
-        """`[layers, 2, tokens, kv_heads, head_dim]`."""
+        """Return the shape of a chunk-cache of so many tokens: (layers, 2, tokens, kv_heads, head_dim)."""
         return (self.layers, 2, tokens, self.kv_heads, self.head_dim)
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of one uncompressed chunk-cache of so many tokens."""
+        """Return the bytes of one uncompressed chunk-cache of so many tokens."""
         width = 4 if self.dtype == "float32" else 2
         return self.layers * 2 * tokens * self.kv_heads * self.head_dim * width

@@ -61,6 +61,8 @@ class Payload:
 class Variant:
     """A stored chunk-cache as the catalog describes it, without its tensors.
 
+    variant_id     `key.variant_id_in(session)`
+    tokens         number of tokens
     inter          eq. 3 towards each segment of the origin prefix (same order), averaged over heads and layers
     intra          eq. 4, averaged over heads and layers
     cci            eq. 11
@@ -69,7 +71,10 @@ class Variant:
     session        None if shared; otherwise the only session that may use it, because it was captured after private
                    text
     tokens_digest  digest of the token ids; a variant serves only a segment with the same ids
+    codec          name in `store.codecs.CODECS`
+    nbytes         bytes of the tensor, not encoded
     reuse_frequency  f_r of Cache-Craft §3.3: grows by 1 / max(CFO, 1/tokens) at each use
+    created        time of the capture, in seconds since 1970
     primed         True if it was captured by priming, after its neighbours in the document
     home           place where a look-up found it: this store's own catalog, or the remote that several engines share
     payload        facts about its bytes from the look-up; no part of its identity
@@ -103,7 +108,11 @@ TierName = Literal["device", "host", "disk", "remote"]
 
 @dataclass(frozen=True)
 class LoadedVariant:
-    """A chunk-cache in memory, verified against its checksum. `kv` is shared and must not be written to."""
+    """A chunk-cache in memory, verified against its checksum.
+
+    kv    `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values; shared, so it must not be written to
+    tier  place that it was read from
+    """
 
     variant_id: str
     kv: torch.Tensor

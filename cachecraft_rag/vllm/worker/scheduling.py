@@ -48,7 +48,8 @@ class Pending:
     looked    look-up of its chunk-caches, finished or running
     lacks     chunk-caches that the look-up did not find
     size      size of its filling, computed when it was last found to fit
-    until     deadline of the wait for chunks that other requests compute; None before that wait
+    until     deadline of the wait for chunks that other requests compute; None before that wait. Deadlines and times
+              are of `time.monotonic`, in seconds
     waited    True while it waits for those chunks; afterwards they are looked up again
     patience  deadline of the wait for an idle server; None before that wait
     overdue   True once that wait has timed out; the request is then scheduled like any other
