@@ -100,7 +100,8 @@ class Candidates:
     def add(self, candidate: Candidate) -> Candidate | None:
         """Count a request for a candidate.
 
-        If there are too many candidates, removes the least valuable one, which may be this one, and returns it.
+        If there are too many candidates, removes the least valuable one, which may be this one, and returns it; else
+        returns None.
         """
         known = self._waiting.pop(candidate.identity, None)
         self._would_have_saved.update(dict(candidate.paths()))
@@ -117,7 +118,7 @@ class Candidates:
     def best(self, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
         """Return the most valuable of the candidates for which `among` is true (by default all).
 
-        Of equally valuable ones it is the latest. It is not removed.
+        Of equally valuable ones it is the latest. It is not removed. Returns None if there is no such candidate.
         """
         latest_first = reversed(self._waiting.values())
         candidates = [candidate for candidate in latest_first if among is None or among(candidate)]

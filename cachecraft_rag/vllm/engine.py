@@ -507,7 +507,7 @@ class VLLMEngine(AnswerEngine):
         return self._backend.settle(timeout)
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Return the audit of an answer, by the `request_id` of its statistics; see `Engine.audit_of`."""
+        """Return the audit of an answer, by the `request_id` of its statistics; None as in `Engine.audit_of`."""
         return self._backend.audits.results.get(request_id)
 
     def _prepared(self, request: Request, asked: Question) -> Request:

@@ -202,7 +202,7 @@ class RemoteConfig:
 
     @property
     def lookup_limit_s(self) -> float:
-        """`lookup_timeout_s`, or its default for this kind of remote."""
+        """`lookup_timeout_s`, or its default for this kind of remote, in seconds."""
         return self.lookup_timeout_s or (0.1 if self.scheme in REDIS_SCHEMES else 0.5)
 
 

@@ -95,7 +95,7 @@ class Origin:
 
     @property
     def owner(self) -> str | None:
-        """Session that owns its passages. Requests with a salt are kept apart, too."""
+        """Session that owns its passages; None if all users share them. Requests with a salt are kept apart, too."""
         return (
             self.session
             if self.session is not None or not self.salt
@@ -146,7 +146,10 @@ class ServedPrompts:
                 self._blocks.popitem(last=False)
 
     def longest(self, ids: Sequence[int], origin: Origin) -> tuple[int, Ask | None]:
-        """Return the length of the longest prefix that was served, and the request for chunk-caches that served it."""
+        """Return the tokens of the longest prefix that was served, and the request for chunk-caches that served it.
+
+        The former is 0 if no prefix was, and the latter None if vLLM computed the prefix itself.
+        """
         length = 0
         ask: Ask | None = None
         with self._lock:

@@ -282,7 +282,10 @@ class Scheduling:
             self._budget.give_back(name)
 
     def finished(self, request: EngineRequest) -> dict[str, FillReport] | None:
-        """Forget a request, and return its report, which its answer carries in `kv_transfer_params`."""
+        """Forget a request, and return its report by `FIELD`, which its answer carries in `kv_transfer_params`.
+
+        None if it has none.
+        """
         self._busy.discard(request.request_id)
         self._short.discard(request.request_id)
         known = self._known.pop(request.request_id, None)
