@@ -30,7 +30,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.audits.audit_log import audits_in
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 _BLOCK = 20  # requests of one kind in a row
 

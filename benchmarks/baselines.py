@@ -18,7 +18,10 @@ from cachecraft_rag.kernels.attention_mass import attention_mass
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk, LoadedVariant, Prompt, TokenScores, Variant
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.prompts import Prompt
+from cachecraft_rag.types.variants import LoadedVariant, Variant
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine

@@ -23,7 +23,8 @@ from cachecraft_rag.evaluation.runner import open_engine
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.types import Chunk, Progress
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.progress import Progress
 
 _FULL, _REUSE = (
     ReuseConfig(reuse=False, capture=False),

@@ -40,7 +40,7 @@ from cachecraft_rag.planning.config import Loading, ReuseConfig
 from cachecraft_rag.prompt.builder import PromptBuilder
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 _SERIES = (  # field, label, colour, line
     ("compute_only_s", "computing only", GREY, "--"),

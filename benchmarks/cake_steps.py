@@ -30,7 +30,7 @@ from cachecraft_rag.compute.kv_buffer import KVBuffer
 from cachecraft_rag.compute.row_pass import RowPass, advance
 from cachecraft_rag.evaluation.intervals import Interval, mean_interval
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 
 class RecordingSpeed(ComputeSpeed):

@@ -18,7 +18,7 @@ from cachecraft_rag.errors import ConfigError, ContextLengthError, ModelNotFound
 from cachecraft_rag.evaluation.measuring import Preparation
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 if TYPE_CHECKING:
     from cachecraft_rag.evaluation.dataset import EvaluationQuestion

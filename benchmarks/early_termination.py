@@ -44,7 +44,7 @@ from cachecraft_rag.evaluation.metrics import divergence, is_right, rouge_l
 from cachecraft_rag.evaluation.origins import OriginCondition, Origins
 from cachecraft_rag.evaluation.runner import VARIANTS_PER_CHUNK
 from cachecraft_rag.planning.early_termination import FocusMonitor
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine

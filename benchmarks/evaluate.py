@@ -28,7 +28,7 @@ from cachecraft_rag.evaluation.report import MEASURES, Columns, Estimate, Measur
 
 if TYPE_CHECKING:
     from cachecraft_rag.evaluation.dataset import Dataset
-    from cachecraft_rag.types import Chunk
+    from cachecraft_rag.types.documents import Chunk
 
 # as many as `unrelated` draws at most, so that the two conditions differ in similarity alone
 SIMILAR_CHUNKS = 2

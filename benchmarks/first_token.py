@@ -31,7 +31,9 @@ from cachecraft_rag.prompt.builder import PromptBuilder
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.config import StoreConfig
-from cachecraft_rag.types import Chunk, Progress, Prompt
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.progress import Progress
+from cachecraft_rag.types.prompts import Prompt
 
 QUESTION = "Which of these parts wear out, and how often should each be replaced?"
 _DECODED = 25  # tokens of the answer that a decode step is timed on

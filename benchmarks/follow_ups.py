@@ -25,7 +25,8 @@ from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
 from cachecraft_rag.retrievers.indexer import index_folder
 from cachecraft_rag.retrievers.retriever import Retriever, open_index
-from cachecraft_rag.types import Progress, SearchHit
+from cachecraft_rag.types.documents import SearchHit
+from cachecraft_rag.types.progress import Progress
 
 Way = Literal["the question alone", "with its conversation", "written out in full"]
 WAYS: tuple[Way, ...] = ("the question alone", "with its conversation", "written out in full")

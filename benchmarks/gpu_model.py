@@ -25,7 +25,7 @@ from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.kernels.memory import Recycler
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
 
 TOKENS = (2048, 8192, 16384, 32768)
 

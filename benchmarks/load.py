@@ -38,7 +38,9 @@ from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.files.disk import DiskTier
-from cachecraft_rag.types import Chunk, LoadedVariant, Progress, Variant
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.progress import Progress
+from cachecraft_rag.types.variants import LoadedVariant, Variant
 
 _LOAD_SHARE = 0.4
 _LOADINGS: tuple[Loading, ...] = get_args(Loading)

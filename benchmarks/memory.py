@@ -28,7 +28,7 @@ from cachecraft_rag.planning.config import Loading, ReuseConfig
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # see proc(5)

@@ -30,7 +30,7 @@ from cachecraft_rag.evaluation.intervals import share_interval
 from cachecraft_rag.evaluation.measuring import METHODS, Trial, measure, reference_of
 from cachecraft_rag.evaluation.origins import Origins, condition_named
 from cachecraft_rag.evaluation.runner import VARIANTS_PER_CHUNK
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine

@@ -33,7 +33,9 @@ from cachecraft_rag.evaluation.intervals import (
 )
 from cachecraft_rag.evaluation.measuring import PLAIN
 from cachecraft_rag.evaluation.metrics import divergence, is_right
-from cachecraft_rag.types import Chunk, Progress, Prompt
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.progress import Progress
+from cachecraft_rag.types.prompts import Prompt
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine

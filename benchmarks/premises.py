@@ -51,7 +51,9 @@ from cachecraft_rag.planning.scoring import (
     prefix_overlap,
 )
 from cachecraft_rag.prompt.builder import PromptBuilder
-from cachecraft_rag.types import Chunk, Progress, Prompt
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.progress import Progress
+from cachecraft_rag.types.prompts import Prompt
 
 if TYPE_CHECKING:
     from cachecraft_rag.evaluation.dataset import Dataset

@@ -30,7 +30,7 @@ from cachecraft_rag.model.self_check import load_checked
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 TENTHS = 10
 

@@ -31,7 +31,8 @@ from cachecraft_rag.model.self_check import load_checked
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk, Progress
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.progress import Progress
 
 _PRELOAD_BYTES = 256 << 20
 _SAMPLE_S = 0.005  # time between two looks at the bytes that are preloaded

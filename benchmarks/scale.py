@@ -31,7 +31,11 @@ from cachecraft_rag.planning.scoring import context_impact
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.store.catalog import Catalog
 from cachecraft_rag.store.catalog_records import Limits
-from cachecraft_rag.types import Chunk, Progress, Prompt, Segment, TokenScores, Variant, VariantKey
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.progress import Progress
+from cachecraft_rag.types.prompts import Prompt, Segment
+from cachecraft_rag.types.variants import Variant, VariantKey
 
 T = TypeVar("T")
 _DIM = 384  # the bundled embedding model's

@@ -42,7 +42,8 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.config import NewVariants, When
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk, Progress
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.progress import Progress
 
 PREFIX_CACHE = "prefix_cache"
 _NEAREST_SHARE = ReuseConfig().nearest_share

@@ -34,7 +34,7 @@ from cachecraft_rag.evaluation.measuring import Reference, reference_of
 from cachecraft_rag.evaluation.metrics import divergence
 from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 from cachecraft_rag.vllm.engine import VLLMEngine
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from cachecraft_rag.evaluation.formats import JsonRecord, read_records
 from cachecraft_rag.evaluation.intervals import mean_interval
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.prompt.builder import PromptBuilder, Turn
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 _SPEAKERS = {"user": "user", "agent": "assistant"}
 _QUARTILES = (0.25, 0.5, 0.75)

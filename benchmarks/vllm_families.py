@@ -36,7 +36,8 @@ from benchmarks.families import (
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.types import Prompt, Segment, digest
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.plugin import ARCHITECTURES

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cachecraft_rag.rag import CacheCraft
     from cachecraft_rag.serving.sampling import SamplingParams
     from cachecraft_rag.store import ChunkCacheStore
-    from cachecraft_rag.types import Chunk, Document
+    from cachecraft_rag.types.documents import Chunk, Document
 
 __all__ = [
     "Answer",
@@ -46,10 +46,10 @@ _HOME = {
     "Answer": "observability.stats",
     "CacheCraft": "rag",
     "CacheCraftError": "errors",
-    "Chunk": "types",
+    "Chunk": "types.documents",
     "ChunkCacheStore": "store",
     "Decoder": "model.decoder",
-    "Document": "types",
+    "Document": "types.documents",
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",
     "RequestStats": "observability.stats",

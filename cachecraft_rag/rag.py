@@ -39,7 +39,8 @@ from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever, open_i
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingOptions, sampling_from
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types import Chunk, Document, Progress
+from cachecraft_rag.types.documents import Chunk, Document
+from cachecraft_rag.types.progress import Progress
 
 if TYPE_CHECKING:
     from cachecraft_rag.serving.priming import DocumentPrimer, PrimingEstimate
@@ -87,7 +88,10 @@ class AnswerStream(Iterator[str]):
         self._generation.close()
 
     def answer(self) -> Answer:
-        """Consume the rest and return the whole answer, also what was read before; errors as for pieces."""
+        """Read the rest and return the whole answer, with the pieces that were read before.
+
+        After the end or `close` it returns the answer so far. Raises as the pieces that are left.
+        """
         for _ in self:
             pass
         return Answer(self.text, self.sources, self.stats)
@@ -350,8 +354,8 @@ class CacheCraft(Retriever, Closeable):
         Raises:
             DocumentError: there is nothing at the path, or a file of a kind that cannot be indexed, or a document in
                 memory has the id of an indexed file. A single unreadable file is a problem in the report instead.
-            ConfigError: the metadata of a document in memory holds something other than texts, numbers, True, False and
-                None; with `prime` also as there.
+            ConfigError: `documents` in memory are not `Document` objects of valid texts, or their metadata holds
+                something other than texts, numbers, True, False and None; with `prime` also as there.
             IndexStoreError: the index is closed, or cannot be read or written.
             StoreError, ServerError: chunk-caches of removed documents could not be deleted, or others not be primed.
         """
@@ -405,7 +409,8 @@ class CacheCraft(Retriever, Closeable):
         Raises:
             StoreError, ServerError: the store is closed, or the server fails. What was captured before stays.
             IndexStoreError: the index is closed or damaged.
-            ConfigError: the engine's instruction is private (`private_system`), or a server refuses a text.
+            ConfigError: the engine's instruction is private (`private_system`), or a server refuses a text;
+                ContextLengthError if it finds one too long.
             UnsupportedCallError: `alone` with the model in a server.
         """
         check_callable("progress", progress)

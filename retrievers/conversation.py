@@ -17,7 +17,7 @@ import numpy as np
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.retrievers.embeddings import unit_vectors
 from cachecraft_rag.retrievers.index.filters import Where
-from cachecraft_rag.types import SearchHit
+from cachecraft_rag.types.documents import SearchHit
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike

@@ -19,7 +19,7 @@ from cachecraft_rag.checks import check_flag, check_path, check_text, check_whol
 from cachecraft_rag.errors import ConfigError, IndexStoreError, ModelNotFoundError
 from cachecraft_rag.model.hub_check import require_hub, without_bars
 from cachecraft_rag.store.processes import HomeProcess
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

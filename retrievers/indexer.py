@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
+from cachecraft_rag.checks import check_kind, check_mapping, check_text
 from cachecraft_rag.errors import DocumentError, IndexStoreError
 from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.retrievers.index.schema import same_model
@@ -39,7 +40,9 @@ from cachecraft_rag.retrievers.reading.documents import (
 )
 from cachecraft_rag.retrievers.reading.limited_reader import LimitedReader, ReaderStartError
 from cachecraft_rag.retrievers.reading.office import MissingReaderError
-from cachecraft_rag.types import Chunk, Document, Progress, digest
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.documents import Chunk, Document
+from cachecraft_rag.types.progress import Progress
 
 if TYPE_CHECKING:
     from cachecraft_rag.retrievers.embeddings import Embedder
@@ -127,11 +130,14 @@ def index_documents(
 ) -> IndexReport:
     """Add or update documents in memory; none is removed. Their doc_ids are used unchanged.
 
-    Raises `DocumentError` for a doc_id that belongs to an indexed file, `ConfigError` for metadata that is not scalar;
-    else as `index_folder`. Documents that were written before stay.
+    Raises `ConfigError` for anything but a `Document` of valid texts, before anything is written; `DocumentError` for a
+    doc_id that belongs to an indexed file, `ConfigError` for metadata that is not scalar, and else as `index_folder`:
+    documents that were written before these stay.
     """
-    run = _Run(store, embedder, chunk_tokens=chunk_tokens, progress=progress, model=model)
     given = list(documents)
+    for document in given:
+        _check_document(document)
+    run = _Run(store, embedder, chunk_tokens=chunk_tokens, progress=progress, model=model)
     run.files_total = len(given)
     for document in given:
         stored = run.stored.get(document.doc_id)
@@ -149,6 +155,14 @@ def index_documents(
         run.tick(document.doc_id)
     run.flush()
     return run.report()
+
+
+def _check_document(document: object) -> None:
+    check_kind("each document", document, Document, advice="write Document(doc_id, text)")
+    assert isinstance(document, Document)
+    check_text("a document's doc_id", document.doc_id)
+    check_text(f"the text of {document.doc_id}", document.text, damaged=True)
+    check_mapping(f"the metadata of {document.doc_id}", document.metadata)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,13 @@ from cachecraft_rag.retrievers.index.removal import Evictions
 from cachecraft_rag.retrievers.retriever import Retriever
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.durable import Caches
-from cachecraft_rag.types import (
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.documents import (
     CHUNK_ID_KEY,
     NOTE_KEYS,
     Chunk,
     Metadata,
     SearchHit,
-    digest,
     noted_chunk_id,
 )
 
@@ -225,13 +225,16 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return [_document(chunk) for name in ids for chunk in chunks_by_id[name]]
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        """Return the `k` most similar documents, best first; as `similarity_search_with_score`."""
+        """Return the `k` most similar documents, best first; options and errors of `similarity_search_with_score`."""
         return [document for document, _ in self.similarity_search_with_score(query, k, **kwargs)]
 
     def similarity_search_by_vector(
         self, embedding: list[float], k: int = 4, **kwargs: Any
     ) -> list[Document]:
-        """Return the `k` documents most similar to a vector, best first; as `similarity_search_with_score`."""
+        """Return the `k` documents most similar to a vector, best first.
+
+        Options and errors as in `similarity_search_with_score`, and `IndexStoreError` for a vector that does not fit.
+        """
         return [document for document, _ in self._search(embedding, k, **kwargs)]
 
     def conversation_search(

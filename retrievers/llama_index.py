@@ -62,7 +62,7 @@ from cachecraft_rag.retrievers.llama_index_filters import NODE, has_empty_group,
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.durable import Caches
-from cachecraft_rag.types import CHUNK_ID_KEY, NOTE_KEYS, Chunk, SearchHit
+from cachecraft_rag.types.documents import CHUNK_ID_KEY, NOTE_KEYS, Chunk, SearchHit
 
 # Of no use to the model, and part of the text by default: a folder that is moved would lose all its chunk-caches.
 PATH_KEYS = frozenset({"file_path"})

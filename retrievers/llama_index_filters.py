@@ -15,7 +15,7 @@ from llama_index.core.vector_stores.types import (
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
 from cachecraft_rag.retrievers.index.filters import Where, accepts, check_depth
-from cachecraft_rag.types import Metadata
+from cachecraft_rag.types.documents import Metadata
 
 NODE = "_node_content"  # LlamaIndex's own key for a whole node as JSON
 

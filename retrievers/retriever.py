@@ -15,7 +15,7 @@ from cachecraft_rag.retrievers.index.faiss_store import FaissStore, StoredDocume
 from cachecraft_rag.retrievers.index.filters import Where
 from cachecraft_rag.retrievers.index.removal import RemovalReport, remove_documents
 from cachecraft_rag.store.durable import Caches
-from cachecraft_rag.types import SearchHit
+from cachecraft_rag.types.documents import SearchHit
 
 DEFAULT_TOP_K = 5
 INDEX_FOLDER = "index"  # inside the store folder

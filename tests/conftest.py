@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cachecraft_rag.prompt.builder import PromptBuilder
     from cachecraft_rag.store import ChunkCacheStore
     from cachecraft_rag.store.catalog import Catalog
-    from cachecraft_rag.types import Chunk
+    from cachecraft_rag.types.documents import Chunk
 
 # Before any test module imports transformers: the hub's client reads these once, at its import. A test that needs the
 # network would pass on one machine and hang on the next.
@@ -339,7 +339,7 @@ def decoder_of_letters(tiny_decoder: Callable[..., Decoder]) -> Callable[..., De
 def town_dataset() -> Dataset:
     """Six questions over two documents of four short passages, three in each prompt, with gold answers."""
     from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion
-    from cachecraft_rag.types import Chunk
+    from cachecraft_rag.types.documents import Chunk
 
     documents = tuple(
         tuple(Chunk(f"The {thing} of {town} dates from {year} and leaks.") for town, year in towns)

@@ -17,7 +17,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 SHORT = SamplingParams(max_new_tokens=8)
 # Takes what is stored also where computing is faster, and leaves no choice to clocks.

@@ -27,7 +27,7 @@ from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter, StoreConfig
 from cachecraft_rag.store.remote import RemoteConfig
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 COMMAND = str(Path(sys.executable).with_name("cachecraft"))
 ODD = [

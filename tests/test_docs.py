@@ -23,7 +23,7 @@ import pytest
 
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
 
 if TYPE_CHECKING:
     from cachecraft_rag.model.decoder import Decoder

@@ -31,7 +31,7 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.store.codecs import CODECS
 from cachecraft_rag.store.layout import StoredVariant
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 CLAIMS = int(os.environ.get("TESTS_CLAIMS", "14"))  # of each codec
 CHUNKS = [

@@ -19,7 +19,8 @@ from cachecraft_rag.retrievers.indexer import index_documents
 from cachecraft_rag.retrievers.retriever import open_index
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Document, Progress
+from cachecraft_rag.types.documents import Document
+from cachecraft_rag.types.progress import Progress
 
 PAGES = ("kettle-wren-k2.md", "descaling.md", "warranty.md")
 SHORT = SamplingParams(max_new_tokens=12)

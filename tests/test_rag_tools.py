@@ -15,7 +15,7 @@ from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.retriever import open_index
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Document
+from cachecraft_rag.types.documents import Document
 
 if TYPE_CHECKING:
     from cachecraft_rag.model.decoder import Decoder

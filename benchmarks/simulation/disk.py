@@ -15,7 +15,7 @@ from cachecraft_rag.store.eviction import (
     ticked,
     ticked_by_return,
 )
-from cachecraft_rag.types import Variant
+from cachecraft_rag.types.variants import Variant
 
 _LEAST_REMEMBERED = 1000
 

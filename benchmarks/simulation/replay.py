@@ -24,7 +24,9 @@ from cachecraft_rag.store.catalog_records import Limits
 from cachecraft_rag.store.config import DEFAULT_LIMITS
 from cachecraft_rag.store.eviction import Use
 from cachecraft_rag.store.memory import MemoryTier
-from cachecraft_rag.types import Prompt, Segment, Variant, VariantKey, digest
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.prompts import Prompt, Segment
+from cachecraft_rag.types.variants import Variant, VariantKey
 
 NewVariants = Literal["computed", "always"]
 _SYSTEM = Segment("system", digest("instruction"), (0,) * 32)

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.simulation.replay import Outcome, Setting, replay
 from benchmarks.simulation.trace import Trace
 from cachecraft_rag.checks import check_choice, check_number
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 ORACLE, OURS = "oracle", "saving"
 _MANY = 100_000  # requests of all replays together: below that, starting processes takes longer

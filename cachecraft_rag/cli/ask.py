@@ -110,8 +110,9 @@ def load(settings: Settings, *, server: str | None = None, **chosen: object) -> 
 
 
 def trace_requests() -> None:
-    """Send traces if the environment names a collector; a warning if that is impossible, because it may name it for
-    other programs.
+    """Send traces if the environment names a collector (`OTEL_EXPORTER_OTLP_ENDPOINT`); see `configure_tracing`.
+
+    Prints a warning if that is impossible, because the variables may be meant for other programs.
     """
     from cachecraft_rag.observability.tracing import configure_tracing
 
@@ -165,7 +166,11 @@ def index(
 
 
 def index_into(settings: Settings, folder: Path, *, follow_links: bool) -> IndexReport:
-    """Index a folder or file with the embedding model alone; of the answering model only the tokenizer is loaded."""
+    """Index a folder or file with the embedding model alone; of the answering model only the tokenizer is loaded.
+
+    Raises ModelNotFoundError if the embedding model cannot be loaded, IndexStoreError as `open_index`, and as
+    `index_folder`. A missing answering model does not matter.
+    """
     with waiting("Loading the embedding model"):
         from cachecraft_rag.model.decoder import chunk_bound_of
         from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
@@ -273,9 +278,10 @@ class AskingOptions:
 
     @contextmanager
     def open(self, settings: Settings) -> Iterator[tuple[CacheCraft, AskOptions]]:
-        """A `CacheCraft`, and the options of each question.
+        """Open a `CacheCraft`; the block gets it, and the options of each question.
 
-        Everything that can be refused without a model is refused before it is loaded.
+        Everything that can be refused without a model is refused before it is loaded: ConfigError for settings and
+        `--where`, IndexStoreError without an index. Then raises as `CacheCraft.from_settings` or `connect`.
         """
         config = settings.engine_config()
         asking: AskOptions = {"top_k": settings["top_k"], "sampling": settings.sampling()}
@@ -355,7 +361,10 @@ def print_comparison(comparison: Comparison, *, brief: bool, as_json: bool) -> N
 
 
 def print_stream(stream: AnswerStream, *, brief: bool) -> str:
-    """Print the answer as it is generated, and return it. With `brief`, stop after its first sentence."""
+    """Print the answer as it is generated, and return it. With `brief`, stop after its first sentence.
+
+    Raises as the stream's pieces, see `AnswerStream`.
+    """
     printed = 0
     for piece in stream:
         sentence = first_sentence(stream.text) if brief else None
@@ -371,7 +380,10 @@ def print_stream(stream: AnswerStream, *, brief: bool) -> str:
 
 
 def whole_answer(stream: AnswerStream, *, brief: bool) -> Answer:
-    """Return the answer without printing it. With `brief`, stop after its first sentence."""
+    """Return the answer without printing it. With `brief`, stop after its first sentence.
+
+    Raises as the stream's pieces, see `AnswerStream`.
+    """
     if brief:
         for _ in stream:
             sentence = first_sentence(stream.text)

@@ -46,7 +46,7 @@ def chat(*, settings: Settings, chosen: ask.AskingOptions) -> None:
 
 @contextmanager
 def metrics(rag: CacheCraft, port: int | None) -> Iterator[None]:
-    """Serve metrics while the block runs, where a port is given."""
+    """Serve metrics while the block runs, if a port is given. Raises ConfigError if the port cannot be used."""
     if port is None:
         yield
         return
@@ -58,7 +58,7 @@ def metrics(rag: CacheCraft, port: int | None) -> Iterator[None]:
 
 
 def converse(conversation: Conversation) -> None:
-    """Handle lines until the end of the input, or /quit."""
+    """Handle lines until the end of the input, or /quit. Raises as `Conversation.take`, and KeyboardInterrupt."""
     while True:
         try:
             typed = input("> ").strip()
@@ -82,7 +82,11 @@ class Conversation:
         self._last: AnswerStream | None = None
 
     def take(self, typed: str) -> None:
-        """Handle a line: a command, or a question to answer."""
+        """Handle a line: a command, or a question to answer.
+
+        ContextLengthError and ConfigError of a question are printed, and Ctrl-C ends the answer only. All other errors
+        are raised as by `CacheCraft.stream` and its pieces.
+        """
         if typed == "/new":
             self._history.clear()
         elif typed == "/sources":

@@ -28,7 +28,10 @@ app = typer.Typer(
 
 @contextmanager
 def opened(store: Path) -> Iterator[FaissStore]:
-    """The retrieval index of a store folder; no model is loaded and nothing is created."""
+    """Open the retrieval index of a store folder; no model is loaded and nothing is created.
+
+    Raises IndexStoreError if there is no index, or it is damaged.
+    """
     require_index(store)
     from cachecraft_rag.retrievers.index.faiss_store import FaissStore
     from cachecraft_rag.retrievers.retriever import INDEX_FOLDER

@@ -23,7 +23,8 @@ from rich.text import Text
 from cachecraft_rag.cli.console import as_json, err, out
 from cachecraft_rag.engine.settings import descriptions, flag_of, known_settings, load_settings
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.types import Metadata, Progress
+from cachecraft_rag.types.documents import Metadata
+from cachecraft_rag.types.progress import Progress
 
 _KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 PROGRESS_S = 10.0  # between two lines of progress without a terminal
@@ -251,9 +252,10 @@ def _parameters_of_group(
 
 
 def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
-    """The filter of --where. Conditions on one name are alternatives, those on different names must all hold.
+    """Return the filter of --where; None without conditions.
 
-    Values are compared as text, and `*`, `?` and `[…]` match as in file names. Raises ConfigError.
+    Conditions on one name are alternatives, those on different names must all hold. Values are compared as text, and
+    `*`, `?` and `[…]` match as in file names. Raises ConfigError for a condition that is not NAME=VALUE.
 
     >>> allowed = where_of(["source=docs/*", "page=2", "page=3"])
     >>> allowed({"source": "docs/a.pdf", "page": 3}), allowed({"source": "docs/a.pdf", "page": 1}), allowed({})

@@ -62,7 +62,7 @@ def opened(
 
 
 def begins(chunk: str | None) -> str | None:
-    """The value of --chunk, if it is long enough to identify a chunk. Raises ConfigError."""
+    """Return the value of --chunk, None without it. Raises ConfigError if it is too short to identify a chunk."""
     if chunk is not None and len(chunk) < SHORTEST_PREFIX:
         raise ConfigError(
             f"--chunk needs at least {SHORTEST_PREFIX} letters of a chunk id; `store ls` shows them"

@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 
 from cachecraft_rag.checks import check_number, check_text
 from cachecraft_rag.client import replies
-from cachecraft_rag.client.link import Link
+from cachecraft_rag.client.link import Link, check_header
 from cachecraft_rag.client.replies import ServerFacts, checked_reply
 from cachecraft_rag.engine.base import AnswerEngine, Question
 from cachecraft_rag.engine.capabilities import Capabilities, Capability
@@ -25,7 +25,7 @@ from cachecraft_rag.serving.priming import DocumentPrimer, Primer, Related
 from cachecraft_rag.serving.request import Request, RequestProgress
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.store.durable import Caches, Evicted
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk, chunk_id_of
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.server.documents import FIELD, MOST_DOCUMENTS, MOST_PRIMED
 
@@ -105,7 +105,7 @@ class HTTPEngine(AnswerEngine):
 
         Raises:
             ServerError: no server answers, or another kind of server, or its reply is malformed.
-            ConfigError: an argument is out of range.
+            ConfigError: an argument is out of range, the URL is invalid, or no HTTP header can hold a key.
             OSError: the server's tokenizer cannot be written to a temporary folder.
         """
         check_text("url", url, empty=False)
@@ -149,7 +149,10 @@ class HTTPEngine(AnswerEngine):
         return ServerPrimer(self, self._link, related=related)
 
     def disk_space(self) -> DiskSpace:
-        """Return the space of the server's store. Raises ServerError."""
+        """Return the space of the server's store, in bytes.
+
+        Raises ServerError if the server does not answer, asks for a key, or its reply is malformed.
+        """
         reply = self._link.call(_PRIME, {"documents": [], "estimate": True})
         with checked_reply(self._link.url, "the size of its store"):
             return replies.disk_space(reply)
@@ -163,7 +166,7 @@ class HTTPEngine(AnswerEngine):
         """Return the audit of an answer, by the `request_id` of its statistics.
 
         None if the server audits nothing (`cachecraft serve --audit`), not yet, or if the answer is not one of the last
-        1,000 of this engine. Raises ServerError.
+        1,000 of this engine. Raises ServerError if the server does not answer, or its reply is malformed.
         """
         asked = self._answered.get(request_id)
         if asked is None:
@@ -172,10 +175,12 @@ class HTTPEngine(AnswerEngine):
         return self._link.audit(name, headers=headers)
 
     def _prepared(self, request: Request, asked: Question) -> Request:
-        """Add the body that is sent to the server."""
+        """Add the body that is sent to the server. Raises ConfigError for a session that no header can hold."""
+        if asked.session is not None and self._facts.session_header is not None:
+            check_header("session", asked.session)
         sampling = request.sampling
         turns = [*asked.history, ("user", asked.text)]
-        messages = [{"role": role, "content": text} for role, text in turns]
+        messages = [{"role": role, "content": _sendable(text)} for role, text in turns]
         if self._system != self._facts.system:
             messages.insert(0, {"role": "system", "content": self._system})
         body: dict[str, object] = {
@@ -361,4 +366,14 @@ def request_sized(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
 
 
 def _documents(chunks: Iterable[Chunk]) -> dict[str, object]:
-    return {"documents": [{"text": chunk.text, "id": chunk.chunk_id} for chunk in chunks]}
+    documents = []
+    for chunk in chunks:
+        text = _sendable(chunk.text)
+        is_whole = text == chunk.text
+        documents.append({"text": text, "id": chunk.chunk_id if is_whole else chunk_id_of(text)})
+    return {"documents": documents}
+
+
+def _sendable(text: str) -> str:
+    """Return the text as a model reads it, with "?" for half a surrogate pair, which no server takes."""
+    return text.encode("utf-8", "replace").decode()

@@ -92,7 +92,7 @@ class Link:
         timeout_s: longest silence of the server.
         total_timeout_s: longest time of a request with its reply; None = no limit.
 
-    Raises ConfigError for an invalid URL.
+    Raises ConfigError for an invalid URL, and for a key that no header can hold.
     """
 
     def __init__(
@@ -111,8 +111,10 @@ class Link:
 
         headers = {"Accept-Encoding": "identity"}  # a few compressed bytes could become gigabytes
         if api_key is not None:
+            check_header("api_key", api_key)
             headers["Authorization"] = f"Bearer {api_key}"
         if admin_key is not None:
+            check_header("admin_key", admin_key)
             headers[ADMIN_HEADER] = admin_key
         try:
             self._client = httpx.Client(
@@ -132,7 +134,10 @@ class Link:
         self._client.close()
 
     def facts(self) -> Mapping[str, object]:
-        """Return facts about the server. Raises ServerError if it is another kind of server, or another version."""
+        """Return facts about the server, as it sent them.
+
+        Raises ServerError if it does not answer, is another kind of server, or speaks another version's protocol.
+        """
         facts = self.call("/v1/cachecraft")
         if not isinstance(facts, dict) or "protocol" not in facts:
             raise ServerError(self._not_ours())
@@ -145,7 +150,10 @@ class Link:
         return facts
 
     def tokenizer(self) -> object:
-        """Return the reply with the files of the server's tokenizer. Raises ServerError."""
+        """Return the reply with the files of the server's tokenizer, as JSON values.
+
+        Raises ServerError if the server does not answer, or not with JSON.
+        """
         return self.call("/v1/cachecraft/tokenizer", limit=_MAX_TOKENIZER)
 
     def call(
@@ -159,7 +167,8 @@ class Link:
     ) -> object:
         """Send a request, with a JSON body if there is one, and return the JSON reply.
 
-        Raises ServerError; ConfigError for a refused body, ContextLengthError if it is too long for the model.
+        Raises ServerError if the server does not answer in time, asks for a key, fails, or sends too much or no JSON;
+        ConfigError for a refused body, ContextLengthError if it is too long for the model.
 
         Args:
             patient: wait without limit, because the server computes for long.
@@ -179,8 +188,7 @@ class Link:
             reply = self.call(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=headers)
             with checked_reply(self.url, "statistics"):
                 return report_of(reply)
-        # httpx raises RuntimeError if another thread closes this client; the answer itself is complete
-        except (CacheCraftError, RuntimeError) as error:
+        except CacheCraftError as error:  # the answer itself is complete
             logger.warning(
                 "The statistics of request %s did not arrive: %s", printable(name), error
             )
@@ -189,7 +197,7 @@ class Link:
     def audit(self, name: str, *, headers: Mapping[str, str]) -> Audit | None:
         """Return the audit of a request's answer; None if the server has none, or not yet.
 
-        Raises ServerError, also for a reply that does not hold an audit.
+        Raises as `call`, and ServerError for a reply that does not hold an audit.
         """
         reply = self.call(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=headers)
         with checked_reply(self.url, "an audit"):
@@ -199,7 +207,10 @@ class Link:
     def events(
         self, body: Mapping[str, object], *, headers: Mapping[str, str]
     ) -> Generator[Mapping[str, object]]:
-        """Yield the events of a streamed chat completion. Raises ServerError, ConfigError, ContextLengthError."""
+        """Yield the events of a streamed chat completion, as JSON objects, up to its end.
+
+        Raises as `call`, and ServerError for an event that is an error or no JSON object, and for an early end.
+        """
         with self._replied("/v1/chat/completions", body, headers=headers) as reply:
             for line in _lines(reply):
                 if not line.startswith(b"data:"):
@@ -225,7 +236,7 @@ class Link:
     ) -> Iterator[httpx.Response]:
         """Send a request and open the reply. Raises an error for other statuses than 200."""
         if self._client.is_closed:
-            raise ServerError(f"the connection to {self.url} was closed; connect again")
+            raise self._closed()
         deadline = _Deadline(None if patient else self._total_timeout_s)
         has_body = body is not None
         try:
@@ -255,6 +266,12 @@ class Link:
             if deadline.passed:
                 raise self._too_slow() from error
             raise self._unreachable(error) from error
+        except (
+            RuntimeError
+        ) as error:  # of httpx, if another thread closed its client since the check above
+            if self._client.is_closed:
+                raise self._closed() from error
+            raise
         finally:
             deadline.end()
 
@@ -274,6 +291,9 @@ class Link:
             return ContextLengthError(message) if "context" in message else ConfigError(message)
         return ServerError(f"{self.url} answered {status}: {message}")
 
+    def _closed(self) -> ServerError:
+        return ServerError(f"the connection to {self.url} was closed; connect again")
+
     def _too_slow(self) -> ServerError:
         return ServerError(
             f"{self.url}: the reply did not end in {self._total_timeout_s:g} s; ask for a shorter answer, or raise "
@@ -288,6 +308,14 @@ class Link:
     def _not_ours(self) -> str:
         return (
             f"{self.url} answers, but is not a server of this package (an ordinary vLLM?); {_START}"
+        )
+
+
+def check_header(name: str, value: str) -> None:
+    """Raise ConfigError for text that an HTTP header cannot hold. The message does not show it: it may be a secret."""
+    if not (value.isascii() and value.isprintable() and value == value.strip()):
+        raise ConfigError(
+            f"{name} travels in an HTTP header: it must be printable ASCII text, without spaces at its ends"
         )
 
 

@@ -1,4 +1,8 @@
-"""Checks of what a server sent: every malformed reply is a ServerError, with a message that is safe to print."""
+"""Checks of what a server sent: every malformed reply is a ServerError, with a message that is safe to print.
+
+The functions that read a reply are for use within `checked_reply`: for one that is malformed they raise LookupError,
+TypeError or ValueError.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from cachecraft_rag.errors import ConfigError, ServerError
 from cachecraft_rag.model.facts import DiskSpace
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store.durable import Evicted
-from cachecraft_rag.types import DTypeName, KVLayout
+from cachecraft_rag.types.kv_layout import DTypeName, KVLayout
 from cachecraft_rag.vllm.served_model import TOKENIZER_FILES, ServedModel
 
 _MAX_SHOWN = 300  # characters of a server's text in a message
@@ -69,21 +73,21 @@ def parsed_json(content: bytes | str) -> object:
 
 
 def mapping_of(value: object) -> Mapping[str, Any]:
-    """Return a JSON object. Raises TypeError."""
+    """Return a JSON object. Raises TypeError for any other value."""
     if not isinstance(value, dict):
         raise TypeError(f"an object was expected, not {type(value).__name__}")
     return value
 
 
 def list_of(value: object) -> list[object]:
-    """Return a JSON list. Raises TypeError."""
+    """Return a JSON list. Raises TypeError for any other value."""
     if not isinstance(value, list):
         raise TypeError(f"a list was expected, not {type(value).__name__}")
     return value
 
 
 def text_of(value: object) -> str:
-    """Return a JSON text. Raises TypeError, and ValueError for text that is not valid Unicode."""
+    """Return a JSON text. Raises TypeError for any other value, and ValueError for text that is not valid Unicode."""
     if not isinstance(value, str):
         raise TypeError(f"a text was expected, not {type(value).__name__}")
     value.encode()
@@ -91,7 +95,7 @@ def text_of(value: object) -> str:
 
 
 def whole_of(value: object, *, least: int = 0, most: int = _MAX_WHOLE) -> int:
-    """Return a whole number in a range. Raises TypeError, ValueError."""
+    """Return a whole number. Raises TypeError for any other value, and ValueError for a number out of the range."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"a whole number was expected, not {type(value).__name__}")
     if not least <= value <= most:
@@ -100,7 +104,7 @@ def whole_of(value: object, *, least: int = 0, most: int = _MAX_WHOLE) -> int:
 
 
 def dtype_of(value: object) -> DTypeName:
-    """Return the name of a dtype. Raises ValueError."""
+    """Return the name of a dtype. Raises ValueError for any other value."""
     for name in get_args(DTypeName):
         if value == name:
             return cast(DTypeName, name)
@@ -108,7 +112,7 @@ def dtype_of(value: object) -> DTypeName:
 
 
 def seconds_of(value: object) -> float:
-    """Return a time in seconds. Raises TypeError, ValueError."""
+    """Return a time in seconds. Raises TypeError for no number, and ValueError for less than 0 or more than 1e9."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"a number was expected, not {type(value).__name__}")
     if not 0.0 <= value <= 1e9:
@@ -192,7 +196,10 @@ def served_model(facts: ServerFacts, reply: object) -> ServedModel:
 
 
 def disk_space(reply: object) -> DiskSpace:
-    """Return the space of the server's store; for use within `checked_reply`."""
+    """Return the space of the server's store, in bytes. Raises LookupError, TypeError or ValueError.
+
+    They mean a malformed reply, see `checked_reply`.
+    """
     disk = mapping_of(mapping_of(reply)["disk"])
     return DiskSpace(
         used=whole_of(disk["used"]),
@@ -203,13 +210,19 @@ def disk_space(reply: object) -> DiskSpace:
 
 
 def missing_variants(reply: object) -> dict[str, int]:
-    """Return ids of variants with their tokens; for use within `checked_reply`."""
+    """Return ids of variants with their numbers of tokens. Raises LookupError, TypeError or ValueError.
+
+    They mean a malformed reply, see `checked_reply`.
+    """
     missing = mapping_of(mapping_of(reply)["missing"])
     return {text_of(name): whole_of(tokens) for name, tokens in missing.items()}
 
 
 def evicted(reply: object) -> Evicted:
-    """Return what was evicted; for use within `checked_reply`."""
+    """Return the number and the bytes of evicted chunk-caches. Raises LookupError, TypeError or ValueError.
+
+    They mean a malformed reply, see `checked_reply`.
+    """
     counts = mapping_of(reply)
     return Evicted(
         variants=whole_of(counts["variants"]), nbytes=whole_of(counts["nbytes"], most=2**63)
@@ -217,7 +230,10 @@ def evicted(reply: object) -> Evicted:
 
 
 def new_tokens(event: Mapping[str, object]) -> list[int]:
-    """Return the new tokens of an event of a streamed answer; for use within `checked_reply`."""
+    """Return the new token ids of an event of a streamed answer, in order; empty if it has none.
+
+    Raises TypeError or ValueError for a malformed event, see `checked_reply`.
+    """
     tokens: list[int] = []
     for choice in list_of(event.get("choices") or []):
         token_ids = list_of(mapping_of(choice).get("token_ids") or [])
@@ -226,9 +242,10 @@ def new_tokens(event: Mapping[str, object]) -> list[int]:
 
 
 def report_of(reply: object) -> Mapping[str, object]:
-    """Return the report of a request; empty if the server has none. For use within `checked_reply`.
+    """Return the report of a request; empty if the server has none.
 
-    Of a request that was computed without chunk-caches it only has `refused`, the reason.
+    Of a request that was computed without chunk-caches it only has `refused`, the reason. Raises TypeError or
+    ValueError for a malformed report, see `checked_reply`.
     """
     record = mapping_of(reply)
     if record.get("refused"):

@@ -85,7 +85,10 @@ def run(
 
 
 def prefill(stack: Stack, job: PrefillJob) -> PrefillResult:
-    """Run a job that has nothing to load."""
+    """Run a job that has nothing to load, up to its last step, in this thread.
+
+    Raises what the model or a kernel raises, such as torch's RuntimeError without memory.
+    """
     return run(stack, prefill_steps(stack, job))
 
 

@@ -50,7 +50,12 @@ class KVBuffer:
         self.rotary = RotaryTables.of(stack, torch.arange(capacity, device=stack.device))
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
-        """Write one layer of a chunk-cache, `[2, tokens, all kv_heads, head_dim]`, at its new position."""
+        """Write one layer of a chunk-cache at its new position: rotate the raw keys, and copy the values.
+
+        Args:
+            chunk: `[2, tokens, all kv_heads, head_dim]`, raw keys, then values, on any device.
+            start: position of the first token; `start + tokens` is at most the capacity.
+        """
         own_heads = self._on_device(self._ranks.own_heads(chunk))
         cos, sin = self.rotary.of_layer(layer)
         place(self.kv[layer], own_heads, start, cos=cos, sin=sin)

@@ -25,7 +25,10 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.store.row_checks import LookupResult
-from cachecraft_rag.types import LoadedVariant, Prompt, TierName, TokenScores, Unavailable
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.prompts import Prompt
+from cachecraft_rag.types.store_reasons import Unavailable
+from cachecraft_rag.types.variants import LoadedVariant, TierName
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,11 @@ def resolve(
         ranks: the tensor-parallel ranks that must all open the same variants.
         answer_tokens: positions to reserve after the prompt.
         scores: token scores by variant id, if another process has read them; None reads them from `store`.
+
+    Returns:
+        The plan of the variants that could be opened. The caller closes it.
+
+    Raises StoreError if the store is closed, and what `ranks.agree` raises.
     """
     opened: dict[str, LoadedVariant | StoredVariant] = {}
     lost: dict[str, str] = {}

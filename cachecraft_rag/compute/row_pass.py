@@ -153,7 +153,7 @@ class RowPass:
         self._in_flight.wait()
 
     def join(self, other: RowPass) -> None:
-        """Add the rows of another pass that has reached the same layer."""
+        """Add the rows of another pass of the same prompt that has reached the same layer."""
         assert other.layer == self.layer, "only passes at the same layer can join"
         positions = np.concatenate((self.positions, other.positions))
         order = np.argsort(positions, kind="stable")
@@ -169,7 +169,10 @@ class RowPass:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        """See `stack.LayerPass`."""
+        """Attend in one layer: `q` `[rows, heads, head_dim]`, `k` and `v` `[rows, kv_heads, head_dim]`, not rotated.
+
+        Returns `[rows, heads, head_dim]`; see `stack.LayerPass`.
+        """
         merged = self._buffer.kv[layer]  # [2, positions, kv_heads, head_dim]
         visible, visible_to_watched = self._visibility(settings.window)
         # a joint forward failed after this, and runs again

@@ -62,7 +62,7 @@ class Rows:
         return empty.mark(recomputed, RowReason.RECOMPUTED).mark(new, RowReason.NEW)
 
     def mark(self, positions: Iterable[int], reason: RowReason) -> Self:
-        """Return a copy with this reason at these positions.
+        """Return a copy with this reason at these positions, which must be of this prompt; other rows keep theirs.
 
         >>> Rows.of([0, 3]).mark([1], RowReason.COMPUTED_INSTEAD).reason.tolist()
         [0, 3, 0]
@@ -72,13 +72,16 @@ class Rows:
         return replace(self, reason=changed)
 
     def finish(self, positions: Iterable[int]) -> Self:
-        """Return a copy in which these positions are done."""
+        """Return a copy in which these positions, which must be of this prompt, are done."""
         done = self.done.copy()
         done[_indices(positions)] = True
         return replace(self, done=done)
 
     def open(self, below: int | None = None) -> NDArray[np.int64]:
-        """Return the positions that are still to be computed, ascending; only those before `below`, if given."""
+        """Return the positions that are still to be computed, int64 `[rows]`, ascending.
+
+        With `below` only those before this position.
+        """
         is_row = self.reason[:below] != RowReason.STORED
         return np.flatnonzero(is_row & ~self.done[:below])
 
@@ -87,7 +90,7 @@ class Rows:
         return slice(self.bounds[segment], self.bounds[segment + 1])
 
     def offsets(self, segment: int, *reasons: RowReason) -> NDArray[np.int64]:
-        """Return the offsets of a segment's tokens that have one of these reasons, ascending."""
+        """Return the offsets of a segment's tokens that have one of these reasons: int64, ascending, from its start."""
         return np.flatnonzero(np.isin(self.reason[self.span(segment)], reasons))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cachecraft_rag.kernels.attention_paths import AttentionPaths
 from cachecraft_rag.kernels.memory import Recycler
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -67,35 +67,38 @@ class Ranks(Protocol):
     """
 
     def own_heads(self, kv: Tensor) -> Tensor:
-        """This rank's share of `[2, tokens, all kv_heads, head_dim]`; a view."""
+        """Return this rank's share of `kv` `[2, tokens, all kv_heads, head_dim]`: `[2, tokens, kv_heads, head_dim]`.
+
+        It is a view.
+        """
 
     def mean(self, seen: Tensor) -> Tensor:
-        """A statistic of this rank's heads, averaged over the ranks."""
+        """Return a statistic of this rank's heads, of any shape, averaged over the ranks; the shape stays."""
 
     def agree(self, lost: frozenset[T]) -> frozenset[T]:
-        """Union of the losses of all ranks."""
+        """Return the union of the losses of all ranks."""
 
     def lead(self, decision: T) -> T:
-        """The first rank's decision: what depends on clocks would differ from rank to rank."""
+        """Return the first rank's decision: what depends on clocks would differ from rank to rank."""
 
 
 class Alone:
     """One rank with all heads; see `Ranks`."""
 
     def own_heads(self, kv: Tensor) -> Tensor:
-        """All of them."""
+        """Return `kv` itself, `[2, tokens, kv_heads, head_dim]`."""
         return kv
 
     def mean(self, seen: Tensor) -> Tensor:
-        """`seen` itself."""
+        """Return `seen` itself, of any shape."""
         return seen
 
     def agree(self, lost: frozenset[T]) -> frozenset[T]:
-        """`lost` itself."""
+        """Return `lost` itself."""
         return lost
 
     def lead(self, decision: T) -> T:
-        """`decision` itself."""
+        """Return `decision` itself."""
         return decision
 
 
@@ -127,14 +130,14 @@ class Stack(Protocol):
         """The ranks that run this model."""
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Token ids `[rows]` to the first layer's input `[streams, rows, hidden]`."""
+        """Return the first layer's input `[streams, rows, hidden]` for token ids, int64 `[rows]`."""
 
     @property
     def rotary_kinds(self) -> Sequence[int]:
         """For each layer, the number of its rotary table: layers with equal numbers rotate alike."""
 
     def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
-        """cos and sin of one rotary table at these positions, each `[tokens, rotary_dim]`.
+        """Return cos and sin of one rotary table at these positions, int64 `[rows]`; each is `[rows, rotary_dim]`.
 
         The table of layers that do not rotate has a rotary_dim of 0.
         """
@@ -142,7 +145,13 @@ class Stack(Protocol):
     def layer(
         self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass
     ) -> Tensor:
-        """Run one layer over `[streams, rows, hidden]`; its attention calls `layer_pass.attend`."""
+        """Run one layer over `hidden` `[streams, rows, hidden]` and return its output, of the same shape.
+
+        The layer's attention calls `layer_pass.attend`.
+
+        Args:
+            positions: int64 `[rows]`, positions of the rows in their prompts.
+        """
 
 
 @dataclass(frozen=True)
@@ -158,16 +167,16 @@ class RotaryTables:
 
     @classmethod
     def of(cls, stack: Stack, positions: Tensor) -> RotaryTables:
-        """Return the tables of a stack at these positions."""
+        """Return the tables of a stack at these positions, int64 `[positions]` on its device."""
         kinds = stack.rotary_kinds
         return cls(kinds, [stack.rope(positions, kind) for kind in range(max(kinds) + 1)])
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of one layer."""
+        """Return cos and sin of one layer, each `[positions, rotary_dim]`."""
         return self.tables[self.kinds[layer]]
 
     def rows(self, positions: Tensor) -> RotaryTables:
-        """Return the tables' rows at these positions."""
+        """Return the tables' rows at these indices, int64 `[rows]`: each table is then `[rows, rotary_dim]`."""
         return RotaryTables(
             self.kinds, [(cos[positions], sin[positions]) for cos, sin in self.tables]
         )

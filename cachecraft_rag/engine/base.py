@@ -36,7 +36,8 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.durable import Caches
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
-from cachecraft_rag.types import Chunk, Prompt, Segment
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.prompts import Prompt, Segment
 
 PathLike = str | os.PathLike[str]
 # prompt builders for sets of tools that are kept, besides the builder without tools
@@ -147,8 +148,9 @@ class AnswerEngine(ABC):
 
         Raises:
             ContextLengthError: question, history and answer do not fit the model's context.
-            ConfigError: the question is empty, the history does not alternate, or a tool or a `json_schema` cannot be
-                used; by a piece, if an answer that keeps to the schema can neither go on nor end.
+            ConfigError: the question is empty, the history does not alternate, a tool or a `json_schema` cannot be
+                used, or `session` cannot travel in a server's header; by a piece, if an answer that keeps to the schema
+                can neither go on nor end, or if a server refuses the request.
             UnsupportedCallError: this engine does not support tools, see `capabilities`.
             BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
             StoreError: the store of this engine is closed; by this call or by the first piece.
@@ -300,7 +302,7 @@ class AnswerEngine(ABC):
         Args:
             prompt: system segment and chunks, without a question.
             captures: indices of segments.
-            primed: see `types.Variant`.
+            primed: see `types.variants.Variant`.
 
         Raises:
             UnsupportedCallError: this engine captures texts only, see `capabilities`.

@@ -167,7 +167,9 @@ class EngineConfig:
         return frozenset(_own_names(cls) | {setting.name for setting in fields(StoreConfig)})
 
     def with_options(self, **options: Any) -> Self:
-        """Return a copy with these options by name; options that are None are ignored. Raises ConfigError.
+        """Return a copy with these options by name; options that are None are ignored.
+
+        Raises ConfigError for an unknown option, or a value out of range.
 
         >>> EngineConfig().with_options(namespace="acme", host_bytes=1 << 30).store.host_bytes
         1073741824

@@ -57,7 +57,7 @@ from cachecraft_rag.serving.token_queue import AnswerPiece, Reader, TokenQueue
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.config import CACHE_FOLDER
 from cachecraft_rag.store.loading.loader import Loader
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 logger = logging.getLogger("cachecraft_rag")
 

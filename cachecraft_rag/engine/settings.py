@@ -152,7 +152,7 @@ class KnownKey:
         return text
 
     def checked(self, value: object) -> object:
-        """Return the value in the type of its dataclass. Raises ConfigError."""
+        """Return the value in the type of its dataclass. Raises ConfigError if its type or its range is wrong."""
         if self.is_size and isinstance(value, str):
             value = math.inf if value in ("inf", "none") else size_of(value)
         if isinstance(value, list):
@@ -187,8 +187,10 @@ def size_of(text: str) -> int:
         raise ConfigError(
             f'{shown(text)} is no size; write bytes, or a number with a unit such as "50 GB" or "8 GiB"'
         )
-    number = float(match[1].replace("_", ""))
-    return int(number * _UNITS[match[2].lower()])
+    size = float(match[1].replace("_", "")) * _UNITS[match[2].lower()]
+    if math.isinf(size):
+        raise ConfigError(f"{shown(text)} is too large for a size; write a smaller one")
+    return int(size)
 
 
 def descriptions(kind: type) -> dict[str, str]:
@@ -286,7 +288,10 @@ class Settings:
         return Settings(kept, self.file)
 
     def engine_config(self, **options: object) -> EngineConfig:
-        """Return the configuration of the engine; `options` of `EngineConfig` override it. Raises ConfigError."""
+        """Return the configuration of the engine; `options` of `EngineConfig` override it.
+
+        Raises ConfigError for an unknown option or a value out of range, and as `remote`.
+        """
         names = EngineConfig.option_names() - {"reuse", "remote"}
         flat = {key: value for key, value in self.given().items() if key in names}
         reuse = ReuseConfig(**self._table("reuse"))
@@ -295,7 +300,10 @@ class Settings:
         return replace(config, store=store).with_options(**options)
 
     def remote(self) -> RemoteConfig | None:
-        """Return the configuration of the remote, or None. Raises ConfigError, also for a bad key file."""
+        """Return the configuration of the remote, or None if no setting names one.
+
+        Raises ConfigError for settings of a remote without a URL, and for keys that are too short or cannot be read.
+        """
         table = self._table("remote")
         if not table:
             return None
@@ -330,6 +338,8 @@ def load_settings(
     defaults: Mapping[str, object] | None = None,
 ) -> Settings:
     """Read the settings file, then the environment, then flags; later values override earlier ones.
+
+    The result has every key of `known_settings`, with its origin.
 
     Args:
         path: the file; None: the file named by `CACHECRAFT_SETTINGS`, or `cachecraft.toml` in the working directory if

@@ -22,7 +22,7 @@ from cachecraft_rag.evaluation.records import RecordLog
 from cachecraft_rag.evaluation.runner import EvaluationSettings, Run
 from cachecraft_rag.planning.calibration import Calibration
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine
@@ -273,7 +273,7 @@ class Validation(Closeable):
         self._run.total = len(dataset.questions) * passes
 
     def close(self) -> None:
-        """Close the file of measurements."""
+        """Close the file of measurements, if there is one. A second call does nothing."""
         if self._log is not None:
             self._log.close()
 

@@ -19,7 +19,7 @@ from cachecraft_rag.evaluation.formats import (
 )
 from cachecraft_rag.model.demo_model import handbook_folder, handbook_questions
 from cachecraft_rag.retrievers.reading.chunking import split
-from cachecraft_rag.types import Chunk, Document
+from cachecraft_rag.types.documents import Chunk, Document
 
 # In addition to those of the drawn questions: enough for unrelated passages, without splitting 300,000 articles.
 OTHER_DOCUMENTS = 200
@@ -94,10 +94,11 @@ def load_dataset(
 
 
 def handbook_dataset(*, passages: int, limit: int | None, seed: int) -> Dataset:
-    """The sample handbook's questions over its pages, in pieces of two sections; without gold answers.
+    """Return the sample handbook's questions over its pages, in pieces of two sections; without gold answers.
 
     Raises:
         ConfigError: `passages` or `limit` is below 1.
+        CacheCraftError: the installation lacks the handbook.
     """
     builder = SourceBuilder()
     pages = {}

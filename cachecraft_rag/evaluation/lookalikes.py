@@ -14,7 +14,7 @@ from pathlib import Path
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion, check_draw
 from cachecraft_rag.evaluation.metrics import normalised_words
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 NAME = "lookalikes"
 HALVES = ("tune", "confirm")  # settings may be chosen on the first; the second only confirms them
@@ -65,7 +65,10 @@ def lookalikes_pages() -> dict[str, str]:
 
 
 def lookalikes_questions() -> list[LookalikeQuestion]:
-    """Return all questions of both halves, in the order of their file."""
+    """Return all questions of both halves, in the order of their file.
+
+    Raises CacheCraftError if the installation lacks the set.
+    """
     entries = json.loads((lookalikes_folder() / ".questions.json").read_text(encoding="utf-8"))
     asked: Counter[str] = Counter()
     questions = []
@@ -101,6 +104,7 @@ def lookalikes_dataset(
 
     Raises:
         ConfigError: no half has that name, or `passages` or `limit` is below 1.
+        CacheCraftError: the installation lacks the set.
     """
     if half is not None and half not in HALVES:
         raise ConfigError(

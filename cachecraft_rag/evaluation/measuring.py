@@ -24,7 +24,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine, ScoredAnswer
     from cachecraft_rag.evaluation.dataset import EvaluationQuestion
-    from cachecraft_rag.types import Chunk
+    from cachecraft_rag.types.documents import Chunk
 
 # A difference of two probabilities. Below it, rounding can decide between full prefill's two likeliest tokens, so an
 # answer that departs from full prefill's there departs by chance.

@@ -19,7 +19,7 @@ from cachecraft_rag.prompt.builder import STAND_IN
 from cachecraft_rag.serving.priming import SIMILAR_CHUNKS, Primer
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import RowFilter
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine

@@ -34,12 +34,12 @@ class Estimate:
 
     @property
     def low(self) -> float:
-        """Lower end of the interval."""
+        """Lower end of the 95 % interval, in the unit of the mean."""
         return self.interval.low
 
     @property
     def high(self) -> float:
-        """Upper end of the interval."""
+        """Upper end of the 95 % interval, in the unit of the mean."""
         return self.interval.high
 
 
@@ -196,7 +196,10 @@ class Report:
     full_f1: Estimate | None
 
     def value(self, method: str, name: str) -> Estimate | None:
-        """Return one measure of the method with this label."""
+        """Return one measure of the method with this label; None without questions to estimate it from.
+
+        `name` is the measure's name in JSON. Raises KeyError for an unknown method or measure.
+        """
         return self.methods[method][name]
 
     def as_dict(self) -> dict[str, object]:

@@ -22,7 +22,8 @@ from cachecraft_rag.evaluation.measuring import Record, Reference, Trial, measur
 from cachecraft_rag.evaluation.origins import CONDITIONS, DEFAULT_ORIGIN, OriginCondition, Origins
 from cachecraft_rag.evaluation.records import RecordLog
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.types import Progress, digest
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.progress import Progress
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine

@@ -48,7 +48,7 @@ from cachecraft_rag.retrievers.langchain import note
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types import OUTCOME_KEY, Chunk, noted_chunk_id
+from cachecraft_rag.types.documents import OUTCOME_KEY, Chunk, noted_chunk_id
 
 SEARCHED = "cachecraft_searched"  # metadata key of a follow-up's documents: what was searched for
 # in the words of other chat models

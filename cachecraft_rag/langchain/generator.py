@@ -25,7 +25,7 @@ from cachecraft_rag.langchain.chat_model import (
 )
 from cachecraft_rag.retrievers.langchain import note
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types import NOTE_KEYS, OUTCOME_KEY
+from cachecraft_rag.types.documents import NOTE_KEYS, OUTCOME_KEY
 
 
 class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str]):

@@ -41,7 +41,7 @@ from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.prompt.output_schema import asking_for
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 Model = TypeVar("Model", bound=BaseModel)
 _ASSISTANTS = (MessageRole.ASSISTANT, MessageRole.CHATBOT, MessageRole.MODEL)

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 from llama_index.core.schema import MetadataMode, NodeWithScore
 
 from cachecraft_rag.retrievers.llama_index import with_notes, without_paths
-from cachecraft_rag.types import CHUNK_ID_KEY, OUTCOME_KEY, Chunk, noted_chunk_id
+from cachecraft_rag.types.documents import CHUNK_ID_KEY, OUTCOME_KEY, Chunk, noted_chunk_id
 
 
 class DocumentOptions(TypedDict):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cachecraft_rag.types import digest
+from cachecraft_rag.types.digests import digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,7 +20,8 @@ class ModelTokens:
     """The answering model's token count and limit for chunks, besides those of the embedding model.
 
     name   identifies the tokenizer and the limit
-    count  number of tokens of a text
+    count  number of tokens of a text. A tokenizer raises TypeError for half a surrogate pair, which indexed text never
+           holds
     limit  the most tokens of a chunk
     """
 
@@ -50,11 +51,14 @@ class ModelTokens:
         )
 
     def share(self, text: str, limit: int) -> int:
-        """The text's tokens in units of another limit: this model's limit corresponds to `limit`."""
+        """Return the text's tokens in units of another limit, rounded up: this model's limit corresponds to `limit`."""
         return -(-self.count(text) * limit // self.limit)
 
     def fits(self, text: str) -> bool:
-        """True if a chunk of this text is within the limit; there are hardly ever more tokens than bytes."""
+        """Return True if a chunk of this text is within the limit.
+
+        A text of at most `limit` bytes is not counted: there are hardly ever more tokens than bytes.
+        """
         return len(text.encode("utf-8", "replace")) <= self.limit or self.count(text) <= self.limit
 
 

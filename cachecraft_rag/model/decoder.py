@@ -40,7 +40,7 @@ from cachecraft_rag.model.layer_survey import (
     in_order,
     survey_model,
 )
-from cachecraft_rag.types import DTypeName, KVLayout
+from cachecraft_rag.types.kv_layout import DTypeName, KVLayout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -410,7 +410,10 @@ def chunk_bound_of(name: str) -> ModelTokens:
 
 
 def config_of(name: str) -> PretrainedConfig:
-    """The config of a model, without its weights. Raises ModelNotFoundError."""
+    """Return the config of a model, without its weights.
+
+    Raises ModelNotFoundError if nothing of that name can be loaded.
+    """
     from huggingface_hub import try_to_load_from_cache
     from transformers import AutoConfig
 

@@ -5,7 +5,7 @@ version of transformers, has other tensors in memory and yet computes the same k
 tensor by tensor, so that a checkpoint that was sharded again is the same checkpoint. Reading all weights takes a
 moment per gigabyte; digests are kept in the user's cache folder by path, size and time of change.
 
-A fingerprint begins with the version of this rule (`types.IDENTITY_VERSION`), so that an older one is recognised.
+A fingerprint begins with the version of this rule (`IDENTITY_VERSION`), so that an older one is recognised.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import xxhash
 
 from cachecraft_rag.model.demo_model import cache_folder
 from cachecraft_rag.store.small_file import replace_file
-from cachecraft_rag.types import IDENTITY_VERSION, LAYOUT_VERSION, digest
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.versions import IDENTITY_VERSION, LAYOUT_VERSION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

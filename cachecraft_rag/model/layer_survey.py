@@ -108,7 +108,9 @@ class RotationForm:
 
     @property
     def order(self) -> Tensor | None:
-        """Index `[head_dim]` of a head's dimensions in the order of all models; None = they have it already.
+        """Index of a head's dimensions in the order of all models, int64 `[head_dim]` on the CPU.
+
+        None if the dimensions have that order already.
 
         >>> RotationForm(head_dim=6, rotary_dim=4, interleaved=True, last=True).order.tolist()
         [2, 4, 3, 5, 0, 1]

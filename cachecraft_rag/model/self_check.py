@@ -59,7 +59,7 @@ def self_check(decoder: Decoder) -> float:
     Compared are recomputing everything (gate G1), reusing everything (gate G2) and the attention of each layer.
 
     Returns:
-        The larger relative error of the logits.
+        The larger relative error (L2) of the logits, as a fraction.
 
     Raises:
         UnsupportedModelError: an error is beyond rounding, or a layer's sliding window is not the configured one.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from cachecraft_rag.errors import ConfigError, UnsupportedModelError
 from cachecraft_rag.store.codecs import CODECS
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -25,7 +25,7 @@ from cachecraft_rag.store import ChunkCacheStore, StoreStats
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.remote import RemoteStats
 from cachecraft_rag.store.remote.breaker import State
-from cachecraft_rag.types import CaptureDrop, EvictionReason
+from cachecraft_rag.types.store_reasons import CaptureDrop, EvictionReason
 
 MOST_PORT = 65535
 _READABLE = "1 while the store's catalog can be read"

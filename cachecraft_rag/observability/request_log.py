@@ -57,7 +57,11 @@ class JsonFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter.format`."""
+        """Return the record as one line of JSON.
+
+        The time is ISO 8601 in UTC. NaN and infinities become null, and values that JSON lacks become text. The field
+        "exception" holds an exception with its traceback.
+        """
         fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "level": record.levelname,

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from cachecraft_rag.planning.reasons import Reason
-from cachecraft_rag.types import Metadata, TierName
+from cachecraft_rag.types.documents import Metadata
+from cachecraft_rag.types.variants import TierName
 
 Finish = Literal["end", "length", "stop", "closed", "failed"]
 

@@ -334,8 +334,8 @@ def configure_tracing() -> None:
     spans are sent when the process ends.
 
     Raises:
-        ConfigError: an endpoint is named, and the extra "otel" is not installed, or another protocol than HTTP is asked
-            for.
+        ConfigError: an endpoint is named, and the extra "otel" is not installed, another protocol than HTTP is asked
+            for, or OpenTelemetry refuses the value of one of its variables.
     """
     endpoint = _first_set(ENDPOINTS)
     is_off = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
@@ -362,10 +362,16 @@ def configure_tracing() -> None:
     is_named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get(
         "OTEL_RESOURCE_ATTRIBUTES", ""
     )
-    provider = TracerProvider(
-        resource=Resource.create({} if is_named else {"service.name": _PROVIDER})
-    )
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    try:
+        provider = TracerProvider(
+            resource=Resource.create({} if is_named else {"service.name": _PROVIDER})
+        )
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    except ValueError as error:
+        raise ConfigError(
+            f"OpenTelemetry refuses the value of one of its variables ({error}); correct it, or set "
+            "OTEL_TRACES_EXPORTER=none"
+        ) from error
     trace.set_tracer_provider(provider)
 
 

@@ -13,7 +13,7 @@ from typing import Self
 
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
-from cachecraft_rag.types import Prompt, Segment
+from cachecraft_rag.types.prompts import Prompt, Segment
 
 # session, and ids of the segments up to the one to be captured
 _Path = tuple[str | None, tuple[str, ...]]
@@ -100,7 +100,8 @@ class Candidates:
     def add(self, candidate: Candidate) -> Candidate | None:
         """Count a request for a candidate.
 
-        If there are too many candidates, removes the least valuable one, which may be this one, and returns it.
+        If there are too many candidates, removes the least valuable one, which may be this one, and returns it; else
+        returns None.
         """
         known = self._waiting.pop(candidate.identity, None)
         self._would_have_saved.update(dict(candidate.paths()))
@@ -117,14 +118,14 @@ class Candidates:
     def best(self, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
         """Return the most valuable of the candidates for which `among` is true (by default all).
 
-        Of equally valuable ones it is the latest. It is not removed.
+        Of equally valuable ones it is the latest. It is not removed. Returns None if there is no such candidate.
         """
         latest_first = reversed(self._waiting.values())
         candidates = [candidate for candidate in latest_first if among is None or among(candidate)]
         return max(candidates, key=self.value, default=None)
 
     def remove(self, candidate: Candidate) -> None:
-        """Remove a candidate, and the count of its captures unless another candidate has them too."""
+        """Remove a candidate, if it is there, and the count of its captures unless another candidate has them too."""
         self._waiting.pop(candidate.identity, None)
         wanted = {path for other in self._waiting.values() for path, _ in other.paths()}
         for path, _ in candidate.paths():

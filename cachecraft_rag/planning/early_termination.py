@@ -12,7 +12,9 @@ from itertools import pairwise
 
 
 def focused_count(scores: Sequence[float]) -> int:
-    """Number of focused chunks, from cumulative scores in descending order; at least 1.
+    """Return the number of focused chunks, at least 1, from the scores of the chunks in descending order `[chunks]`.
+
+    A score is the question's attention to a chunk, added up over layers, heads and rows.
 
     Lines 5–9 of Algorithm 1 to the letter: i* is the i in 1 … k-2 with the largest h(i+1) - h(i), which is -p·log p of
     gap i+1, and the top i* chunks are focused. That has two flaws: -p·log p is not monotonic, so a gap that holds
@@ -50,7 +52,11 @@ class FocusMonitor:
         self.layer: int | None = None
 
     def observe(self, layer: int, mass: Sequence[float]) -> bool:
-        """Add one layer's attention mass from the question to each chunk (eq. 15); True in the layer that decides."""
+        """Add one layer's attention mass from the question to each chunk `[chunks]` (eq. 15).
+
+        Returns True in the layer that decides, and False in all others. Then `focused` holds the chunks' indices and
+        `layer` this layer.
+        """
         if self.focused is not None:
             return False
         self._cumulative = [old + new for old, new in zip(self._cumulative, mass, strict=True)]

@@ -72,7 +72,10 @@ class TokenKinds:
 
 
 def window_hashes(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return for each token a hash of it and the 15 tokens before it (fewer at the beginning), `[tokens]`."""
+    """Return for each token a hash of it and the 15 tokens before it (fewer at the beginning): uint64 `[tokens]`.
+
+    Hashes are below 2**48.
+    """
     mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_SPREAD)
     mixed ^= mixed >> np.uint64(31)
     mixed *= np.uint64(_STEP)
@@ -243,7 +246,9 @@ def _cut(
 def marks(
     token_ids: Sequence[int], *, width: int = 16
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Return positions and hashes of a text's marks: of `width` neighbouring windows, the one with the least hash.
+    """Return the marks of a text: positions, int64 `[marks]`, ascending, and hashes, uint64 `[marks]`.
+
+    Of `width` neighbouring windows, the one with the least hash is a mark.
 
     This is winnowing (Schleimer et al., SIGMOD 2003): two texts with `width + 15` equal tokens in a row share a mark.
     The position of a mark is that of its last token. Shorter texts have no marks.

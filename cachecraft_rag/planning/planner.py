@@ -22,7 +22,9 @@ from cachecraft_rag.planning.scoring import (
     prefix_overlap,
 )
 from cachecraft_rag.planning.selectors import TokenFacts, select, selector_named
-from cachecraft_rag.types import Prompt, Segment, TokenScores, Variant
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.prompts import Prompt, Segment
+from cachecraft_rag.types.variants import Variant
 
 # Factors by which CFO is multiplied when the variants of a chunk are compared (see `_rank`): for a variant that was
 # primed after its neighbours in the document, and for one captured after the instruction only.

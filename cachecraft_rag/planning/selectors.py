@@ -58,12 +58,17 @@ class Selector:
 
 
 def cache_craft(facts: TokenFacts) -> np.ndarray | None:
-    """Return Cache-Craft's score (eq. 14): attention to earlier chunks at capture; None if there were none."""
+    """Return Cache-Craft's score (eq. 14), float32 `[tokens]`: attention to earlier chunks at capture.
+
+    None if there were none.
+    """
     return facts.token_inter
 
 
 def leading(facts: TokenFacts) -> np.ndarray:
-    """Return EPIC's score: a chunk's first tokens first, because at capture they served as attention sinks.
+    """Return EPIC's score, float64 `[tokens]`: a chunk's first tokens first.
+
+    At capture they served as attention sinks.
 
     >>> leading(TokenFacts(4, seed=0)).tolist()
     [1.0, 0.75, 0.5, 0.25]
@@ -72,12 +77,12 @@ def leading(facts: TokenFacts) -> np.ndarray:
 
 
 def random(facts: TokenFacts) -> np.ndarray:
-    """Return random scores: the RANDOM-RECOMP baseline of Cache-Craft §5.1.4."""
+    """Return random scores, float64 `[tokens]` from 0 to 1: the RANDOM-RECOMP baseline of Cache-Craft §5.1.4."""
     return np.random.default_rng(facts.seed).random(facts.tokens)
 
 
 def question(facts: TokenFacts) -> np.ndarray:
-    """Return attention to earlier chunks at capture plus weighted attention from the current question.
+    """Return attention to earlier chunks at capture plus weighted attention from the question, float `[tokens]`.
 
     Adds `QUESTION_WEIGHT` times the probe's score to the score of eq. 14 (that of `leading` if no chunk stood before
     this one at capture). Both are 1 on average. The question's attention alone is better on most questions but fails
@@ -122,7 +127,7 @@ def select(
     done: Sequence[frozenset[int]] = (),
     spent: Sequence[int] = (),
 ) -> list[np.ndarray]:
-    """Return the tokens to recompute in each reused chunk, as ascending offsets (int64).
+    """Return the tokens to recompute in each reused chunk: for each an int64 array of ascending offsets in the chunk.
 
     Args:
         facts: facts about each chunk.

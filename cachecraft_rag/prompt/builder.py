@@ -31,7 +31,9 @@ from cachecraft_rag.prompt.tools import (
     result_message,
 )
 from cachecraft_rag.prompt.unmarked import PromptPiece, Recognise, segments_of
-from cachecraft_rag.types import CHUNK_ID_KEY, Chunk, Prompt, Segment, digest
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.documents import CHUNK_ID_KEY, Chunk
+from cachecraft_rag.types.prompts import Prompt, Segment
 
 logger = logging.getLogger("cachecraft_rag.prompt")
 
@@ -182,7 +184,10 @@ class PromptBuilder:
         return self.chunk_segment(Chunk(STAND_IN))
 
     def chunk_segment(self, chunk: Chunk) -> Segment:
-        """Return the chunk's segment: its text and an empty line."""
+        """Return the chunk's segment, of kind "chunk" and shared: the tokens of its text and an empty line.
+
+        It may have any number of tokens; half a surrogate pair becomes "?".
+        """
         text = chunk.text + "\n\n"
         ids = self._encode(text, special=False, before=_LINE_END, after=_WORD)
         return Segment("chunk", chunk.chunk_id, ids)

@@ -145,7 +145,9 @@ def format_of(render: Callable[..., str], tokenizer: Any) -> CallFormat:
 
 
 def calls_in(text: str) -> list[PastCall]:
-    """Return the calls of a turn. Raises ConfigError.
+    """Return the calls of a turn, in order, from its text: a JSON list of objects with a name and arguments.
+
+    Raises ConfigError for other text, and for a name that no tool can have.
 
     >>> calls_in('[{"name": "add", "arguments": {"a": 1}}]')
     [{'name': 'add', 'arguments': {'a': 1}}]
@@ -172,13 +174,23 @@ def _is_call(value: object) -> bool:
 
 
 def call_message(name: str, arguments: Mapping[str, object], number: int) -> dict[str, object]:
-    """Return a call in the form that templates take."""
+    """Return a call in the form that templates take: a dict with id, type and function.
+
+    Args:
+        number: place of the call in the conversation, from 0; its id is this number as nine digits.
+    """
     function = {"name": name, "arguments": dict(arguments)}
     return {"id": f"{number:09}", "type": "function", "function": function}
 
 
 def result_message(name: str, text: str, number: int) -> dict[str, object]:
-    """Return the result of a call in the form that templates take."""
+    """Return the result of a call as a chat message: a dict with role "tool", name, tool_call_id and content.
+
+    Args:
+        name: name of the tool.
+        text: the result.
+        number: the number that its call was given in `call_message`.
+    """
     return {"role": "tool", "name": name, "tool_call_id": f"{number:09}", "content": text}
 
 

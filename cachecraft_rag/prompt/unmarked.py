@@ -22,7 +22,8 @@ from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.found_text import TokenKinds, find_segments, marks
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.store.catalog.found_texts import MarkedText
-from cachecraft_rag.types import Prompt, Segment, digest, digest_of_tokens
+from cachecraft_rag.types.digests import digest, digest_of_tokens
+from cachecraft_rag.types.prompts import Prompt, Segment
 
 # Takes token ids; returns the places of captured texts in them, each with its chunk id.
 Recognise = Callable[[Sequence[int]], list[tuple[range, str]]]
@@ -158,7 +159,10 @@ def recognise_captured(
 
 
 def session_of(prompt: Prompt, session: str | None) -> str | None:
-    """Return the request's session; a prompt with found segments and no session gets one named by its prefix."""
+    """Return the request's session, or None without one.
+
+    A prompt with found segments and no session gets one named by its prefix.
+    """
     if session is not None or not any(segment.found for segment in prompt.segments):
         return session
     last = max(index for index, segment in enumerate(prompt.segments) if segment.found)

@@ -14,7 +14,7 @@ from cachecraft_rag.errors import BusyError, WaitTimeoutError
 from cachecraft_rag.planning.config import ReuseConfig, Scope
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.serving.step_loop import LoopTask
-from cachecraft_rag.types import Prompt
+from cachecraft_rag.types.prompts import Prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.store.row_checks import LookupResult
-from cachecraft_rag.types import Segment
+from cachecraft_rag.types.prompts import Segment
 
 logger = logging.getLogger("cachecraft_rag")
 

@@ -11,7 +11,8 @@ from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.serving.step_loop import LoopTask, StepLoop
-from cachecraft_rag.types import Prompt, RemovedChunks
+from cachecraft_rag.types.captures import RemovedChunks
+from cachecraft_rag.types.prompts import Prompt
 
 
 @dataclass(frozen=True, eq=False)

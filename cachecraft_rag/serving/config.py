@@ -59,7 +59,7 @@ class Audits:
     def of(cls, value: str | float) -> Self:
         """Return the audits that a word or a number asks for: "off", "idle" (every answer), or a share from 0 to 1.
 
-        Raises ConfigError.
+        Raises ConfigError for any other word, and for a number that is not a share.
 
         >>> Audits.of("idle").share, Audits.of("off").share, Audits.of("0.25").share
         (1.0, 0.0, 0.25)

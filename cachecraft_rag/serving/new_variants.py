@@ -31,7 +31,8 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.store.row_checks import LookupResult
-from cachecraft_rag.types import CaptureDrop, Prompt, Unavailable
+from cachecraft_rag.types.prompts import Prompt
+from cachecraft_rag.types.store_reasons import CaptureDrop, Unavailable
 
 logger = logging.getLogger("cachecraft_rag.new_variants")
 
@@ -121,12 +122,15 @@ class WantedVariants:
         self._refusals = self._refusals + refused if refused else 0
 
     def drop(self, candidate: Candidate, reason: Dropped | None) -> None:
-        """Remove a candidate; `reason`: None if it was stored."""
+        """Remove a candidate and count the reason: None if it was stored.
+
+        Only counts if the candidate was removed before.
+        """
         self.candidates.remove(candidate)
         self.count(reason)
 
     def count(self, reason: Dropped | None, times: int = 1) -> None:
-        """Count candidates that were not captured."""
+        """Count candidates that were not captured; without a reason, does nothing."""
         if reason is not None and times:
             self._dropped[reason] += times
 

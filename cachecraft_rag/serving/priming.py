@@ -20,7 +20,10 @@ from cachecraft_rag.model.facts import DiskSpace, ModelFacts
 from cachecraft_rag.model.sizes import cache_bytes
 from cachecraft_rag.prompt.builder import PromptBuilder
 from cachecraft_rag.store.row_checks import LookupResult
-from cachecraft_rag.types import Chunk, Progress, Prompt, Segment, VariantKey
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.progress import Progress
+from cachecraft_rag.types.prompts import Prompt, Segment
+from cachecraft_rag.types.variants import VariantKey
 
 _NEXT_CHUNKS = 2  # chunks after which a document's first chunk is captured
 SIMILAR_CHUNKS = 4  # chunks of other documents after which a document of one chunk is captured
@@ -49,7 +52,7 @@ class PrimableEngine(Protocol):
         Args:
             prompt: system segment and chunks, without a question.
             captures: indices of segments.
-            primed: see `types.Variant`.
+            primed: see `types.variants.Variant`.
 
         Raises:
             UnsupportedCallError: this engine captures texts only.

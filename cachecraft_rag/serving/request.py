@@ -17,7 +17,9 @@ from cachecraft_rag.planning.reasons import Reason, explain
 from cachecraft_rag.prompt.builder import check_history
 from cachecraft_rag.prompt.output_schema import Constraint
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.types import Prompt, RemovedChunks, TierName
+from cachecraft_rag.types.captures import RemovedChunks
+from cachecraft_rag.types.prompts import Prompt
+from cachecraft_rag.types.variants import TierName
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class LoopTask:
     handle    a claim on the result; None: the task cannot be given up
     context   context variables of the caller
     step      the step that it is at
-    since     time at which it arrived at that step
+    since     time of `time.perf_counter`, in seconds, at which it arrived at that step
     loads     chunk-caches that its prefill loads
     load_s    seconds that it waited for them
     joined    its pass that runs together with the pass of the first prefill
@@ -109,7 +109,7 @@ class LoopTask:
 
     @property
     def paused_at(self) -> float:
-        """Time since when it waits for its reader; infinite if it does not."""
+        """Time of `time.perf_counter`, in seconds, since when it waits for its reader; infinite if it does not."""
         is_paused = isinstance(self.step, Until) and self.step.for_reader
         return self.since if is_paused else math.inf
 
@@ -225,7 +225,10 @@ class StepLoop:
         return any(task.priority is priority for task in self._tasks)
 
     def would_join(self, rows: Sequence[int] | NDArray[np.int64]) -> bool:
-        """Return whether a new prefill of rows at these positions pays beside those that run; for the loop's thread."""
+        """Return whether a new prefill of rows at these positions `[rows]` pays beside those that run.
+
+        For the loop's thread only.
+        """
         passes = [
             (task.step.row_pass, task.joined)
             for task in self._prefilling()
@@ -254,7 +257,10 @@ class StepLoop:
         self._planners.shutdown(wait=False)
 
     def end(self) -> None:
-        """End the thread soon, without waiting: the engine is gone. Takes no lock."""
+        """Have the thread end after its last task, without waiting: the engine is gone. Takes no lock.
+
+        Work in idle time that has not begun is closed; everything else goes on.
+        """
         self._inbox.put(self._close)
 
     # -- the thread ---------------------------------------------------------------------------------------------------

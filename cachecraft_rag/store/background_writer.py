@@ -24,7 +24,9 @@ from cachecraft_rag.store.memory import Memory
 from cachecraft_rag.store.remote import RemoteTier
 from cachecraft_rag.store.row_checks import row_error, scores_are_wrong
 from cachecraft_rag.store.serial_worker import SerialWorker, WorkerEndedError
-from cachecraft_rag.types import Capture, CaptureDrop, TokenScores, Unavailable, Variant, VariantKey
+from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.store_reasons import CaptureDrop, Unavailable
+from cachecraft_rag.types.variants import Variant, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")

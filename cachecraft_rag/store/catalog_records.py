@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass, field
 
 from cachecraft_rag.checks import check_kind, check_number, check_text
-from cachecraft_rag.types import EvictionReason, Variant
+from cachecraft_rag.types.store_reasons import EvictionReason
+from cachecraft_rag.types.variants import Variant
 
 
 @dataclass(frozen=True, slots=True)

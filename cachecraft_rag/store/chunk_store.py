@@ -45,20 +45,16 @@ from cachecraft_rag.store.memory import Memory
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.remote import RemoteConfig, RemoteStats, RemoteStream, RemoteTier
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
-from cachecraft_rag.types import (
-    Capture,
+from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.progress import Progress
+from cachecraft_rag.types.store_reasons import (
     CaptureDrop,
     Damaged,
     EvictionReason,
-    LoadedVariant,
     LoadFailure,
-    Payload,
-    Progress,
-    TierName,
-    TokenScores,
     Unavailable,
-    Variant,
 )
+from cachecraft_rag.types.variants import LoadedVariant, Payload, TierName, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -466,7 +462,11 @@ class ChunkCacheStore(Closeable):
         )
 
     def remote_stats(self, *, ask: bool) -> RemoteStats | None:
-        """Return counts of this process on the remote, and with `ask` its sizes; None without a remote."""
+        """Return counts of this process on the remote, and with `ask` its sizes; None without a remote.
+
+        Asking takes at most two seconds. The sizes are None without `ask`, and if the remote does not answer. Also
+        possible after `close`; never raises.
+        """
         return self._remote.stats(ask=ask) if self._remote is not None else None
 
     def counts(self) -> dict[str, Any]:

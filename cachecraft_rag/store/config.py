@@ -94,9 +94,9 @@ class StoreStats:
     disk_bytes  bytes of files with a row, and of files that are being written or deleted
     lookups     outcome → number of chunks: "found", "not_stored", or "refused" (the row did not pass the checks)
     loads       tier → number of chunk-caches loaded: "device", "host", "disk", "remote"
-    load_failures  tier → `types.LoadFailure` → number of chunk-caches
-    captures    outcome → number of captures: "stored", or a `types.CaptureDrop`; for the remote see `remote`
-    evictions   tier → `types.EvictionReason` → number of chunk-caches; those that left memory are still on disk
+    load_failures  tier → `LoadFailure` → number of chunk-caches
+    captures    outcome → number of captures: "stored", or a `CaptureDrop`; for the remote see `remote`
+    evictions   tier → `EvictionReason` → number of chunk-caches; those that left memory are still on disk
     remote      sizes on the remote, and counts of this process there; None without a remote
     """
 

@@ -31,15 +31,10 @@ from cachecraft_rag.store.eviction import Policy
 from cachecraft_rag.store.files.disk import DiskTier, Throttle
 from cachecraft_rag.store.files.writers import Writers
 from cachecraft_rag.store.layout import Encoded
-from cachecraft_rag.types import (
-    CaptureDrop,
-    Damaged,
-    EvictionReason,
-    Progress,
-    TokenScores,
-    Unavailable,
-    Variant,
-)
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.progress import Progress
+from cachecraft_rag.types.store_reasons import CaptureDrop, Damaged, EvictionReason, Unavailable
+from cachecraft_rag.types.variants import Variant
 
 FindingKind = Literal[
     "missing file",
@@ -117,9 +112,10 @@ class DurableVariants:
         throttle: Throttle | None = None,
         policy: Policy | None = None,
     ) -> None:
-        """Open the folder, remove files left by killed writers, and apply the limits. Raises StoreError.
+        """Open the folder, remove files left by killed writers, and apply the limits.
 
-        `limits` are stored with the folder; other limits keep their stored values, by default `defaults`.
+        `limits` are stored with the folder; other limits keep their stored values, by default `defaults`. Raises
+        StoreError if the folder or its catalog cannot be used.
         """
         self._on_removed = on_removed
         self._lock = threading.Lock()
@@ -177,7 +173,7 @@ class DurableVariants:
         return self._gone
 
     def evictions(self) -> dict[EvictionReason, int]:
-        """Number of rows that this process has removed, by reason."""
+        """Return the number of rows that this process has removed, by reason; reasons without any are left out."""
         with self._lock:
             return dict(self._evictions)
 
@@ -191,7 +187,7 @@ class DurableVariants:
     ) -> Unavailable | None:
         """Store a variant, and evict others if needed; return None, or the reason why it cannot be stored.
 
-        `extra_variant`: see `types.Capture`.
+        `extra_variant`: see `types.captures.Capture`.
 
         Raises OSError or StoreError if the disk or the catalog fails; then no file is left.
         """
@@ -238,10 +234,10 @@ class DurableVariants:
         return None
 
     def discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
-        """Remove the row and the file of a variant that can never be served, with a warning. Raises StoreError.
+        """Remove the row and the file of a variant that can never be served, with a warning.
 
         Does nothing if the row was evicted or replaced after the look-up, if another thread has removed it, or if the
-        store is read-only.
+        store is read-only. Raises StoreError if the catalog cannot be changed.
         """
         if self.read_only or self.gone():
             return
@@ -250,7 +246,13 @@ class DurableVariants:
             logger.warning("Removed chunk-cache %s of chunk %s: %s", path, chunk_id, reason)
 
     def evict(self, chosen: RowFilter, *, down_to_bytes: int | None = None) -> Evicted:
-        """Remove the chosen rows and their files, lowest score first. Raises StoreError."""
+        """Remove the chosen rows and their files, lowest score first.
+
+        Args:
+            down_to_bytes: only as many rows as leave at most so many bytes of files; None: all chosen rows.
+
+        Raises StoreError if the catalog cannot be read or changed.
+        """
         files = self.catalog.chosen(chosen, down_to_bytes=down_to_bytes)
         gone = self._evict(files, EvictionReason.ADMINISTRATOR, forget=chosen.chunk_ids or ())
         return Evicted(len(gone), sum(file.file_bytes for file in gone))
@@ -300,7 +302,10 @@ class DurableVariants:
         return bool(self._interrupted)
 
     def finish_interrupted(self) -> None:
-        """Delete files whose rows were removed just before Ctrl-C; they would take up room. Raises StoreError."""
+        """Delete files whose rows were removed just before Ctrl-C; they would take up room.
+
+        Raises StoreError if the catalog cannot be read.
+        """
         files = list(self._interrupted)
         without_row = [file for file in files if not self.catalog.holds(file)]
         self.delete(without_row)
@@ -351,7 +356,11 @@ class DurableVariants:
             self._unsettled = others + unsettled
 
     def check(self, *, repair: bool, progress: Callable[[Progress], None] | None) -> CheckReport:
-        """Compare rows and files and read every byte; see `ChunkCacheStore.check`. Raises StoreError, OSError."""
+        """Compare rows and files and read every byte; see `ChunkCacheStore.check`.
+
+        Raises StoreError if the catalog cannot be read, or with `repair` not be changed; OSError if the folder cannot
+        be listed.
+        """
         if repair and self.read_only:
             raise StoreError(
                 f"{self.catalog.path.parent} cannot be written. Make it writable for this user to repair it."

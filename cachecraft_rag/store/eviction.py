@@ -49,7 +49,7 @@ class VariantFacts(NamedTuple):
 
     chunk_id, variant_id  ids of the variant
     tokens, nbytes        number of tokens, and bytes in memory or on disk
-    exact_share           see `types.Variant`
+    exact_share           see `types.variants.Variant`
     used                  sum of all uses so far
     """
 

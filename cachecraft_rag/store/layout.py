@@ -37,16 +37,10 @@ import xxhash
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.codecs import Codec, codec_named
-from cachecraft_rag.types import (
-    LAYOUT_VERSION,
-    Damaged,
-    KVLayout,
-    LoadFailure,
-    TierName,
-    Unavailable,
-    Variant,
-    VariantKey,
-)
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.store_reasons import Damaged, LoadFailure, Unavailable
+from cachecraft_rag.types.variants import TierName, Variant, VariantKey
+from cachecraft_rag.types.versions import LAYOUT_VERSION
 
 if TYPE_CHECKING:
     import torch
@@ -238,7 +232,7 @@ def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, which share its memory."""
+    """Return the bytes of a contiguous CPU tensor of any shape, which share its memory."""
     import torch
 
     array: np.ndarray = tensor.view(-1).view(torch.uint8).numpy()
@@ -262,7 +256,7 @@ class ByteSource(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes. Raises OSError."""
+        """Number of bytes. Raises OSError if it cannot be asked for, such as after `close`."""
 
     def read(self, buffer: memoryview, at: int) -> None:
         """Fill `buffer` from offset `at` on; any thread may call it.
@@ -290,9 +284,13 @@ class StoredVariant:
     kv: torch.Tensor | None = None
 
     def __init__(self, source: ByteSource, variant: Variant) -> None:
-        """Read and verify the header. Raises ValueError with the flaw of the file, ConfigError, OSError.
+        """Read and verify the header.
 
-        If the variant has its model's layout, a file that is larger than that model writes is refused.
+        Raises:
+            ValueError: the header is damaged or of another variant, or the file is larger than the variant's model
+                writes; the message says which.
+            ConfigError: the codec is unknown or not installed.
+            OSError: the bytes cannot be read, or the tensor would be far larger than them and no model vouches for it.
         """
         self._codec = codec_named(variant.codec)
         layout = variant.payload.layout
@@ -327,7 +325,7 @@ class StoredVariant:
         self.token_bytes = (needed - self._begin) / header.tokens
 
     def allocate(self, *, pinned: bool = False) -> None:
-        """Allocate the tensor, page-locked if `pinned`. Raises MemoryError."""
+        """Allocate `kv`, uninitialised, page-locked if `pinned`. Raises MemoryError if there is no room for it."""
         import torch
 
         from cachecraft_rag.kernels.memory import empty
@@ -348,7 +346,7 @@ class StoredVariant:
     def scratch(self, tokens: int, old: torch.Tensor | None) -> torch.Tensor:
         """Return an uninitialised tensor `[2, tokens, kv_heads, head_dim]`, in the memory of `old` if it fits.
 
-        Raises MemoryError.
+        Raises MemoryError if there is no room for it.
         """
         import torch
 
@@ -413,7 +411,10 @@ class StoredVariant:
             raise ValueError(f"data damaged: layer {layer} holds numbers that no model produces")
 
     def read_all(self) -> torch.Tensor:
-        """Read every layer, in order, after `allocate`; see `read`."""
+        """Read every layer, in order, and return `kv`, `[layers, 2, tokens, kv_heads, head_dim]`. Needs `allocate`.
+
+        Raises as `read`.
+        """
         for layer in range(self._header.layout.layers):
             self.read(layer, 0, self._header.tokens)
         assert self.kv is not None, "there is room"
@@ -470,7 +471,7 @@ def longest_payload(variant: Variant, layout: KVLayout) -> int:
 
 
 def in_range(values: torch.Tensor) -> bool:
-    """Return True if all values are finite and none is larger than a key or value can be.
+    """Return True if all values, of any shape, are finite and none is larger than a key or value can be.
 
     Compares bits, which sort like the values: positive numbers as signed, negative ones as unsigned integers. So NumPy
     needs a single pass without a copy; torch would divide it among threads, which wait for each other.

@@ -18,7 +18,7 @@ from cachecraft_rag.store.eviction import (
     ticked,
     ticked_by_return,
 )
-from cachecraft_rag.types import LoadedVariant, TierName, Variant
+from cachecraft_rag.types.variants import LoadedVariant, TierName, Variant
 
 if TYPE_CHECKING:
     import torch

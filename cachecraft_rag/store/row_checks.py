@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from cachecraft_rag.types import KVLayout, TokenScores, Variant
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.variants import Variant
 
 MOST_VARIANTS = 64  # variants of one chunk that a look-up accepts; stores keep 5, remotes 8
 _MOST_COUNT = 1 << 62  # tokens or bytes
@@ -117,7 +119,7 @@ def row_error(variant: Variant) -> str:
 
 
 def scores_are_wrong(scores: TokenScores, tokens: int) -> bool:
-    """Return True if token scores have another number of tokens, or are not valid attention."""
+    """Return True if token scores are not `[tokens]`, or not valid attention: from 0 to the number of tokens."""
     inter = scores.inter
     if inter is None:
         return False

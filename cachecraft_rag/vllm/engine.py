@@ -33,7 +33,7 @@ from cachecraft_rag.serving.request import Request, RequestProgress, SegmentRepo
 from cachecraft_rag.serving.sampling import SamplingParams as Sampling
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.config import CACHE_FOLDER
-from cachecraft_rag.types import Prompt, Segment
+from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.calls import Calls, Serving, Step
 from cachecraft_rag.vllm.idle.audits import (
     KEPT,
@@ -507,7 +507,7 @@ class VLLMEngine(AnswerEngine):
         return self._backend.settle(timeout)
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Return the audit of an answer, by the `request_id` of its statistics; see `Engine.audit_of`."""
+        """Return the audit of an answer, by the `request_id` of its statistics; None as in `Engine.audit_of`."""
         return self._backend.audits.results.get(request_id)
 
     def _prepared(self, request: Request, asked: Question) -> Request:

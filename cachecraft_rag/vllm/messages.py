@@ -18,7 +18,9 @@ from typing import Literal, Self, TypedDict
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store.row_checks import LookupResult
-from cachecraft_rag.types import Prompt, Segment, TokenScores, digest
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.prompts import Prompt, Segment
 
 FIELD = "cachecraft"  # field of `kv_transfer_params`, in both directions
 REPORTS = "reports"  # field of vLLM's statistics: `Ask.name` → report of a filled request

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.types import digest
+from cachecraft_rag.types.digests import digest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

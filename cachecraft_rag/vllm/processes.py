@@ -14,7 +14,11 @@ _GRACE_S = 5.0  # time for vLLM to shut down on its own, before the process is e
 
 
 def settle_in() -> None:
-    """Set up this process once if vLLM has started it. Other processes are set up and ended by their application."""
+    """If vLLM started this process: log to vLLM's log, and end some seconds after the process that started this one.
+
+    Logging that is configured already stays. Does nothing in other processes, whose application does both, and nothing
+    in a second call.
+    """
     parent = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith(_NAMES):
         return

@@ -13,7 +13,7 @@ from cachecraft_rag.observability.tracing import ServedTrace, TracedRequest, is_
 from cachecraft_rag.planning.planner import SegmentOutcome
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.serving.request import Request, RequestProgress, SegmentReport, stats_of
-from cachecraft_rag.types import Prompt
+from cachecraft_rag.types.prompts import Prompt
 from cachecraft_rag.vllm.calls import EngineClient, RequestOutput
 from cachecraft_rag.vllm.idle.audits import KEPT, PredictedAnswer
 from cachecraft_rag.vllm.messages import FIELD, FillReport
@@ -169,7 +169,10 @@ class RequestRecord:
             output.num_cached_tokens = self.stats().tokens_reused if is_reported else None
 
     def take(self, report: FillReport) -> None:
-        """Take the connector's report: once the prompt is filled, and again with the last output."""
+        """Take the connector's report: once the prompt is filled, and again with the last output.
+
+        Raises KeyError, TypeError or ValueError for a report that no connector of this version makes.
+        """
         self.report = report.copy()
         self.progress.reported(self.report)
 
@@ -208,7 +211,7 @@ class Records:
         self._under_way[name] = self._named[record.name] = record
 
     def take(self, name: str, report: FillReport) -> None:
-        """Take the report of a request whose prompt is filled."""
+        """Take the report of a request whose prompt is filled; does nothing for an unknown name."""
         if (record := self._named.get(name)) is not None:
             record.take(report)
 

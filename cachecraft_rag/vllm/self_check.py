@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.types import Prompt, Segment, digest
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.messages import Ask
 
 logger = logging.getLogger("cachecraft_rag.vllm")

@@ -13,7 +13,7 @@ from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.model.decoder import config_of, context_length_of, end_tokens_of, layout_of
 from cachecraft_rag.model.demo_model import demo_model_folder
 from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, snapshot_folder
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.vllm.options import VLLMOptions
 from cachecraft_rag.vllm.refusals import needed_arguments, refusal
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from cachecraft_rag.checks import check_path, check_whole
-from cachecraft_rag.errors import IndexStoreError
+from cachecraft_rag.checks import check_path, check_text, check_whole
+from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.retrievers.index.filters import Where, accepts, check_where, encoded, fragments
 from cachecraft_rag.retrievers.index.schema import DATABASE as DATABASE
 from cachecraft_rag.retrievers.index.schema import chunk_of, model_name, open_database, verify
@@ -31,7 +31,7 @@ from cachecraft_rag.retrievers.index.vector_index import VectorIndex
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.database import Database
 from cachecraft_rag.store.processes import HomeProcess
-from cachecraft_rag.types import Chunk, Scalar, SearchHit
+from cachecraft_rag.types.documents import Chunk, Scalar, SearchHit
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -136,9 +136,10 @@ class FaissStore(Closeable):
 
         vectors  `[chunks, dim]`; a chunk that is in the store already keeps the vector it has
 
-        Raises `IndexStoreError` for vectors of another shape, or that are not finite; `ConfigError` for metadata that
-        is not scalar.
+        Raises `IndexStoreError` for vectors of another shape, that are not finite or no numbers; `ConfigError` for
+        metadata that is not scalar, and for a `doc_id` or a chunk's text that is not valid Unicode.
         """
+        check_text("doc_id", doc_id)
         matrix = self._checked(vectors, len(chunks))
         with self._opened().writing() as db:
             before = [
@@ -169,9 +170,17 @@ class FaissStore(Closeable):
         keys  names of the caller's own for these places, one each, no two alike; a place that has one of them already,
               in whatever document, is replaced
 
-        Raises as `upsert`.
+        Raises as `upsert`, and `ConfigError` for keys that are not one valid text for each chunk, or not unique.
         """
+        check_text("doc_id", doc_id)
         matrix = self._checked(vectors, len(chunks))
+        if keys is not None:
+            for key in keys:
+                check_text("each of keys", key)
+            if len(set(keys)) != len(keys) or len(keys) != len(chunks):
+                raise ConfigError(
+                    f"keys must be {len(chunks)} different names, one for each chunk, not {len(keys)}"
+                )
         with self._opened().writing() as db:
             # First out, then in: a chunk without another owner gets the new vector, as after a change of its metadata.
             removed = self._drop_places(db, keys or ())
@@ -187,14 +196,19 @@ class FaissStore(Closeable):
         )
 
     def set_digest(self, doc_id: str, content_digest: str) -> None:
-        """Change what a document's content digest says; its chunks stay."""
+        """Change what a document's content digest says; its chunks stay. An unknown document is no error."""
+        check_text("doc_id", doc_id)
         with self._opened().writing() as db:
             db.execute(
                 "UPDATE documents SET content_digest = ? WHERE doc_id = ?", (content_digest, doc_id)
             )
 
     def delete_document(self, doc_id: str) -> Change:
-        """Remove a document and those of its chunks that no other document has. An unknown document is no error."""
+        """Remove a document and those of its chunks that no other document has. An unknown document is no error.
+
+        Raises ConfigError for a `doc_id` that is not valid Unicode.
+        """
+        check_text("doc_id", doc_id)
         with self._opened().writing() as db:
             before = [
                 row[0]
@@ -233,14 +247,14 @@ class FaissStore(Closeable):
         where   only chunks with an owner whose metadata has these values (1 is not True) or passes these comparisons
                 (`{"page": {"$in": [1, 2]}}`, see `OPERATORS`), or for whose metadata the function returns true; the
                 hit then carries that owner's metadata. The filter is applied before the search, so it never costs
-                hits. A function sees every owner's metadata and must not call the store.
+                hits. A function sees every owner's metadata and must not call the store; its errors are passed on.
         exact   compare all vectors also where there are more than `vector_index.COARSE_FROM`; with `where` that is so
 
         Raises `ConfigError` for a `k` below 1 or an invalid filter, `IndexStoreError` for a vector that does not fit.
         """
         check_whole("k", k, least=1)
         check_where(where)
-        query = self._checked(np.asarray(vector)[None], 1)[0]
+        query = self._checked([vector], 1)[0]
         # one snapshot: what the index finds, the rows still hold
         with self._opened().snapshot() as db:
             index = self._synchronised(db)
@@ -313,7 +327,11 @@ class FaissStore(Closeable):
         return [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in others[:k]]
 
     def chunks_of(self, doc_id: str) -> list[Chunk]:
-        """Return the chunks of a document in the order of its text; none for an unknown document."""
+        """Return the chunks of a document in the order of its text; none for an unknown document.
+
+        Raises ConfigError for a `doc_id` that is not valid Unicode.
+        """
+        check_text("doc_id", doc_id)
         with self._opened().snapshot() as db:
             return [chunk_of(*row) for row in db.execute(_PLACES.format("doc_id = ?"), (doc_id,))]
 
@@ -385,9 +403,15 @@ class FaissStore(Closeable):
             raise IndexStoreError(f"{self.folder}: the index has been closed; open it again")
         return self._db
 
-    def _checked(self, vectors: ArrayLike, count: int) -> NDArray[np.float32]:
+    def _checked(self, vectors: ArrayLike | Sequence[ArrayLike], count: int) -> NDArray[np.float32]:
         """Return the vectors as float32 `[count, dim]`. Raises IndexStoreError unless they fit and are finite."""
-        matrix = np.asarray(vectors, dtype="<f4")
+        try:
+            with np.errstate(over="ignore"):  # a number too large for float32 is not finite then
+                matrix = np.asarray(vectors, dtype="<f4")
+        except (TypeError, ValueError) as error:
+            raise IndexStoreError(
+                f"{self.folder}: vectors must be rows of {self.dim} numbers ({error})"
+            ) from error
         if count == 0 and matrix.size == 0:
             return matrix.reshape(0, self.dim)
         if matrix.shape != (count, self.dim):
@@ -424,6 +448,7 @@ class FaissStore(Closeable):
             zip(chunks, matrix, names, strict=True), first
         ):
             chunk_id = chunk.chunk_id
+            check_text("the text of each chunk", chunk.text)
             row = db.execute("SELECT number FROM chunks WHERE chunk_id = ?", (chunk_id,)).fetchone()
             if row is None:
                 insert = "INSERT INTO chunks VALUES (random() & 9223372036854775807, ?, ?, ?) RETURNING number"

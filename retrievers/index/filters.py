@@ -9,7 +9,7 @@ from typing import Any
 
 from cachecraft_rag.checks import check_mapping, check_names
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.types import Metadata, Scalar
+from cachecraft_rag.types.documents import Metadata, Scalar
 
 # Conditions on a chunk's metadata: values (1 is not True), or comparisons such as {"$in": ["a", "b"]}; or a predicate.
 Where = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cachecraft_rag.errors import IndexStoreError
 from cachecraft_rag.store.database import Database, Kind
-from cachecraft_rag.types import Chunk, chunk_id_of
+from cachecraft_rag.types.documents import Chunk, chunk_id_of
 
 DATABASE = "index.sqlite"
 # made by LlamaIndex, which does not name its embedding model to a vector store

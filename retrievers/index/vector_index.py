@@ -53,17 +53,20 @@ class VectorIndex:
         self.stamp = ""
 
     def numbers(self) -> NDArray[np.int64]:
-        """The numbers of all vectors, sorted."""
+        """Return the numbers of all vectors, int64 `[n]`, ascending."""
         ids: NDArray[np.int64] = self._faiss.vector_to_array(self._index.id_map)
         return np.sort(ids)
 
     def add(self, numbers: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """Add vectors `[n, dim]`. None of the numbers may be there already: FAISS would silently keep both."""
+        """Add vectors, float32 `[n, dim]`, with their numbers, int64 `[n]`.
+
+        None of the numbers may be there already: FAISS would silently keep both.
+        """
         for index in self._both():
             index.add_with_ids(np.ascontiguousarray(vectors), numbers)
 
     def remove(self, numbers: NDArray[np.int64]) -> None:
-        """Remove vectors; numbers that are not there are ignored."""
+        """Remove the vectors with these numbers, int64 `[n]`; numbers that are not there are ignored."""
         if len(numbers):
             selector = self._faiss.IDSelectorBatch(numbers)
             for index in self._both():
@@ -158,7 +161,7 @@ class VectorIndex:
         return numbers[:kept], scores[:kept]
 
     def save(self, path: Path, *, store: str) -> None:
-        """Write the cache file of a store. Raises OSError."""
+        """Write the cache file of a store, in place of an older one. Raises OSError if it cannot be written."""
         for leftover in path.parent.glob(f"{path.name}.*.tmp"):
             with contextlib.suppress(OSError):  # another process was quicker
                 if time.time() - leftover.stat().st_mtime > _LEFTOVER_AFTER_S:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.chunk_bound import SMALLEST_LIMIT, ModelTokens
-from cachecraft_rag.types import Chunk, Document, Scalar
+from cachecraft_rag.types.documents import Chunk, Document, Scalar
 
 # raise it when a document would be split differently: indexes then split again
 SPLITTER_VERSION = 2

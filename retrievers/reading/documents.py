@@ -29,7 +29,7 @@ from cachecraft_rag.retrievers.reading.office import (
     json_to_text,
     table_to_text,
 )
-from cachecraft_rag.types import Document, Scalar
+from cachecraft_rag.types.documents import Document, Scalar
 
 SUFFIXES = (
     ".txt",

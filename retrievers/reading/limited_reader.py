@@ -29,7 +29,7 @@ from cachecraft_rag.retrievers.reading.documents import (
 )
 from cachecraft_rag.retrievers.reading.office import require_docx_reader
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types import Document
+from cachecraft_rag.types.documents import Document
 
 if TYPE_CHECKING:
     from cachecraft_rag.retrievers.reading.worker import Answer

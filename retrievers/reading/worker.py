@@ -15,7 +15,7 @@ from typing import BinaryIO, TypedDict
 
 from cachecraft_rag.errors import DocumentError
 from cachecraft_rag.retrievers.reading.documents import read_text
-from cachecraft_rag.types import Scalar
+from cachecraft_rag.types.documents import Scalar
 
 
 def main() -> None:

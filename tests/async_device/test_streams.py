@@ -31,7 +31,8 @@ from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.pending import PendingLoads
-from cachecraft_rag.types import LoadedVariant, Segment
+from cachecraft_rag.types.prompts import Segment
+from cachecraft_rag.types.variants import LoadedVariant
 
 pytestmark = [
     pytest.mark.slow,

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks import audits
 from cachecraft_rag.evaluation.dataset import Dataset
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 
 def test_each_answer_is_asked_twice_and_audited_once(

@@ -19,7 +19,7 @@ from cachecraft_rag.evaluation.origins import Origins, condition_named
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.early_termination import FocusMonitor
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 # of four layers to three chunks
 ASKED = [[1.0, 5.0, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0], [9.0, 0.0, 0.0]]

@@ -24,7 +24,8 @@ from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk, TokenScores
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.documents import Chunk
 
 PER_CHUNK = ["random", "craft", "h2o", "leading", "value_deviation"]
 

@@ -15,7 +15,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 TEXTS = [
     f"The {name} of the Wren K2 {verb} {n} times a year, and nobody at the works has ever found out the reason for it."

@@ -10,7 +10,7 @@ from benchmarks.plain_prompts import TEMPLATES, first_time, measure
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.evaluation.dataset import EvaluationQuestion
 from cachecraft_rag.evaluation.measuring import PLAIN
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 PASSAGES = tuple(
     Chunk(

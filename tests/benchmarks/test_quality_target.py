@@ -12,7 +12,7 @@ from benchmarks.quality_target import StreamSettings, agreement_of, stream_of
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import Dataset
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 QUESTIONS = 20
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks import queue_preloading
 from cachecraft_rag.evaluation.dataset import Dataset
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 
 def test_each_burst_is_answered_with_both_kinds_of_loading(

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.scale import run
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.retrievers.index import vector_index
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 
 def test_each_size_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from benchmarks.serve import (
 )
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 # All arrive at about the same time: what is counted does not depend on how fast the machine is. No chunk is recomputed
 # in full for being the last: it is a third of so small a request, and more than prefix caching computes.

@@ -25,7 +25,7 @@ from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 # A chunk that was captured alone is recomputed in full from α = 2 on, so some α reaches any quality. One that was
 # captured after passages of the prompt never is.

@@ -25,7 +25,10 @@ from cachecraft_rag.cli.console import PlainConsole, as_json, visible
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.observability.stats import ChunkStats, RequestStats, Source
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Capture, KVLayout, Progress, TokenScores, VariantKey
+from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.progress import Progress
+from cachecraft_rag.types.variants import VariantKey
 
 EVIL = "[/] [bold]x[/nothing] :smile: \x1b[2J\x1b]0;title\x07 \x9b1m \x00\r \udc80"
 STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")

@@ -20,7 +20,7 @@ from cachecraft_rag.client.chat_template import ServedTokenizer
 from cachecraft_rag.client.http import HTTPEngine
 from cachecraft_rag.errors import CacheCraftError, ServerError
 from cachecraft_rag.store import RowFilter
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 from tests.vllm.test_client import answers_of, event, serving, tokens
 
 DONE = "data: [DONE]\n\n"

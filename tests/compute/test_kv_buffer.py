@@ -14,7 +14,7 @@ from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.compute.stack import Alone, Ranks
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
 
 MakeDecoder = Callable[..., Decoder]
 BOUNDS = [0, 10, 40, 60, 75]

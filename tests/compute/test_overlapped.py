@@ -43,16 +43,10 @@ from cachecraft_rag.store.loading import rate as rate_module
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import Extent, KVSink, PendingLoads
 from cachecraft_rag.store.loading.rate import Meter
-from cachecraft_rag.types import (
-    Capture,
-    LoadedVariant,
-    LoadFailure,
-    TokenScores,
-    Unavailable,
-    Variant,
-    VariantKey,
-    digest,
-)
+from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.store_reasons import LoadFailure, Unavailable
+from cachecraft_rag.types.variants import LoadedVariant, Variant, VariantKey
 
 MakeDecoder = Callable[..., Decoder]
 BOUNDS = [0, 20, 170, 320, 470, 500]  # system, three chunks of two extents and a bit, question

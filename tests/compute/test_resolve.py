@@ -31,16 +31,11 @@ from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.store.row_checks import LookupResult
-from cachecraft_rag.types import (
-    Capture,
-    KVLayout,
-    Prompt,
-    Segment,
-    TokenScores,
-    Unavailable,
-    Variant,
-    VariantKey,
-)
+from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.prompts import Prompt, Segment
+from cachecraft_rag.types.store_reasons import Unavailable
+from cachecraft_rag.types.variants import Variant, VariantKey
 
 MakeDecoder = Callable[..., Decoder]
 TOKENS = {"system": 8, "a": 100, "b": 90, "c": 20, "question": 12}

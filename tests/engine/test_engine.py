@@ -30,7 +30,9 @@ from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.store.layout import StoredVariant
-from cachecraft_rag.types import CaptureDrop, Chunk, LoadedVariant
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.store_reasons import CaptureDrop
+from cachecraft_rag.types.variants import LoadedVariant
 
 KETTLE = Chunk("Empty the kettle before you descale it with vinegar.")
 TOASTER = Chunk("The toaster has a crumb tray; pull it out to the left.")

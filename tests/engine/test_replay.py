@@ -35,7 +35,8 @@ from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.serving.token_queue import TokenQueue
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.remote import RemoteConfig
-from cachecraft_rag.types import Chunk, LoadedVariant
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.variants import LoadedVariant
 
 CHUNKS = [
     Chunk(f"Section {n}. The kettle of house {n} boils after {7 * n} minutes.") for n in range(20)

@@ -111,6 +111,7 @@ def test_the_working_directory_s_file_is_found_and_a_variable_may_name_another(
         ("reader = 3", "readers"),
         ("readers = 'many'", "readers"),
         ("disk_bytes = '5 stones'", "disk_bytes"),
+        (f"host_bytes = '{'9' * 400} GB'", "is too large for a size"),
         ("[reuse]\nrecompute_ratio = 2.0", "reuse.recompute_ratio"),
         ("[reuse]\nselector = 'best'", "reuse.selector"),
         (

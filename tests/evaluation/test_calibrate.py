@@ -27,7 +27,7 @@ from cachecraft_rag.evaluation.dataset import Dataset
 from cachecraft_rag.evaluation.intervals import mean_interval
 from cachecraft_rag.evaluation.origins import Origins, condition_named
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 SETTINGS = CalibrationSettings(quality=0.9, metric="top1", answer_tokens=5, origin="unrelated")
 # A way of choosing under which the tiny model's quality falls below 1 wherever anything is reused.

@@ -19,7 +19,7 @@ from cachecraft_rag.evaluation.dataset import (
     load_dataset,
 )
 from cachecraft_rag.model.demo_model import handbook_questions
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 YEARS = range(1700, 1704)
 

@@ -27,7 +27,7 @@ from cachecraft_rag.evaluation.measuring import (
 )
 from cachecraft_rag.evaluation.origins import CONDITIONS, Origins
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 
 def trial(name: str, ratio: float | None = None) -> Trial:

@@ -16,7 +16,7 @@ from cachecraft_rag.prompt.builder import STAND_IN
 from cachecraft_rag.serving.priming import prime_documents
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 
 def unrelated(dataset: Dataset, chunk: Chunk, seed: int = 0) -> Sequence[Chunk]:

@@ -29,7 +29,7 @@ from cachecraft_rag.evaluation.runner import (
 )
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 MakeEngine = Callable[[], AbstractContextManager[Engine]]
 TRIALS = trials_of(

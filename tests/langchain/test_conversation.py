@@ -25,7 +25,7 @@ from cachecraft_rag.langchain import CacheCraftGenerator, ChatCacheCraft, Conver
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.retrievers.langchain import CacheCraftEmbeddings, CacheCraftVectorStore
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import chunk_id_of
+from cachecraft_rag.types.documents import chunk_id_of
 
 FIRST, FOLLOW_UP = "How often must the Heron H5 be descaled?", "And how long does that take?"
 HISTORY = [HumanMessage(FIRST), AIMessage("Every six weeks.")]

@@ -47,7 +47,7 @@ from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.langchain import CacheCraftEmbeddings, CacheCraftVectorStore
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import CHUNK_ID_KEY, OUTCOME_KEY, Chunk, chunk_id_of
+from cachecraft_rag.types.documents import CHUNK_ID_KEY, OUTCOME_KEY, Chunk, chunk_id_of
 
 if TYPE_CHECKING:
     from cachecraft_rag.model.decoder import Decoder

@@ -32,7 +32,7 @@ from cachecraft_rag.retrievers.llama_index import (
     ConversationQuery,
 )
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Document as OwnDocument
+from cachecraft_rag.types.documents import Document as OwnDocument
 
 SHORT = SamplingParams(max_new_tokens=10)
 FIRST, FOLLOW_UP = "How often must the Heron H5 be descaled?", "And how long does that take?"

@@ -58,8 +58,8 @@ from cachecraft_rag.retrievers.llama_index import (
     CacheCraftRetriever,
     CacheCraftVectorStore,
 )
-from cachecraft_rag.types import CHUNK_ID_KEY, OUTCOME_KEY, chunk_id_of
-from cachecraft_rag.types import Document as OwnDocument
+from cachecraft_rag.types.documents import CHUNK_ID_KEY, OUTCOME_KEY, chunk_id_of
+from cachecraft_rag.types.documents import Document as OwnDocument
 
 SHORT = SamplingParams(max_new_tokens=10)
 QUESTION = "How do I descale the kettle?"

@@ -27,7 +27,7 @@ from cachecraft_rag.model.fingerprint import checkpoint_fingerprint
 from cachecraft_rag.model.self_check import TOLERANCE, load_checked, self_check
 from cachecraft_rag.model.sizes import layout_named
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 MakeDecoder = Callable[..., Decoder]
 

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from cachecraft_rag.model import fingerprint
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, snapshot_folder
-from cachecraft_rag.types import IDENTITY_VERSION, LAYOUT_VERSION
+from cachecraft_rag.types.versions import IDENTITY_VERSION, LAYOUT_VERSION
 
 WEIGHTS = "model.safetensors"
 

@@ -28,7 +28,7 @@ from cachecraft_rag.model.fingerprint import checkpoint_fingerprint
 from cachecraft_rag.model.fused_layers import product
 from cachecraft_rag.model.self_check import load_checked
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 KINDS = ["Int8WeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig", "Float8WeightOnlyConfig"]
 

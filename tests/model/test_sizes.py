@@ -10,7 +10,7 @@ import pytest
 
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError
 from cachecraft_rag.model.sizes import cache_bytes, layout_named
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
 
 if TYPE_CHECKING:
     from cachecraft_rag.model.decoder import Decoder

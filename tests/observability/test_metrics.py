@@ -26,7 +26,7 @@ from cachecraft_rag.observability.request_log import JsonFormatter
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 from tests.engines import Asking, Turn, waiting
 
 CHUNKS = [

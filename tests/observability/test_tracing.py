@@ -34,7 +34,7 @@ from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.retriever import open_index
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk, Document
+from cachecraft_rag.types.documents import Chunk, Document
 
 QUESTION = "How often is Gundula's kettle descaled?"
 PASSAGES = ("Descale the kettle every 8 weeks.", "The toaster has a drawer for crumbs.")
@@ -468,4 +468,19 @@ def test_a_collector_that_cannot_be_used_is_an_error_that_says_what_to_do(
         configure_tracing()
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     configure_tracing()
+    assert trace.get_tracer_provider() is provider
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "many"), ("OTEL_BSP_MAX_QUEUE_SIZE", "-1")],
+)
+def test_a_variable_that_opentelemetry_refuses_is_an_error_that_says_what_to_do(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = trace.get_tracer_provider()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match="refuses the value of one of its variables"):
+        configure_tracing()
     assert trace.get_tracer_provider() is provider

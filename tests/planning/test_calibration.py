@@ -21,7 +21,7 @@ from cachecraft_rag.planning.calibration import (
     save_calibration,
 )
 from cachecraft_rag.planning.config import DEFAULT_ALPHA, ReuseConfig
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 MakeDecoder = Callable[..., Decoder]
 DEFAULT = ReuseConfig()

@@ -7,7 +7,8 @@ from dataclasses import replace
 from cachecraft_rag.planning.candidates import Candidate, Candidates
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
-from cachecraft_rag.types import Prompt, Segment, Variant, VariantKey
+from cachecraft_rag.types.prompts import Prompt, Segment
+from cachecraft_rag.types.variants import Variant, VariantKey
 
 SYSTEM = Segment("system", "system", (1, 2))
 QUESTION = Segment("question", "question", (9,))

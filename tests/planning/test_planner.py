@@ -26,7 +26,10 @@ from cachecraft_rag.planning.reasons import Reason, explain
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog.catalog import _INSERT, Catalog, _scope_of
 from cachecraft_rag.store.catalog.rows import row_of, sum_of_scores
-from cachecraft_rag.types import Prompt, Segment, TokenScores, Variant, VariantKey, digest
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.prompts import Prompt, Segment
+from cachecraft_rag.types.variants import Variant, VariantKey
 
 CONFIG = ReuseConfig(alpha=0.5)
 SYSTEM, OTHER_SYSTEM = "system", "another system"

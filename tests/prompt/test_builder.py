@@ -16,7 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.prompt.builder import PromptBuilder, Turn
-from cachecraft_rag.types import Chunk, Prompt, Segment, chunk_id_of
+from cachecraft_rag.types.documents import Chunk, chunk_id_of
+from cachecraft_rag.types.prompts import Prompt, Segment
 
 SYSTEM = "Use the context only."
 LOOP = "{% for m in messages %}"

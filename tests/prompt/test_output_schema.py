@@ -19,7 +19,7 @@ from cachecraft_rag.prompt.finite_schema import has_finite_instance
 from cachecraft_rag.prompt.output_schema import Constraints
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 from tests.engines import Asking, until
 from tests.serving.test_step_loop import FULL, decoded, held
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.prompt.builder import PromptBuilder
 from cachecraft_rag.prompt.safe_tokenizer import PlainTokenizer
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 USER, ASSISTANT, THINK, TOOL = (
     "<\uff5cUser\uff5c>",

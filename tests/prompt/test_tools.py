@@ -12,7 +12,8 @@ import pytest
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.prompt.builder import PromptBuilder, Turn
 from cachecraft_rag.prompt.tools import CallFormat, CallReader, ToolCall
-from cachecraft_rag.types import Chunk, Prompt
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.prompts import Prompt
 
 ADD = {
     "type": "function",

@@ -25,7 +25,8 @@ from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog import found_texts
 from cachecraft_rag.store.catalog_records import RowFilter
-from cachecraft_rag.types import Chunk, digest, digest_of_tokens
+from cachecraft_rag.types.digests import digest, digest_of_tokens
+from cachecraft_rag.types.documents import Chunk
 
 SHORT = SamplingParams(max_new_tokens=2)
 CONFIG = ReuseConfig(recompute_ratio=0.15, nearest_share=0.0, loading="layerwise")

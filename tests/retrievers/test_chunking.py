@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.retrievers.reading.chunking import CHARACTERS_PER_TOKEN, SMALLEST_LIMIT, split
-from cachecraft_rag.types import Chunk, Document
+from cachecraft_rag.types.documents import Chunk, Document
 
 
 def words(text: str) -> int:

@@ -17,7 +17,7 @@ from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.indexer import index_documents, index_folder
 from cachecraft_rag.retrievers.retriever import Retriever, open_index
-from cachecraft_rag.types import Chunk, Document
+from cachecraft_rag.types.documents import Chunk, Document
 
 FIRST = "How often should I descale the kettle?"
 HISTORY: list[Turn] = [("user", FIRST), ("assistant", "Every eight weeks.")]

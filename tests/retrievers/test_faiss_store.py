@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ import pytest
 from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.retrievers.embeddings import unit_vectors
 from cachecraft_rag.retrievers.index.faiss_store import DATABASE, INDEX_FILE, Change, FaissStore
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 DIM = 8
 MODEL = "tiny@0123"
@@ -226,6 +228,43 @@ def test_metadata_must_be_plain_values(store: FaissStore, value: object):
     with pytest.raises(ConfigError, match="metadata 'key'"):
         put(store, "a.md", "x", key=value)
     assert store.documents() == [], "nothing of a refused document stays"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store: store.upsert("half \ud800", [chunk("x")], [vector_of("x")]),
+        lambda store: store.upsert("a.md", [chunk("half \ud800")], [vector_of("x")]),
+        lambda store: store.add("a.md", [chunk("x")], [vector_of("x")], keys=["half \ud800"]),
+        lambda store: store.set_digest("half \ud800", ""),
+        lambda store: store.delete_document("half \ud800"),
+        lambda store: store.chunks_of("half \ud800"),
+    ],
+)
+def test_texts_that_sqlite_cannot_hold_are_refused(
+    store: FaissStore, call: Callable[[FaissStore], object]
+):
+    with pytest.raises(ConfigError, match="valid Unicode"):
+        call(store)
+    assert store.documents() == [], "nothing of a refused document stays"
+
+
+@pytest.mark.parametrize("keys", [["a", "b"], [], ["a", "a"]])
+def test_keys_are_one_for_each_chunk(store: FaissStore, keys: list[str]):
+    chunks = [chunk("x"), chunk("y")][: 2 if keys == ["a", "a"] else 1]
+    with pytest.raises(ConfigError, match="one for each chunk"):
+        store.add("a.md", chunks, [vector_of(each.text) for each in chunks], keys=keys)
+    assert store.documents() == []
+
+
+@pytest.mark.parametrize("vector", ["four", ["a", "b"], [[1.0], [2.0, 3.0]], [1e300] * DIM])
+def test_vectors_must_be_finite_numbers(store: FaissStore, vector: Any):
+    for call in (
+        partial(store.search, vector, 1),
+        partial(store.upsert, "a.md", [chunk("x")], [vector]),
+    ):
+        with pytest.raises(IndexStoreError):
+            call()
 
 
 # --- search: the traps ---
@@ -648,7 +687,7 @@ WRITER = """
 import sys
 import numpy as np
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 folder, seed, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 store = FaissStore.open(folder, dim=8, embedder_fingerprint="tiny@0123")

@@ -2,15 +2,17 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cachecraft_rag.errors import DocumentError, IndexStoreError
+from cachecraft_rag.errors import ConfigError, DocumentError, IndexStoreError
 from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.indexer import IndexReport, index_documents, index_folder
-from cachecraft_rag.types import Document, Progress
+from cachecraft_rag.types.documents import Document
+from cachecraft_rag.types.progress import Progress
 
 PAGES = {
     "kettle.md": "# Kettle K2\n\nThe kettle holds two litres.\n\nDescale it every month with citric acid.\n",
@@ -480,6 +482,24 @@ def test_folders_and_documents_in_memory_leave_each_other_alone(
     with pytest.raises(DocumentError, match="give the document another"):
         index_documents([Document("docs-2/kettle.md", "Mine.")], store, embedder)
     assert len(doc_ids(store)) == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("Keep the fridge at four degrees.", "each document must be a Document"),
+        (Document("faq/2", None), "the text of faq/2 must be text"),  # type: ignore[arg-type]
+        (Document(5, "A text."), "doc_id must be text"),  # type: ignore[arg-type]
+        (Document("faq/\ud800", "A text."), "valid Unicode"),
+        (Document("faq/2", "A text.", ["lang"]), "the metadata of faq/2"),  # type: ignore[arg-type]
+    ],
+)
+def test_anything_but_documents_is_refused_before_the_first_is_written(
+    store: FaissStore, embedder: Embedder, wrong: Any, says: str
+):
+    with pytest.raises(ConfigError, match=says):
+        index_documents([Document("faq/1", "A text."), wrong], store, embedder)
+    assert doc_ids(store) == []
 
 
 # --- interruptions, progress, mismatches ---

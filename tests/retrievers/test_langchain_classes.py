@@ -20,8 +20,8 @@ from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.langchain import CacheCraftEmbeddings, CacheCraftVectorStore
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import CHUNK_ID_KEY, chunk_id_of
-from cachecraft_rag.types import Document as OwnDocument
+from cachecraft_rag.types.documents import CHUNK_ID_KEY, chunk_id_of
+from cachecraft_rag.types.documents import Document as OwnDocument
 
 if TYPE_CHECKING:
     from cachecraft_rag.model.decoder import Decoder

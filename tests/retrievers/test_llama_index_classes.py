@@ -40,14 +40,10 @@ from cachecraft_rag.retrievers.index.removal import Evictions
 from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraftVectorStore
 from cachecraft_rag.retrievers.retriever import Retriever, open_index
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import (
-    CHUNK_ID_KEY,
-    Capture,
-    KVLayout,
-    TokenScores,
-    VariantKey,
-    chunk_id_of,
-)
+from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.documents import CHUNK_ID_KEY, chunk_id_of
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.variants import VariantKey
 
 DIM = 16
 

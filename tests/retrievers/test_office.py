@@ -20,7 +20,7 @@ from cachecraft_rag.retrievers.reading.office import FormatError, docx_to_markdo
 from cachecraft_rag.retrievers.retriever import open_index
 
 if TYPE_CHECKING:
-    from cachecraft_rag.types import Document
+    from cachecraft_rag.types.documents import Document
 
 W = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
 BODY = (

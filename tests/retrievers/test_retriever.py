@@ -13,7 +13,7 @@ from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.indexer import index_documents
 from cachecraft_rag.retrievers.retriever import INDEX_FOLDER, Retriever, open_index
-from cachecraft_rag.types import Document
+from cachecraft_rag.types.documents import Document
 
 DOCUMENTS = [
     Document("kettle", "Descale the kettle with citric acid.", {"kind": "manual"}),

@@ -19,7 +19,7 @@ from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.pending import PendingLoads
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 from tests.engines import SHORT, Asking, Turn, until, waiting
 
 KETTLE = Chunk("Empty the kettle before you descale it with vinegar.")

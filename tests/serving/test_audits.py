@@ -30,7 +30,7 @@ from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 from tests.engines import until
 from tests.serving.test_new_variants import Layers, answering
 

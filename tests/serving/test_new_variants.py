@@ -29,7 +29,9 @@ from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.serving.step_loop import LoopTask, Priority, StepLoop
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter
-from cachecraft_rag.types import Chunk, Damaged, LoadedVariant, LoadFailure, Variant
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.store_reasons import Damaged, LoadFailure
+from cachecraft_rag.types.variants import LoadedVariant, Variant
 from tests.engines import until
 
 CHUNKS = [

@@ -16,7 +16,7 @@ from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 MakeDecoder = Callable[..., Decoder]
 DOCUMENT = [Chunk(f"Section {n}. " + "The kettle boils. " * 3) for n in range(6)]

@@ -21,7 +21,7 @@ from cachecraft_rag.serving.audits.controller import LEVELS, QualityTarget, Rati
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 # Share of tokens that disagree at each ratio, much as measured with the demo model.
 DISAGREEING = dict(

@@ -30,7 +30,7 @@ from cachecraft_rag.serving.sampling import Sampler, SamplingParams
 from cachecraft_rag.serving.step_loop import LoopTask, Priority, StepLoop
 from cachecraft_rag.serving.token_queue import MAX_UNREAD
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 from tests.compute.test_decode import FAMILIES
 from tests.engines import SHORT, Asking, Interruption, interrupt, until
 
@@ -512,7 +512,7 @@ def test_a_generation_reads_an_engine_that_blocks_in_threads() -> None:
 
     from cachecraft_rag.serving.generation import Generation
     from cachecraft_rag.serving.request import Request, RequestProgress
-    from cachecraft_rag.types import Prompt, Segment
+    from cachecraft_rag.types.prompts import Prompt, Segment
 
     def pieces() -> Iterator[str]:
         try:
@@ -549,7 +549,7 @@ def test_a_program_that_forgets_to_close_ends_and_keeps_its_captures(tmp_path: P
 import sys
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 engine = Engine.from_pretrained("demo", store=sys.argv[1])
 answer = engine.stream("Why?", [Chunk("The toaster has a crumb tray.")], sampling=SamplingParams(max_new_tokens=50))

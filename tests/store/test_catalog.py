@@ -28,7 +28,9 @@ from cachecraft_rag.store.catalog.rows import (
 )
 from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, RowFilter, Totals
 from cachecraft_rag.store.eviction import Use, policy_named
-from cachecraft_rag.types import TokenScores, Variant, VariantKey, digest
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.variants import Variant, VariantKey
 
 COLUMNS_OF = [name.strip().removeprefix("v.") for name in COLUMNS.split(",")]
 ROOMY = Limits(disk_bytes=10**12, max_variants=10**6, variants_per_chunk=10**6)

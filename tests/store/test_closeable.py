@@ -15,7 +15,7 @@ from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 
 class Mishap(Exception):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.codecs import CODECS, base, codec_named, entropy, int8
-from cachecraft_rag.types import LOSSLESS_CODECS, KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.variants import LOSSLESS_CODECS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((2, 1, 1, 1), (2, 1, 2, 8), (2, 7, 3, 5), (2, 33, 2, 64), (2, 130, 1, 17))

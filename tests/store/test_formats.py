@@ -23,17 +23,12 @@ from cachecraft_rag.store.catalog_records import Limits
 from cachecraft_rag.store.files.disk import DiskTier
 from cachecraft_rag.store.layout import Header, encode
 from cachecraft_rag.store.remote.rows import Row, decode_row, framed, unframed
-from cachecraft_rag.types import (
-    LAYOUT_VERSION,
-    Damaged,
-    KVLayout,
-    Payload,
-    TokenScores,
-    Unavailable,
-    Variant,
-    VariantKey,
-    digest,
-)
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.store_reasons import Damaged, Unavailable
+from cachecraft_rag.types.variants import Payload, Variant, VariantKey
+from cachecraft_rag.types.versions import LAYOUT_VERSION
 
 DATA = Path(__file__).parents[1] / "data" / "layout-3"
 LAYOUT = KVLayout(layers=2, kv_heads=1, head_dim=4, dtype="float32")

@@ -26,7 +26,10 @@ import torch
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.database import Database
-from cachecraft_rag.types import Capture, Chunk, KVLayout, TokenScores, Variant, VariantKey
+from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.variants import Variant, VariantKey
 from tests.engines import untraced
 from tests.store.test_database import insert, open_database, words
 
@@ -40,7 +43,7 @@ import sys
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.store import ChunkCacheStore
 from tests.store.test_interrupts import SETTINGS, capture
-from cachecraft_rag.types import Variant
+from cachecraft_rag.types.variants import Variant
 
 with ChunkCacheStore.open(sys.argv[1], **SETTINGS) as store:
     stored = store.put(capture(999)).result()

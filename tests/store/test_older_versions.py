@@ -25,7 +25,8 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog import schema
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.store.remote import RemoteConfig
-from cachecraft_rag.types import Chunk, digest
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.documents import Chunk
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "written-by-2258dc9.tar.xz"
 TEXTS = [

@@ -22,7 +22,7 @@ from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 CHUNKS = [Chunk("Empty the kettle before you descale it."), Chunk("The toaster has a crumb tray.")]
 SHORT = SamplingParams(max_new_tokens=4)

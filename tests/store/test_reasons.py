@@ -16,17 +16,10 @@ import pytest
 import torch
 
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
-from cachecraft_rag.types import (
-    Capture,
-    CaptureDrop,
-    EvictionReason,
-    KVLayout,
-    LoadFailure,
-    TokenScores,
-    Unavailable,
-    Variant,
-    VariantKey,
-)
+from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.store_reasons import CaptureDrop, EvictionReason, LoadFailure, Unavailable
+from cachecraft_rag.types.variants import Variant, VariantKey
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
 FILE = 4096 + LAYOUT.nbytes(10)  # the file of a capture of 10 tokens

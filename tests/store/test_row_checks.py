@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from cachecraft_rag.store.row_checks import RowBounds, row_error, scores_are_wrong
-from cachecraft_rag.types import KVLayout, TokenScores, Variant, VariantKey
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.variants import Variant, VariantKey
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
 BOUNDS = RowBounds(LAYOUT, 100, {"chunk": (10, "tokens")})

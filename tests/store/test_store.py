@@ -26,16 +26,11 @@ from cachecraft_rag.store.files.disk import DiskTier
 from cachecraft_rag.store.layout import StoredVariant, encode
 from cachecraft_rag.store.memory import MemoryTier
 from cachecraft_rag.store.row_checks import RowBounds
-from cachecraft_rag.types import (
-    Capture,
-    KVLayout,
-    LoadedVariant,
-    Progress,
-    TokenScores,
-    Unavailable,
-    Variant,
-    VariantKey,
-)
+from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.progress import Progress
+from cachecraft_rag.types.store_reasons import Unavailable
+from cachecraft_rag.types.variants import LoadedVariant, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
 FILE = 4096 + LAYOUT.nbytes(10)  # the file of a capture of 10 tokens
@@ -151,7 +146,9 @@ def test_a_capture_that_comes_while_the_interpreter_ends_is_stored(tmp_path: Pat
         import sys, time, torch
         from concurrent.futures import ThreadPoolExecutor
         from cachecraft_rag.store import ChunkCacheStore
-        from cachecraft_rag.types import Capture, KVLayout, TokenScores, VariantKey
+        from cachecraft_rag.types.captures import Capture, TokenScores
+        from cachecraft_rag.types.kv_layout import KVLayout
+        from cachecraft_rag.types.variants import VariantKey
         layout = KVLayout(layers=1, kv_heads=1, head_dim=4, dtype="float32")
         key = VariantKey("ns", "model", "late", ("system",))
         capture = Capture(key, layout, "tokens", torch.zeros(layout.shape(2)), TokenScores(), (0.1,), 0.3, 0.6, 1.0)

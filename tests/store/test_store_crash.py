@@ -23,15 +23,10 @@ import torch
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog import Catalog
-from cachecraft_rag.types import (
-    Capture,
-    KVLayout,
-    LoadedVariant,
-    TokenScores,
-    Unavailable,
-    Variant,
-    VariantKey,
-)
+from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.store_reasons import Unavailable
+from cachecraft_rag.types.variants import LoadedVariant, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=4, kv_heads=2, head_dim=16, dtype="float32")
 CHUNKS, PREFIXES = 24, 4

@@ -22,16 +22,11 @@ from cachecraft_rag.errors import StoreError
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
-from cachecraft_rag.types import (
-    Capture,
-    Chunk,
-    KVLayout,
-    LoadedVariant,
-    TokenScores,
-    Unavailable,
-    Variant,
-    VariantKey,
-)
+from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.store_reasons import Unavailable
+from cachecraft_rag.types.variants import LoadedVariant, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=2, kv_heads=1, head_dim=4, dtype="float32")
 CHUNKS = [Chunk("Empty the kettle before you descale it."), Chunk("The toaster has a crumb tray.")]

@@ -26,7 +26,10 @@ from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.loader import Loader
-from cachecraft_rag.types import Capture, Chunk, KVLayout, LoadedVariant, TokenScores, VariantKey
+from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.variants import LoadedVariant, VariantKey
 
 SECONDS = float(os.environ.get("TESTS_STRESS_S", "20"))
 LAYOUT = KVLayout(layers=4, kv_heads=2, head_dim=16, dtype="float32")

@@ -29,17 +29,10 @@ from cachecraft_rag.store.files.disk import DiskTier, Throttle
 from cachecraft_rag.store.files.writers import Writers
 from cachecraft_rag.store.layout import Encoded, Header, StoredVariant, encode, memory_of
 from cachecraft_rag.store.memory import MemoryTier
-from cachecraft_rag.types import (
-    Damaged,
-    KVLayout,
-    LoadedVariant,
-    LoadFailure,
-    Payload,
-    Unavailable,
-    Variant,
-    VariantKey,
-    digest,
-)
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.store_reasons import Damaged, LoadFailure, Unavailable
+from cachecraft_rag.types.variants import LoadedVariant, Payload, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=12, kv_heads=2, head_dim=4, dtype="float32")
 ENCODED = [name for name in CODECS if not codec_named(name).in_place]

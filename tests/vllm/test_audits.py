@@ -27,7 +27,7 @@ from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.audits.audit_log import AUDIT_FILE, audits_in
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.config import CACHE_FOLDER
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.engine import VLLMEngine
 from cachecraft_rag.vllm.idle.audits import MOST_TOKENS, PredictedAnswer, check_server, likeliest_of
 from tests.vllm.conftest import TEXTS

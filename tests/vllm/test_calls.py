@@ -17,7 +17,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from tests.vllm.conftest import TEXTS, Server
 from tests.vllm.test_equality import CASES, assert_equal, greedy

@@ -22,7 +22,8 @@ from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.store.durable import Evicted
-from cachecraft_rag.types import Chunk, KVLayout
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.vllm.served_model import PROTOCOL
 from cachecraft_rag.vllm.server.documents import MOST_DOCUMENTS, MOST_PRIMED
 

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store import StoreConfig
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.vllm.plugin import ARCHITECTURES, CONNECTOR, register
 from cachecraft_rag.vllm.served_model import ModelIdentity
 from cachecraft_rag.vllm.settings import ConnectorSettings

@@ -10,7 +10,7 @@ import pytest
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.server.documents import (
     MOST_DOCUMENTS,
     MOST_PRIMED,

@@ -16,7 +16,7 @@ from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.types import Chunk, Document
+from cachecraft_rag.types.documents import Chunk, Document
 from cachecraft_rag.vllm.engine import VLLMEngine
 from tests.vllm.conftest import TEXTS
 

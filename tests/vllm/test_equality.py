@@ -24,7 +24,8 @@ from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.serving.request import RequestProgress
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk, Prompt
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.prompts import Prompt
 from cachecraft_rag.vllm.messages import Ask
 from tests.vllm.conftest import TEXTS, Server
 

@@ -16,7 +16,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.engine import VLLMEngine
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.options import VLLMOptions

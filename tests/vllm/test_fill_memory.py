@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.late_device import DeviceTensor, installed
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.vllm.served_model import ModelIdentity
 from cachecraft_rag.vllm.settings import ConnectorSettings
 from cachecraft_rag.vllm.worker import fill_memory

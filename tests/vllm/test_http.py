@@ -27,7 +27,7 @@ from cachecraft_rag.prompt.builder import PromptBuilder, Turn
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk, Document
+from cachecraft_rag.types.documents import Chunk, Document
 from cachecraft_rag.vllm.messages import Ask
 from tests.vllm.conftest import TEXTS, Server
 from tests.vllm.http_server import ServerProcess

@@ -10,7 +10,7 @@ import pytest
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.types import Prompt, Segment
+from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.messages import Ask, News
 
 KEY = "a key"

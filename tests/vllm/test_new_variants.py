@@ -21,7 +21,10 @@ from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.new_variants import Dropped
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
-from cachecraft_rag.types import Capture, Chunk, Segment, TokenScores, Variant, VariantKey
+from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.prompts import Segment
+from cachecraft_rag.types.variants import Variant, VariantKey
 from cachecraft_rag.vllm.calls import Step
 from cachecraft_rag.vllm.engine import VLLMEngine
 from cachecraft_rag.vllm.idle.new_variants import Captured, IdleVariants

@@ -15,7 +15,8 @@ pytest.importorskip("vllm")
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk, LoadedVariant, Variant
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.variants import LoadedVariant, Variant
 from cachecraft_rag.vllm.messages import Ask
 from tests.vllm.conftest import TEXTS, Server
 from tests.vllm.test_equality import (

@@ -17,7 +17,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.serving.request import Request, SegmentReport
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.types import Prompt, Segment
+from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.messages import FIELD
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
 

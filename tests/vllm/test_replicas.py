@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from cachecraft_rag.store.remote import RemoteConfig, RemoteTier
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 from tests.store.remote.conftest import Server, make_redis
 from tests.vllm.conftest import TEXTS
 from tests.vllm.http_server import START_S, ServerProcess

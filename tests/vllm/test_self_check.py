@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from cachecraft_rag.errors import UnsupportedModelError
-from cachecraft_rag.types import Prompt
+from cachecraft_rag.types.prompts import Prompt
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
 

@@ -24,7 +24,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.config import Audits, NewVariants
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.engine import VLLMEngine
 from cachecraft_rag.vllm.plugin import register
 from cachecraft_rag.vllm.records import RequestRecord

@@ -22,7 +22,7 @@ from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import PromptBuilder
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.messages import Ask
 from tests.vllm.conftest import Server
 

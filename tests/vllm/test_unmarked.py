@@ -27,7 +27,9 @@ from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.prompt.builder import STAND_IN
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.catalog_records import Listed
-from cachecraft_rag.types import Prompt, Segment, chunk_id_of, digest, digest_of_tokens
+from cachecraft_rag.types.digests import digest, digest_of_tokens
+from cachecraft_rag.types.documents import chunk_id_of
+from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.records import Records
 from cachecraft_rag.vllm.server.response_input import messages_of, with_mark

@@ -23,7 +23,8 @@ from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.store.row_checks import LookupResult
-from cachecraft_rag.types import Chunk, KVLayout
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, News
 from cachecraft_rag.vllm.served_model import ModelIdentity
 from cachecraft_rag.vllm.settings import ConnectorSettings

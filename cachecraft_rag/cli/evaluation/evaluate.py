@@ -66,6 +66,9 @@ class Questions:
 
         Args:
             read: reads a file in the format named; None = the formats of `evaluation.formats`.
+
+        Raises ConfigError for options that do not fit together or are out of range, CacheCraftError if a test set is
+        missing from the installation, and DocumentError for a file that cannot be read.
         """
         from cachecraft_rag.evaluation.dataset import handbook_dataset, load_dataset
         from cachecraft_rag.evaluation.formats import read_source
@@ -130,7 +133,11 @@ class Measuring:
         origin: OriginCondition,
         kind: type[ChunkCacheStore] | None = None,
     ) -> tuple[dict[str, object], list[Record]]:
-        """Measure what the folder's records lack; returns the settings as written there, and all records."""
+        """Measure what the folder's records lack; returns the settings as written there, and all records.
+
+        Raises ConfigError for ratios, a warm-up or a folder that cannot be used, ModelNotFoundError or
+        UnsupportedModelError for the model, and StoreError for the store of chunk-caches in the folder.
+        """
         from cachecraft_rag.evaluation import runner
         from cachecraft_rag.evaluation.measuring import trials_of
         from cachecraft_rag.evaluation.records import RecordLog
@@ -155,7 +162,7 @@ class Measuring:
 
 
 def recompute_ratios(text: str) -> list[float | None]:
-    """Return a comma-separated list of recompute ratios; None for "cfo".
+    """Return a comma-separated list of recompute ratios; None for "cfo". Raises ConfigError for other text.
 
     >>> recompute_ratios("cfo, 0.15")
     [None, 0.15]
@@ -222,7 +229,16 @@ def show_report(
     figures: Sequence[str] = (),
     as_json: bool,
 ) -> None:
-    """Write the page with the report into the folder, and print the report. Raises ConfigError if it cannot."""
+    """Write the report to `report.md` in the folder, as Markdown, and print a shorter one.
+
+    Args:
+        described: the settings of the measurement, see `EvaluationSettings.describe`; they head the page.
+        folder: an existing folder.
+        figures: file names of images in the folder that the page shows.
+        as_json: print the whole report as one line of JSON instead of tables.
+
+    Raises ConfigError if the page cannot be written.
+    """
     from cachecraft_rag.evaluation.report import full_answers, markdown
 
     page = folder / "report.md"

@@ -20,7 +20,8 @@ from pydantic import BaseModel, Field
 from cachecraft_rag.cli.first_sentence import first_sentence
 from cachecraft_rag.cli.mcp.allowed_folders import AllowedFolders
 from cachecraft_rag.errors import CacheCraftError
-from cachecraft_rag.types import Metadata, Progress
+from cachecraft_rag.types.documents import Metadata
+from cachecraft_rag.types.progress import Progress
 
 if TYPE_CHECKING:
     from cachecraft_rag.rag import AskOptions, CacheCraft

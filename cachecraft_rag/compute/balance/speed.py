@@ -51,7 +51,10 @@ class ComputeSpeed:
         self._last_pass_s: float | None = None
 
     def rows(self, positions: Sequence[int] | NDArray[np.int64]) -> float:
-        """Return the cost of rows at these positions, in units of a row that attends to no keys."""
+        """Return the cost of rows at these positions `[rows]`, in units of a row that attends to no keys.
+
+        A row at position p attends to p keys.
+        """
         keys = np.sum(positions, dtype=np.float64)
         return float(len(positions) + keys / self._keys_per_row)
 
@@ -76,7 +79,9 @@ class ComputeSpeed:
         return self.piece_s if self._last_pass_s is None else self._last_pass_s
 
     def measured(self, rows: float, seconds: float, *, kind: PassKind = "last") -> None:
-        """Record a pass. A pass with few rows updates only the fixed cost of last passes.
+        """Record a pass: its rows in units of `rows`, and its time in seconds.
+
+        A pass with few rows updates only the fixed cost of last passes.
 
         The fixed costs of last passes and of pieces are separate: with the former, the rows of a piece would seem
         several times as fast as they are.
@@ -101,7 +106,10 @@ class ComputeSpeed:
             self._row_ratio = min(max(ratio, 1.0), _MAX_ROW_RATIO)
 
     def stepped(self, seconds: float) -> None:
-        """Record a decode step, which is almost entirely fixed cost. The fastest step counts most."""
+        """Record the time in seconds of a decode step, which is almost entirely fixed cost.
+
+        The fastest step counts most.
+        """
         if not self.piece_s:
             self.piece_s = seconds
             return

@@ -23,7 +23,8 @@ from cachecraft_rag.kernels.attention_mass import segment_mass
 from cachecraft_rag.kernels.memory import empty
 from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.planning.scoring import context_impact
-from cachecraft_rag.types import KVLayout, TokenScores
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.kv_layout import KVLayout
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class RecordedChunk:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that this capture holds."""
+        """Return the tensors that this capture holds: `kv`, `mass` if there is one, and the queries of each layer."""
         mass = () if self.mass is None else (self.mass,)
         return [self.kv, *mass, *self.queries.values()]
 
@@ -143,9 +144,10 @@ class CaptureRecorder:
         return joined
 
     def locate(self, positions: NDArray[np.int64]) -> list[tuple[RecordedChunk, slice]]:
-        """Return the captures among the ascending positions `[rows]` of a pass, with their rows.
+        """Return the captures among the ascending positions of a pass, int64 `[rows]`, with their rows.
 
-        A chunk is captured only by a pass that computes all of its tokens.
+        A chunk is captured only by a pass that computes all of its tokens. The captures are in prompt order, and new
+        ones get their memory here; the list is empty if the pass has none.
         """
         edges = [edge for _segment, start, stop in self._spans for edge in (start, stop)]
         edge_rows = np.searchsorted(positions, edges).tolist()
@@ -226,7 +228,7 @@ class CaptureRecorder:
 
 @dataclass(frozen=True)
 class AttentionStatistics:
-    """A capture's attention statistics; the fields are those of `types.Variant` and `types.Capture`."""
+    """A capture's attention statistics; the fields are those of `Variant` and `Capture`."""
 
     inter: tuple[float, ...]
     intra: float

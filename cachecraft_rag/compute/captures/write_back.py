@@ -27,16 +27,11 @@ from cachecraft_rag.compute.driver import Call, Work
 from cachecraft_rag.kernels.gpu.streams import launched, wait_on_host, wait_on_stream
 from cachecraft_rag.planning.found_text import text_mark
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import (
-    Capture,
-    CaptureDrop,
-    KVLayout,
-    RemovedChunks,
-    Segment,
-    Unavailable,
-    Variant,
-    VariantKey,
-)
+from cachecraft_rag.types.captures import Capture, RemovedChunks
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.prompts import Segment
+from cachecraft_rag.types.store_reasons import CaptureDrop, Unavailable
+from cachecraft_rag.types.variants import Variant, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.write_back")
 
@@ -51,8 +46,8 @@ class CaptureContext:
     bounds          `[segments + 1]`, segment bounds of the prompt
     exact_shares    exact share of each segment, see `planner.exact_shares`
     session         session that the captures belong to if their context is private
-    primed          see `types.Variant`
-    extra_variants  segments that are captured once more, see `types.Capture`
+    primed          see `types.variants.Variant`
+    extra_variants  segments that are captured once more, see `types.captures.Capture`
     removed         chunks that must not be stored any more
     """
 

@@ -44,7 +44,8 @@ class FocusObserver:
     ) -> None:
         """Keep the attention of the question in one layer for `decide`; nothing once the focused chunks are known.
 
-        Arguments as in `Observer.observe`.
+        `q` is `[watched rows, heads, head_dim]` and `k` `[keys, kv_heads, head_dim]`, both rotated; see
+        `Observer.observe`.
         """
         if self.monitor.focused is None and len(q):
             mass = segment_mass(

@@ -46,7 +46,11 @@ class AttentionReceived:
     def observe(
         self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings
     ) -> None:
-        """See `row_pass.Observer`."""
+        """Add the attention of one of the deeper layers; other layers are left out.
+
+        `q` is `[watched rows, heads, head_dim]` and `k` `[keys, kv_heads, head_dim]`, both rotated; see
+        `Observer.observe`.
+        """
         if layer not in self._layers:
             return
         keys = k[: self.watched.stop]  # later keys are not computed yet
@@ -108,9 +112,10 @@ class Refresh:
         self.refreshed = 0
 
     def begin(self, position: int) -> tuple[NDArray[np.int64], AttentionReceived]:
-        """Return the positions to recompute with the step at `position`, ascending, and the observer of that step.
+        """Return the positions to recompute with the step at `position`, and the observer of that step.
 
-        If a step failed and begins again, it gets the same positions.
+        The positions are int64 `[rows]`, ascending; empty once no stale token is left. If a step failed and begins
+        again, it gets the same positions.
         """
         if position != self._position:
             self._add_last_step()

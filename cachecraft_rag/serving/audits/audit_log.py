@@ -74,7 +74,7 @@ class AuditLog:
     def __init__(self, folder: Path, *, kept: int, busy_timeout_s: float = 5.0) -> None:
         """Open or create it in a folder; at most `kept` results stay of each tenant and model.
 
-        Raises StoreError, and OSError if the folder cannot be made.
+        Raises StoreError if the file is damaged or cannot be opened, and OSError if the folder cannot be made.
         """
         self._kept = kept
         self._database = Database(folder / AUDIT_FILE, kind=_KIND, busy_timeout_s=busy_timeout_s)
@@ -84,7 +84,7 @@ class AuditLog:
         self._database.close()
 
     def add(self, namespace: str, fingerprint: str, audit: Audit) -> None:
-        """Store a result, and remove the oldest ones beyond the limit. Raises StoreError."""
+        """Store a result, and remove the oldest ones beyond the limit. Raises StoreError if it cannot be written."""
         row = (
             audit.request_id,
             audit.created,
@@ -109,9 +109,9 @@ class AuditLog:
     def read(
         self, *, namespace: str | None = None, fingerprint: str | None = None, limit: int = -1
     ) -> list[Audit]:
-        """Return the results, the latest first, of one namespace and model or of all. Raises StoreError.
+        """Return the results, the latest first, of one namespace and model or of all, at most `limit` (-1: all).
 
-        Damaged rows are left out.
+        Damaged rows are left out. Raises StoreError if the file cannot be read.
         """
         asked = {"namespace": namespace, "fingerprint": fingerprint, "limit": limit}
         with self._database.reading() as connection:
@@ -122,11 +122,13 @@ class AuditLog:
 def audits_in(
     folder: Path, *, namespace: str | None = None, fingerprint: str | None = None, limit: int = -1
 ) -> list[Audit]:
-    """Return the results in a folder, the latest first; none if nothing was audited there. Raises StoreError.
+    """Return the results in a folder, the latest first; none if nothing was audited there.
 
     Args:
         namespace, fingerprint: only results of this tenant, and of this model; None: of all.
         limit: most results; -1: all.
+
+    Raises StoreError if the file is damaged or cannot be read.
     """
     if not os.path.isfile(folder / AUDIT_FILE):
         return []

@@ -35,7 +35,7 @@ from cachecraft_rag.serving.step_loop import LoopTask, Priority, StepLoop
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.store.loading.pending import PendingLoads
-from cachecraft_rag.types import Prompt
+from cachecraft_rag.types.prompts import Prompt
 
 logger = logging.getLogger("cachecraft_rag.audits")
 

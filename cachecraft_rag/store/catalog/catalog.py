@@ -57,7 +57,9 @@ from cachecraft_rag.store.eviction import (
     ticked_by_return,
 )
 from cachecraft_rag.store.row_checks import row_error, scores_are_wrong
-from cachecraft_rag.types import EvictionReason, Payload, TokenScores, Variant
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.store_reasons import EvictionReason
+from cachecraft_rag.types.variants import Payload, Variant
 
 logger = logging.getLogger("cachecraft_rag.store")
 _LEAST_REMEMBERED = 1000

@@ -40,13 +40,19 @@ class MarkedText(NamedTuple):
 
 
 class FoundTexts:
-    """Two tables of the catalog. Any thread may call any method; failures are the catalog's."""
+    """Two tables of the catalog: seen texts, and marks of captured texts. Any thread may call any method.
+
+    Every method raises StoreError if the catalog cannot be read or written, or is closed.
+    """
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
     def seen(self, names: Sequence[str]) -> set[str]:
-        """Note that these texts were seen; returns those that had been seen before."""
+        """Note that these texts were seen; return those that had been seen before.
+
+        `names` are digests that stand for texts, see `prompt.unmarked.candidates_of`. `MOST_SEEN` are remembered.
+        """
         with self._db.writing() as connection:
             insert = "INSERT OR IGNORE INTO seen_texts (name) VALUES (?)"
             known = {name for name in names if not connection.execute(insert, (name,)).rowcount}
@@ -55,7 +61,10 @@ class FoundTexts:
         return known
 
     def mark(self, namespace: str, fingerprint: str, chunk_id: str, mark: tuple[int, int]) -> None:
-        """Note a mark of a captured text and its place in it."""
+        """Note a mark of a captured text and its place in it, see `Capture.mark`; replaces an earlier place.
+
+        Does nothing if no chunk-cache of this namespace and fingerprint was ever stored.
+        """
         with self._db.writing() as connection:
             number, place = mark
             given = {
@@ -70,7 +79,7 @@ class FoundTexts:
     def marked(
         self, namespace: str, fingerprint: str, marks: Mapping[int, object], *, session: str | None
     ) -> list[MarkedText]:
-        """Captured texts that have one of these marks, as far as this session may see them."""
+        """Return the captured texts that have one of these marks, in no order, as far as this session may see them."""
         with self._db.reading() as connection:
             given = {
                 "namespace": namespace,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from cachecraft_rag.types import Payload, Variant, VariantKey
+from cachecraft_rag.types.variants import Payload, Variant, VariantKey
 
 _ID_BYTES = 16  # types.digest gives 32 hex digits
 NOTHING = Payload()
@@ -89,7 +89,7 @@ def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
 
 
 def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow:
-    """The row of a variant."""
+    """Return the row of a variant. Raises as `sum_of` for a variant whose fields have the wrong types."""
     key = variant.key
     row = CatalogRow(
         chunk_id=key.chunk_id,
@@ -157,10 +157,13 @@ def variant_of_row(
 
 
 def unpacked(scores: bytes | None) -> np.ndarray | None:
-    """A writable copy. Raises ValueError or TypeError for bytes that are no array."""
+    """Return token scores from a column of the catalog, float32 `[tokens]`, a writable copy; None for None.
+
+    Raises ValueError or TypeError for bytes that are no array.
+    """
     return None if scores is None else np.frombuffer(scores, dtype="<f4").astype(np.float32)
 
 
 def packed(scores: np.ndarray | None) -> bytes | None:
-    """The inverse of `unpacked`."""
+    """Return token scores `[tokens]` as bytes for the catalog, little-endian float32; None for None."""
     return None if scores is None else np.ascontiguousarray(scores, dtype="<f4").tobytes()

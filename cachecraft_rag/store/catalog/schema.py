@@ -8,7 +8,7 @@ from pathlib import Path
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog import found_texts
 from cachecraft_rag.store.database import Kind
-from cachecraft_rag.types import IDENTITY_VERSION, LAYOUT_VERSION
+from cachecraft_rag.types.versions import IDENTITY_VERSION, LAYOUT_VERSION
 
 # A store of another version is set aside and built again. The last digits go up whenever a table changes.
 _VERSION = IDENTITY_VERSION * 10_000 + LAYOUT_VERSION * 100 + 3

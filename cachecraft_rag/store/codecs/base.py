@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,7 +114,7 @@ def stretches(out: Tensor) -> Iterator[slice]:
 
 
 def finish(work: Tensor, out: Tensor) -> None:
-    """Copy decoded float32 values to `out`, which may be the same tensor.
+    """Copy decoded float32 values to `out`, of equal shape and of any dtype; it may be the same tensor.
 
     Values near the end of the dtype's range may have been rounded beyond it, and must not become infinite.
     """

@@ -25,7 +25,7 @@ import numpy as np
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.store.codecs.base import Codec, finish, stretches
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,7 +73,10 @@ class Entropy(Codec):
         )
 
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
-        """See `Codec.encode`; infinities and NaN are refused, and so is what is too large to be squared."""
+        """Return the block, uint8 `[bytes]`, of `kv` `[2, tokens, kv_heads, head_dim]`; see `Codec.encode`.
+
+        Raises ValueError for infinities, NaN, and values that are too large to be squared.
+        """
         import torch
 
         values = kv.float()
@@ -95,7 +98,10 @@ class Entropy(Codec):
         return torch.from_numpy(np.frombuffer(bytearray().join((*start, *frames)), dtype=np.uint8))
 
     def decode(self, block: Tensor, *, out: Tensor) -> None:
-        """See `Codec.decode`."""
+        """Fill `out` `[2, tokens, kv_heads, head_dim]` from a block, uint8 `[bytes]`; see `Codec.decode`.
+
+        Raises ValueError for a block that was not encoded from that shape.
+        """
         import torch
 
         _, _, kv_heads, head_dim = out.shape

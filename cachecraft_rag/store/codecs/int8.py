@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.store.codecs.base import BlockPart, Codec, finish, stretches
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,10 @@ class Int8(Codec):
         return (*scales, *values)
 
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
-        """See `Codec.encode`; raises ValueError for infinities and NaN."""
+        """Return the block, uint8 `[bytes]`, of `kv` `[2, tokens, kv_heads, head_dim]`; see `Codec.encode`.
+
+        Raises ValueError for infinities and NaN.
+        """
         import torch
 
         values = kv.float()
@@ -63,7 +66,10 @@ class Int8(Codec):
         return block
 
     def decode(self, block: Tensor, *, out: Tensor) -> None:
-        """See `Codec.decode`."""
+        """Fill `out` `[2, tokens, kv_heads, head_dim]` from a block, uint8 `[bytes]`; see `Codec.decode`.
+
+        Raises ValueError for a block of another length.
+        """
         import torch
 
         scales = out.numel() // out.shape[-1] * _SCALE_BYTES

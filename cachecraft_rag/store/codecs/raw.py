@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.store.codecs.base import BlockPart, Codec
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,13 +33,16 @@ class Raw(Codec):
         return tuple(slice(token * (half + start), token * (half + stop)) for half in (0, tokens))
 
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
-        """A view, no copy."""
+        """Return the memory of `kv` `[2, tokens, kv_heads, head_dim]` as uint8 `[bytes]`: a view, no copy."""
         import torch
 
         return kv.view(-1).view(torch.uint8)
 
     def decode(self, block: Tensor, *, out: Tensor) -> None:
-        """See `Codec.decode`; this copies, and `in_place` says how to do without a copy."""
+        """Copy a block, uint8 `[bytes]`, to `out` `[2, tokens, kv_heads, head_dim]`; `in_place` avoids the copy.
+
+        Raises ValueError for a block of another length.
+        """
         import torch
 
         if len(block) != out.nbytes:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from cachecraft_rag.store.catalog_records import FileRef
 from cachecraft_rag.store.layout import READ_ERRORS, Encoded, StoredVariant, open_source, unreadable
-from cachecraft_rag.types import Damaged, LoadedVariant, LoadFailure, TierName, Unavailable, Variant
+from cachecraft_rag.types.store_reasons import Damaged, LoadFailure, Unavailable
+from cachecraft_rag.types.variants import LoadedVariant, TierName, Variant
 
 # Of a file, or of a temporary one, which begins with a dot and names its writer.
 _NAME = re.compile(

@@ -26,7 +26,10 @@ class Writers:
         self._lock = threading.Lock()
 
     def enter(self) -> None:
-        """Count as alive from now on. Called before the first write, because readers need no file. Raises OSError."""
+        """Count as alive from now on. Called before the first write, because readers need no file.
+
+        Raises OSError if the folder or the lock file cannot be made, or the file system has no locks.
+        """
         with self._lock:
             if self._descriptor >= 0:
                 return
@@ -68,7 +71,10 @@ class Writers:
         return False
 
     def remove_stale_locks(self) -> None:
-        """Delete the lock files of killed writers. To be called after their other files are removed. Raises OSError."""
+        """Delete the lock files of killed writers. To be called after their other files are removed.
+
+        Raises OSError if one cannot be opened or deleted. Files that another process has deleted do not count.
+        """
         for path in self.folder.glob("*.lock"):
             if not self.is_alive(path.stem):
                 path.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from cachecraft_rag.store.chunk_store import ChunkCacheStore
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.pending import Extent, PendingLoads
 from cachecraft_rag.store.loading.rate import Meter
-from cachecraft_rag.types import LoadFailure
+from cachecraft_rag.types.store_reasons import LoadFailure
 
 _READERS = 2  # of one request: one waits for the disk while the other verifies
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from cachecraft_rag.store.codecs.base import ONE_THREAD
 from cachecraft_rag.store.layout import READ_ERRORS, StoredVariant, unreadable
 from cachecraft_rag.store.loading.rate import Meter
-from cachecraft_rag.types import LoadFailure, Unavailable
+from cachecraft_rag.types.store_reasons import LoadFailure, Unavailable
 
 # Most neighbouring extents per read: a small read costs the computing cores as much as a large one.
 _RUN = 4

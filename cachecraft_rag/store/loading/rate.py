@@ -75,7 +75,7 @@ class Meter:
 
     @property
     def cores(self) -> float:
-        """Number of cores that reading keeps busy at this rate."""
+        """Number of cores that reading keeps busy at this rate; may be a fraction, and 0 before the first read."""
         return self.cpu_s_per_byte * self.bytes_per_s
 
     @property

@@ -108,7 +108,7 @@ class Backend(Protocol):
         """Count the entries on the server."""
 
     async def probe(self) -> None:
-        """Send the cheapest request that the server answers. Raises OSError."""
+        """Send the cheapest request that the server answers."""
 
     async def close(self) -> None:
         """Close all connections."""

@@ -202,12 +202,15 @@ class RemoteConfig:
 
     @property
     def lookup_limit_s(self) -> float:
-        """`lookup_timeout_s`, or its default for this kind of remote."""
+        """`lookup_timeout_s`, or its default for this kind of remote, in seconds."""
         return self.lookup_timeout_s or (0.1 if self.scheme in REDIS_SCHEMES else 0.5)
 
 
 def keys_in(path: Path) -> list[str]:
-    """Return the keys in a file, one per line. Raises ConfigError."""
+    """Return the keys in a file, one per line, in order.
+
+    Raises ConfigError if the file cannot be read, is too long or not text, or holds no key.
+    """
     try:
         with path.open("rb") as file:
             text = file.read(_FILE_BYTES + 1).decode()

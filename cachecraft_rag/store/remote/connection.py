@@ -27,7 +27,7 @@ class Connection(Closeable):
     """
 
     def __init__(self, config: RemoteConfig, *, clock: Callable[[], float]) -> None:
-        """Connect in the background. Raises ConfigError."""
+        """Connect in the background. Raises ConfigError if the URL cannot be used, or a package is missing."""
         self.config = config
         self.backend = _backend_of(config)
         self.breaker = Breaker(

@@ -22,7 +22,10 @@ import xxhash
 
 from cachecraft_rag.store.remote.base import LONGEST_ROWS
 from cachecraft_rag.store.row_checks import row_error, scores_are_wrong
-from cachecraft_rag.types import LAYOUT_VERSION, Payload, TokenScores, Variant, VariantKey, digest
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.variants import Payload, Variant, VariantKey
+from cachecraft_rag.types.versions import LAYOUT_VERSION
 
 ROOT = f"cachecraft/v{LAYOUT_VERSION}"  # versions of the layout do not share chunk-caches
 _AS_THEY_ARE = (

@@ -12,7 +12,7 @@ from typing import Literal
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.layout import Encoded
 from cachecraft_rag.store.remote.signing import SLICE_BYTES
-from cachecraft_rag.types import TierName
+from cachecraft_rag.types.variants import TierName
 
 End = Literal["whole", "gone", "short", "failed"]
 Piece = bytes | memoryview

@@ -25,7 +25,9 @@ from cachecraft_rag.store.remote.rows import Row, decode_row, name_of, place_of
 from cachecraft_rag.store.remote.signing import DIGEST_BYTES, SLICE_BYTES, Signer
 from cachecraft_rag.store.remote.stream import End, RemoteStream
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
-from cachecraft_rag.types import LoadFailure, Payload, TokenScores, Unavailable, Variant, VariantKey
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.store_reasons import LoadFailure, Unavailable
+from cachecraft_rag.types.variants import Payload, Variant, VariantKey
 
 logger = logging.getLogger("cachecraft_rag.store")
 T = TypeVar("T")
@@ -70,7 +72,10 @@ class RemoteTier(Closeable):
     def __init__(
         self, config: RemoteConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Return without waiting for the remote: the first look-ups notice if it is down. Raises ConfigError."""
+        """Return without waiting for the remote: the first look-ups notice if it is down.
+
+        Raises ConfigError if the URL cannot be used, a package is missing, or the keys cannot be read.
+        """
         self.config = config
         keys = config.keys()
         self._signer = Signer(keys) if keys else None
@@ -204,7 +209,10 @@ class RemoteTier(Closeable):
     # -- administration -----------------------------------------------------------------------------------------------
 
     def stats(self, *, ask: bool = True) -> RemoteStats:
-        """Return sizes and counts; with `ask`, the server is asked for its contents, for at most two seconds."""
+        """Return sizes and counts; with `ask`, the server is asked for its contents, for at most two seconds.
+
+        The sizes are None without `ask`, after `close`, and if the server does not answer.
+        """
         usage: Usage | None = None
         if ask and not self._closed and self._connection.allows():
             try:

@@ -66,7 +66,10 @@ class IdleVariants:
             return self._wanted.stats()
 
     def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
-        """See `WantedVariants.answered`; the threads begin with the first candidate."""
+        """Add the tokens of an answered prompt to the budget, and note the chunks that were fixed in it.
+
+        The threads begin with the first candidate. Does nothing if new variants are off, or after `close`.
+        """
         with self._changed:
             if self.config.when == "off" or self._closed:
                 return

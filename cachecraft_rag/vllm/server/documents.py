@@ -14,7 +14,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import Turn, TurnRole
 from cachecraft_rag.prompt.tools import Tool, checked_tools
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.settings import OFF, ClientSettings
 
 # field of a request's body: fields of `ReuseConfig` for this request, and `STRICT_IDS`
@@ -157,7 +157,10 @@ class Asked:
 def plain_config(
     request: PlainRequest, default: ReuseConfig, allowed: ClientSettings
 ) -> ReuseConfig | None:
-    """Return the settings of a request without documents; None if it asks for no reuse. Raises ConfigError."""
+    """Return the settings of a request without documents; None if it asks for no reuse.
+
+    Raises ConfigError for settings that are unknown, out of range, or not for clients to change.
+    """
     given = _reuse_settings(request)
     if isinstance(given, Mapping) and given.get("plain_prompts") == "off":
         return None
@@ -172,7 +175,10 @@ def plain_config(
 
 
 def read_body(body: bytes, names: Collection[str]) -> dict[str, Any]:
-    """Read a JSON object with no other fields than these. Raises ConfigError."""
+    """Read a JSON object, some or all of whose fields are `names`.
+
+    Raises ConfigError for bytes that are not a JSON object, and for other fields.
+    """
     try:
         parsed = json.loads(body)
         check_mapping("the body", parsed)

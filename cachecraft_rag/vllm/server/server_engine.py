@@ -149,7 +149,7 @@ class ServerEngine(AnswerEngine):
         return self._backend.audits.recorder(request)
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Return the audit of an answer, by the id of its request; see `Engine.audit_of`."""
+        """Return the audit of an answer, by the id of its request; None as in `Engine.audit_of`."""
         return self._backend.audits.results.get(request_id)
 
     def ended(self, record: RequestRecord) -> None:

@@ -48,7 +48,8 @@ from cachecraft_rag.prompt.unmarked import (
 from cachecraft_rag.serving.request import Request
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.background_writer import log_mistake
-from cachecraft_rag.types import Prompt, Segment, digest
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.calls import EngineClient, RequestOutput
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestParams, RequestRecord
@@ -94,7 +95,7 @@ class Origin:
 
     @property
     def owner(self) -> str | None:
-        """Session that owns its passages. Requests with a salt are kept apart, too."""
+        """Session that owns its passages; None if all users share them. Requests with a salt are kept apart, too."""
         return (
             self.session
             if self.session is not None or not self.salt
@@ -145,7 +146,10 @@ class ServedPrompts:
                 self._blocks.popitem(last=False)
 
     def longest(self, ids: Sequence[int], origin: Origin) -> tuple[int, Ask | None]:
-        """Return the length of the longest prefix that was served, and the request for chunk-caches that served it."""
+        """Return the tokens of the longest prefix that was served, and the request for chunk-caches that served it.
+
+        The former is 0 if no prefix was, and the latter None if vLLM computed the prefix itself.
+        """
         length = 0
         ask: Ask | None = None
         with self._lock:
@@ -393,7 +397,10 @@ class PlainPrompts:
         self._served.note(ids, origin, None if prepared is None else prepared.ask)
 
     def asking(self, ask: Ask) -> tuple[dict[str, object], str]:
-        """Return the `kv_transfer_params` of a request, and its salt."""
+        """Return the `kv_transfer_params` of a request, and its salt for vLLM's prefix cache.
+
+        The former have one key, `messages.FIELD`, with the signed message; the salt is 32 hex digits.
+        """
         return {FIELD: self._engine.transfer(ask)[FIELD]}, ask.cache_salt(self._engine.namespace)
 
     def record(self, prepared: Prepared) -> RequestRecord:

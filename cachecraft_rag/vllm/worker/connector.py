@@ -182,7 +182,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: EngineRequest, block_ids: list[int]
     ) -> tuple[bool, dict[str, FillReport] | None]:
-        """Return the statistics that the answer carries. vLLM may free the blocks."""
+        """Return False, because vLLM may free the blocks, and the statistics that the answer carries, or None."""
         return False, self._safely(None, lambda: self._scheduling.finished(request))
 
     def request_finished_all_groups(
@@ -213,7 +213,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose blocks are filled, or that were given up."""
+        """Return None, and the ids of requests whose blocks are filled, or that were given up; None without any."""
         return None, self._workers.finished() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -221,16 +221,16 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         return self._workers.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return reports and running captures."""
+        """Return reports and running captures; None without news."""
         news = self._safely(None, lambda: self._workers.news())
         return None if news is None else StepNews(news)
 
     # -- both ---------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> StoreCounts | None:
-        """Return running totals of the store, if they have changed, and reports of filled requests.
+        """Return running totals of the store, if they have changed, and reports of filled requests; None without both.
 
-        Only the first worker reports.
+        Of the workers only the first one reports.
         """
         return self._safely(None, self._new_counts)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.types import KVLayout
+from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.vllm.options import VLLMConfig
 from cachecraft_rag.vllm.settings import ConnectorSettings
 

@@ -78,7 +78,7 @@ class WorkerLayer:
 
     @cached_property
     def original_order(self) -> Tensor | None:
-        """Index `[head_dim]` that undoes `order`."""
+        """Index `[head_dim]` that undoes `order`; None without an order."""
         return None if self.order is None else torch.argsort(self.order)
 
     def run(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:

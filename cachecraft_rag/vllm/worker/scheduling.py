@@ -19,7 +19,7 @@ from cachecraft_rag.serving.admission import FutureCaptures, FutureVariant
 from cachecraft_rag.serving.new_variants import exact_only
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
-from cachecraft_rag.types import TokenScores
+from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, FillReport, News
 from cachecraft_rag.vllm.records import cached_report
 from cachecraft_rag.vllm.settings import ConnectorSettings
@@ -48,7 +48,8 @@ class Pending:
     looked    look-up of its chunk-caches, finished or running
     lacks     chunk-caches that the look-up did not find
     size      size of its filling, computed when it was last found to fit
-    until     deadline of the wait for chunks that other requests compute; None before that wait
+    until     deadline of the wait for chunks that other requests compute; None before that wait. Deadlines and times
+              are of `time.monotonic`, in seconds
     waited    True while it waits for those chunks; afterwards they are looked up again
     patience  deadline of the wait for an idle server; None before that wait
     overdue   True once that wait has timed out; the request is then scheduled like any other
@@ -281,7 +282,10 @@ class Scheduling:
             self._budget.give_back(name)
 
     def finished(self, request: EngineRequest) -> dict[str, FillReport] | None:
-        """Forget a request, and return its report, which its answer carries in `kv_transfer_params`."""
+        """Forget a request, and return its report by `FIELD`, which its answer carries in `kv_transfer_params`.
+
+        None if it has none.
+        """
         self._busy.discard(request.request_id)
         self._short.discard(request.request_id)
         known = self._known.pop(request.request_id, None)

@@ -25,7 +25,7 @@ from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.attention_choice import measured_paths
 from cachecraft_rag.model.layer_survey import SurveyError, in_order
-from cachecraft_rag.types import DTypeName, KVLayout
+from cachecraft_rag.types.kv_layout import DTypeName, KVLayout
 from cachecraft_rag.vllm.worker.interfaces import CausalLM
 from cachecraft_rag.vllm.worker.layers import survey_layers
 from cachecraft_rag.vllm.worker.ranks import OneRank, TensorParallel

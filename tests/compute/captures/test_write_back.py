@@ -18,7 +18,7 @@ from cachecraft_rag.compute.job import PrefillJob, PrefillResult
 from cachecraft_rag.compute.rows import Rows
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Segment
+from cachecraft_rag.types.prompts import Segment
 
 MakeDecoder = Callable[..., Decoder]
 BOUNDS = [0, 8, 20, 36, 40]

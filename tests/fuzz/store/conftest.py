@@ -16,7 +16,7 @@ import torch
 from cachecraft_rag.engine.engine import Engine, ScoredAnswer
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.types import Chunk
+from cachecraft_rag.types.documents import Chunk
 
 _WANTED = os.environ.get("TESTS_FUZZ", "")
 FULL = _WANTED == "full"  # there alone an item has a limit of time, and the process one of memory

@@ -21,7 +21,8 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog.rows import COLUMNS, CatalogRow, pack_ids, sum_of, sum_of_scores
 from cachecraft_rag.store.codecs import CODECS
 from cachecraft_rag.store.layout import Header, encode
-from cachecraft_rag.types import KVLayout, Variant, VariantKey
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.variants import Variant, VariantKey
 
 NAMES = CatalogRow._fields
 ODD = (

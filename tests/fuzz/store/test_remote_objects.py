@@ -24,7 +24,8 @@ from cachecraft_rag.store.codecs import CODECS
 from cachecraft_rag.store.layout import Header, encode
 from cachecraft_rag.store.remote import RemoteConfig
 from cachecraft_rag.store.remote.rows import framed
-from cachecraft_rag.types import KVLayout, Variant, VariantKey
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.variants import Variant, VariantKey
 
 KEY = "a key that only its engines know"
 PATIENT = {

@@ -29,7 +29,10 @@ from cachecraft_rag.store.remote import RemoteConfig, RemoteStream, RemoteTier
 from cachecraft_rag.store.remote.base import PIECE_BYTES
 from cachecraft_rag.store.remote.breaker import LONGEST_PAUSE, Breaker
 from cachecraft_rag.store.remote.rows import Row, decode_row, place_of
-from cachecraft_rag.types import KVLayout, Payload, TokenScores, Unavailable, Variant, VariantKey
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.store_reasons import Unavailable
+from cachecraft_rag.types.variants import Payload, Variant, VariantKey
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, dtype="bfloat16")
 LARGE = KVLayout(layers=6, kv_heads=4, head_dim=64, dtype="bfloat16")  # 2.4 MB with 400 tokens
@@ -805,7 +808,9 @@ def test_a_program_that_forgets_to_close_sends_what_it_put(
     program = """if True:
         import sys, torch
         from cachecraft_rag.store import ChunkCacheStore
-        from cachecraft_rag.types import Capture, KVLayout, TokenScores, VariantKey
+        from cachecraft_rag.types.captures import Capture, TokenScores
+        from cachecraft_rag.types.kv_layout import KVLayout
+        from cachecraft_rag.types.variants import VariantKey
         layout = KVLayout(layers=1, kv_heads=1, head_dim=4, dtype="float32")
         store = ChunkCacheStore.open(sys.argv[1], remote=sys.argv[2])
         key = VariantKey("ns", "model", "forgotten", ("system",))

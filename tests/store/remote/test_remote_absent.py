@@ -15,7 +15,10 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types import Capture, Chunk, KVLayout, TokenScores, VariantKey
+from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.variants import VariantKey
 
 CHUNKS = [Chunk("Empty the kettle before you descale it."), Chunk("The toaster has a crumb tray.")]
 LAYOUT = KVLayout(layers=2, kv_heads=1, head_dim=4, dtype="float32")

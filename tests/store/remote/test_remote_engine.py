@@ -26,16 +26,11 @@ from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.pending import Extent, PendingLoads
 from cachecraft_rag.store.loading.rate import Meter
 from cachecraft_rag.store.remote import RemoteConfig
-from cachecraft_rag.types import (
-    Capture,
-    Chunk,
-    KVLayout,
-    LoadedVariant,
-    TokenScores,
-    Unavailable,
-    Variant,
-    VariantKey,
-)
+from cachecraft_rag.types.captures import Capture, TokenScores
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.store_reasons import Unavailable
+from cachecraft_rag.types.variants import LoadedVariant, Variant, VariantKey
 
 KETTLE = Chunk("Empty the kettle before you descale it with vinegar. " * 3)
 TOASTER = Chunk("The toaster has a crumb tray; pull it out to the left. " * 3)
@@ -152,7 +147,7 @@ SECOND_PROCESS = """if True:
     from cachecraft_rag.store import ChunkCacheStore
     from cachecraft_rag.store.layout import StoredVariant
     from cachecraft_rag.store.remote import RemoteConfig
-    from cachecraft_rag.types import Chunk
+    from cachecraft_rag.types.documents import Chunk
     model, folder, question, texts, *urls = json.loads(sys.argv[1])
     chunks, short = [Chunk(text) for text in texts], SamplingParams(max_new_tokens=12)
     decoder = Decoder.load(model, dtype="float32", device="cpu")

@@ -33,7 +33,10 @@ from cachecraft_rag.store.remote import RemoteConfig, RemoteTier
 from cachecraft_rag.store.remote.config import hidden, shown_url
 from cachecraft_rag.store.remote.rows import decode_row, framed, unframed
 from cachecraft_rag.store.remote.signing import SLICE_BYTES, Signer
-from cachecraft_rag.types import Chunk, KVLayout, TokenScores, Variant, VariantKey
+from cachecraft_rag.types.captures import TokenScores
+from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.variants import Variant, VariantKey
 
 CHUNKS = [
     Chunk("Empty the kettle before you descale it. " * 2),
