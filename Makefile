@@ -24,7 +24,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 TESTS_WORKERS ?= 2
 PARALLEL := -n $(TESTS_WORKERS) --dist worksteal
 
-.PHONY: help demo demo-vllm app screenshots test test-all test-vllm lint lint-deploy docs fuzz kernels bench eval clean
+.PHONY: help demo demo-vllm app screenshots test test-all test-vllm test-gpu lint lint-deploy docs fuzz kernels bench eval clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,10 @@ test-all: lint  ## Lint, then every test with coverage: also the browser, fuzz, 
 
 test-vllm: $(VLLM_VENV)/.vllm  ## The tests of the vLLM backend, on vLLM's CPU build (3.5 GB) in its own environment
 	$(VLLM_VENV)/bin/pytest tests/vllm
+
+test-gpu: $(VENV)/.dev  ## The tests of the engine and of the kernels on a CUDA device
+	TESTS_DEVICE=cuda $(BIN)/pytest tests/engine
+	$(BIN)/pytest tests/kernels_gpu
 
 lint: $(VENV)/.dev  ## ruff, plain English, then mypy --strict on the package as it installs
 	@echo "== ruff"
