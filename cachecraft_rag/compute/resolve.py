@@ -281,6 +281,7 @@ def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult
     plan = result.plan or resolved.plan
     segments = list(plan.segments)
     for index, variant in resolved.stored.items():
+        # decided while loading, in `LoadSplit.next_piece` or `OverlappedPrefill._wait_for_layer`
         reason = Reason.COMPUTED_FASTER
         detail = ""
         lost = loads.lost(variant)

@@ -28,7 +28,8 @@ class ChunkStats:
                  the first layers recomputed
     computed     tokens that were computed without its chunk-cache: all, or those that were computed instead of loaded
     cfo          eq. 12 of the best variant that fitted, even if the chunk was then computed; None if none fitted. It
-                 decides how much is recomputed, unless `ReuseConfig.recompute_ratio` does; then it only ranks variants
+                 sets what the chunk adds to the budget, unless `ReuseConfig.recompute_ratio` does; then it only ranks
+                 variants
     beta_prime   eq. 8 of the same variant; None likewise
     variant_id   id of the variant; None if the chunk was computed
     tier         tier that the variant was read from; None if the chunk was computed

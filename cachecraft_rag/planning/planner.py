@@ -160,12 +160,12 @@ def _with_last_chunk_in_full(
     if not lengths:
         return marked
 
-    last = max(lengths)
-    planned = plans[last]
+    last_chunk = max(lengths)  # the largest number of a segment
+    planned = plans[last_chunk]
     ratio = planned.cfo if config.recompute_ratio is None else config.recompute_ratio
-    is_small = lengths[last] <= config.nearest_share * sum(lengths.values())
+    is_small = lengths[last_chunk] <= config.nearest_share * sum(lengths.values())
     if planned.to_fix and ratio and is_small:
-        marked[last] = replace(planned, reason=Reason.NEAREST, in_full=True)
+        marked[last_chunk] = replace(planned, reason=Reason.NEAREST, in_full=True)
     return marked
 
 

@@ -10,13 +10,15 @@ class Reason(StrEnum):
     """Reason for the outcome of a segment. Its value is the code that metrics count by; `explain` gives the sentence.
 
     Most reasons are set in the plan: by `planner.make_plan` and `planner.with_selection` before anything is computed,
-    and by `resolve.executed_plan` afterwards (not_loaded, computed_faster, computed_late). `serving.request.stats_of`
-    sets those of chunks without a plan, and `vllm.records` prefix_cached. Settings named here are those of
-    `ReuseConfig`.
+    and by `compute.resolve.executed_plan` afterwards (not_loaded, computed_faster, computed_late), which only names
+    what `LoadSplit.next_piece` and `OverlappedPrefill` decided while chunk-caches were loaded.
+    `serving.request.stats_of` sets those of chunks without a plan, and `vllm.records` prefix_cached. Settings named
+    here are those of `ReuseConfig`.
 
     ""                reused, and no token was recomputed
-    fixed             reused in another context with some tokens recomputed. `recompute_ratio`, or else `alpha`, says
-                      how many, `selector` and `budget_scope` which
+    fixed             reused in another context with some tokens recomputed. `recompute_ratio`, or else `alpha`, sets
+                      the chunk's budget, and `selector` scores its tokens. With `budget_scope` "prompt" the tokens with
+                      the best scores of all chunks share the sum of the budgets
     nearest           reused in another context with all tokens recomputed: the last chunk before the question, at most
                       `nearest_share` of the chunk tokens
     question          the question is computed by every request
