@@ -1,32 +1,58 @@
-"""The report of the GPU benchmark: kept part by part, whatever fails."""
+"""The report of the GPU benchmark: kept row by row, whatever fails."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from benchmarks.gpu import Report
+import pytest
+
+from benchmarks.gpu import PARTS, Report, chosen_parts
 
 
-def test_a_part_that_fails_leaves_the_others_and_its_error(tmp_path: Path) -> None:
+def test_a_part_that_fails_leaves_its_rows_its_error_and_the_others(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     report = Report(path, {"device": "none"})
-    assert report.part("gates", lambda: [{"passed": True}]) == [{"passed": True}]
+    report.part("gates", "Gates", iter([{"passed": True}]))
     assert json.loads(path.read_text())["gates"] == [{"passed": True}]
     assert report.is_exact
 
-    def fails() -> None:
+    def runs_out_of_memory() -> Iterator[dict[str, Any]]:
+        yield {"tokens": 16}
         raise MemoryError("CUDA out of memory")
 
-    assert report.part("bus", fails) is None
-    assert report.part("kernels", lambda: [{"passed": True}])
+    report.part("lengths", "Lengths", runs_out_of_memory())
+    report.part("kernels", "Kernels", iter([{"passed": True}]))
     written = json.loads(path.read_text())
-    assert written["errors"] == {"bus": "MemoryError: CUDA out of memory"}
+    assert written["errors"] == {"lengths": "MemoryError: CUDA out of memory"}
+    assert written["lengths"] == [{"tokens": 16}]
     assert written["kernels"] == [{"passed": True}]
     assert not report.is_exact
 
 
-def test_an_inexact_result_is_a_failure(tmp_path: Path) -> None:
+def test_a_row_is_in_the_file_before_the_next_one_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+
+    def rows() -> Iterator[dict[str, Any]]:
+        yield {"tokens": 16}
+        assert json.loads(path.read_text())["lengths"] == [{"tokens": 16}]
+        yield {"tokens": 32}
+
+    report = Report(path, {})
+    report.part("lengths", "Lengths", rows())
+    assert report.figures["errors"] == {}
+
+
+def test_an_inexact_result_is_a_failure() -> None:
     report = Report(None, {})
-    report.part("side_stream", lambda: [{"passed": False}])
+    report.part("side_stream", "Captures", iter([{"passed": False}]))
     assert not report.is_exact
+
+
+def test_parts_are_chosen_by_name() -> None:
+    assert chosen_parts(None) == PARTS
+    assert chosen_parts("gates,kernels") == ["gates", "kernels"]
+    with pytest.raises(SystemExit, match="no part speed; choose among"):
+        chosen_parts("gates,speed")
