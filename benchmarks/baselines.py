@@ -14,6 +14,7 @@ from torch import Tensor
 from cachecraft_rag.compute.driver import prefill_steps
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.rows import Rows
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.kernels.attention_mass import attention_mass
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.kernels.visibility import Visibility
@@ -175,6 +176,10 @@ class H2O:
             result.recorder.settings,
             result.buffer.kv[:, 0],
         )
+        if not capture.queries:
+            raise ConfigError(
+                "the method h2o needs the queries of captured chunks, which are not kept on a GPU: add --device cpu"
+            )
         device = capture.kv.device
         positions = torch.arange(capture.start, capture.stop, device=device)
         edges = torch.tensor([0, capture.stop], device=device)
