@@ -150,7 +150,8 @@ def test_without_values_and_without_bounds() -> None:
     assert out.mass is None
     assert whole.mass is not None
     assert torch.equal(whole.mass, mass.mass)
-    assert torch.equal(whole.out, out.out)
+    # without bounds few rows have smaller tiles, whose sums are rounded in another order
+    assert torch.allclose(whole.out, out.out, atol=1e-5)
 
 
 def test_more_segments_than_one_launch_sums_up() -> None:

@@ -48,12 +48,23 @@ QUESTIONS = (
 ORDERS = ([0, 1, 2], [2, 0, 3], [4, 3, 1], [5, 0, 4])
 
 
+CONTEXT = 3500  # of the server; the model's own is 4096
+LONG = 2700  # tokens of an answer that is still being written when something else happens
+
+
 @pytest.fixture(scope="module")
 def server(
     model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("served")
-    options = ("--max-model-len", "2048", "--session-header", "X-Mine", "--", "--disable-log-stats")
+    options = (
+        "--max-model-len",
+        str(CONTEXT),
+        "--session-header",
+        "X-Mine",
+        "--",
+        "--disable-log-stats",
+    )
     options += ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     made = ServerProcess(model_folder("Llama"), folder / "store", folder / "log", *options)
     yield made
@@ -129,7 +140,7 @@ def test_the_rag_loop_with_every_client(
         ) as here,
     ):
         assert engine.decoder.fingerprint == here.decoder.fingerprint
-        assert (engine.decoder.context_length, here.decoder.context_length) == (2048, 4096)
+        assert (engine.decoder.context_length, here.decoder.context_length) == (CONTEXT, 4096)
         assert engine.decoder.tokenizer.get_vocab() == here.decoder.tokenizer.get_vocab()
         for question, order in zip(QUESTIONS, ORDERS, strict=True):
             stream, expected = (
@@ -274,7 +285,7 @@ def test_tools_and_their_results_beside_documents(
     tokenizer = AutoTokenizer.from_pretrained(model_folder("Llama"))
     tool = ChatCompletionToolsParam.model_validate(SEARCH).model_dump()
     system = httpx.get(f"{server.url}/v1/cachecraft").json()["system"]
-    builder = PromptBuilder(tokenizer, context_length=2048, system=system, tools=[tool])
+    builder = PromptBuilder(tokenizer, context_length=CONTEXT, system=system, tools=[tool])
     mine = {"X-Mine": "an agent"}
     named = {"type": "function", "function": {"name": "search"}}
     how: dict[str, Any] = {"tools": [SEARCH], "headers": mine, "max_tokens": 100}
@@ -460,17 +471,19 @@ def test_accounts_are_right_however_an_answer_ends(server: ServerProcess, store:
     body: dict[str, Any] = {
         "documents": own[::-1],
         "stream": True,
-        "max_tokens": 1500,
+        "max_tokens": LONG,
         "ignore_eos": True,
     }
     body |= {
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         "temperature": 0,
     }
-    for drift in (0.25, 0.45):  # closed by its reader while it is written
+    # Closed by its reader while it is written. On a busy machine it may be complete before; then another is asked.
+    while [one["finish"] for one in stats[3:]].count("closed") < 2:
+        assert len(stats) < 20
         asked = body | {
             "messages": [{"role": "user", "content": "Go on!"}],
-            "cachecraft": LOOSE | {"drift": drift},
+            "cachecraft": LOOSE | {"drift": 0.2 + 0.01 * len(stats)},
         }
         with httpx.stream(
             "POST", f"{server.url}/v1/chat/completions", timeout=600, json=asked
@@ -481,14 +494,8 @@ def test_accounts_are_right_however_an_answer_ends(server: ServerProcess, store:
             name = [next(lines) for _ in range(4)][-1]["id"]
         server.settles()
         stats.append(httpx.get(f"{server.url}/v1/cachecraft/requests/{name}").json()["stats"])
-    assert [one["finish"] for one in stats] == [
-        "length",
-        "length",
-        stats[2]["finish"],
-        "closed",
-        "closed",
-    ]
-    assert stats[2]["finish"] in ("stop", "length")
+    assert [one["finish"] for one in stats[:2]] == ["length", "length"]
+    assert {one["finish"] for one in stats[2:]} <= {"stop", "length", "closed"}
     for one in stats[1:]:
         assert {chunk["outcome"] for chunk in one["chunks"]} <= {"exact", "reused"}
         assert one["tokens_reused"] > 0
@@ -647,7 +654,7 @@ def test_malformed_requests_harm_nobody(server: ServerProcess) -> None:
 
 def test_cancelled_requests_free_their_blocks(server: ServerProcess) -> None:
     with HTTPEngine.connect(server.url) as engine:
-        long = SamplingParams(max_new_tokens=1500)
+        long = SamplingParams(max_new_tokens=LONG)
         streams = [
             engine.stream(f"{question} {i}", chunks(ORDERS[i % 4]), sampling=long)
             for i, question in enumerate(QUESTIONS * 2)
@@ -674,7 +681,7 @@ def give_up(server: ServerProcess, number: int) -> None:
             json={
                 "messages": [{"role": "user", "content": f"Who? {number}"}],
                 "documents": documents(ORDERS[number]),
-                "max_tokens": 1500,
+                "max_tokens": LONG,
                 "ignore_eos": True,
             },
             timeout=0.3,
@@ -693,7 +700,7 @@ def test_after_kill_9_the_next_server_reuses_from_disk(
     with HTTPEngine.connect(server.url) as engine:
         missing = engine.primer().missing(chunks([1]))
         stream = engine.stream(
-            QUESTIONS[0], chunks([0]), sampling=SamplingParams(max_new_tokens=1500)
+            QUESTIONS[0], chunks([0]), sampling=SamplingParams(max_new_tokens=LONG)
         )
         next(stream)
         server.kill_front()
