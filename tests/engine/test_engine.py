@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from cachecraft_rag.compute.balance import load_split
 from cachecraft_rag.compute.job import PrefillResult
 from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.engine.engine import Engine
@@ -579,6 +580,8 @@ def test_an_answer_is_not_called_exact_where_a_moved_chunk_was_computed_after_ot
 
     monkeypatch.setattr(StoredVariant, "read", fails_at_the_end)
     monkeypatch.setattr(OverlappedPrefill, "_wait_for_layer", waits)
+    # A slow machine would load all layers before it computes the first one.
+    monkeypatch.setattr(load_split, "preload_depth", lambda *_, **__: 1)
     whole = replace(LAYERWISE, recompute_ratio=1.0)
     with (
         ChunkCacheStore.open(tmp_path / "caches", host_bytes=0) as store,

@@ -305,8 +305,11 @@ TEXTS = st.lists(
 
 
 def visible(text: str) -> str:
-    """The characters of a text that must not be lost; a lone surrogate stands for the sign that replaces it."""
-    return re.sub(r"[\ud800-\udfff]", "\ufffd", re.sub(r"\s", "", text))
+    """The characters of a text that must not be lost.
+
+    A lone surrogate and, in Markdown, a NUL stand for the sign that replaces them.
+    """
+    return re.sub(r"[\x00\ud800-\udfff]", "\ufffd", re.sub(r"\s", "", text))
 
 
 def body_of(document: Document, chunk: Chunk) -> str:
@@ -316,6 +319,7 @@ def body_of(document: Document, chunk: Chunk) -> str:
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS, limit=st.integers(SMALLEST_LIMIT, 80), markdown=st.booleans())
 @example(text="# A\r\r## B\r\n\r\ntext", limit=16, markdown=True)
+@example(text="\x00\n=====\n", limit=16, markdown=True)
 def test_nothing_is_lost_and_no_chunk_is_over_the_limit(
     minilm: Tokenizer, text: str, limit: int, markdown: bool
 ):
