@@ -120,7 +120,7 @@ class TtftReport:
 
 
 def run(
-    model: str,
+    model: str | Decoder,
     shapes: Sequence[Shape],
     *,
     dtype: str = "auto",
@@ -131,7 +131,7 @@ def run(
     peers: Mapping[str, Callable[[Decoder], Peer]] = MappingProxyType({}),
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> list[TtftReport]:
-    """Measure prompts of each shape.
+    """Measure prompts of each shape, with a model by its name or with a loaded one, whose dtype stays.
 
     `dtype="auto"` first finds the dtype in which the model's own prefill of the first one is fastest on this machine.
     With `profile`, as many requests again are timed part by part, apart from those that are compared. `peers` make
@@ -146,37 +146,15 @@ def run(
         )
     total = pairs * len(shapes)
     first = shapes[0]
-    decoder = _fastest(
-        model,
-        dtype,
-        first.chunks * first.chunk_tokens,
-        lambda name: progress(Progress(0, total, f"prefill in {name}")),
-    )
-    return measure(
-        decoder,
-        shapes,
-        ratio=ratio,
-        nearest_share=nearest_share,
-        pairs=pairs,
-        profile=profile,
-        peers=peers,
-        progress=progress,
-    )
-
-
-def measure(
-    decoder: Decoder,
-    shapes: Sequence[Shape],
-    *,
-    ratio: float = 0.15,
-    nearest_share: float = ReuseConfig().nearest_share,
-    pairs: int = 7,
-    profile: bool = False,
-    peers: Mapping[str, Callable[[Decoder], Peer]] = MappingProxyType({}),
-    progress: Callable[[Progress], None] = lambda _: None,
-) -> list[TtftReport]:
-    """Measure prompts of each shape with a loaded model; arguments and errors as in `run`."""
-    total = pairs * len(shapes)
+    if isinstance(model, Decoder):
+        decoder = model
+    else:
+        decoder = _fastest(
+            model,
+            dtype,
+            first.chunks * first.chunk_tokens,
+            lambda name: progress(Progress(0, total, f"prefill in {name}")),
+        )
     config = ReuseConfig(recompute_ratio=ratio, nearest_share=nearest_share, capture=False)
     others = {name: make(decoder) for name, make in peers.items()}
     reports: list[TtftReport] = []

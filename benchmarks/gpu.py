@@ -583,11 +583,11 @@ def requests(setting: Setting, decoder: Any, tokens: int) -> dict[str, Any]:
 
     The chunks are text of the sample handbook, captured after other neighbours than in the measured prompt.
     """
-    from benchmarks.first_token import Shape, measure
+    from benchmarks.first_token import Shape, run
 
     # The instruction and the template alone are some 130 bytes, and each is a token here.
     shape = Shape.of_prompt(max(tokens, 200), longest=max(setting.chunk, 50))
-    (report,) = measure(decoder, [shape], ratio=setting.share, pairs=setting.repeats)
+    (report,) = run(decoder, [shape], ratio=setting.share, pairs=setting.repeats)
     return {
         "tokens": report.prompt_tokens,
         "own_s": report.own_prefill_s,

@@ -266,9 +266,8 @@ class Link:
             if deadline.passed:
                 raise self._too_slow() from error
             raise self._unreachable(error) from error
-        except (
-            RuntimeError
-        ) as error:  # of httpx, if another thread closed its client since the check above
+        # of httpx, if another thread closed its client since the check above
+        except RuntimeError as error:
             if self._client.is_closed:
                 raise self._closed() from error
             raise
