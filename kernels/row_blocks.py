@@ -108,6 +108,12 @@ def masked_scores(
     return scores
 
 
+def check_sinks(sinks: Tensor | None, heads: int) -> None:
+    """Raise ValueError unless there are no sinks, or one for each query head: kernels would read past their end."""
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"{heads} query heads need {heads} sinks, got {tuple(sinks.shape)}")
+
+
 def softmax_with_sinks(scores: Tensor, group: int, sinks: Tensor | None) -> Tensor:
     """Return the weights of one block's keys; what a head gives to its sink is missing from their sum.
 

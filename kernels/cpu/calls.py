@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cachecraft_rag.kernels.cpu.library import Kernels
 from cachecraft_rag.kernels.memory import empty
+from cachecraft_rag.kernels.row_blocks import check_sinks
 from cachecraft_rag.kernels.visibility import Visibility
 
 MOST_DIM = 256
@@ -289,7 +290,8 @@ def attend(
 ) -> Tensor:
     """Compute `attention.attention` by the compiled kernel: `[rows, heads, head_dim]`, arguments as there.
 
-    Nothing is checked, and the kernel reads by address: `attends` and `library.kernels_for` must accept the tensors.
+    Only the sinks are checked, and the kernel reads by address: `attends` and `library.kernels_for` must accept the
+    tensors.
     """
     out = torch.empty(q.shape, dtype=q.dtype)
     call = _attention(run, q, k, visible, scale=scale, softcap=softcap, sinks=sinks)
@@ -314,7 +316,7 @@ def mass(
 ) -> tuple[Tensor, Tensor]:
     """Compute `attention_mass.attention_mass` by the compiled kernel; arguments and result as there.
 
-    Nothing is checked, as in `attend`.
+    Only the sinks are checked, as in `attend`.
     """
     by_segment = torch.empty(len(q), len(bounds) - 1, dtype=torch.float32)
     parts = -(-len(q) // _MASS_ROWS)
@@ -397,6 +399,7 @@ def _attention(
     sinks: Tensor | None,
 ) -> _Attend:
     rows, heads, dim = q.shape
+    check_sinks(sinks, heads)
     keys_in_reach, absent, positions = visible.prepared(_reach)
     keys = min(keys_in_reach, len(k))
     kv_heads = k.shape[1]

@@ -27,6 +27,7 @@ from cachecraft_rag.kernels.gpu.tiles import (
     load_pairs,
     scores,
 )
+from cachecraft_rag.kernels.row_blocks import check_sinks
 from cachecraft_rag.kernels.visibility import Visibility
 
 _LOG2_E = math.log2(math.e)
@@ -383,6 +384,7 @@ def attend(
     """
     rows, heads, head_dim = q.shape
     kv_heads = check_attention(q, k, v, visible)
+    check_sinks(sinks, heads)
     segments = 0 if bounds is None else bounds.shape[-1] - 1
     if not rows:
         none = q.new_empty(0, heads, dtype=torch.float32)

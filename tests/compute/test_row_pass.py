@@ -10,7 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cachecraft_rag.compute.captures.capture import CaptureRecorder
+from cachecraft_rag.compute.captures.capture import (
+    AttentionAccumulator,
+    AttentionStatistics,
+    CaptureRecorder,
+)
 from cachecraft_rag.compute.driver import prefill
 from cachecraft_rag.compute.job import PrefillJob
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
@@ -22,6 +26,7 @@ from cachecraft_rag.kernels.attention_paths import AttentionPaths
 from cachecraft_rag.kernels.row_blocks import row_blocks
 from cachecraft_rag.kernels.visibility import Visibility
 from cachecraft_rag.model.decoder import Decoder
+from cachecraft_rag.types.kv_layout import KVLayout
 
 MakeDecoder = Callable[..., Decoder]
 BOUNDS = [0, 10, 40, 60, 75]
@@ -408,6 +413,54 @@ def test_ranks_average_the_attention_that_their_passes_measured(
     assert not joined.queries
     assert joined.kv.shape[-2] == 2 * own.kv.shape[-2]
     assert not both.needs_keys
+
+
+def test_a_capture_of_several_ranks_is_described_with_the_sinks_of_all_heads() -> None:
+    heads, kv_heads, head_dim, tokens = 8, 4, 16, 24
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    queries = some(LAYERS, tokens, heads, head_dim)
+    keys = some(LAYERS, tokens, kv_heads, head_dim)
+    sinks = some(LAYERS, heads)
+
+    def recorder_of(rank: int, ranks: int) -> CaptureRecorder:
+        """Record one chunk as a rank does that has its share of the heads."""
+        own = slice(rank * heads // ranks, (rank + 1) * heads // ranks)
+        own_kv = slice(rank * kv_heads // ranks, (rank + 1) * kv_heads // ranks)
+        layout = KVLayout(LAYERS, kv_heads // ranks, head_dim, "float32")
+        recorder = CaptureRecorder(layout, keys, [(1, 8, tokens)])
+        places = recorder.locate(np.arange(tokens))
+        for layer in range(LAYERS):
+            kv = keys[layer, :, own_kv]
+            settings = AttentionSettings(0.25, sinks=sinks[layer, own])
+            recorder.record(layer, places, (queries[layer, :, own], kv, kv), settings)
+        return recorder
+
+    def described(recorder: CaptureRecorder) -> AttentionStatistics:
+        (capture,) = recorder.captures
+        accumulator = AttentionAccumulator(capture, recorder.settings, bounds=[0, 8, tokens])
+        for layer in range(LAYERS):
+            accumulator.add_layer(layer, keys[layer])
+        return accumulator.statistics()
+
+    sent: list[Tensor] = []
+
+    def send(own: Tensor) -> Tensor:
+        sent.append(own)
+        return own[..., :0, :]
+
+    assert not recorder_of(1, 2).with_all_heads(send, torch.clone).captures
+
+    def join(own: Tensor) -> Tensor:
+        return torch.cat((own, sent.pop(0)), dim=-2)
+
+    joined = recorder_of(0, 2).with_all_heads(join, torch.clone)
+    assert not sent
+    assert described(joined).intra == pytest.approx(described(recorder_of(0, 1)).intra, rel=1e-5)
+    assert described(joined).inter == pytest.approx(described(recorder_of(0, 1)).inter, rel=1e-5)
 
 
 @torch.inference_mode()

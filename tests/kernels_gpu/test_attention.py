@@ -238,5 +238,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
     for a, b, c, sight in wrong:
         with pytest.raises(ValueError, match=r"must|multiple|values|positions|dimensions"):
             attend(a, b, c, sight, scale=1.0)
+    with pytest.raises(ValueError, match="4 query heads need 4 sinks"):
+        attend(q, k, v, visible, scale=1.0, sinks=noise(2))
     with pytest.raises(ValueError, match="lse must be"):
         received(q, k, noise(7, 3), visible, scale=1.0)

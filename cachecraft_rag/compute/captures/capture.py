@@ -129,6 +129,13 @@ class CaptureRecorder:
         """
         joined = CaptureRecorder(self._layout, self._like, self._spans, measured=self._measured)
         joined.settings = self.settings
+        if self.needs_keys:  # otherwise the passes have measured, each with its own sinks
+            joined.settings = [
+                settings
+                if settings.sinks is None
+                else replace(settings, sinks=gather(settings.sinks[:, None])[:, 0])
+                for settings in self.settings
+            ]
         for capture in self.captures:  # ascending: in the same order on every rank
             kv = gather(capture.kv)
             mass = None if capture.mass is None else mean(capture.mass)
