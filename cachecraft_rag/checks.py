@@ -49,7 +49,10 @@ def _wrong(name: str, must: str, value: object, advice: str = "") -> ConfigError
 def check_whole(
     name: str, value: object, *, least: int = 0, most: int = MOST, optional: bool = False
 ) -> None:
-    """Require a whole number in a range, or None if `optional`."""
+    """Require a whole number in a range, or None if `optional`.
+
+    Raises ConfigError for anything else; it names the value and the range.
+    """
     if optional and value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -70,6 +73,7 @@ def check_number(
 ) -> None:
     """Require a number in a range (`above` excludes the lower end), or None if `optional`. Rejects NaN.
 
+    Raises ConfigError for anything else; it names the value and the range.
     Infinity is allowed unless `most` excludes it, such as FINITE.
     """
     if optional and value is None:

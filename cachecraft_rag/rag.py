@@ -90,7 +90,8 @@ class AnswerStream(Iterator[str]):
     def answer(self) -> Answer:
         """Read the rest and return the whole answer, with the pieces that were read before.
 
-        After the end or `close` it returns the answer so far. Raises as the pieces that are left.
+        After the end or `close` it returns the answer so far. Raises the errors of the pieces that are left: BusyError,
+        WaitTimeoutError, ConfigError, StoreError or ServerError, see `AnswerEngine.stream`.
         """
         for _ in self:
             pass
@@ -181,7 +182,8 @@ class AsyncAnswerStream(AsyncIterator[str]):
     """An answer as an asynchronous iterator of text pieces; retrieval runs in a thread.
 
     `sources` is complete once the first piece is there, `text` and `stats` at the end. Errors of `CacheCraft.stream`
-    are raised by the first piece, those of `AnswerStream` as there. After a `break` out of `async for`,
+    (ConfigError, ContextLengthError, IndexStoreError …) are raised by the first piece, those of the answer (StoreError,
+    ServerError …) by the piece that fails. After a `break` out of `async for`,
     `await stream.aclose()` stops the model.
     """
 
@@ -424,7 +426,9 @@ class CacheCraft(Retriever, Closeable):
     def estimate_priming(self, *, alone: bool = False) -> PrimingEstimate:
         """Return the number, tokens and size of what `prime` would compute and store now; nothing is computed.
 
-        Raises as `prime`, and StoreError if the store's folder cannot be read.
+        Raises StoreError if the store is closed or its folder cannot be read, ServerError if the server fails,
+        IndexStoreError if the index is closed or damaged, ConfigError if a server refuses a text, UnsupportedCallError
+        for `alone` with the model in a server.
         """
         from cachecraft_rag.serving.priming import estimate_priming
 
@@ -494,17 +498,28 @@ class CacheCraft(Retriever, Closeable):
         return AnswerStream(generation, sources, searched=search_texts(question, context))
 
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
-        """Retrieve and answer; options as in `stream`, errors as in `stream` and of `AnswerStream`."""
+        """Retrieve and answer; options as in `stream`.
+
+        Raises:
+            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            UnsupportedCallError: this engine does not support tools.
+            IndexStoreError: the index holds no documents yet, is closed or damaged.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long.
+            StoreError, ServerError: the store is closed, or the server that makes the answer fails.
+        """
         return self.stream(question, **options).answer()
 
     def compare(self, question: str, **options: Unpack[AskOptions]) -> Comparison:
-        """Answer with reuse and then with full prefill, over the same chunks; options and errors as in `ask`.
+        """Answer with reuse and then with full prefill, over the same chunks; options as in `ask`.
 
         Neither answer captures anything, so comparing one question changes no later comparison. The first request of
         a process is slower than the others; here it is the one with reuse.
 
         Args:
             options: `config` holds the settings of reuse; its `capture` is taken as False.
+
+        Raises ConfigError, ContextLengthError, IndexStoreError and the others that `ask` lists.
         """
         config = options.get("config") or self.engine.config
         reused_options = options.copy()
@@ -518,11 +533,11 @@ class CacheCraft(Retriever, Closeable):
         return Comparison(reused, self.ask(question, **full_options))
 
     def astream(self, question: str, **options: Unpack[AskOptions]) -> AsyncAnswerStream:
-        """`stream` for `async for`; nothing happens before the first piece is asked for."""
+        """`stream` for `async for`; nothing happens, and nothing is raised, before the first piece is asked for."""
         return AsyncAnswerStream(partial(self.stream, question, **options))
 
     async def aask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
-        """`ask` without blocking the event loop; errors as there.
+        """`ask` without blocking the event loop; it raises the same errors.
 
         A cancelled task stops the model after the current token.
         """

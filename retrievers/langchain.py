@@ -47,7 +47,8 @@ Filter = Mapping[str, Any] | Callable[[dict[str, Any]], bool]
 class CacheCraftEmbeddings(Embeddings):
     """An `Embedder` as LangChain's embeddings, for any vector store; without one, the default `Embedder` is loaded.
 
-    Raises what `Embedder` raises.
+    Raises ModelNotFoundError if the model cannot be loaded, ConfigError for a device that torch does not have, and
+    IndexStoreError if the model gives a vector that is not finite.
     """
 
     def __init__(self, embedder: Embedder | None = None) -> None:
@@ -142,7 +143,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> Self:
         """Open the index in `folder` and add texts to what it holds; `caches` as in this class.
 
-        `from_documents` takes the same options. Raises as `open` and `add_documents`.
+        `from_documents` takes the same options. Raises IndexStoreError if the index cannot be opened or vectors do not
+        fit it, ConfigError for an option, an id or metadata that cannot be used, see `open` and `add_documents`.
         """
         check_names(kwargs, ("caches", "folder", "ids", "metadatas"))
         store = cls.open(folder, embedding, caches=caches)
@@ -216,7 +218,10 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return True
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """Return the documents with these ids, in their order; unknown ids are skipped."""
+        """Return the documents with these ids, in their order; unknown ids are skipped.
+
+        Raises ConfigError for an id that is no text, IndexStoreError if the index is closed or damaged.
+        """
         chunks_by_id = {name: self.index.chunks_of(name) for name in ids}
         # A chunk that was not added through LangChain has its chunk id as its id.
         unknown = [name for name, chunks in chunks_by_id.items() if not chunks]
@@ -225,7 +230,11 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return [_document(chunk) for name in ids for chunk in chunks_by_id[name]]
 
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
-        """Return the `k` most similar documents, best first; options and errors of `similarity_search_with_score`."""
+        """Return the `k` most similar documents, best first; options as in `similarity_search_with_score`.
+
+        Raises ConfigError for an unknown option, a `k` below 1 or an invalid filter, IndexStoreError if the index is
+        closed or damaged.
+        """
         return [document for document, _ in self.similarity_search_with_score(query, k, **kwargs)]
 
     def similarity_search_by_vector(
@@ -233,7 +242,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[Document]:
         """Return the `k` documents most similar to a vector, best first.
 
-        Options and errors as in `similarity_search_with_score`, and `IndexStoreError` for a vector that does not fit.
+        Options as in `similarity_search_with_score`. Raises `ConfigError` for an unknown option, a `k` below 1 or an
+        invalid filter, `IndexStoreError` for a vector that does not fit and if the index is closed or damaged.
         """
         return [document for document, _ in self._search(embedding, k, **kwargs)]
 
@@ -242,7 +252,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[tuple[Document, float]]:
         """Return the `k` documents most similar to a question in its conversation, with their cosines.
 
-        `filter` and errors as in `similarity_search_with_score`.
+        `filter` as in `similarity_search_with_score`. Raises `ConfigError` for a `k` below 1, an invalid filter or a
+        history that is no list of pairs, `IndexStoreError` if the index is closed or damaged.
         """
         check_whole("k", k, least=1)
 
@@ -289,7 +300,11 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         filter: Filter | None = None,
         **kwargs: object,
     ) -> list[Document]:
-        """`max_marginal_relevance_search` for a vector instead of a text; errors as there."""
+        """`max_marginal_relevance_search` for a vector instead of a text.
+
+        Raises ConfigError for an unknown option, a `k` or `fetch_k` below 1, a `lambda_mult` outside 0 to 1 or an
+        invalid filter; IndexStoreError for a vector that does not fit and if the index is closed or damaged.
+        """
         check_names(kwargs, ("fetch_k", "filter", "k", "lambda_mult"))
         check_whole("k", k, least=1)
         check_whole("fetch_k", fetch_k, least=1)

@@ -113,7 +113,10 @@ class CacheCraftEmbedding(BaseEmbedding):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> CacheCraftEmbedding:
-        """Load the embedding model of a `to_dict` again. Raises as the class."""
+        """Load the embedding model of a `to_dict` again.
+
+        Raises ModelNotFoundError, ConfigError or IndexStoreError as the class does.
+        """
         settings = {**data, **kwargs}
         settings.pop("class_name", None)
         name = settings.pop("model_name", BUNDLED_EMBEDDER)
@@ -292,7 +295,11 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def get_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
-        """Return the nodes that have one of the ids (None: any) and pass the filters; errors as `where_of` says."""
+        """Return the nodes that have one of the ids (None: any) and pass the filters; none without an index.
+
+        Raises ConfigError for filters that are nested too deep and ids that are no texts, TypeError or ValueError for
+        values that cannot be compared, IndexStoreError if the index is closed or damaged.
+        """
         if self._store is None:
             return []
         return [_node_of(chunk) for chunk in self._store.places(node_ids, where=where_of(filters))]

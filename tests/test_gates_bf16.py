@@ -57,14 +57,25 @@ class HalfPrecision:
     exact: Decoder
 
 
+# Folders of further models, separated by ":"; their weights must fit into memory twice, in bf16 and in fp32.
+MODELS = [folder for folder in os.environ.get("TESTS_GATES_MODELS", "").split(":") if folder]
+
+
 # A CPU without bf16 instructions takes minutes for the demo model.
-@pytest.fixture(scope="module", params=[*FAMILIES, pytest.param("demo", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *FAMILIES,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("demo", *MODELS)),
+    ],
+)
 def precisions(
     request: pytest.FixtureRequest, tiny_decoder: Callable[..., Decoder], demo_model: Path
 ) -> Iterator[HalfPrecision]:
     threads = torch.get_num_threads()
-    if request.param == "demo":
-        half = Decoder.load(str(demo_model), dtype="bfloat16")
+    if request.param == "demo" or request.param in MODELS:
+        folder = demo_model if request.param == "demo" else request.param
+        half = Decoder.load(str(folder), dtype="bfloat16")
         # minutes, where the CPU has no bf16 instructions
         torch.set_num_threads(os.cpu_count() or 1)
     else:

@@ -283,8 +283,8 @@ class ServerPrimer:
     ) -> int:
         """See `Primer.prime`; `captured` is called once a request.
 
-        Raises ServerError; ConfigError if the server refuses a text, ContextLengthError if one is too long for the
-        model. What was captured before stays.
+        Raises ServerError if the server does not answer in time or fails; ConfigError if it refuses a text,
+        ContextLengthError if one is too long for the model. What was captured before stays.
         """
         total = 0
         for part in request_sized(chunks):
@@ -296,7 +296,11 @@ class ServerPrimer:
         return total
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
-        """See `Primer.missing`. Raises as `prime`."""
+        """Return the ids of the variants that `prime` would capture now, with their numbers of tokens.
+
+        Raises ServerError if the server does not answer in time or fails, ConfigError if it refuses a text,
+        ContextLengthError if one is too long for the model.
+        """
         missing: dict[str, int] = {}
         for part in request_sized(chunks):
             reply = self._link.call(_PRIME, self._body(part) | {"estimate": True})
@@ -305,7 +309,7 @@ class ServerPrimer:
         return missing
 
     def fits(self, chunk: Chunk) -> bool:
-        """See `Primer.fits`."""
+        """Return True if a pass has room for the chunk after the instruction; nothing is sent."""
         return Primer(self.engine).fits(chunk)
 
     def _body(self, chunks: Sequence[Chunk]) -> dict[str, object]:

@@ -183,7 +183,10 @@ class Link:
             raise ServerError(self._not_ours()) from error
 
     def report(self, name: str, *, headers: Mapping[str, str]) -> Mapping[str, object]:
-        """Return the report of a request; empty if the server has none, or sends nonsense."""
+        """Return the report of a request; empty if the server has none, fails or sends nonsense.
+
+        Raises nothing: a failure is logged, because the answer itself is complete.
+        """
         try:
             reply = self.call(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=headers)
             with checked_reply(self.url, "statistics"):
@@ -197,7 +200,8 @@ class Link:
     def audit(self, name: str, *, headers: Mapping[str, str]) -> Audit | None:
         """Return the audit of a request's answer; None if the server has none, or not yet.
 
-        Raises as `call`, and ServerError for a reply that does not hold an audit.
+        Raises ServerError if the server does not answer in time, fails, or sends a reply that does not hold an audit;
+        ConfigError or ContextLengthError if it refuses the request, see `call`.
         """
         reply = self.call(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=headers)
         with checked_reply(self.url, "an audit"):
@@ -209,7 +213,9 @@ class Link:
     ) -> Generator[Mapping[str, object]]:
         """Yield the events of a streamed chat completion, as JSON objects, up to its end.
 
-        Raises as `call`, and ServerError for an event that is an error or no JSON object, and for an early end.
+        Raises ServerError if the server does not answer in time, asks for a key or fails, for an event that is an error
+        or no JSON object, and for an early end; ConfigError if it refuses the body, ContextLengthError if the prompt is
+        too long for the model.
         """
         with self._replied("/v1/chat/completions", body, headers=headers) as reply:
             for line in _lines(reply):

@@ -27,7 +27,11 @@ def limit_resources() -> None:
 
 
 def render(template: str, variables: dict[str, object]) -> str:
-    """Render a chat template as transformers does. Raises what Jinja raises."""
+    """Render a chat template as transformers does.
+
+    Raises jinja2.TemplateError for an invalid template, an undefined variable and what the template itself refuses;
+    any other exception of an expression in it, such as TypeError, passes unchanged.
+    """
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
@@ -61,7 +65,10 @@ def render(template: str, variables: dict[str, object]) -> str:
 
 
 def main() -> None:
-    """Render the template of standard input."""
+    """Render the template of standard input, and write {"text": …} or {"error": …} to standard output, as JSON.
+
+    What a template raises becomes the "error". Raises ValueError or KeyError only if the input is not such JSON.
+    """
     limit_resources()
     given = json.load(sys.stdin)
     try:

@@ -171,7 +171,8 @@ class RowPass:
     ) -> Tensor:
         """Attend in one layer: `q` `[rows, heads, head_dim]`, `k` and `v` `[rows, kv_heads, head_dim]`, not rotated.
 
-        Returns `[rows, heads, head_dim]`; see `stack.LayerPass`.
+        Returns `[rows, heads, head_dim]`; see `stack.LayerPass`. Raises RuntimeError if the layer failed
+        before while stored rows were corrected or its attention was observed: neither can be done twice.
         """
         merged = self._buffer.kv[layer]  # [2, positions, kv_heads, head_dim]
         visible, visible_to_watched = self._visibility(settings.window)

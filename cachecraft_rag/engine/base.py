@@ -71,7 +71,10 @@ class Capturer(Protocol):
     """Captures segments of prompts by their tokens, in this process or in vLLM."""
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """See `AnswerEngine.capture`."""
+        """Compute the prompt and store its segments `captures`; returns once they are stored.
+
+        Raises StoreError if the store is closed, and what the model raises, see `AnswerEngine.capture`.
+        """
 
 
 class AnswerEngine(ABC):

@@ -224,7 +224,13 @@ def check(
     folder: Path | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Point:
-    """Measure an α on questions it was not calibrated on; arguments and errors as `calibrate`."""
+    """Measure an α on questions it was not calibrated on; arguments as `calibrate`.
+
+    Raises:
+        ConfigError: the settings are invalid, this data cannot provide the origin condition, or full prefill's F1 is 0.
+        ContextLengthError: a question and its passages do not fit the model.
+        StoreError: the store or the folder of the measurements cannot be used.
+    """
     with Validation(engine, dataset, settings, folder=folder, progress=progress) as validation:
         point = validation.at(alpha)
         validation.finish()

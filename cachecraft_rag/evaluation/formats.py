@@ -112,7 +112,10 @@ class JsonRecord:
         return value
 
     def text(self, name: str) -> str:
-        """A text that is not blank, stripped."""
+        """Return a text that is not blank, stripped.
+
+        Raises DocumentError, with the place in the file, if it is missing, no text or blank.
+        """
         text = self._field(name, str, "a text").strip()
         if not text:
             raise DocumentError(f'{self.where}: "{name}" is blank. Fix or remove that entry.')
@@ -134,7 +137,10 @@ class JsonRecord:
         return [items._field(item, str, "a text") for item in items.fields]
 
     def records(self, name: str) -> list[JsonRecord]:
-        """A list of objects."""
+        """Return a list of objects.
+
+        Raises DocumentError, with the place in the file, if it is missing, no list, or holds anything but objects.
+        """
         values: list[object] = self._field(name, list, "a list of objects")
         return [
             as_record(value, f"{self.where}, {name} {place}")

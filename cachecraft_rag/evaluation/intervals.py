@@ -45,7 +45,10 @@ def mean_interval(
 def paired_interval(
     a: ArrayLike, b: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95
 ) -> Interval:
-    """The mean of a − b over questions that both methods answered. Errors as `mean_interval`, and unequal lengths.
+    """The mean of a − b over questions that both methods answered.
+
+    Raises:
+        ValueError: there are no values, one is not a finite number, or the two are not equally many.
 
     >>> paired_interval([3.0, 8.0], [2.0, 7.0])  # the questions differ, the methods' difference does not
     Interval(mean=1.0, low=1.0, high=1.0)
@@ -82,7 +85,11 @@ def ratio_interval(
 ) -> Interval:
     """mean(a) / mean(b) over questions that both methods answered; the two are resampled together.
 
-    Resamples whose mean of b is 0 have no ratio and are left out. Errors as `paired_interval`, and a mean of b of 0.
+    Resamples whose mean of b is 0 have no ratio and are left out.
+
+    Raises:
+        ValueError: there are no values, one is not a finite number, the two are not equally many, or the mean of b is
+            0.
 
     >>> ratio_interval([1.0, 4.0], [2.0, 8.0])
     Interval(mean=0.5, low=0.5, high=0.5)

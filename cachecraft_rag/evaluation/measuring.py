@@ -228,7 +228,8 @@ def reference_of(engine: Engine, question: EvaluationQuestion, *, answer_tokens:
     Args:
         engine: opened with `best_last=False`, because a question's passages are in prompt order already.
 
-    Raises as `Engine.score_answer`.
+    Raises ContextLengthError if the prompt does not fit the model, ConfigError for an invalid question, StoreError if
+    the store is closed, as `Engine.score_answer`.
     """
     answer = engine.score_answer(
         question.text, question.passages, max_new_tokens=answer_tokens, config=_FULL
@@ -242,7 +243,8 @@ def measure(engine: Engine, reference: Reference, trial: Trial) -> Record:
     Args:
         engine: the one that made the reference.
 
-    Raises as `Engine.score_answer`, and what the method's preparation raises.
+    Raises ContextLengthError if the prompt does not fit the model, ConfigError for an invalid question, StoreError if
+    the store cannot be used (all as `Engine.score_answer`), and what the method's preparation raises.
     """
     question = reference.question
     full = reference.answer

@@ -178,8 +178,8 @@ class Origins:
     def after(self, question: EvaluationQuestion) -> None:
         """With captures left to the questions, ask this one with the default settings, which capture.
 
-        Called after every question, also those of the warm-up and those that an earlier run has measured. Raises as
-        `AnswerEngine.stream`.
+        Called after every question, also those of the warm-up and those that an earlier run has measured. Raises
+        ContextLengthError, ConfigError or StoreError as `AnswerEngine.stream` does.
         """
         if not self.condition.is_stream:
             return

@@ -82,7 +82,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
     All but `engine` and `reuse` may also be given with a call. Raises `ConfigError` for an unknown setting, for
     messages that hold more than text and for a conversation whose last message is neither the user's nor a tool's. A
-    call also raises as `AnswerEngine.stream`, by the call or by a piece.
+    call also raises ContextLengthError, UnsupportedCallError, BusyError, WaitTimeoutError, StoreError or ServerError as
+    `AnswerEngine.stream` does, by the call or by a piece.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")

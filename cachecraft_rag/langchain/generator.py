@@ -135,7 +135,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         config: RunnableConfig | None = None,
         **kwargs: object,
     ) -> Iterator[str]:
-        """`stream` for a chain whose earlier steps deliver the input in parts."""
+        """`stream` for a chain whose earlier steps deliver the input in parts; the same pieces and errors."""
         return self._streamed(kwargs).transform(input, config)
 
     def atransform(
@@ -144,7 +144,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         config: RunnableConfig | None = None,
         **kwargs: object,
     ) -> AsyncIterator[str]:
-        """`astream` for a chain whose earlier steps deliver the input in parts."""
+        """`astream` for a chain whose earlier steps deliver the input in parts; the same pieces and errors."""
         return self._streamed(kwargs).atransform(input, config)
 
     def _streamed(self, options: dict[str, Any]) -> Runnable[dict[str, object], str]:

@@ -140,9 +140,10 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         chat_history: Sequence[ChatMessage] | None = None,
         **options: Any,
     ) -> Self:
-        """Over any LlamaIndex retriever; `options` and errors as in `CacheCraftQueryEngine.from_defaults`.
+        """Over any LlamaIndex retriever; `options` as in `CacheCraftQueryEngine.from_defaults`.
 
-        Also raises ConfigError for an option that has no meaning here, as `from_index`.
+        Raises ConfigError for an index instead of a retriever and for an option that is unknown or has no meaning here;
+        ModelNotFoundError, UnsupportedModelError or StoreError if the engine cannot be opened.
         """
         _refuse(options)
         engine = CacheCraftQueryEngine.from_defaults(retriever, **options)
@@ -175,7 +176,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     ) -> AgentChatResponse:
         """Retrieve and answer; `chat_history` replaces what the memory holds.
 
-        Raises as `AnswerEngine.stream`, and what the retriever raises; then the turn is not remembered.
+        Raises ConfigError, ContextLengthError, BusyError, WaitTimeoutError, StoreError or ServerError as
+        `AnswerEngine.stream` does, and what the retriever raises; then the turn is not remembered.
         """
         if chat_history is not None:
             self.memory.set(chat_history)
@@ -190,7 +192,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     async def achat(
         self, message: str, chat_history: list[ChatMessage] | None = None
     ) -> AgentChatResponse:
-        """`chat`, the model in a thread."""
+        """`chat` with the model in a thread: the same result and errors."""
         if chat_history is not None:
             await self.memory.aset(chat_history)
         turn = _Turn(self._checked(message), await self.memory.aget(input=message))
@@ -206,7 +208,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     ) -> CacheCraftStreamingChatResponse:
         """Retrieve, then answer piece by piece: `for piece in response.response_gen`.
 
-        Raises as `chat`; errors of the answer are raised by its pieces.
+        Raises ConfigError or ContextLengthError for a message that cannot be answered, and what the retriever raises.
+        Errors of the answer itself, such as BusyError, StoreError or ServerError, are raised by its pieces.
         """
         if chat_history is not None:
             self.memory.set(chat_history)
@@ -221,7 +224,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     async def astream_chat(
         self, message: str, chat_history: list[ChatMessage] | None = None
     ) -> CacheCraftStreamingChatResponse:
-        """`stream_chat`, the model in a thread: `async for piece in response.async_response_gen()`."""
+        """`stream_chat` with the model in a thread: `async for piece in response.async_response_gen()`."""
         if chat_history is not None:
             await self.memory.aset(chat_history)
         turn = _Turn(self._checked(message), await self.memory.aget(input=message))

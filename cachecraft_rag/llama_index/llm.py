@@ -160,8 +160,13 @@ class CacheCraftLLM(CustomLLM):
             document_ids: the chunk id of each document, empty where it is not known. A text that was edited after
                 its id was noted is hashed again (`ChunkStats.stale_id`).
 
-        Raises `ConfigError` for unknown options, for `documents` that are not texts and for another number of
-        `document_ids`; else as `AnswerEngine.stream`, by this call or by a piece.
+        Raises, by this call or by a piece:
+            ConfigError: an unknown option, `documents` that are not texts, another number of `document_ids`; or the
+                question, the history, a tool or a schema cannot be used.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            UnsupportedCallError: the engine does not support tools.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long.
+            StoreError, ServerError: the store is closed, or the server that makes the answer fails.
         """
         if unknown:
             raise ConfigError(
@@ -218,7 +223,11 @@ class CacheCraftLLM(CustomLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: object,
     ) -> Model:
-        """`structured_predict`, the model in a thread."""
+        """`structured_predict` with the model in a thread.
+
+        Returns an object of `output_cls`. Raises ConfigError if it has no JSON schema or the answer does not keep to
+        it, for example because it ends early; else as `chat`.
+        """
         messages, options = self._structured(output_cls, prompt, llm_kwargs, prompt_args)
         return validated(output_cls, (await self.achat(messages, **options)).message.content)
 
@@ -245,35 +254,43 @@ class CacheCraftLLM(CustomLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer; keyword arguments and errors as in `begin`."""
+        """Answer; keyword arguments as in `begin`.
+
+        Raises ConfigError, ContextLengthError, StoreError and the others that `begin` lists.
+        """
         return last_of(responses_of(self.begin(prompt, **kwargs)))
 
     @llm_completion_callback()
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
-        """Answer piece by piece; keyword arguments and errors as in `begin`."""
+        """Answer piece by piece; keyword arguments as in `begin`.
+
+        Raises ConfigError, ContextLengthError, StoreError and the others that `begin` lists, by this call or by a
+        piece.
+        """
         return responses_of(self.begin(prompt, **kwargs))
 
     @llm_completion_callback()
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
-        """`complete`, the model in a thread."""
+        """`complete` with the model in a thread: the same result and errors."""
         return await alast_of(aresponses_of(await asyncio.to_thread(self.begin, prompt, **kwargs)))
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        """`stream_complete`, the model in a thread."""
+        """`stream_complete` with the model in a thread: the same pieces and errors."""
         return aresponses_of(await asyncio.to_thread(self.begin, prompt, **kwargs))
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponse:
         """Answer the last message; keyword arguments as in `begin`, apart from `history`.
 
-        Raises `ConfigError` if the last message is not the user's; else as `begin`.
+        Raises `ConfigError` if the last message is not the user's or an option is unknown, ContextLengthError if the
+        conversation does not fit the model, StoreError if the store is closed, and the others that `begin` lists.
         """
         return completion_response_to_chat_response(
             last_of(responses_of(self._begin_chat(messages, kwargs)))
@@ -281,14 +298,18 @@ class CacheCraftLLM(CustomLLM):
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponseGen:
-        """Answer the last message piece by piece; arguments and errors as in `chat`."""
+        """Answer the last message piece by piece; arguments as in `chat`.
+
+        Raises ConfigError, ContextLengthError, StoreError and the others that `begin` lists, by this call or by a
+        piece.
+        """
         return stream_completion_response_to_chat_response(
             responses_of(self._begin_chat(messages, kwargs))
         )
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponse:
-        """`chat`, the model in a thread."""
+        """`chat` with the model in a thread: the same result and errors."""
         generation = await asyncio.to_thread(self._begin_chat, messages, kwargs)
         return completion_response_to_chat_response(await alast_of(aresponses_of(generation)))
 
@@ -296,7 +317,7 @@ class CacheCraftLLM(CustomLLM):
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: object
     ) -> ChatResponseAsyncGen:
-        """`stream_chat`, the model in a thread."""
+        """`stream_chat` with the model in a thread: the same pieces and errors."""
         generation = await asyncio.to_thread(self._begin_chat, messages, kwargs)
         return astream_completion_response_to_chat_response(aresponses_of(generation))
 

@@ -219,7 +219,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
 
     @classmethod
     def from_args(cls, retriever: BaseRetriever, **options: Any) -> Self:  # type: ignore[override]
-        """`from_defaults`; LlamaIndex's own would require OpenAI."""
+        """The same as `from_defaults`, and the same errors; LlamaIndex's own would require OpenAI."""
         return cls.from_defaults(retriever, **options)
 
     @property

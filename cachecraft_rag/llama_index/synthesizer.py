@@ -191,7 +191,10 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     def synthesize(
         self, query: QueryTextType, nodes: list[NodeWithScore], *args: object, **settings: object
     ) -> RESPONSE_TYPE:
-        """LlamaIndex's own; the model does not see the nodes' `file_path`. Raises as `get_response`."""
+        """Answer from nodes as LlamaIndex's synthesizers do; the model does not see the nodes' `file_path`.
+
+        Raises ConfigError, ContextLengthError, StoreError and the others that `get_response` lists.
+        """
         sources = Sources(nodes)
         settings["document_ids"] = sources.noted_ids
         token = _record.set(_AnswerRecord(sources))
@@ -203,7 +206,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     async def asynthesize(
         self, query: QueryTextType, nodes: list[NodeWithScore], *args: object, **settings: object
     ) -> RESPONSE_TYPE:
-        """`synthesize` with the model in threads."""
+        """`synthesize` with the model in threads: the same result and errors."""
         sources = Sources(nodes)
         settings["document_ids"] = sources.noted_ids
         token = _record.set(_AnswerRecord(sources))
@@ -217,8 +220,9 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     ) -> RESPONSE_TEXT_TYPE:
         """Answer from texts, best first: a string, or a generator of pieces if this synthesizer streams.
 
-        With `output_cls` it is that object; then raises ConfigError if the answer ends early. Else raises as
-        `CacheCraftLLM.begin`.
+        With `output_cls` it is that object; then raises ConfigError if the answer ends early. Raises ConfigError,
+        ContextLengthError, BusyError, WaitTimeoutError, StoreError or ServerError as `CacheCraftLLM.begin` does, from a
+        stream by its pieces.
         """
         question, asked = self._asked(query_str, text_chunks, response_kwargs)
         answer: RESPONSE_TEXT_TYPE
@@ -235,7 +239,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     async def aget_response(
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: object
     ) -> RESPONSE_TEXT_TYPE:
-        """`get_response` with the model in threads; a stream is an asynchronous generator."""
+        """`get_response` with the model in threads, and the same errors; a stream is an asynchronous generator."""
         question, asked = self._asked(query_str, text_chunks, response_kwargs)
         answer: RESPONSE_TEXT_TYPE
         if self._streaming:

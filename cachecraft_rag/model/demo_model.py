@@ -96,7 +96,10 @@ def convert_gguf(gguf: Path, target: Path) -> None:
 
 
 def is_complete(folder: Path) -> bool:
-    """True if `folder` holds a finished conversion: every file its manifest names, in the size it names."""
+    """Return True if `folder` holds a finished conversion: every file its manifest names, in the size it names.
+
+    False for a missing folder and an unreadable or damaged manifest, too: the conversion is then made again.
+    """
     try:
         sizes: dict[str, int] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -118,7 +121,7 @@ def handbook_folder() -> Path:
 
 
 def handbook_questions() -> tuple[HandbookQuestion, ...]:
-    """The demo's questions, in the order in which to ask them. Raises as `handbook_folder`."""
+    """The demo's questions, in the order in which to ask them. Raises CacheCraftError if they are not installed."""
     entries = json.loads((handbook_folder() / ".questions.json").read_text(encoding="utf-8"))
     return tuple(
         HandbookQuestion(entry["question"], tuple(entry["expect"]), entry["page"])

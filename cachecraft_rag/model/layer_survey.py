@@ -71,7 +71,10 @@ class RotaryCall:
     given: object
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin as the module gives them at these positions, each `[tokens, width]` in this dtype."""
+        """Return cos and sin as the module gives them at these positions, each `[tokens, width]` in this dtype.
+
+        Raises SurveyError if the module returns neither a pair of tensors nor a complex tensor.
+        """
 
         def replaced(value: object) -> object:
             if not isinstance(value, Tensor):

@@ -307,7 +307,10 @@ class Answering:
     def answer(
         self, task: LoopTask, request: Request, progress: RequestProgress, queue: TokenQueue
     ) -> Work[None]:
-        """Answer a request into a queue. Raises as `prefill`."""
+        """Answer a request into a queue.
+
+        Raises StoreError if the store is closed, and what the model raises, as `prefill`.
+        """
         captures = FutureCaptures()
         predictions = self.auditor.recorder(request)
         output = yield from self.prefill(task, request, progress, captures)
@@ -332,7 +335,7 @@ class Answering:
     ) -> Work[tuple[str, Tensor]]:
         """Answer greedily, and predict along the target tokens; returns the text and logits `[target, vocabulary]`.
 
-        Raises as `prefill`.
+        Raises StoreError if the store is closed, and what the model raises, as `prefill`.
         """
         captures = FutureCaptures()
         queue = TokenQueue(bounded=False)

@@ -166,7 +166,8 @@ class Primer:
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
         """Return the ids of the variants that `prime` would capture now, with their numbers of tokens.
 
-        Raises as `prime`, except that a private instruction does not matter.
+        Raises ContextLengthError if a single chunk is longer than the window, StoreError if the store is closed. A
+        private instruction does not matter, because nothing is captured.
         """
         missing: dict[str, int] = {}
         for window, known in self._windows(chunks):
@@ -177,14 +178,17 @@ class Primer:
         return missing
 
     def fits(self, chunk: Chunk) -> bool:
-        """Return whether a pass has room for the chunk; one that does not fit cannot be primed."""
+        """Return True if a pass has room for the instruction and the chunk; otherwise it cannot be primed."""
         return len(self.engine.prompts.chunk_segment(chunk).token_ids) <= self._room([])
 
     def capture(self, chunk: Chunk, after: Sequence[Chunk] = ()) -> int:
         """Capture a chunk after the given ones, and the instruction, each unless it is stored already.
 
         Of `after`, repeated chunks, the chunk itself and the furthest that do not fit the window are left out. Returns
-        how many captures were stored. Errors as `prime`.
+        how many captures were stored.
+
+        Raises ContextLengthError if the chunk alone is longer than the window, ConfigError if the instruction is
+        private, StoreError if the store is closed.
         """
         self._require_shared()
         segment = self.engine.prompts.chunk_segment(chunk)
@@ -343,7 +347,12 @@ def prime_documents(
     progress: Callable[[Progress], None] | None = None,
     skipped: Callable[[str], None],
 ) -> int:
-    """Prime documents one after the other; arguments, result and errors as `CacheCraft.prime`."""
+    """Prime documents one after the other; returns the number of captures. Arguments as `CacheCraft.prime`.
+
+    Raises StoreError or ServerError if the store is closed or the server fails, ConfigError if the instruction is
+    private or a server refuses a text, UnsupportedCallError if this engine cannot prime. Chunks that are too long are
+    not captured, and `skipped` is called with a sentence about each document that has some.
+    """
     fitting = {}
     for name, chunks in texts:
         fitting[name] = [chunk for chunk in chunks if primer.fits(chunk)]

@@ -266,7 +266,10 @@ class VLLMBackend:
     # -- answers ------------------------------------------------------------------------------------------------------
 
     def pieces(self, request: Request, progress: RequestProgress) -> Generator[str]:
-        """Yield the answer's text piece by piece."""
+        """Yield the answer's text piece by piece.
+
+        Raises what vLLM raises while it computes.
+        """
         sampling = request.sampling
         predicted = self.audits.recorder(request)
         ask = Ask(request.prompt, request.config, request.session, name=request.request_id)

@@ -64,7 +64,8 @@ def remove_documents(
 def evict_chunks(caches: Caches | None, chunk_ids: Iterable[str]) -> tuple[int, int]:
     """Delete the chunk-caches of these chunks; return their number, and their bytes on disk: 0 without `caches`.
 
-    Errors as `Caches.evict`.
+    Raises StoreError if the store's folder is gone or its catalog cannot be written, ServerError if the chunk-caches
+    are a server's and it fails.
     """
     chosen = tuple(chunk_ids)
     if caches is None or not chosen:
@@ -101,7 +102,7 @@ class Evictions:
     def settle(self, index: FaissStore, chunk_ids: Iterable[str] = ()) -> None:
         """Delete the chunk-caches of these and of all waiting chunks that are not in the index.
 
-        Errors as `Caches.evict`, and those of a closed index.
+        Raises StoreError or ServerError if the chunk-caches cannot be deleted, IndexStoreError if the index is closed.
         """
         with self._lock:
             gone = self._waiting | dict.fromkeys(chunk_ids)

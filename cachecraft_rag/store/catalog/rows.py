@@ -89,7 +89,7 @@ def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
 
 
 def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow:
-    """Return the row of a variant. Raises as `sum_of` for a variant whose fields have the wrong types."""
+    """Return the row of a variant. Raises TypeError, ValueError, AttributeError or struct.error for wrong types."""
     key = variant.key
     row = CatalogRow(
         chunk_id=key.chunk_id,

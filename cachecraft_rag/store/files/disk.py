@@ -169,7 +169,11 @@ class DiskTier:
         return open_source(source, variant)
 
     def read(self, variant: Variant) -> LoadedVariant | Unavailable:
-        """Return the whole tensor, with every byte verified."""
+        """Return the whole tensor, with every byte verified.
+
+        Unavailable with the reason if the file is missing, unreadable or damaged, or if memory is short; raises nothing
+        for these.
+        """
         stored = self.open(variant)
         if isinstance(stored, Unavailable):
             return stored

@@ -166,7 +166,10 @@ class PendingLoads:
     # -- for the threads that read ------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Read until no extent is left; several threads may run this at the same time."""
+        """Read until no extent is left; several threads may run this at the same time.
+
+        Raises nothing for a chunk-cache that cannot be read, or memory that is short: its extents become `lost`.
+        """
         scratch: Tensor | None = None
         while (job := self._next()) is not None:
             extents = job.extents

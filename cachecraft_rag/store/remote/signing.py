@@ -28,7 +28,7 @@ class Signer:
     keys: Sequence[bytes] = field(repr=False)
 
     def sign(self, row: bytes) -> bytes:
-        """The row with its signature."""
+        """Return the row with its signature. Raises ValueError if the bytes are no framed row."""
         created, text, _ = unframed(row)
         return framed(created, text, _row_mac(self.keys[0], created, text))
 
