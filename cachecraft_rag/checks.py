@@ -173,9 +173,9 @@ def check_names(
     )
 
 
-def check_callable(name: str, value: object) -> None:
-    """Require a function, or None."""
-    if value is not None and not callable(value):
+def check_callable(name: str, value: object, *, optional: bool = True) -> None:
+    """Require a function, or None if `optional`. Raises ConfigError for anything else."""
+    if not (optional and value is None) and not callable(value):
         raise _wrong(name, "a function", value)
 
 

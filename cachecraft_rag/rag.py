@@ -416,6 +416,7 @@ class CacheCraft(Retriever, Closeable):
             UnsupportedCallError: `alone` with the model in a server.
         """
         check_callable("progress", progress)
+        check_callable("skipped", skipped, optional=False)
         check_flag("alone", alone)
         from cachecraft_rag.serving.priming import prime_documents
 

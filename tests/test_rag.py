@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -254,6 +255,13 @@ def test_a_document_in_signs_the_model_does_not_know_does_not_silence_the_others
         # no two of them fit a pass
         assert rag.prime(skipped=skipped.append) == len(rag.index.chunks_of("glyphs"))
         assert len(skipped) == 1
+
+
+def test_priming_refuses_what_cannot_be_called(rag: CacheCraft) -> None:
+    nothing: Any
+    for nothing in (5, None):
+        with pytest.raises(ConfigError, match="skipped must be a function"):
+            rag.prime(skipped=nothing)
 
 
 def test_a_question_without_words_is_refused(rag: CacheCraft) -> None:

@@ -15,7 +15,7 @@ from cachecraft_rag.cli.console import err, out, print_error
 from cachecraft_rag.cli.first_sentence import first_sentence
 from cachecraft_rag.cli.options import ANSWER_KEYS, ENGINE_KEYS, takes
 from cachecraft_rag.engine.settings import Settings
-from cachecraft_rag.errors import ConfigError, ContextLengthError
+from cachecraft_rag.errors import BusyError, ConfigError, ContextLengthError, ServerError
 
 if TYPE_CHECKING:
     from cachecraft_rag.observability.stats import RequestStats
@@ -58,7 +58,10 @@ def metrics(rag: CacheCraft, port: int | None) -> Iterator[None]:
 
 
 def converse(conversation: Conversation) -> None:
-    """Handle lines until the end of the input, or /quit. Raises as `Conversation.take`, and KeyboardInterrupt."""
+    """Handle lines until the end of the input, or /quit.
+
+    Raises StoreError and IndexStoreError of a question, and KeyboardInterrupt at Ctrl-C while nothing is answered.
+    """
     while True:
         try:
             typed = input("> ").strip()
@@ -84,8 +87,9 @@ class Conversation:
     def take(self, typed: str) -> None:
         """Handle a line: a command, or a question to answer.
 
-        ContextLengthError and ConfigError of a question are printed, and Ctrl-C ends the answer only. All other errors
-        are raised as by `CacheCraft.stream` and its pieces.
+        ContextLengthError, ConfigError, ServerError, BusyError and WaitTimeoutError of a question are printed, and the
+        conversation goes on without it. Ctrl-C ends the answer only. Raises StoreError and IndexStoreError, see
+        `CacheCraft.stream`.
         """
         if typed == "/new":
             self._history.clear()
@@ -126,6 +130,10 @@ class Conversation:
         # the documents that match the filter were removed by another process
         except ConfigError as error:
             print_error(error)
+        # the server may answer the next question; a broken answer does not become a part of the conversation
+        except (BusyError, ServerError) as error:
+            said = ""
+            print_error(error, "The conversation goes on; ask again.")
         if said:
             self._history += [("user", question), ("assistant", said)]
 

@@ -17,7 +17,7 @@ from typing import ClassVar, Protocol, Self, TypedDict, Unpack
 from cachecraft_rag.checks import check_kind, listed
 from cachecraft_rag.engine.capabilities import ALL, Capabilities, Capability
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.errors import CacheCraftError, ConfigError, StoreError
+from cachecraft_rag.errors import CacheCraftError, StoreError
 from cachecraft_rag.model.facts import DiskSpace, ModelFacts
 from cachecraft_rag.observability.request_counts import RequestCounts
 from cachecraft_rag.observability.request_log import log_request
@@ -25,7 +25,7 @@ from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.observability.tracing import TracedRequest, traced
 from cachecraft_rag.planning.calibration import Calibration
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.prompt.builder import PromptBuilder, Turn
+from cachecraft_rag.prompt.builder import PromptBuilder, Turn, checked_chunks
 from cachecraft_rag.prompt.tools import Tool, checked_tools
 from cachecraft_rag.prompt.unmarked import Recognise, session_of
 from cachecraft_rag.serving.generation import Generation, Pieces
@@ -244,11 +244,9 @@ class AnswerEngine(ABC):
         """Check a question and build its prompt."""
         started = time.perf_counter()
         self._home.require()
-        chunks = listed("chunks", chunks)  # a generator gives its items only once
         history = listed("history", history)
         check_asked(question, history, session=session, config=config)
-        if not all(isinstance(chunk, Chunk) and isinstance(chunk.text, str) for chunk in chunks):
-            raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
+        chunks = checked_chunks(chunks)
         if tools or any(role in ("calls", "result") for role, _ in history):
             self.capabilities.require(Capability.TOOLS)
 
@@ -317,10 +315,15 @@ class AnswerEngine(ABC):
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> LookupResult:
         """Return the stored variants of these segments for this model; variants that do not fit are left out.
 
-        Raises UnsupportedCallError if the chunk-caches are a server's, see `capabilities`, and StoreError if the store
-        is closed.
+        Raises UnsupportedCallError if the chunk-caches are a server's, see `capabilities`, StoreError if the store is
+        closed, and ConfigError for anything but a list of segments.
         """
         self.capabilities.require(Capability.LOOK_UP)
+        segments = listed("segments", segments)
+        for segment in segments:
+            check_kind(
+                "each of segments", segment, Segment, advice="PromptBuilder.chunk_segment makes one"
+            )
         assert isinstance(self.store, ChunkCacheStore), (
             "engines with this capability have a store on this machine"
         )

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, cast
 
-from cachecraft_rag.checks import check_kind, shown
+from cachecraft_rag.checks import check_kind, listed, shown
 from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.planning.found_text import TokenKinds
 from cachecraft_rag.prompt.safe_tokenizer import PlainTokenizer
@@ -63,6 +63,14 @@ _FOLLOWS: dict[str | None, set[str]] = {
     "calls": {"result"},
     "result": {"result", "user", "assistant", "calls"},  # "user": somebody interrupts an agent
 }
+
+
+def checked_chunks(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """Return a list of the chunks; raises ConfigError for anything but chunks, such as their texts alone."""
+    found = listed("chunks", chunks)  # a generator gives its items only once
+    if not all(isinstance(chunk, Chunk) and isinstance(chunk.text, str) for chunk in found):
+        raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
+    return found
 
 
 def check_history(history: object) -> None:

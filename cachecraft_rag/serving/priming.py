@@ -18,7 +18,7 @@ from typing import Protocol
 from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.model.facts import DiskSpace, ModelFacts
 from cachecraft_rag.model.sizes import cache_bytes
-from cachecraft_rag.prompt.builder import PromptBuilder
+from cachecraft_rag.prompt.builder import PromptBuilder, checked_chunks
 from cachecraft_rag.store.row_checks import LookupResult
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.progress import Progress
@@ -150,11 +150,13 @@ class Primer:
 
         Raises:
             ContextLengthError: a single chunk is longer than the window, see `fits`; nothing is computed then.
-            ConfigError: the instruction is private, so captures after it would belong to a session.
+            ConfigError: the instruction is private, so captures after it would belong to a session; or `chunks` are no
+                chunks.
             UnsupportedCallError: the chunk-caches are a server's; the engine's own `primer` primes there.
             StoreError: the store is closed.
         """
         self._require_shared()
+        chunks = checked_chunks(chunks)
         total = 0
         for window, known in self._windows(chunks):
             has_neighbours = self.engine.prompts.stand_in not in window
@@ -170,7 +172,7 @@ class Primer:
         private instruction does not matter, because nothing is captured.
         """
         missing: dict[str, int] = {}
-        for window, known in self._windows(chunks):
+        for window, known in self._windows(checked_chunks(chunks)):
             variant_ids, captures = self._captures(window, known)
             segments = [self.engine.prompts.system, *window]
             for index in captures:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +64,15 @@ def test_each_chunk_is_born_behind_the_chunks_before_it(engine: Engine) -> None:
     ]
     assert {row.variant.exact_share for row in engine.store.rows()} == {1.0}
     assert {row.variant.primed for row in engine.store.rows()} == {True}
+
+
+def test_texts_in_place_of_chunks_are_refused(engine: Engine) -> None:
+    texts: list[Any] = [DOCUMENT[0].text]
+    for call in (primer(engine).prime, primer(engine).missing, partial(engine.stream, "Why?")):
+        with pytest.raises(ConfigError, match="write Chunk"):
+            call(texts)
+    with pytest.raises(ConfigError, match="each of segments must be"):
+        engine.look_up(texts)
 
 
 def test_the_first_chunk_is_captured_behind_the_next_ones_too(engine: Engine) -> None:
