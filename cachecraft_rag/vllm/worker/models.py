@@ -52,7 +52,7 @@ def __getattr__(name: str) -> object:
             _living[:] = [reference for reference in _living if reference() is not None]
             _living.append(weakref.ref(self))
 
-    # By the name of a class vLLM recognises the models that it runs with the layers of transformers.
+    # With vLLM's own name: by it vLLM recognises the models that it runs with the layers of transformers.
     made = type(
         base_name, (base,), {"__init__": __init__, "__module__": __name__, "__qualname__": name}
     )
