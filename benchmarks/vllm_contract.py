@@ -113,6 +113,23 @@ USES: tuple[Use, ...] = (
         attributes=("use_long_rope",),
         text=('register_buffer(\n            "long_short_cos_sin_cache", long_short_cache',),
     ),
+    # Models that vLLM runs with the layers of transformers.
+    Use("vllm.forward_context", "set_forward_context", parameters=("attn_metadata", "vllm_config")),
+    Use(
+        "vllm.model_executor.models.transformers",
+        text=(
+            "self_attn = getattr(module, VLLM_ATTN_ATTR)",
+            "attn_output = self_attn.forward(query, key, value)",
+        ),
+    ),
+    Use(
+        "vllm.model_executor.models.transformers.base",
+        text=(
+            'VLLM_ATTN_ATTR = "attn"',
+            "self.model: PreTrainedModel = ",
+            "return self.model.get_input_embeddings()(input_ids)",
+        ),
+    ),
     Use("vllm.engine.arg_utils", "EngineArgs", attributes=("disable_hybrid_kv_cache_manager",)),
     # The connector: what vLLM calls, and with which parameters.
     Use(f"{_CONNECTOR}.factory", "KVConnectorFactory", attributes=("_registry",)),

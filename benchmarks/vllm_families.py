@@ -89,10 +89,14 @@ _YARN = {
 # By name: the prefix of the classes in transformers, and the settings of the config besides `_SHAPE`.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Apertus": ("Apertus", {}),
+    "Arcee": ("Arcee", {}),
+    "CWM": ("Cwm", {**_WINDOWS, "bos_token_id": 0}),
     "Cohere": ("Cohere", {**_TIED, "logit_scale": 1.0}),
     "Cohere 2": ("Cohere2", {**_WINDOWS, **_TIED, "logit_scale": 1.0}),
     "ERNIE 4.5": ("Ernie4_5", {}),
     "EXAONE 4": ("Exaone4", {**_WINDOWS, "sliding_window_pattern": 2}),
+    "FlexOlmo": ("FlexOlmo", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "GLM": ("Glm", {"partial_rotary_factor": 0.5}),
     "GLM-4": ("Glm4", {"partial_rotary_factor": 0.5}),
     "GLM-4 MoE": (
         "Glm4Moe",
@@ -105,6 +109,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "GPT-NeoX": ("GPTNeoX", {}),
+    "Gemma": ("Gemma", _TIED),
     "Gemma 2": (
         "Gemma2",
         {**_WINDOWS, **_TIED, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 20.0},
@@ -118,6 +124,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoe",
         {"embedding_multiplier": 3.0, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "Jais 2": ("Jais2", {}),
     "Llama": ("Llama", {}),
     "Llama with YaRN": ("Llama", {"rope_parameters": _YARN}),
     "Llama with llama3 scaling": (
@@ -133,6 +140,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "Mellum": ("Mellum", {**_WINDOWS, **_EXPERTS, "num_experts": 4}),
     "Ministral 3": ("Ministral3", {"sliding_window": None}),
     "Mistral": ("Mistral", {"sliding_window": None}),
     "Mixtral": (
@@ -140,7 +148,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     ),
     "Nemotron": ("Nemotron", {"partial_rotary_factor": 0.5}),
+    "OLMo": ("Olmo", {}),
+    "OLMo 2": ("Olmo2", {}),
+    "OLMo 3": (
+        "Olmo3",
+        {
+            **_WINDOWS,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": _YARN,
+            },
+        },
+    ),
     "OLMoE": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "Phi": ("Phi", {}),
     "Phi-3": ("Phi3", {"sliding_window": None}),
     "Phi-3 with LongRoPE": (
         "Phi3",
@@ -163,7 +184,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Qwen3": ("Qwen3", {}),
     "Qwen3 MoE": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4}),
+    "Seed-OSS": ("SeedOss", {}),
+    "SmolLM3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "StableLM": ("StableLm", {"partial_rotary_factor": 0.25}),
+    "Starcoder 2": ("Starcoder2", {}),
+    "VaultGemma": (
+        "VaultGemma",
+        {**_WINDOWS, **_TIED, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 20.0},
+    ),
     "gpt-oss": (
         "GptOss",
         {
@@ -413,8 +441,7 @@ def refused_by_config() -> list[FamilyResult]:
         if refused is None or refused.reason.startswith("its architecture is"):
             results.append(FamilyResult(name, "not tried"))
         else:
-            reason = refused.reason.replace(f"runs {name} with", "runs it with")
-            results.append(FamilyResult(name, "refused", reason))
+            results.append(FamilyResult(name, "refused", refused.reason))
     return results
 
 
@@ -459,7 +486,8 @@ def main(
     transformers.logging.set_verbosity_error()
     known: dict[str, FamilyResult] = {}
     if csv_path is not None and csv_path.exists():
-        known = {result.family: result for result in read_csv(csv_path)}
+        results = read_csv(csv_path)
+        known = {result.family: result for result in results if result.family in FAMILIES}
     for family in names or FAMILIES:
         result = known[family] = scan(family)
         print(

@@ -244,10 +244,13 @@ class Decoder:
     @torch.no_grad()
     def _survey_layers(self) -> ModelSurvey:
         """Return how the model calls its layers. Raises UnsupportedModelError with the reason if they cannot be run."""
+
+        def forward(ids: Tensor) -> object:
+            with self.stock() as model:
+                return model(input_ids=ids, use_cache=False)
+
         try:
-            survey = survey_model(
-                self.model, self._layers, stock=self.stock, watch=_attention_calls
-            )
+            survey = survey_model(self.model, self._layers, forward=forward, watch=_attention_calls)
             for self._norms_embeddings in (False, True):
                 expected = self.embed(survey.ids[0])
                 if torch.allclose(survey.embedded, expected, rtol=1e-2, atol=1e-5):

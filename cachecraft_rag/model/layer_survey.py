@@ -290,15 +290,15 @@ def survey_model(
     model: PreTrainedModel,
     layers: torch.nn.ModuleList,
     *,
-    stock: Callable[[], contextlib.AbstractContextManager[object]],
+    forward: Callable[[Tensor], object],
     watch: Watch,
 ) -> ModelSurvey:
     """Run the model's own forward and each layer over a few tokens.
 
     Args:
-        model: a causal LM of transformers.
+        model: a decoder-only model of transformers, with or without its head.
         layers: its decoder layers.
-        stock: makes a context in which the model computes its attention itself.
+        forward: runs the model's own forward over token ids int64 `[1, tokens]`; its attention is not ours.
         watch: makes a context in which the model's attention calls the given function.
 
     Raises:
@@ -308,8 +308,7 @@ def survey_model(
     vocabulary = int(model.config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (1, SURVEY_TOKENS), generator=generator).to(parameter.device)
-    with stock():
-        inputs, rotary_calls = _watched_forward(model, layers, ids)
+    inputs, rotary_calls = _watched_forward(model, layers, forward, ids)
     positions = torch.arange(SURVEY_TOKENS, device=parameter.device)
 
     kinds: list[RotaryKind] = []
@@ -350,7 +349,10 @@ def survey_model(
 
 
 def _watched_forward(
-    model: PreTrainedModel, layers: torch.nn.ModuleList, ids: Tensor
+    model: PreTrainedModel,
+    layers: torch.nn.ModuleList,
+    forward: Callable[[Tensor], object],
+    ids: Tensor,
 ) -> tuple[list[LayerInputs], list[RotaryCall]]:
     """Run the model's own forward; return what its layers were given, and its calls of rotary modules."""
     inputs: list[LayerInputs] = []
@@ -378,7 +380,7 @@ def _watched_forward(
         for name, module in model.named_modules():
             if "rotary" in f"{name} {type(module).__name__}".lower():
                 hooks.callback(module.register_forward_hook(after_rotary, with_kwargs=True).remove)
-        model(input_ids=ids, use_cache=False)
+        forward(ids)
     if len(inputs) != len(layers):
         raise SurveyError(f"its forward ran {len(inputs)} layers of {len(layers)}")
     return inputs, rotary_calls

@@ -8,32 +8,48 @@ from cachecraft_rag.vllm.versions import is_known_version
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-# architecture → module of vllm.model_executor.models and class
+# architecture → module of vllm.model_executor.models and class; `transformers` runs the layers of transformers
 ARCHITECTURES = {
     "ApertusForCausalLM": "apertus:ApertusForCausalLM",
+    "ArceeForCausalLM": "transformers:TransformersForCausalLM",
     "Cohere2ForCausalLM": "commandr:CohereForCausalLM",
     "CohereForCausalLM": "commandr:CohereForCausalLM",
+    "CwmForCausalLM": "transformers:TransformersForCausalLM",
     "Ernie4_5ForCausalLM": "ernie45:Ernie4_5ForCausalLM",
     "Exaone4ForCausalLM": "exaone4:Exaone4ForCausalLM",
+    "FlexOlmoForCausalLM": "transformers:TransformersMoEForCausalLM",
     "Gemma2ForCausalLM": "gemma2:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "gemma3:Gemma3ForCausalLM",
+    "GemmaForCausalLM": "gemma:GemmaForCausalLM",
     "Glm4ForCausalLM": "glm4:Glm4ForCausalLM",
     "Glm4MoeForCausalLM": "glm4_moe:Glm4MoeForCausalLM",
+    "GlmForCausalLM": "transformers:TransformersForCausalLM",
+    "GPTNeoXForCausalLM": "transformers:TransformersForCausalLM",
     "GptOssForCausalLM": "gpt_oss:GptOssForCausalLM",
     "GraniteForCausalLM": "granite:GraniteForCausalLM",
     "GraniteMoeForCausalLM": "granitemoe:GraniteMoeForCausalLM",
+    "Jais2ForCausalLM": "transformers:TransformersForCausalLM",
     "LlamaForCausalLM": "llama:LlamaForCausalLM",
+    "MellumForCausalLM": "transformers:TransformersMoEForCausalLM",
     "Ministral3ForCausalLM": "mistral:MistralForCausalLM",
     "MistralForCausalLM": "mistral:MistralForCausalLM",
     "MixtralForCausalLM": "mixtral:MixtralForCausalLM",
     "NemotronForCausalLM": "nemotron:NemotronForCausalLM",
+    "Olmo2ForCausalLM": "transformers:TransformersForCausalLM",
+    "Olmo3ForCausalLM": "transformers:TransformersForCausalLM",
     "OlmoeForCausalLM": "olmoe:OlmoeForCausalLM",
+    "OlmoForCausalLM": "transformers:TransformersForCausalLM",
     "Phi3ForCausalLM": "phi3:Phi3ForCausalLM",
+    "PhiForCausalLM": "transformers:TransformersForCausalLM",
     "Qwen2ForCausalLM": "qwen2:Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM": "qwen2_moe:Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM": "qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "qwen3_moe:Qwen3MoeForCausalLM",
+    "SeedOssForCausalLM": "transformers:TransformersForCausalLM",
+    "SmolLM3ForCausalLM": "transformers:TransformersForCausalLM",
     "StableLmForCausalLM": "stablelm:StablelmForCausalLM",
+    "Starcoder2ForCausalLM": "transformers:TransformersForCausalLM",
+    "VaultGemmaForCausalLM": "transformers:TransformersForCausalLM",
 }
 CONNECTOR = "CacheCraftConnector"
 PLUGIN = "cachecraft"  # name of the entry point in pyproject.toml

@@ -22,28 +22,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("cachecraft_rag.vllm")
 
 _STANDARD_KV = ("auto", "float16", "bfloat16", "float32", "half", "float")
-# Architectures that vLLM runs with the layers of transformers, rewritten for its own attention.
-_TRANSFORMERS_LAYERS = (
-    "ArceeForCausalLM",
-    "CwmForCausalLM",
-    "FlexOlmoForCausalLM",
-    "GPTNeoXForCausalLM",
-    "GemmaForCausalLM",
-    "GlmForCausalLM",
-    "HunYuanDenseV1ForCausalLM",
-    "HunYuanMoEV1ForCausalLM",
-    "Jais2ForCausalLM",
-    "MellumForCausalLM",
-    "NanbeigeForCausalLM",
-    "Olmo2ForCausalLM",
-    "Olmo3ForCausalLM",
-    "OlmoForCausalLM",
-    "PhiForCausalLM",
-    "SeedOssForCausalLM",
-    "SmolLM3ForCausalLM",
-    "Starcoder2ForCausalLM",
-    "VaultGemmaForCausalLM",
+_NORMED_AFTER_ROTATION = (
+    "its queries and keys are normalised after their rotation, so its keys cannot be moved"
 )
+# Architectures that vLLM runs with layers whose keys cannot be moved, and the reason.
+_REFUSED_LAYERS = {
+    "GPTBigCodeForCausalLM": "learned positions are added to its tokens, so its keys cannot be moved",
+    "HunYuanDenseV1ForCausalLM": _NORMED_AFTER_ROTATION,
+    "HunYuanMoEV1ForCausalLM": _NORMED_AFTER_ROTATION,
+}
 # Words in the kinds of layers that keep one running state, in `layer_types`.
 _RECURRENT = ("conv", "linear", "mamba", "recurrent")
 # Model types without a single layer of attention.
@@ -137,11 +124,9 @@ def _of_model(config: PretrainedConfig) -> Iterator[Refusal]:
             "some of its layers keep one running state instead of keys for every token",
             _OTHER_MODEL,
         )
-    if any(name in _TRANSFORMERS_LAYERS for name in names):
-        yield Refusal(
-            f"vLLM runs {', '.join(names)} with the layers of transformers, which do not have the form of vLLM's own",
-            _OTHER_MODEL,
-        )
+    for name in names:
+        if name in _REFUSED_LAYERS:
+            yield Refusal(_REFUSED_LAYERS[name], _OTHER_MODEL)
     if not any(name in ARCHITECTURES for name in names):
         known = ", ".join(sorted(ARCHITECTURES))
         yield Refusal(

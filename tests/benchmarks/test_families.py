@@ -138,6 +138,7 @@ def test_the_lists_over_vllm_are_made_from_their_csv(tmp_path: Path) -> None:
     assert accepted == vllm_families.FAMILIES.keys()
     served = {vllm_families.architecture_of(family) for family in accepted}
     assert served == ARCHITECTURES.keys()
+    assert not served & {result.family for result in results}, "also listed as refused"
 
 
 def test_no_architecture_that_is_refused_by_name_is_listed_as_not_tried() -> None:

@@ -69,7 +69,8 @@ def test_our_models_are_the_registered_ones() -> None:
         assert registered.module_name == "cachecraft_rag.vllm.worker.models"
         made = registered.load_model_cls()
         assert issubclass(made, stock_model(name))
-        assert made.__name__ == name
+        assert made.__name__ == stock_model(name).__name__, "vLLM recognises its classes by it"
+        assert made.__qualname__ == name
 
 
 def test_rotary_embeddings_are_shared_and_have_a_table() -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from cachecraft_rag.kernels.rope import rotate
 from cachecraft_rag.model.layer_survey import SurveyError, in_order
-from cachecraft_rag.vllm.worker.layers import survey_layers
+from cachecraft_rag.vllm.worker.layers import (
+    WorkerLayer,
+    survey_layers,
+    survey_transformers_layers,
+)
 
 HIDDEN, HEAD, HEADS = 32, 16, 2
 
@@ -126,7 +133,7 @@ def test_stored_keys_rotate_as_the_layer_does(rotary_dim: int, interleaved: bool
     assert (table.form.rotary_dim, table.form.interleaved) == (rotary_dim, interleaved)
     keys = torch.randn(5, HEADS * HEAD)
     positions = torch.arange(3, 8)
-    cos, sin = table.at(positions, torch.float32)
+    cos, sin = table.tables(positions, torch.float32)
     stored = in_order(keys.reshape(5, HEADS, HEAD), layer.order).contiguous()
     back = in_order(rotate(stored, cos, sin), layer.original_order)
     expected = rotary(positions, keys, keys)[1].reshape(5, HEADS, HEAD)
@@ -144,7 +151,7 @@ def test_layers_are_grouped_by_their_rotary_modules() -> None:
     _layers, tables, kinds = survey(*layers)
     assert kinds == [0, 1, 2, 0]
     assert [table.form.rotary_dim for table in tables] == [HEAD, HEAD, 0]
-    assert tables[2].at(torch.arange(4), torch.float32)[0].shape == (4, 0)
+    assert tables[2].tables(torch.arange(4), torch.float32)[0].shape == (4, 0)
 
 
 @pytest.mark.parametrize(("kind", "streams"), [(Layer, 2), (LayerOfOneStream, 1)])
@@ -182,3 +189,111 @@ def test_heads_of_several_sizes_are_refused() -> None:
     other.self_attn.attn.num_kv_heads = 1
     with pytest.raises(SurveyError, match="heads of several sizes"):
         survey(Layer(SelfAttention(Rotary())), other)
+
+
+def attention_of_vllm(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *_unused: Any, **_named: Any
+) -> tuple[Tensor, None]:
+    """Call the module's `attn` with rows of all heads, as vLLM's attention function does for transformers."""
+    rows = (states[0].transpose(0, 1).flatten(1) for states in (query, key, value))
+    return module.attn.forward(*rows), None
+
+
+def transformers_model(family: str, **settings: Any) -> Any:
+    """A tiny model of transformers that holds vLLM's attention, as vLLM's modelling backend makes it."""
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=64,
+        hidden_size=HIDDEN,
+        intermediate_size=HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        head_dim=HEAD,
+        pad_token_id=0,
+        **settings,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}Model")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(
+                    0.2 * torch.randn(parameter.shape)
+                )  # norms of some dimensions differ
+    transformers.AttentionInterface.register("vllm's", attention_of_vllm)
+    model.set_attn_implementation("vllm's")
+    for layer in model.layers:
+        layer.self_attn.attn = Attention()
+    return model
+
+
+def survey_of(model: Any, embed: Any = None) -> Any:
+    return survey_transformers_layers(
+        model, embed=embed or model.embed_tokens, forward_context=contextlib.nullcontext
+    )
+
+
+def keys_of(layer: WorkerLayer, hidden: Tensor, positions: Tensor) -> Tensor:
+    """The keys `[rows, heads, head_dim]` that reach a layer's attention."""
+    seen: list[Tensor] = []
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        seen.append(key.reshape(len(key), HEADS, HEAD))
+        return torch.zeros_like(query)
+
+    layer.run(hidden, positions, attend)
+    (keys,) = seen
+    return keys
+
+
+TWO_TABLES = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+        "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "rotary_dims", "kinds"),
+    [
+        ("Olmo2", {}, [HEAD], [0, 0]),
+        ("Olmo3", TWO_TABLES, [HEAD, HEAD], [0, 1]),
+        ("Glm", {"partial_rotary_factor": 0.5}, [HEAD // 2], [0, 0]),  # adjoining pairs
+        ("SmolLM3", {"no_rope_layer_interval": 2}, [HEAD, 0], [0, 1]),
+    ],
+)
+@torch.no_grad()
+def test_layers_of_transformers_get_raw_keys_that_rotate_as_theirs_do(
+    family: str, settings: dict[str, Any], rotary_dims: list[int], kinds: list[int]
+) -> None:
+    model = transformers_model(family, **settings)
+    layers, tables, kind_of = survey_of(model)
+    assert [table.form.rotary_dim for table in tables] == rotary_dims
+    assert list(kind_of) == kinds
+    hidden = torch.randn(1, 5, HIDDEN)
+    positions = torch.arange(3, 8)
+    types = settings.get("layer_types")
+    for index, layer in enumerate(layers):
+        kind = () if types is None else (types[index],)
+        own_rotary = model.rotary_emb(hidden, positions[None], *kind)
+        own = replace(layer, call=replace(layer.call, rotary=own_rotary))
+        rotated = keys_of(own, hidden, positions)
+        raw = keys_of(layer, hidden, positions)
+        stored = in_order(raw, layer.order).contiguous()
+        cos, sin = tables[kind_of[index]].tables(positions, torch.float32)
+        back = in_order(rotate(stored, cos, sin), layer.original_order)
+        torch.testing.assert_close(back, rotated)
+        assert "forward" not in vars(layer.attention)
+
+
+def test_keys_that_are_normalised_after_their_rotation_are_refused() -> None:
+    with pytest.raises(SurveyError, match="rotary embedding has an unknown form"):
+        survey_of(transformers_model("HunYuanDenseV1"))
+
+
+def test_other_inputs_than_embeddings_are_refused() -> None:
+    model = transformers_model("Olmo2")
+    with pytest.raises(SurveyError, match="something other than its token embeddings"):
+        survey_of(model, embed=lambda ids: 2 * model.embed_tokens(ids))

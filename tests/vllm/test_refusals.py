@@ -105,6 +105,7 @@ ONE = caches(FullAttentionSpec)
         "Qwen2",
         "Qwen3",
         "Qwen3Moe",
+        "SmolLM3",
     ],
 )
 def test_known_families_are_served(family: str) -> None:
@@ -124,8 +125,12 @@ MODELS: list[tuple[str, dict[str, Any], str]] = [
         {"architectures": ["Gemma3ForConditionalGeneration"]},
         "Gemma3ForConditionalGeneration",
     ),
-    ("Olmo2", {}, "vLLM runs Olmo2ForCausalLM with the layers of transformers"),
-    ("SmolLM3", {}, "vLLM runs SmolLM3ForCausalLM with the layers of transformers"),
+    ("HunYuanDenseV1", {}, "its queries and keys are normalised after their rotation"),
+    (
+        "GPTBigCode",
+        {},
+        "learned positions are added to its tokens, so its keys cannot be moved",
+    ),
     ("DeepseekV3", {}, "latent (MLA)"),
     ("T5", {}, "encoder-decoder"),
     ("Qwen3Next", {}, "one running state instead of keys"),
@@ -170,7 +175,9 @@ def test_models_that_are_refused_by_their_config(
     assert start_up_refusal(vllm_config(hf_config(family, **changed)), ONE) == found  # in vLLM, too
 
 
-@pytest.mark.parametrize("family", ["Cohere2", "Exaone4", "Gemma2", "Gemma3Text", "GptOss"])
+@pytest.mark.parametrize(
+    "family", ["Cohere2", "Exaone4", "Gemma2", "Gemma3Text", "GptOss", "Olmo3"]
+)
 def test_windows_in_some_layers_are_served(family: str) -> None:
     """Gemma 3's text model is `Gemma3ForCausalLM`."""
     names = {"architectures": [f"{family.removesuffix('Text')}ForCausalLM"]}
@@ -367,7 +374,7 @@ def test_what_only_a_running_vllm_knows(
     [
         ("Bloom", [], "BloomForCausalLM"),
         ("DeepseekV3", [], "latent (MLA)"),
-        ("Olmo2", [], "the layers of transformers"),
+        ("HunYuanDenseV1", [], "normalised after their rotation"),
         ("Mamba", [], "state-space model"),
         ("Llama", ["--enable-lora"], "LoRA"),
         ("Llama", ["--kv-cache-dtype", "fp8"], "quantised (fp8)"),
@@ -396,7 +403,7 @@ def test_the_command_refuses_without_starting_vllm(
 
 
 def test_a_refusal_ends_the_real_command_with_code_2(tmp_path: Path) -> None:
-    hf_config("Olmo2").save_pretrained(tmp_path)
+    hf_config("HunYuanDenseV1").save_pretrained(tmp_path)
     command = [
         sys.executable,
         "-c",

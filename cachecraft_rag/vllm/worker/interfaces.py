@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig
 
+    from cachecraft_rag.vllm.options import VLLMConfig
+
 
 class RequestSampling(Protocol):
     """`vllm.SamplingParams` of a request."""
@@ -75,7 +77,7 @@ class SelfAttention(Protocol):
 
 
 class DecoderLayer(Protocol):
-    """A decoder layer of one of vLLM's models.
+    """A decoder layer written for vLLM.
 
     Its arguments are positions and hidden states; in most models also the residual, which it then returns too.
     """
@@ -93,9 +95,13 @@ class DecoderLayers(Protocol):
 
 
 class CausalLM(Protocol):
-    """A causal LM of vLLM's with the same attributes as its Llama."""
+    """A causal LM of vLLM's with the same attributes as its Llama.
+
+    `model` is a `PreTrainedModel` where vLLM runs the layers of transformers.
+    """
 
     model: DecoderLayers
+    vllm_config: VLLMConfig  # set by `models`
     config: PretrainedConfig
     reserved_memory: list[Tensor]  # set by `models`
 

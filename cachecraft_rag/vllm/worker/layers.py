@@ -1,17 +1,18 @@
 """A survey of a model's layers in vLLM: the arguments of each one, and the form in which it rotates queries and keys.
 
 Nothing is concluded from a model's name. Each layer runs over a few rows up to its attention, once with its own rotary
-embedding and once with the identity, as `model.layer_survey` does for Hugging Face's layers.
+embedding and once with the identity. `model.layer_survey` does this for the layers of transformers, also where vLLM
+runs them. Both kinds of layers hold vLLM's attention, whose forward is replaced; they differ in how they are called.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,12 +20,18 @@ from torch import Tensor
 from cachecraft_rag.compute.stack import AttentionSettings
 from cachecraft_rag.model.layer_survey import (
     SURVEY_TOKENS,
+    LayerCall,
+    RotaryKind,
     RotationForm,
     SeenAttention,
     SurveyError,
     rotation_form,
+    survey_model,
 )
 from cachecraft_rag.vllm.worker.interfaces import Attention, DecoderLayer, SelfAttention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _POSITIONS = "positions"
 _HIDDEN = "hidden_states"
@@ -49,7 +56,7 @@ class RotaryTable:
     module: Any
     form: RotationForm
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin at these positions, each `[tokens, rotary_dim]`."""
         if self.module is None:
             empty = torch.empty(len(positions), 0, dtype=dtype, device=positions.device)
@@ -58,21 +65,56 @@ class RotaryTable:
 
 
 @dataclass(frozen=True, eq=False)
-class WorkerLayer:
-    """A decoder layer of vLLM's that can be run over some rows.
+class VLLMLayerCall:
+    """A decoder layer written for vLLM, and how it is called; for one of transformers see `LayerCall`.
 
-    module            the layer
+    layer             the layer
+    rotary            the module that rotates its queries and keys; None if nothing does
+    carries_residual  True if the layer takes and returns a residual beside its hidden states
+    """
+
+    layer: DecoderLayer
+    rotary: Any
+    carries_residual: bool
+
+    def run(self, hidden: Tensor, positions: Tensor, *, rotates: bool = False) -> Tensor:
+        """Run the layer over `[streams, rows, hidden]`, with raw queries and keys unless `rotates`."""
+        is_replaced = self.rotary is not None and not rotates
+        if is_replaced:
+            self.rotary.forward = lambda _positions, query, key=None, *_unused, **_named: (
+                query,
+                key,
+            )
+        try:
+            return self._called(hidden, positions)
+        finally:
+            if is_replaced:
+                del self.rotary.forward
+
+    def _called(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        if self.carries_residual:
+            named = {_POSITIONS: positions, _HIDDEN: hidden[0], _RESIDUAL: hidden[1]}
+            return torch.stack(self.layer(**named))
+        out = self.layer(**{_POSITIONS: positions, _HIDDEN: hidden[0]})
+        # StableLM's layers also return a residual that is in the output already.
+        states: Tensor = out[0] if isinstance(out, tuple) else out
+        return states[None]
+
+
+@dataclass(frozen=True, eq=False)
+class WorkerLayer:
+    """A decoder layer inside vLLM that can be run over some rows.
+
+    call              the layer and how it is called
     attention         its vLLM attention
     settings          its attention settings
-    rotary            the module that rotates its queries and keys; None if nothing does
     order             index `[head_dim]` that puts a head's dimensions into the order of all models; None = they have it
     carries_residual  True if the layer takes and returns a residual beside its hidden states
     """
 
-    module: DecoderLayer
+    call: VLLMLayerCall | LayerCall
     attention: Attention
     settings: AttentionSettings
-    rotary: Any
     order: Tensor | None
     carries_residual: bool
 
@@ -83,44 +125,36 @@ class WorkerLayer:
 
     def run(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Run the layer over `[streams, rows, hidden]` with raw queries and keys; its attention calls `attend`."""
-        with _taken_apart(self.attention, self.rotary, attend):
-            return call_layer(self.module, hidden, positions, self.carries_residual)
-
-
-def call_layer(
-    module: Callable[..., Any], hidden: Tensor, positions: Tensor, carries_residual: bool
-) -> Tensor:
-    """Call a layer over `[streams, rows, hidden]`, and return its output in the same form."""
-    if carries_residual:
-        named = {_POSITIONS: positions, _HIDDEN: hidden[0], _RESIDUAL: hidden[1]}
-        return torch.stack(module(**named))
-    out = module(**{_POSITIONS: positions, _HIDDEN: hidden[0]})
-    # StableLM's layers also return a residual that is in the output already.
-    states: Tensor = out[0] if isinstance(out, tuple) else out
-    return states[None]
+        with _attention_calls(self.attention, attend):
+            return self.call.run(hidden, positions)
 
 
 @contextmanager
-def _taken_apart(
-    attention: Attention, rotary: Any, attend: Attend, *, rotates: bool = False
-) -> Iterator[None]:
-    """Replace a layer's attention, and its rotary module by the identity unless `rotates`."""
+def _attention_calls(attention: Attention, attend: Attend) -> Iterator[None]:
+    """Replace the forward of a layer's attention by `attend`."""
 
-    def attention_forward(
+    def forward(
         query: Tensor, key: Tensor, value: Tensor, *_unused: object, **_named: object
     ) -> Tensor:
         return attend(query, key, value)
 
-    is_replaced = rotary is not None and not rotates
-    if is_replaced:
-        rotary.forward = lambda _positions, query, key=None, *_unused, **_named: (query, key)
-    attention.forward = attention_forward
+    attention.forward = forward
     try:
         yield
     finally:
         del attention.forward
-        if is_replaced:
-            del rotary.forward
+
+
+@contextmanager
+def _all_attention_calls(
+    attentions: Sequence[Attention],
+    attend: Callable[[Attention, Tensor, Tensor, Tensor], Tensor],
+) -> Iterator[None]:
+    """Replace the forward of each attention by `attend`, which is also given the attention."""
+    with ExitStack() as replaced:
+        for attention in attentions:
+            replaced.enter_context(_attention_calls(attention, partial(attend, attention)))
+        yield
 
 
 def survey_layers(
@@ -137,18 +171,13 @@ def survey_layers(
     tables: list[RotaryTable] = []
     kind_of: list[int] = []
     for module in modules:
-        holder = self_attention_of(module)
-        if holder is None:
-            raise SurveyError(
-                "its layers are not laid out like Llama's, or another rank holds some of them"
-            )
-        _check_attention(holder.attn)
-        carries_residual = _check_parameters(module)
-        streams = 2 if carries_residual else 1
+        holder = _holder_of(module)
+        call = VLLMLayerCall(module, getattr(holder, "rotary_emb", None), _check_parameters(module))
+        streams = 2 if call.carries_residual else 1
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(streams, SURVEY_TOKENS, hidden_size, generator=generator)
         noise = noise.to(device, dtype)
-        table = _rotary_table(module, holder, noise, carries_residual)
+        table = _rotary_table(call, holder.attn, noise)
         kind = next(
             (
                 number
@@ -160,24 +189,89 @@ def survey_layers(
         if kind == len(tables):
             tables.append(table)
         kind_of.append(kind)
-        order = table.form.order
-        layers.append(
-            WorkerLayer(
-                module=module,
-                attention=holder.attn,
-                settings=_settings(holder.attn),
-                rotary=getattr(holder, "rotary_emb", None),
-                # on the device once: every pass indexes with it
-                order=None if order is None else order.to(device),
-                carries_residual=carries_residual,
-            )
+        layers.append(_worker_layer(call, holder.attn, table.form, device))
+    if len({layer.carries_residual for layer in layers}) > 1:
+        raise SurveyError("only some of its layers carry a residual")
+    _check_heads(layers)
+    return layers, tables, kind_of
+
+
+def survey_transformers_layers(
+    model: PreTrainedModel,
+    *,
+    embed: Callable[[Tensor], Tensor],
+    forward_context: Callable[[], AbstractContextManager[None]],
+) -> tuple[list[WorkerLayer], Sequence[RotaryKind], Sequence[int]]:
+    """Return what `survey_layers` does, of a model that vLLM runs with the layers of transformers.
+
+    Every rank has to call this, because the model's own forward runs over a few tokens.
+
+    Args:
+        model: the model without its head.
+        embed: embeds token ids int64 `[rows]` as `[rows, hidden]`.
+        forward_context: makes the context in which vLLM runs a model's forward; layers with experts ask for it.
+
+    Raises:
+        SurveyError: passes cannot run these layers, with the reason.
+    """
+    layers = model.layers
+    assert isinstance(layers, torch.nn.ModuleList), "found by `models`"
+    attentions = [_holder_of(layer).attn for layer in layers]
+
+    def forward(ids: Tensor) -> object:
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        with (
+            forward_context(),
+            # zeros, because only what enters the layers is looked at
+            _all_attention_calls(attentions, lambda _, query, *_others: torch.zeros_like(query)),
+        ):
+            # not `model(…)`, which vLLM may have compiled
+            return model.forward(input_ids=ids, position_ids=positions, use_cache=False)
+
+    def watch(see: Callable[[SeenAttention], Tensor]) -> AbstractContextManager[None]:
+        return _all_attention_calls(attentions, lambda *call: see(_seen(*call)))
+
+    survey = survey_model(model, layers, forward=forward, watch=watch)
+    embedded = embed(survey.ids[0])
+    if not torch.allclose(survey.embedded[0], embedded, rtol=1e-2, atol=1e-5):
+        raise SurveyError("something other than its token embeddings enters its first layer")
+    worker_layers = [
+        _worker_layer(call, attention, survey.kinds[kind].form, survey.embedded.device)
+        for call, attention, kind in zip(survey.calls, attentions, survey.kind_of, strict=True)
+    ]
+    _check_heads(worker_layers)
+    return worker_layers, survey.kinds, survey.kind_of
+
+
+def _holder_of(layer: object) -> SelfAttention:
+    """Return the module of a layer that holds its attention. Raises SurveyError if passes cannot replace it."""
+    holder = self_attention_of(layer)
+    if holder is None:
+        raise SurveyError(
+            "its layers are not laid out like Llama's, or another rank holds some of them"
         )
+    _check_attention(holder.attn)
+    return holder
+
+
+def _worker_layer(
+    call: VLLMLayerCall | LayerCall, attention: Attention, form: RotationForm, device: torch.device
+) -> WorkerLayer:
+    order = form.order
+    return WorkerLayer(
+        call=call,
+        attention=attention,
+        settings=_settings(attention),
+        # on the device once: every pass indexes with it
+        order=None if order is None else order.to(device),
+        carries_residual=isinstance(call, VLLMLayerCall) and call.carries_residual,
+    )
+
+
+def _check_heads(layers: Sequence[WorkerLayer]) -> None:
     sizes = {(layer.attention.num_kv_heads, layer.attention.head_size) for layer in layers}
     if len(sizes) > 1:
         raise SurveyError("its layers have heads of several sizes")
-    if len({layer.carries_residual for layer in layers}) > 1:
-        raise SurveyError("only some of its layers carry a residual")
-    return layers, tables, kind_of
 
 
 def _check_attention(attention: Attention) -> None:
@@ -226,31 +320,30 @@ class _Stop(Exception):  # ends a layer after its attention; nothing failed
     """Ends a layer that was run for its queries and keys only."""
 
 
+def _seen(attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> SeenAttention:
+    """Return a call of vLLM's attention with `[rows, heads * head_dim]` in the form of transformers."""
+    q, k, v = (
+        states.clone().reshape(states.shape[0], -1, attention.head_size).transpose(0, 1)[None]
+        for states in (query, key, value)
+    )
+    return SeenAttention(torch.nn.Identity(), q, k, v, _settings(attention))
+
+
 @torch.no_grad()
-def _rotary_table(
-    module: DecoderLayer, holder: SelfAttention, noise: Tensor, carries_residual: bool
-) -> RotaryTable:
+def _rotary_table(call: VLLMLayerCall, attention: Attention, noise: Tensor) -> RotaryTable:
     """Return how a layer rotates. Raises SurveyError if its form of rotation is unknown."""
-    attention = holder.attn
-    rotary = getattr(holder, "rotary_emb", None)
     positions = torch.arange(SURVEY_TOKENS, device=noise.device)
 
     def queries_and_keys(places: Tensor, *, rotates: bool) -> SeenAttention:
         seen: list[SeenAttention] = []
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            q, k, v = (
-                states.clone()
-                .reshape(states.shape[0], -1, attention.head_size)
-                .transpose(0, 1)[None]
-                for states in (query, key, value)
-            )
-            seen.append(SeenAttention(torch.nn.Identity(), q, k, v, _settings(attention)))
+            seen.append(_seen(attention, query, key, value))
             raise _Stop
 
         try:
-            with _taken_apart(attention, rotary, attend, rotates=rotates):
-                call_layer(module, noise, places, carries_residual)
+            with _attention_calls(attention, attend):
+                call.run(noise, places, rotates=rotates)
         except _Stop:
             return seen[0]
         raise SurveyError("its layers do not call their attention")
@@ -261,8 +354,8 @@ def _rotary_table(
     rotated = queries_and_keys(positions, rotates=True)
     if torch.equal(raw.key, rotated.key):  # position 0 alone would not be rotated
         return RotaryTable(None, RotationForm(attention.head_size, rotary_dim=0))
-    given = _cos_and_sin(rotary, positions, noise.dtype)
-    return RotaryTable(rotary, rotation_form(given, raw, rotated))
+    given = _cos_and_sin(call.rotary, positions, noise.dtype)
+    return RotaryTable(call.rotary, rotation_form(given, raw, rotated))
 
 
 def _cos_and_sin(rotary: Any, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

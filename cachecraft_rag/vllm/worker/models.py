@@ -45,12 +45,16 @@ def __getattr__(name: str) -> object:
         self: CausalLM, *, vllm_config: VLLMConfig, prefix: str = "", **more: object
     ) -> None:
         base.__init__(self, vllm_config=vllm_config, prefix=prefix, **more)
+        self.vllm_config = vllm_config
         # as a list, because it is no part of the model's state
         self.reserved_memory = reserve(vllm_config, next(self.parameters()).device)
         with _lock:
             _living[:] = [reference for reference in _living if reference() is not None]
             _living.append(weakref.ref(self))
 
-    made = type(name, (base,), {"__init__": __init__, "__module__": __name__, "__qualname__": name})
+    # With vLLM's own name: by it vLLM recognises the models that it runs with the layers of transformers.
+    made = type(
+        base_name, (base,), {"__init__": __init__, "__module__": __name__, "__qualname__": name}
+    )
     globals()[name] = made
     return made

@@ -4,6 +4,9 @@ While a layer runs, two attributes of it are set and removed again: its rotary e
 queries and keys arrive raw (biases and norms applied), and its attention is the running pass. Most of vLLM's layers
 carry (hidden, residual); both travel in one tensor `[2, rows, hidden]`. Layers without a residual carry one stream.
 
+vLLM runs some models with the layers of transformers. They carry one stream, and are given their rotary embedding as an
+argument, so only the attention is set.
+
 Stored keys have their dimensions in the order of all models, see `model.layer_survey`; vLLM's blocks have the model's.
 
 A pass fills its own buffer, and `write_blocks` copies that into vLLM's blocks when the pass is done. Rejected:
@@ -14,6 +17,7 @@ written into blocks that may belong to another request by then.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -24,10 +28,15 @@ from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.attention_choice import measured_paths
-from cachecraft_rag.model.layer_survey import SurveyError, in_order
+from cachecraft_rag.model.layer_survey import RotaryKind, SurveyError, in_order
 from cachecraft_rag.types.kv_layout import DTypeName, KVLayout
 from cachecraft_rag.vllm.worker.interfaces import CausalLM
-from cachecraft_rag.vllm.worker.layers import survey_layers
+from cachecraft_rag.vllm.worker.layers import (
+    RotaryTable,
+    WorkerLayer,
+    survey_layers,
+    survey_transformers_layers,
+)
 from cachecraft_rag.vllm.worker.ranks import OneRank, TensorParallel
 
 
@@ -43,16 +52,12 @@ class WorkerStack:
         parameter = next(model.parameters())
         self.device = parameter.device
         self.dtype = parameter.dtype
+        self._embedding_multiplier = getattr(model.config, "embedding_multiplier", 1.0)  # Granite
         try:
-            self._layers, self._tables, self._kind_of = survey_layers(
-                model.model.layers,
-                hidden_size=model.config.hidden_size,
-                dtype=self.dtype,
-                device=self.device,
-            )
+            self._layers, self._tables, self._kind_of = self._survey_layers()
         except SurveyError as error:
             raise UnsupportedModelError(
-                f"{type(model).__name__} cannot be served from chunk-caches: {error}."
+                f"{type(model).__qualname__} cannot be served from chunk-caches: {error}."
             ) from error
         attention = self._layers[0].attention
         self.layout = KVLayout(
@@ -61,7 +66,6 @@ class WorkerStack:
             head_dim=attention.head_size,
             dtype=cast(DTypeName, str(self.dtype).removeprefix("torch.")),
         )
-        self._embedding_multiplier = getattr(model.config, "embedding_multiplier", 1.0)  # Granite
         # From the config: the CPU build packs the weights and leaves empty tensors in their place.
         self.keys_per_row = keys_per_row_of(model.config)
         self.attention_paths = UNMEASURED
@@ -74,9 +78,33 @@ class WorkerStack:
                 head_dim=self.layout.head_dim,
             )
 
+    def _survey_layers(
+        self,
+    ) -> tuple[Sequence[WorkerLayer], Sequence[RotaryTable | RotaryKind], Sequence[int]]:
+        from transformers import PreTrainedModel
+
+        model = self._model
+        if isinstance(model.model, PreTrainedModel):
+            from vllm.forward_context import set_forward_context
+
+            return survey_transformers_layers(
+                model.model,
+                embed=self._embedded,
+                forward_context=partial(set_forward_context, None, model.vllm_config),
+            )
+        return survey_layers(
+            model.model.layers,
+            hidden_size=model.config.hidden_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        return self._model.embed_input_ids(ids) * self._embedding_multiplier
+
     def embed(self, ids: Tensor) -> Tensor:
         """Embed token ids `[rows]` as `[streams, rows, hidden]`, with a residual of zeros if layers carry one."""
-        hidden = self._model.embed_input_ids(ids) * self._embedding_multiplier
+        hidden = self._embedded(ids)
         if not self._layers[0].carries_residual:
             return hidden[None]
         return torch.stack((hidden, torch.zeros_like(hidden)))
@@ -88,7 +116,7 @@ class WorkerStack:
 
     def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
         """Return cos and sin of one of the model's own rotary modules, each `[tokens, rotary_dim]`."""
-        return self._tables[kind].at(positions, self.dtype)
+        return self._tables[kind].tables(positions, self.dtype)
 
     def layer(
         self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass
