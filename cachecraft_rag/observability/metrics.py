@@ -188,7 +188,7 @@ def serve_metrics(engine: Measured, port: int, *, address: str = "127.0.0.1") ->
     registry.register(EngineCollector(engine))
     try:
         server, thread = prometheus_client.start_http_server(port, addr=address, registry=registry)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
         raise ConfigError(
             f"metrics cannot be served at {address}:{port} ({error}); choose another port"
         ) from error

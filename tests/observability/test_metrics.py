@@ -299,6 +299,8 @@ def test_a_port_that_is_taken_is_an_error_with_advice(engine: Engine) -> None:
         serve_metrics(engine, server.port)
     with pytest.raises(ConfigError, match="port"):
         serve_metrics(engine, 70_000)
+    with pytest.raises(ConfigError, match=r"cannot be served at a\.\.b:0"):
+        serve_metrics(engine, 0, address="a..b")  # no name of a host
 
 
 def test_every_request_is_one_line_of_json_without_private_text(
