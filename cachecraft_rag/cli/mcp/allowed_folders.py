@@ -92,9 +92,10 @@ class AllowedFolders:
 
 
 def _resolved(path: Path) -> Path | None:
-    """Return a path without links and `..`; None for links that form a loop."""
+    """Return a path without links and `..`; None for links that form a loop, and for text that no path can have."""
     try:
         resolved = path.resolve()
-    except (OSError, RuntimeError):  # RuntimeError: a loop, before Python 3.13
+    # RuntimeError: a loop, before Python 3.13; ValueError: half a surrogate pair, which no path has
+    except (OSError, RuntimeError, ValueError):
         return None
     return None if os.path.islink(resolved) else resolved
