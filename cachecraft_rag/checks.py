@@ -24,7 +24,9 @@ _SHOWN = 120  # characters of a wrong value in a message
 
 
 def shown(value: object) -> str:
-    """Return a short and printable form of a wrong value, for a message.
+    """Return a short and printable form of a wrong value, for a message: at most 120 characters and an ellipsis.
+
+    A value whose `repr` raises ValueError or RecursionError is named by its class.
 
     >>> shown("2GB"), shown(10**5000)
     ("'2GB'", 'a number of 16610 bits')
@@ -89,7 +91,7 @@ def check_number(
 
 
 def check_flag(name: str, value: object, *, advice: str = "") -> None:
-    """Require True or False."""
+    """Require True or False. Raises ConfigError for anything else; `advice` is the end of its message."""
     if not isinstance(value, bool):
         raise _wrong(name, "True or False", value, advice)
 
@@ -97,7 +99,10 @@ def check_flag(name: str, value: object, *, advice: str = "") -> None:
 def check_text(
     name: str, value: object, *, optional: bool = False, empty: bool = True, damaged: bool = False
 ) -> None:
-    """Require text, or None if `optional`; `damaged` allows half surrogate pairs, which a model reads as "?"."""
+    """Require text, or None if `optional`; `damaged` allows half surrogate pairs, which a model reads as "?".
+
+    Raises ConfigError for another type, for text that is not valid Unicode, and for "" unless `empty` allows it.
+    """
     if optional and value is None:
         return
     if not isinstance(value, str):
@@ -112,7 +117,7 @@ def check_text(
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    """Require one of `choices`."""
+    """Require one of `choices`. Raises ConfigError for anything else; the message lists the choices."""
     if not isinstance(value, str) or value not in choices:
         *others, last = choices
         raise _wrong(name, f"{', '.join(others)} or {last}", value)
@@ -126,7 +131,10 @@ def check_kind(
     advice: str = "",
     optional: bool = False,
 ) -> None:
-    """Require an object of one of these classes, or None if `optional`; `advice` says how to make one."""
+    """Require an object of one of these classes, or None if `optional`; `advice` says how to make one.
+
+    Raises ConfigError for anything else.
+    """
     if (optional and value is None) or isinstance(value, kinds):
         return
     names = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
@@ -134,7 +142,11 @@ def check_kind(
 
 
 def check_path(name: str, value: object) -> None:
-    """Require a path without a NUL, as text or a path object. Rejects bytes, whose encoding is unknown."""
+    """Require a path as text or a path object. It need not exist.
+
+    Raises ConfigError for another type (bytes too, whose encoding is unknown), an empty path, one with a NUL, and one
+    that cannot be encoded.
+    """
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str):
         raise _wrong(name, "a path", value)
@@ -154,9 +166,12 @@ def check_names(
     advice: str = "",
     hints: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Reject unknown names. The message suggests the nearest known name, and lists all known names.
+    """Raise ConfigError if a given name is not known. It suggests the nearest known name, and lists all known names.
 
-    `hints` maps names that are often tried to suggestions.
+    Args:
+        what: the kind of name, for the message.
+        advice: words before the list of known names in a message that suggests one.
+        hints: names that are often tried → the suggestion for each.
 
     >>> check_names(["sedd"], ["seed", "stop"])
     Traceback (most recent call last):
@@ -181,7 +196,10 @@ def check_callable(name: str, value: object, *, optional: bool = True) -> None:
 
 @contextmanager
 def config_errors() -> Iterator[None]:
-    """Turn a framework's error about a setting (pydantic's ValidationError is a ValueError) into a ConfigError."""
+    """Raise ConfigError in place of each ValueError of the block; other errors pass.
+
+    For errors of a framework about a setting: pydantic's ValidationError is a ValueError.
+    """
     try:
         yield
     except ConfigError:
@@ -191,13 +209,16 @@ def config_errors() -> Iterator[None]:
 
 
 def check_mapping(name: str, value: object) -> None:
-    """Require a mapping with text keys."""
+    """Require a mapping with text keys. Raises ConfigError for anything else."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise _wrong(name, "a mapping from names to values", value)
 
 
 def listed(name: str, given: Iterable[T]) -> list[T]:
-    """Return a list of the items, because a generator yields them only once. Rejects a single text."""
+    """Return a list of the items, because a generator yields them only once.
+
+    Raises ConfigError for a single text or bytes, and for a value that cannot be iterated.
+    """
     if not isinstance(given, Iterable) or isinstance(given, str | bytes):
         raise _wrong(name, "a list", given, "put a single one into a list")
     return list(given)

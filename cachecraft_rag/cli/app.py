@@ -123,7 +123,7 @@ class Command(TyperCommand):
     """A command."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Return arguments and options, --help too."""
+        """Return the list of arguments and options, --help too; flags without a type after them."""
         return _without_types(super().get_params(ctx))
 
 
@@ -131,7 +131,7 @@ class Group(TyperGroup):
     """A group of commands."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Return arguments and options, --help too."""
+        """Return the list of arguments and options, --help too; flags without a type after them."""
         return _without_types(super().get_params(ctx))
 
 
@@ -180,14 +180,14 @@ class LazyGroup(Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command; while help is written, only its name and summary."""
+        """Return a command, and None for an unknown name; while help is written, only its name and summary."""
         if not self._is_listing:
             return super().get_command(ctx, cmd_name)
         entry = COMMANDS[cmd_name]
         return TyperCommand(cmd_name, help=entry.summary, rich_help_panel=entry.panel)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help of the group."""
+        """Write the help of the group to `formatter`, without importing a command."""
         self._is_listing = True
         try:
             super().format_help(ctx, formatter)
@@ -263,7 +263,14 @@ def _log_handler(*, as_json: bool) -> logging.Handler:
 
 
 def main() -> None:
-    """Entry point of the `cachecraft` command."""
+    """Run the `cachecraft` command with the arguments of this process, and leave with an exit code.
+
+    Raises:
+        SystemExit: always, with the exit code: 0 done; 1 a check found something wrong; 2 an error of this package, a
+            wrong argument, or output that cannot be written (a full disk), with a message on stderr; 130 Ctrl-C, and
+            129 or 143 for SIGHUP or SIGTERM during `eval` and `calibrate`.
+        OSError: a file cannot be read or written. It passes with a traceback, as other errors than CacheCraftError do.
+    """
     try:
         app()
     except CacheCraftError as error:

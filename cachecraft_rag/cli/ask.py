@@ -62,7 +62,10 @@ def require_index(store: Path) -> None:
 
 
 def require_match(store: Path, where: Where | None) -> None:
-    """Raise ConfigError unless the filter leaves a chunk: the model would answer from nothing."""
+    """Raise ConfigError unless the filter leaves a chunk: without one the model would answer without a source.
+
+    Does nothing without a filter. Raises IndexStoreError if the store has no retrieval index, or a damaged one.
+    """
     if where is None:
         return
     from cachecraft_rag.retrievers.index.faiss_store import FaissStore
@@ -87,7 +90,11 @@ def load(settings: Settings, *, server: str | None = None, **chosen: object) -> 
 
     Raises:
         ConfigError: a setting or an option is wrong, or a server cannot be given this option.
-        CacheCraftError: others as `CacheCraft.connect` with a server, else as `CacheCraft.from_pretrained`.
+        ModelNotFoundError: the model or the embedding model cannot be loaded.
+        IndexStoreError: the index in the store is of another embedding model, or damaged.
+        UnsupportedModelError, StoreError: without a server, if the model cannot be served or its store not be opened.
+        ServerError: with a server, if it does not answer, or is of another kind or version.
+        OSError: with a server, if its tokenizer cannot be written to a temporary folder.
     """
     if server is not None:
         check_names(chosen, ("system",), what="option over a server")
@@ -112,7 +119,7 @@ def load(settings: Settings, *, server: str | None = None, **chosen: object) -> 
 def trace_requests() -> None:
     """Send traces if the environment names a collector (`OTEL_EXPORTER_OTLP_ENDPOINT`); see `configure_tracing`.
 
-    Prints a warning if that is impossible, because the variables may be meant for other programs.
+    Raises nothing: if the variables cannot be used, it prints a warning, because they may be meant for other programs.
     """
     from cachecraft_rag.observability.tracing import configure_tracing
 
@@ -146,7 +153,13 @@ def index(
     settings: Settings,
     chosen: IndexOptions,
 ) -> None:
-    """Index documents. Embeds only those that changed since the last run, and removes those that no longer exist."""
+    """Index documents. Embeds only those that changed since the last run, and removes those that no longer exist.
+
+    Files that cannot be read are left out, with a warning. Exit code 2 if there is nothing to read at the path, or if
+    a setting, a model or the store cannot be used.
+    """
+    # Raises ConfigError, DocumentError, ModelNotFoundError, IndexStoreError, StoreError, UnsupportedModelError;
+    # see `app.main` for exit codes.
     settings.engine_config()
     require_readable(folder)  # before the models are loaded and a store is made
     report = index_into(settings, folder, follow_links=chosen.follow_links)
@@ -168,8 +181,13 @@ def index(
 def index_into(settings: Settings, folder: Path, *, follow_links: bool) -> IndexReport:
     """Index a folder or file with the embedding model alone; of the answering model only the tokenizer is loaded.
 
-    Raises ModelNotFoundError if the embedding model cannot be loaded, IndexStoreError as `open_index`, and as
-    `index_folder`. A missing answering model does not matter.
+    Returns the report: documents that were added, updated and removed, and files that cannot be read (`problems`).
+
+    Raises:
+        ModelNotFoundError: the embedding model cannot be loaded. A missing answering model raises nothing.
+        IndexStoreError: the index was made with another embedding model, or cannot be read or written.
+        DocumentError: there is nothing at the path, or a file of a kind that cannot be indexed.
+        ConfigError: the embedding model's limit leaves no room for text.
     """
     with waiting("Loading the embedding model"):
         from cachecraft_rag.model.decoder import chunk_bound_of
@@ -193,7 +211,12 @@ def index_into(settings: Settings, folder: Path, *, follow_links: bool) -> Index
 
 @dataclass(frozen=True)
 class Primed:
-    """The result of --prime; None without it. `not_primed` are sentences about documents with chunks that were left."""
+    """The result of --prime.
+
+    captured    number of chunk-caches that were computed; None without --prime
+    estimate    the work as estimated before; None without --prime
+    not_primed  a sentence about each document with chunks that are too long to prime
+    """
 
     captured: int | None = None
     estimate: PrimingEstimate | None = None
@@ -201,7 +224,17 @@ class Primed:
 
 
 def prime_all(rag: CacheCraft, *, alone: bool = False) -> Primed:
-    """Print the estimate of priming, and prime."""
+    """Print the estimate of priming, compute all missing chunk-caches, and return their number and the estimate.
+
+    Args:
+        alone: capture each chunk after a fixed passage instead of its neighbours.
+
+    Raises:
+        StoreError, ServerError: the store cannot be used, or the server fails. What was captured before stays.
+        IndexStoreError: the index is closed or damaged.
+        ConfigError: the instruction is private, or a server refuses a text; ContextLengthError if it is too long there.
+        UnsupportedCallError: `alone` with the model in a server.
+    """
     estimate = rag.estimate_priming(alone=alone)
     skipped: list[str] = []
     print_estimate(estimate, rag.engine.disk_space().codec)
@@ -211,7 +244,7 @@ def prime_all(rag: CacheCraft, *, alone: bool = False) -> Primed:
 
 
 def print_estimate(estimate: PrimingEstimate, codec: str) -> None:
-    """The work and space that priming takes, before it starts; a warning if not all of it can stay."""
+    """Print the work and space that priming takes to stderr, with a warning if the store or the disk is too small."""
     err.print(
         f"to compute: {counted(estimate.captures, 'chunk-cache')}, {counted(estimate.tokens, 'token')}, "
         f"{megabytes(estimate.nbytes)} on disk ({codec}); the store takes {megabytes(estimate.disk_used)} of "
@@ -227,7 +260,10 @@ def print_estimate(estimate: PrimingEstimate, codec: str) -> None:
 
 @contextmanager
 def opened_caches(store: Path) -> Iterator[ChunkCacheStore | None]:
-    """The chunk-caches of a store folder; None where there are none yet."""
+    """Open the chunk-caches of a store folder for the block, which gets None if there are none yet.
+
+    Raises StoreError if they cannot be opened.
+    """
     from cachecraft_rag.store import ChunkCacheStore
     from cachecraft_rag.store.config import CACHE_FOLDER
 
@@ -239,7 +275,7 @@ def opened_caches(store: Path) -> Iterator[ChunkCacheStore | None]:
 
 
 def print_index_report(report: IndexReport, primed: Primed) -> None:
-    """The report in two or three lines."""
+    """Print the report in one or two lines on stdout, and a warning on stderr for each file that was left out."""
     out.print(
         f"{counted(len(report.added), 'document')} added, {len(report.updated)} updated, "
         f"{len(report.removed)} removed, {len(report.unchanged)} unchanged; "
@@ -271,7 +307,7 @@ class AskingOptions:
     server: str | None = None
 
     def is_brief(self, settings: Settings) -> bool:
-        """Return whether answers end after their first sentence."""
+        """Return True if answers end after their first sentence: by --brief, else for a local demo model."""
         if self.brief is not None:
             return self.brief
         return self.server is None and settings["model"] == "demo"
@@ -280,8 +316,12 @@ class AskingOptions:
     def open(self, settings: Settings) -> Iterator[tuple[CacheCraft, AskOptions]]:
         """Open a `CacheCraft`; the block gets it, and the options of each question.
 
-        Everything that can be refused without a model is refused before it is loaded: ConfigError for settings and
-        `--where`, IndexStoreError without an index. Then raises as `CacheCraft.from_settings` or `connect`.
+        Raises:
+            ConfigError: a setting or `--where` is wrong, or no chunk matches `--where`. Like a missing index, this is
+                found before a model is loaded.
+            IndexStoreError: the store has no index, a damaged one, or one of another embedding model.
+            ModelNotFoundError, UnsupportedModelError, StoreError: as `load` without a server.
+            ModelNotFoundError, ServerError, OSError: as `load` with a server.
         """
         config = settings.engine_config()
         asking: AskOptions = {"top_k": settings["top_k"], "sampling": settings.sampling()}
@@ -310,7 +350,12 @@ def ask(
     settings: Settings,
     chosen: AskingOptions,
 ) -> None:
-    """Answer one question over the indexed documents."""
+    """Answer one question over the indexed documents.
+
+    Exit code 2 if the question is empty, no document is indexed, or a setting, the model or the server cannot be used.
+    """
+    # Raises ConfigError, ContextLengthError, and the errors of `AskingOptions.open` and `print_stream`;
+    # see `app.main` for exit codes.
     if not question.strip():
         raise ConfigError(
             'the question is empty; write one, for example cachecraft ask "How often?"'
@@ -363,7 +408,10 @@ def print_comparison(comparison: Comparison, *, brief: bool, as_json: bool) -> N
 def print_stream(stream: AnswerStream, *, brief: bool) -> str:
     """Print the answer as it is generated, and return it. With `brief`, stop after its first sentence.
 
-    Raises as the stream's pieces, see `AnswerStream`.
+    Returns the text as printed: the first sentence, or the whole answer.
+
+    Raises the errors of the stream's pieces: BusyError or WaitTimeoutError if the engine is too busy, StoreError if its
+    store is closed; with a server ServerError if it fails, ConfigError or ContextLengthError if it refuses the request.
     """
     printed = 0
     for piece in stream:
@@ -382,7 +430,8 @@ def print_stream(stream: AnswerStream, *, brief: bool) -> str:
 def whole_answer(stream: AnswerStream, *, brief: bool) -> Answer:
     """Return the answer without printing it. With `brief`, stop after its first sentence.
 
-    Raises as the stream's pieces, see `AnswerStream`.
+    Raises the errors of the stream's pieces: BusyError or WaitTimeoutError if the engine is too busy, StoreError if its
+    store is closed; with a server ServerError if it fails, ConfigError or ContextLengthError if it refuses the request.
     """
     if brief:
         for _ in stream:
@@ -394,7 +443,7 @@ def whole_answer(stream: AnswerStream, *, brief: bool) -> Answer:
 
 
 def outcome_of(chunk: ChunkStats) -> str:
-    """Return how a chunk-cache was used, with the reason if it was not simply reused."""
+    """Return how a chunk-cache was used, such as "exact", with the reason after a colon if there is one."""
     if chunk.reason_code is Reason.COMPUTED_FASTER and chunk.outcome in ("exact", "reused"):
         return (
             f"{chunk.outcome} in part: computing the rest was expected to be faster than loading it"
@@ -403,7 +452,10 @@ def outcome_of(chunk: ChunkStats) -> str:
 
 
 def print_sources(stream: AnswerStream) -> None:
-    """Print the source of each chunk of an answer that has ended, and how its chunk-cache was used."""
+    """Print the source of each chunk of an answer, and how its chunk-cache was used.
+
+    Raises KeyError if the answer has not ended, because its statistics lack the chunks then.
+    """
     reports = {chunk.chunk_id: chunk for chunk in stream.stats.chunks}
     rows = []
     for place, source in enumerate(stream.sources, start=1):
@@ -436,14 +488,14 @@ def print_sources(stream: AnswerStream) -> None:
 
 
 def print_calibration(rag: CacheCraft) -> None:
-    """One line if a calibrated α decides how much is recomputed."""
+    """Print one line if a calibrated α decides how much is recomputed; else print nothing."""
     calibration = rag.engine.calibration_for(rag.engine.config)
     if rag.engine.config.reuse and calibration is not None:
         out.print(str(calibration), style="dim")
 
 
 def print_stats(stats: RequestStats) -> None:
-    """One line of numbers."""
+    """Print the times and tokens of a request in one line, and a warning if the remote did not answer."""
     refreshed = (
         f", {stats.tokens_refreshed} refreshed while answering" if stats.tokens_refreshed else ""
     )

@@ -31,7 +31,10 @@ def chat(*, settings: Settings, chosen: ask.AskingOptions) -> None:
     """Chat about the indexed documents.
 
     /sources lists the sources of the last answer, /new clears the conversation, /quit leaves; Ctrl-C stops an answer.
+    If a server fails, the conversation goes on without that question. Exit code 0 at /quit and at the end of the input,
+    130 for Ctrl-C at the prompt; 2 if no document is indexed, or a setting, the model or the server cannot be used.
     """
+    # Raises the errors of `AskingOptions.open`, `metrics` and `converse`; see `app.main` for exit codes.
     with chosen.open(settings) as (rag, asking), metrics(rag, settings["metrics_port"]):
         conversation = Conversation(rag, brief=chosen.is_brief(settings), **asking)
         # input that is not UTF-8 must not end the conversation
@@ -46,7 +49,13 @@ def chat(*, settings: Settings, chosen: ask.AskingOptions) -> None:
 
 @contextmanager
 def metrics(rag: CacheCraft, port: int | None) -> Iterator[None]:
-    """Serve metrics while the block runs, if a port is given. Raises ConfigError if the port cannot be used."""
+    """Serve the engine's metrics on 127.0.0.1 while the block runs; the block gets None.
+
+    Args:
+        port: port to listen on, 0 for a free one; None serves nothing.
+
+    Raises ConfigError if the port is out of range or taken.
+    """
     if port is None:
         yield
         return
@@ -58,9 +67,9 @@ def metrics(rag: CacheCraft, port: int | None) -> Iterator[None]:
 
 
 def converse(conversation: Conversation) -> None:
-    """Handle lines until the end of the input, or /quit.
+    """Handle lines until the input ends, or until /quit or /exit.
 
-    Raises StoreError and IndexStoreError of a question, and KeyboardInterrupt at Ctrl-C while nothing is answered.
+    Raises StoreError and IndexStoreError as `Conversation.take` does, and KeyboardInterrupt for Ctrl-C at the prompt.
     """
     while True:
         try:
@@ -74,7 +83,13 @@ def converse(conversation: Conversation) -> None:
 
 
 class Conversation:
-    """The turns so far, and the handling of the next line."""
+    """The turns so far, and the handling of the next line.
+
+    Args:
+        rag: answers the questions.
+        brief: end answers after their first sentence.
+        asking: options of every question, as `CacheCraft.stream` takes them.
+    """
 
     def __init__(self, rag: CacheCraft, *, brief: bool, **asking: Unpack[AskOptions]) -> None:
         self._rag = rag
@@ -88,8 +103,9 @@ class Conversation:
         """Handle a line: a command, or a question to answer.
 
         ContextLengthError, ConfigError, ServerError, BusyError and WaitTimeoutError of a question are printed, and the
-        conversation goes on without it. Ctrl-C ends the answer only. Raises StoreError and IndexStoreError, see
-        `CacheCraft.stream`.
+        conversation goes on without it. Ctrl-C ends only the answer; its text so far stays in the conversation.
+
+        Raises StoreError if the store is closed, and IndexStoreError if the index is empty, closed or damaged.
         """
         if typed == "/new":
             self._history.clear()
@@ -144,6 +160,6 @@ class Conversation:
 
 
 def print_searched(stats: RequestStats) -> None:
-    """One line about what a follow-up was searched with."""
+    """Print what a follow-up was searched with; print nothing if the question alone was searched with."""
     if len(stats.searched) > 1:
         out.print(f"searched for it, and for: {stats.searched[-1]}", style="dim")

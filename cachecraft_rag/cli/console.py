@@ -25,7 +25,7 @@ _UNPRINTABLE_IN_JSON = re.compile("[\x7f-\x9f\ud800-\udfff]")  # json escapes C0
 
 
 def visible(text: str) -> str:
-    r"""The text with control characters escaped; a carriage return before a line feed is dropped.
+    r"""Return the text with control characters escaped; a carriage return before a line feed is dropped.
 
     >>> visible("\x1b[2Jfine\r\n\x9b1m")
     '\\x1b[2Jfine\n\\x9b1m'
@@ -39,7 +39,11 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def as_json(value: object) -> str:
-    """One line of JSON that is safe to print: non-ASCII letters as they are, control characters escaped."""
+    """Return one line of JSON that is safe to print: non-ASCII letters as they are, control characters escaped.
+
+    Values of other types become their `str`; NaN and infinities become NaN and Infinity, which strict readers refuse.
+    Raises TypeError for a key that is no text, number, bool or None, and ValueError for a value that holds itself.
+    """
     text = json.dumps(value, ensure_ascii=False, default=str)
     return _UNPRINTABLE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
@@ -51,19 +55,22 @@ class PlainConsole(Console):
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
 
     def render_str(self, text: str, **how: Any) -> Text:
-        """Rich's own, with control characters escaped first, so that column widths are right."""
+        """Return the text as rich renders it, control characters escaped first, because they count as width."""
         return super().render_str(visible(text), **how)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Rich's own, with control characters escaped in text that was no string (a `Text`, a spinner)."""
+        """Yield the segments that rich renders, with control characters escaped in objects such as `Text` too."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
 
 def console_on(stream: TextIO) -> PlainConsole:
-    """A console on stdout or stderr; wide if it is not a terminal, so that tables in files and pipes are not cut."""
+    """Return a console on stdout or stderr; 200 columns wide if it is no terminal, so that tables in files are whole.
+
+    The environment variable COLUMNS sets another width.
+    """
     wide = None if stream.isatty() or "COLUMNS" in os.environ else 200
     return PlainConsole(stderr=stream is sys.stderr, width=wide)
 

@@ -44,11 +44,11 @@ class ComparedQuestion:
 
     @property
     def speedup(self) -> float:
-        """The model's own prefill time divided by the time to the first token with reuse."""
+        """Prefill time of the unmodified model divided by the time to the first token with reuse."""
         return self.own_prefill_s / self.reused.stats.ttft_s
 
     def is_right(self, answer: Answer) -> bool:
-        """True if the answer contains the expected facts."""
+        """Return True if the answer contains every expected fact (a regular expression each, in any case)."""
         return all(re.search(pattern, answer.text, re.IGNORECASE) for pattern in self.asked.expect)
 
 
@@ -68,8 +68,11 @@ def demo(
 ) -> None:
     """Index a sample handbook, answer questions about it, and compare with full prefill.
 
-    A second run starts from the chunk-caches on disk.
+    A second run starts from the chunk-caches on disk. Exit code 2 if the demo model, the handbook or the store
+    cannot be used; wrong answers are counted in the table and do not change the exit code.
     """
+    # Raises ConfigError, ModelNotFoundError, IndexStoreError, StoreError, or CacheCraftError without the handbook;
+    # see `app.main` for exit codes.
     top_k = settings["top_k"]
     with load(settings.only("store", "top_k", "threads", "remote."), new_variants="off") as rag:
         _prepare(rag)

@@ -36,8 +36,10 @@ def doctor(
     """Verify the store, measure how fast the model computes and the disk delivers, and say what to change.
 
     Loading the model and measuring take 10 to 60 seconds, and reading every stored checksum as long as the disk needs
-    for all chunk-caches (--no-check leaves that out). Exit code 1 if something is broken; advice is no error.
+    for all chunk-caches (--no-check leaves that out). Exit code 1 if something is broken, also a model that cannot be
+    loaded; advice is no error. Exit code 2 if a setting or the store cannot be used at all.
     """
+    # Raises typer.Exit(1), ConfigError and StoreError; see `app.main` for exit codes.
     from cachecraft_rag.engine.doctor import Advice, findings
 
     store = Path(settings["store"])
@@ -117,8 +119,10 @@ def _folder(store: Path) -> Iterator[Path]:
 def settings(as_json: options.Json = False, *, settings: Settings) -> None:
     """Print the settings of index, ask, chat, serve and doctor, and the origin of each: a file, a variable, a default.
 
-    A flag of a command goes before the environment, that before the file, that before the default.
+    A flag of a command goes before the environment, that before the file, that before the default. Exit code 2 if a
+    setting is wrong, or settings contradict each other.
     """
+    # Raises ConfigError; see `app.main` for exit codes.
     settings.engine_config()  # reports settings that contradict each other
     entries = settings.entries.values()
     if as_json:

@@ -43,7 +43,11 @@ def opened(store: Path) -> Iterator[FaissStore]:
 @app.command()
 @takes("store")
 def ls(as_json: options.Json = False, *, settings: Settings) -> None:
-    """List the documents, with the number of their chunks and the folder they were read from."""
+    """List the documents, with the number of their chunks and the folder they were read from.
+
+    Exit code 2 if the store has no index, or a damaged one; an empty index is no error.
+    """
+    # Raises ConfigError and IndexStoreError; see `app.main` for exit codes.
     with opened(Path(settings["store"])) as index:
         documents = index.documents()
     if as_json:
@@ -69,8 +73,10 @@ def remove(
 ) -> None:
     """Remove documents from the index, and the chunk-caches of chunks that no other document has.
 
-    Files stay where they are: `cachecraft index` of their folder brings them back.
+    Files stay where they are: `cachecraft index` of their folder brings them back. Exit code 2 if a name matches no
+    document (nothing is removed then), or if the index or the store cannot be used.
     """
+    # Raises DocumentError, ConfigError, IndexStoreError and StoreError; see `app.main` for exit codes.
     from cachecraft_rag.retrievers.index.removal import remove_documents
 
     store = Path(settings["store"])

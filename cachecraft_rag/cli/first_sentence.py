@@ -11,7 +11,7 @@ _NO_END = re.compile(
 
 
 def first_sentence(text: str) -> str | None:
-    """The text up to the end of its first sentence; None while that is still to come.
+    """Return the text up to the end of its first sentence; None if the text holds no end of a sentence yet.
 
     The number of a list, an initial and an abbreviation end no sentence, and neither does a line that announces a list.
 

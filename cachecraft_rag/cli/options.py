@@ -66,6 +66,8 @@ def option_of(key: str, **changes: Any) -> Any:
 
     Args:
         changes: arguments of `typer.Option` in place of those that follow from the setting.
+
+    Raises KeyError if `known_settings` lacks the key.
     """
     known = known_settings()[key]
     names = _names(key)
@@ -100,7 +102,7 @@ def panel_of(key: str) -> str | None:
 
 
 def sentence(text: str) -> str:
-    """A description as a sentence of --help.
+    """Return a description as a sentence of --help; "" for "".
 
     >>> sentence("chunks to retrieve")
     'Chunks to retrieve.'
@@ -154,9 +156,16 @@ def takes(
     a field without a description is the setting of that name.
 
     Args:
-        keys: of `known_settings`.
-        defaults: of this command, in place of the settings' and the fields' own.
-        groups: dataclasses, whose fields may be annotated with options of their own.
+        keys: keys of `known_settings`.
+        defaults: defaults of this command, in place of those of the settings and fields.
+        groups: dataclasses; a field may be annotated with a `typer.Option`.
+
+    Returns:
+        A decorator. The decorated command returns None; it raises ConfigError if the settings file, the environment or
+        a flag is wrong or a dataclass refuses its values, and all errors of the command.
+
+    Raises KeyError, when a command is decorated, if `known_settings` lacks a key or a field has neither a description
+    nor an option.
     """
 
     def decorate(command: Command) -> Command:
@@ -285,7 +294,7 @@ def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
 def print_table(
     headings: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: bool = False
 ) -> None:
-    """A table on stdout; with `numbers` all columns but the first are set to the right."""
+    """Print a table to stdout; with `numbers` all columns but the first are set to the right."""
     table = Table(box=None, pad_edge=False)
     for place, heading in enumerate(headings):
         table.add_column(heading, overflow="fold", justify="right" if numbers and place else "left")
@@ -295,17 +304,17 @@ def print_table(
 
 
 def print_json(value: object) -> None:
-    """One line of JSON on stdout."""
+    """Print one line of JSON to stdout. Raises TypeError or ValueError as `as_json` does."""
     typer.echo(as_json(value))
 
 
 def warn(text: str) -> None:
-    """A warning on stderr."""
+    """Print a warning to stderr."""
     err.print(text, style="yellow", soft_wrap=True)
 
 
 def set_threads(threads: int | None) -> None:
-    """Limit torch to this number of CPU threads."""
+    """Limit torch to this number of CPU threads; None leaves it as it is. Raises RuntimeError for a number below 1."""
     if threads is not None:
         import torch
 
@@ -325,16 +334,23 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """A spinner with a text on stderr while the block runs, for work without steps; nothing without a terminal."""
+    """Show a spinner with a text on stderr while the block runs, for work without steps; nothing without a terminal.
+
+    Errors of the block pass.
+    """
     with err.status(Text(text)):
         yield
 
 
 @contextmanager
 def progress_bar(text: str, *, remaining: bool = False) -> Iterator[Callable[[Progress], None]]:
-    """A progress bar on stderr that shows each `Progress` it is called with; without a terminal, lines now and then.
+    """Show a progress bar on stderr while the block runs, or lines now and then (`ProgressLines`) without a terminal.
 
-    `remaining` also shows the time left, for work whose steps take about equally long.
+    The block gets a function that shows a `Progress`. Errors of the block pass.
+
+    Args:
+        text: words before the bar.
+        remaining: also show the time left, for work whose steps take about equally long.
     """
     if not err.is_terminal:
         yield ProgressLines(text, remaining=remaining)
@@ -364,7 +380,7 @@ class ProgressLines:
         self._first: Progress | None = None
 
     def __call__(self, step: Progress) -> None:
-        """Show the step if it is due."""
+        """Print the step if it is due; else do nothing."""
         now = time.monotonic()
         first = self._first
         is_last = first is not None and step.done >= step.total > first.done
@@ -382,7 +398,7 @@ class ProgressLines:
 
 
 def numbers(text: str) -> list[float]:
-    """Return a comma-separated list of numbers. Raises ConfigError for another text.
+    """Return a comma-separated list of numbers. Raises ConfigError for other text, "", NaN and infinities.
 
     >>> numbers("0.5,1,2")
     [0.5, 1.0, 2.0]
@@ -406,7 +422,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def megabytes(nbytes: float) -> str:
-    """Bytes for people: as MB, from 10,000 MB on as GB.
+    """Return a number of bytes as text: in MB (10⁶ bytes), from 10,000 MB on in GB.
 
     >>> megabytes(1_500_000), megabytes(21_474_836_480)
     ('1.5 MB', '21.5 GB')

@@ -68,7 +68,7 @@ class ServerOptions:
         check_whole("--tensor-parallel-size", self.tensor_parallel_size, least=1)
 
     def for_vllm(self) -> list[str]:
-        """Arguments of vLLM's own server."""
+        """Return the arguments for vLLM's server: host, port, GPUs, and the model's length if it is given."""
         arguments = ["--host", self.host]
         arguments += ["--port", str(self.port)]
         arguments += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
@@ -94,9 +94,12 @@ def serve(
 ) -> None:
     """Serve a model with vLLM: chat completions whose field `documents` holds chunks reuse their chunk-caches.
 
-    Requests without `documents` are vLLM's own (but see --reuse-plain-prompts).
+    Requests without `documents` are vLLM's own (but see --reuse-plain-prompts). Exit code 2 if a setting, the key
+    file or the model cannot be used, before vLLM starts.
     Example: cachecraft serve demo --port 8000 -- --enforce-eager
     """
+    # Raises ConfigError, ModelNotFoundError, UnsupportedModelError, and the exceptions of vLLM;
+    # see `app.main` for exit codes.
     from cachecraft_rag.observability.request_log import JsonFormatter
     from cachecraft_rag.serving.sampling import SamplingParams
     from cachecraft_rag.vllm.server.launch import serve as run

@@ -31,7 +31,12 @@ def sizes(
     dtype: options.Dtype = "auto",
     as_json: options.Json = False,
 ) -> None:
-    """Show how many MB chunk-caches take, for each codec. Reads configs only: no weights, no documents are indexed."""
+    """Show how many MB chunk-caches take, for each codec. Reads configs only: no weights, no documents are indexed.
+
+    Documents that cannot be read are left out, with a warning. Exit code 2 if a model's config cannot be found or
+    has no key/value heads, or if there is nothing to read at --documents.
+    """
+    # Raises ConfigError, ModelNotFoundError, UnsupportedModelError and DocumentError; see `app.main` for exit codes.
     from cachecraft_rag.model.sizes import cache_bytes, layout_named
     from cachecraft_rag.store.codecs import CODECS
 

@@ -43,9 +43,12 @@ app = typer.Typer(
 def opened(
     folder: Path, remote: RemoteConfig | None = None, **settings: Any
 ) -> Iterator[ChunkCacheStore]:
-    """The store inside a folder, or the folder itself if it is an engine's own store. Creates nothing.
+    """Open the store inside a folder, or in the folder itself if it is an engine's own store. Creates no store.
 
-    Raises StoreError if the folder holds no store.
+    Args:
+        settings: fields of `StoreConfig` by name; the store's limits among them are changed for all processes.
+
+    Raises StoreError if the folder holds no store, or one that cannot be opened; ConfigError for a wrong setting.
     """
     from cachecraft_rag.store import CATALOG_FILE, ChunkCacheStore
     from cachecraft_rag.store.config import CACHE_FOLDER
@@ -85,8 +88,10 @@ def ls(
     """List variants, highest eviction score first: those are kept longest.
 
     Columns: the first letters of its id and of its chunk's id, the number of segments in its origin prefix, its CCI,
-    the exact share of its origin prefix, and f_r (how much it was used). --json prints every field in full.
+    the exact share of its origin prefix, and f_r (how much it was used). --json prints every field in full. Exit code 2
+    if there is no store, or --chunk has fewer than 4 letters.
     """
+    # Raises StoreError and ConfigError; see `app.main` for exit codes.
     from cachecraft_rag.store import RowFilter
 
     with opened(Path(settings["store"])) as caches:
@@ -132,7 +137,12 @@ def stats(
     *,
     settings: Settings,
 ) -> None:
-    """Number, size and budgets of the chunk-caches; with --remote also those that all engines share there."""
+    """Number, size and budgets of the chunk-caches; with --remote also those that all engines share there.
+
+    A remote that does not answer is shown as such and is no error. Exit code 2 if there is no store, or a setting is
+    wrong.
+    """
+    # Raises StoreError and ConfigError; see `app.main` for exit codes.
     from cachecraft_rag.planning.calibration import all_calibrations
 
     store = Path(settings["store"])
@@ -165,7 +175,11 @@ def check(
     *,
     settings: Settings,
 ) -> None:
-    """Compare catalog and files and verify every checksum. Exit code 1 if something is wrong and was not repaired."""
+    """Compare catalog and files and verify every checksum. Exit code 1 if something is wrong and was not repaired.
+
+    Exit code 2 if there is no store, or it cannot be read, or with --repair not be written.
+    """
+    # Raises typer.Exit(1), StoreError and ConfigError; see `app.main` for exit codes.
     with opened(Path(settings["store"])) as caches, progress_bar("Checking") as show:
         report = caches.check(repair=repair, progress=show)
     if as_json:
@@ -184,7 +198,11 @@ def check(
 @app.command()
 @takes("store", *LIMITS)
 def limits(as_json: options.Json = False, *, settings: Settings) -> None:
-    """Show the store's limits, and set those that are given, for all processes that open it from now on."""
+    """Show the store's limits, and set those that are given, for all processes that open it from now on.
+
+    Exit code 2 if there is no store, or a limit is out of range.
+    """
+    # Raises StoreError and ConfigError; see `app.main` for exit codes.
     chosen = {key: value for key, value in settings.flags().items() if key in LIMITS}
     with opened(Path(settings["store"]), None, **chosen) as caches:
         kept = asdict(caches.limits) | {"eviction": caches.eviction}
@@ -230,7 +248,12 @@ class EvictOptions:
 @app.command()
 @takes("store", chosen=EvictOptions)
 def evict(as_json: options.Json = False, *, settings: Settings, chosen: EvictOptions) -> None:
-    """Remove chunk-caches, lowest eviction score first. They are computed again when needed; documents stay."""
+    """Remove chunk-caches, lowest eviction score first. They are computed again when needed; documents stay.
+
+    Nothing that matches is no error. Exit code 2 if no option says what to evict, if --chunk has fewer than 4 letters,
+    or if there is no store or it cannot be written.
+    """
+    # Raises StoreError and ConfigError; see `app.main` for exit codes.
     from cachecraft_rag.store import RowFilter
 
     before = (

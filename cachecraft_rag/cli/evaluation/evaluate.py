@@ -67,8 +67,9 @@ class Questions:
         Args:
             read: reads a file in the format named; None = the formats of `evaluation.formats`.
 
-        Raises ConfigError for options that do not fit together or are out of range, CacheCraftError if a test set is
-        missing from the installation, and DocumentError for a file that cannot be read.
+        Raises ConfigError for options that do not fit together or are out of range, and for an unknown format or half;
+        CacheCraftError if the installation lacks the test set or the handbook; DocumentError for a file that cannot be
+        read, is in no known format, is malformed, or holds no questions.
         """
         from cachecraft_rag.evaluation.dataset import handbook_dataset, load_dataset
         from cachecraft_rag.evaluation.formats import read_source
@@ -133,10 +134,23 @@ class Measuring:
         origin: OriginCondition,
         kind: type[ChunkCacheStore] | None = None,
     ) -> tuple[dict[str, object], list[Record]]:
-        """Measure what the folder's records lack; returns the settings as written there, and all records.
+        """Measure what the folder's records lack.
 
-        Raises ConfigError for ratios, a warm-up or a folder that cannot be used, ModelNotFoundError or
-        UnsupportedModelError for the model, and StoreError for the store of chunk-caches in the folder.
+        Args:
+            methods: methods to measure, each at each recompute ratio if it takes one.
+            origin: how chunks are captured before a question reuses them.
+            kind: class of the store, for experiments that change its look-ups.
+
+        Returns:
+            The settings as they are written to the folder (`EvaluationSettings.describe`), and all its records.
+
+        Raises:
+            ConfigError: ratios, a warm-up, a device or a folder that cannot be used, or a folder with records of other
+                settings.
+            ModelNotFoundError, UnsupportedModelError: the model cannot be loaded, or failed its self-check.
+            ContextLengthError: a question and its passages do not fit the model's context.
+            StoreError: the store of chunk-caches in the folder cannot be used.
+            OSError: a measurement cannot be written, such as on a full disk.
         """
         from cachecraft_rag.evaluation import runner
         from cachecraft_rag.evaluation.measuring import trials_of
@@ -197,8 +211,10 @@ def evaluate(
     With gold answers it also counts the right answers that reuse loses and wins. "Net of near ties" leaves out lost
     answers that depart from full prefill's where its two likeliest tokens were almost equally likely.
 
-    Writes report.md to --out. After Ctrl-C, the same command resumes.
+    Writes report.md to --out. After Ctrl-C, the same command resumes. Poor quality does not change the exit code. Exit
+    code 2 if the questions, an option, the model or --out cannot be used, or the extra `eval` is not installed.
     """
+    # Raises the errors of `Questions.load`, `Measuring.run` and `show_report`; see `app.main` for exit codes.
     options.set_threads(chosen.threads)
     require_packages()
     from cachecraft_rag.evaluation.measuring import METHODS, methods_named
@@ -215,7 +231,7 @@ def evaluate(
 
 
 def require_packages() -> None:
-    """Raise ConfigError if the package of the extra `eval` is missing: before the work, not after it."""
+    """Raise ConfigError if the package of the extra `eval` is missing, before the first measurement needs it."""
     from cachecraft_rag.evaluation.metrics import rouge_l
 
     rouge_l("one", "two")

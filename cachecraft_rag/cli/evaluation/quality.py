@@ -46,8 +46,10 @@ def quality(
 
     Audits run where answers are given, with the setting audit: for example `cachecraft chat --audit idle`. Agreement is
     the share of an answer's places at which reuse and full prefill find the same token the likeliest. "Same" means that
-    they do at every place. Brackets are 95 % intervals.
+    they do at every place. Brackets are 95 % intervals. Exit code 0 also for poor quality and for a store without
+    audits; 2 if there is no store, or its audits cannot be read.
     """
+    # Raises StoreError and ConfigError; see `app.main` for exit codes.
     from cachecraft_rag.evaluation.quality import summarise_audits
     from cachecraft_rag.serving.audits.audit_log import audits_in
     from cachecraft_rag.store.config import CACHE_FOLDER
@@ -71,7 +73,7 @@ def quality(
 
 
 def print_report(report: QualityReport) -> None:
-    """Print a report as tables."""
+    """Print a report as tables; of exact answers only the number, because nothing was compared."""
     if report.exact:
         out.print(
             f"{options.counted(report.exact, 'exact answer')}: all chunks were computed or reused without a change, as "

@@ -46,8 +46,11 @@ def mcp(*, settings: Settings, chosen: McpOptions) -> None:
     """Let an agent search and ask your documents: a Model Context Protocol server over stdio.
 
     Tools: search, ask, and with --allow also index. Everything but the protocol is written to stderr. It ends when the
-    client closes stdin, or at Ctrl-C.
+    client closes stdin, or at Ctrl-C. Exit code 2 if the extra `mcp` is not installed, a setting, an allowed folder or
+    the address cannot be used, or no document is indexed and --allow is missing. A model that cannot be loaded does not
+    end the server: each tool answers with the error.
     """
+    # Raises ConfigError, IndexStoreError, and the errors of `load_while_serving`; see `app.main` for exit codes.
     try:
         from cachecraft_rag.cli.mcp.server import Address, ServerThread, serve_http, server_of
         from cachecraft_rag.cli.mcp.tools import DocumentTools
@@ -93,7 +96,13 @@ def load_while_serving(
 ) -> None:
     """Serve until the client leaves, and load the model meanwhile: clients give a server seconds to answer.
 
-    If the model cannot be loaded, each call of a tool is answered with the error, so that the agent can report it.
+    If loading raises a CacheCraftError, it is printed and not raised: each call of a tool is answered with it until the
+    client leaves, so that the agent can report it.
+
+    Args:
+        loaded: gets the `CacheCraft` or the error; the tools wait for it.
+
+    Raises KeyboardInterrupt for Ctrl-C, the error that ended the server, and OSError as `load` does.
     """
     server.start()
     try:

@@ -56,14 +56,14 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """True if only this computer reaches it."""
+        """True for 127.0.0.1, ::1 and localhost, which only this computer reaches."""
         return self.host in (LOOPBACK, "localhost", "::1")
 
     def listen(self) -> socket.socket:
-        """Return a socket that listens here.
+        """Return a socket that listens here; the caller closes it.
 
         Raises:
-            ConfigError: the port is taken, or the host is not this computer's.
+            ConfigError: the port is taken, or the host is unknown or not this computer's.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
@@ -102,7 +102,8 @@ def server_of(tools: DocumentTools, *, folders: str, verbose: bool = False) -> M
 def serve_http(server: MCPServer[None], address: Address, listening: socket.socket) -> None:
     """Serve streamable HTTP at `/mcp` on a socket until the process ends.
 
-    On this computer's own addresses the SDK refuses requests that name another host (DNS rebinding).
+    On this computer's own addresses the SDK refuses requests that name another host (DNS rebinding). Errors of a
+    request become its reply and are not raised.
     """
     app = server.streamable_http_app(streamable_http_path=PATH, host=address.host)
     config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=GRACE_S)
@@ -122,7 +123,7 @@ class ServerThread:
         self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Begin to serve, in a daemon thread. Raises RuntimeError for a second call."""
         self._thread.start()
 
     def wait(self) -> None:

@@ -103,8 +103,8 @@ class IndexResult(BaseModel):
 class DocumentTools:
     """The tools `search`, `ask` and `index`.
 
-    Each tool waits until the model is loaded. It raises `ToolError`, whose text the agent's model reads, for every
-    error of this package and for a blank question.
+    Each tool waits until the model is loaded. It raises `ToolError`, whose text the agent's model reads, for a blank
+    question and in place of every CacheCraftError. Other errors pass, such as CancelledError if the client cancels.
 
     Args:
         loaded: the `CacheCraft` once its model is loaded, or the error that kept it from loading.
@@ -142,6 +142,7 @@ class DocumentTools:
         ] = None,
     ) -> SearchResult:
         """Find the passages in the user's documents that are most similar to a question, to read or quote them."""
+        # The docstring is sent to the agent's model. Raises ToolError, see the class. No hit: an empty list.
         rag = await self._rag()
         _require_question(question)
         top_k = self._asking["top_k"] if k is None else k
@@ -161,6 +162,7 @@ class DocumentTools:
         ],
     ) -> AnswerResult:
         """Answer a question from the user's documents with a local model. Use it for facts, and name the sources."""
+        # The docstring is sent to the agent's model. Raises ToolError, see the class.
         rag = await self._rag()
         _require_question(question)
         return await _checked(self._answer(rag, question))
@@ -179,6 +181,8 @@ class DocumentTools:
 
         Documents of the folder whose files were deleted leave the index.
         """
+        # The docstring is sent to the agent's model. Raises ToolError, see the class, also for a path that is not
+        # allowed. Files that cannot be read are not raised: they are the result's `problems`.
         rag = await self._rag()
 
         def run() -> IndexResult:
