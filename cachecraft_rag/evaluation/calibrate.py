@@ -64,7 +64,7 @@ class CalibrationSettings:
     answer_tokens  longest answer, in tokens
     seed           of the origin prefixes and of `halves`
 
-    Raises ConfigError for an unknown metric or origin, and a number out of range.
+    Raises ConfigError for an unknown metric or origin, the origin "stream", and a number out of range.
     """
 
     quality: float = 0.95
@@ -130,10 +130,10 @@ class Calibrated:
 
 
 def smallest_that_holds(alphas: Sequence[float], holds: Callable[[float], bool]) -> float:
-    """The smallest of the ascending α that holds, found by bisection; the last one, untried, if no other holds.
+    """Return the smallest of the ascending α that holds, found by bisection; the last one, untried, if no other holds.
 
     Assumes that α holds wherever a smaller one does. If noise breaks the assumption, every α that was tried above the
-    answer still holds.
+    answer still holds. Raises IndexError without an α, and the errors of `holds`.
 
     >>> smallest_that_holds((0.1, 0.2, 0.5, 1.0), lambda alpha: alpha >= 0.3)
     0.5
@@ -150,7 +150,9 @@ def smallest_that_holds(alphas: Sequence[float], holds: Callable[[float], bool])
 
 
 def halves(dataset: Dataset, *, seed: int) -> tuple[Dataset, Dataset]:
-    """The questions in two parts, drawn by the seed. Both keep all documents, so that origin prefixes stay the same.
+    """Return the questions in two parts, drawn by the seed; the first has one more if the number is odd.
+
+    Both keep all documents, so that origin prefixes stay the same.
 
     Raises:
         ConfigError: there are fewer than two questions.
@@ -183,9 +185,11 @@ def calibrate(
         folder: of the measurements, from which a stopped calibration resumes; None keeps them in memory only.
 
     Raises:
-        ConfigError: see `CalibrationSettings.require`; or this data cannot provide the origin condition; or full
-            prefill's F1 is 0.
-        ContextLengthError, StoreError: as `runner.evaluate`.
+        ConfigError: there are no questions, or some lack the gold answers that f1 needs; this data cannot provide the
+            origin condition; full prefill's F1 is 0; or the folder cannot be written.
+        ContextLengthError: a question with its passages, or a chunk to capture, does not fit the model's context.
+        StoreError: the store is closed or cannot be written.
+        OSError: a measurement cannot be written, such as on a full disk.
     """
     tries = math.ceil(math.log2(len(ALPHAS))) + 1
     with Validation(
@@ -244,7 +248,8 @@ class Validation(Closeable):
         passes: the number of α expected, for the total of the progress.
         folder: see `calibrate`.
 
-    Raises ConfigError as `CalibrationSettings.require`.
+    Raises ConfigError if there are no questions, some lack the gold answers that f1 needs, or the folder cannot be
+    written.
     """
 
     def __init__(
@@ -285,14 +290,15 @@ class Validation(Closeable):
 
     @property
     def curve(self) -> tuple[Point, ...]:
-        """Everything that was measured, by α."""
+        """The result of every α that was measured, ascending; empty before the first."""
         return tuple(self._points[alpha] for alpha in sorted(self._points))
 
     def at(self, alpha: float) -> Point:
         """Return the result of this α, measured on the first call.
 
-        Raises ConfigError if the metric is f1 and full prefill answers no question; ContextLengthError and StoreError
-        as `runner.evaluate`.
+        Raises ConfigError if the metric is f1 and full prefill answers no question, or this data cannot provide the
+        origin condition; ContextLengthError if a question with its passages does not fit the model's context;
+        StoreError if the store is closed or cannot be written; OSError if a measurement cannot be written.
         """
         if alpha not in self._points:
             self._run.total = max(self._run.total, len(self._questions) * (len(self._points) + 1))

@@ -56,11 +56,14 @@ class Dataset:
         }
 
     def document_of(self, chunk_id: str) -> tuple[Chunk, ...]:
-        """All passages of this passage's document; KeyError for a chunk of no document."""
+        """Return all passages of this passage's document. Raises KeyError for a chunk of no document."""
         return self.documents[self._places[chunk_id][0]]
 
     def neighbours(self, chunk_id: str) -> tuple[Chunk, ...]:
-        """The passages before this one in its document, in order; KeyError for a chunk of no document."""
+        """Return the passages before this one in its document, in order; empty for the first one.
+
+        Raises KeyError for a chunk of no document.
+        """
         number, place = self._places[chunk_id]
         return self.documents[number][:place]
 

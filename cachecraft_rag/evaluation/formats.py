@@ -64,7 +64,7 @@ class SourceBuilder:
         self._questions: list[SourceQuestion] = []
 
     def place(self, document: str, text: str) -> Place:
-        """The place of the passage with this text; a new passage is appended to the document."""
+        """Return the place of the passage with this text; a new passage is appended to the document."""
         number, passages = self._documents.setdefault(document, (len(self._documents), {}))
         return number, passages.setdefault(text, len(passages))
 
@@ -73,7 +73,7 @@ class SourceBuilder:
         self._questions.append(question)
 
     def source(self, *, passage_tokens: int = PASSAGE_TOKENS) -> QuestionFile:
-        """All documents and questions so far."""
+        """Return all documents and questions so far; empty tuples if there are none."""
         documents = tuple(
             SourceDocument(name, tuple(texts)) for name, (_, texts) in self._documents.items()
         )
@@ -81,7 +81,7 @@ class SourceBuilder:
 
 
 def texts_of(values: Sequence[str]) -> tuple[str, ...]:
-    """The texts, stripped, in order, without blanks and repetitions."""
+    """Return the texts, stripped, in order, without blanks and repetitions; () if none is left."""
     return tuple(dict.fromkeys(text.strip() for text in values if text.strip()))
 
 
@@ -92,7 +92,8 @@ T = TypeVar("T")
 class JsonRecord:
     """One JSON object, line or row; `where` locates it, in words, for error messages.
 
-    Every method raises DocumentError with the place and the field if the field is missing or of another type.
+    Every method but `label` raises DocumentError with the place and the field if the field is missing or of another
+    type.
     """
 
     where: str
@@ -122,12 +123,15 @@ class JsonRecord:
         return text
 
     def label(self, name: str, default: str) -> str:
-        """An identifier: a text or a number, or the default if it is missing."""
+        """Return an identifier as text. Raises nothing: the default if it is missing, blank, no text and no number."""
         value = self.fields.get(name)
         return str(value) if isinstance(value, str | int) and str(value).strip() else default
 
     def texts(self, name: str, *, optional: bool = False) -> list[str]:
-        """A list of texts; empty if it is optional and missing."""
+        """Return a list of texts; empty if it is optional and missing or null.
+
+        Raises DocumentError, with the place in the file, if it is missing, no list, or holds anything but texts.
+        """
         if optional and self.fields.get(name) is None:
             return []
         values: list[object] = self._field(name, list, "a list of texts")
@@ -148,12 +152,12 @@ class JsonRecord:
         ]
 
     def record(self, name: str) -> JsonRecord:
-        """An object."""
+        """Return an object. Raises DocumentError, with the place in the file, if it is missing or no object."""
         return JsonRecord(f"{self.where}, {name}", self._field(name, dict, "an object"))
 
 
 def as_record(value: object, where: str) -> JsonRecord:
-    """The value as a record. Raises DocumentError if it is not an object."""
+    """Return the value as a record, located at `where`. Raises DocumentError if it is not an object."""
     if not isinstance(value, dict):
         raise DocumentError(
             f"{where}: expected an object with named fields, not {json.dumps(value, default=str)[:40]}. Fix or "
@@ -163,7 +167,9 @@ def as_record(value: object, where: str) -> JsonRecord:
 
 
 def read_records(path: Path) -> list[JsonRecord]:
-    """The file's records: lines of JSON lines, a JSON list's entries, or one whole JSON object.
+    """Return the file's records: lines of JSON lines, a JSON list's entries, or one whole JSON object.
+
+    The list is empty only for the JSON list [].
 
     Raises:
         DocumentError: the file cannot be read, is empty, or is malformed; the message names the line if there is one.
@@ -223,7 +229,10 @@ def _lines(path: Path, text: str) -> Iterator[JsonRecord]:
 
 
 def is_squad(record: JsonRecord) -> bool:
-    """`data` → `paragraphs` → `context`, `qas`; or one row per question with `context`, `question` and `answers`."""
+    """Return True for SQuAD's format, judged by a file's first record. Raises nothing.
+
+    It is `data` → `paragraphs` → `context`, `qas`; or one row per question with `context`, `question` and `answers`.
+    """
     data = record.fields.get("data")
     if isinstance(data, list):
         return bool(data) and isinstance(data[0], dict) and "paragraphs" in data[0]
@@ -234,7 +243,11 @@ def is_squad(record: JsonRecord) -> bool:
 
 
 def read_squad(records: Sequence[JsonRecord]) -> QuestionFile:
-    """The passages of a question are the paragraphs of its article; unanswerable questions have no answers."""
+    """Read questions in SQuAD's format.
+
+    The passages of a question are the paragraphs of its article; unanswerable questions have no answers. Raises
+    DocumentError for a record that is not in the format.
+    """
     builder = SourceBuilder()
     # article, paragraph, question, answers
     questions: list[tuple[str, Place, JsonRecord, list[str]]] = []
@@ -293,7 +306,7 @@ EXAMPLE = '{"question": "…?", "passages": ["…", "…"], "answers": ["…"], 
 
 
 def is_own(record: JsonRecord) -> bool:
-    """`question` beside `passages`."""
+    """Return True for this package's own format: a record with `question` and `passages`."""
     return {"question", "passages"} <= record.fields.keys()
 
 

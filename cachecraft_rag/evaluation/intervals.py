@@ -30,10 +30,14 @@ class Interval:
 def mean_interval(
     values: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95
 ) -> Interval:
-    """The mean over questions, from one value per question.
+    """Return the mean over questions and its interval, from one value per question.
+
+    Args:
+        resamples: number of bootstrap resamples.
+        level: share of the resamples that the interval holds.
 
     Raises:
-        ValueError: there are no values, or one is not a finite number.
+        ValueError: there are no values, one is not a finite number, or `resamples` or `level` is out of range.
 
     >>> mean_interval([2.0, 2.0, 2.0])
     Interval(mean=2.0, low=2.0, high=2.0)
@@ -45,7 +49,7 @@ def mean_interval(
 def paired_interval(
     a: ArrayLike, b: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95
 ) -> Interval:
-    """The mean of a − b over questions that both methods answered.
+    """Return the mean of a − b over questions that both methods answered, and its interval.
 
     Raises:
         ValueError: there are no values, one is not a finite number, or the two are not equally many.
@@ -60,7 +64,7 @@ def paired_interval(
 def share_interval(hits: int, count: int) -> Interval:
     """Return a share and its 95 % score interval (Wilson, 1927), which also holds for few questions, and for 0 and 1.
 
-    Raises ValueError without questions, and for hits that are none of them.
+    Raises ValueError if `count` is 0 or negative, or if `hits` is negative or above `count`.
 
     >>> round(share_interval(0, 19).high, 3), round(share_interval(4, 24).low, 3)
     (0.168, 0.067)
@@ -83,7 +87,7 @@ def share_interval(hits: int, count: int) -> Interval:
 def ratio_interval(
     a: ArrayLike, b: ArrayLike, *, resamples: int = RESAMPLES, seed: int = 0, level: float = 0.95
 ) -> Interval:
-    """mean(a) / mean(b) over questions that both methods answered; the two are resampled together.
+    """Return mean(a) / mean(b) over questions that both methods answered; the two are resampled together.
 
     Resamples whose mean of b is 0 have no ratio and are left out.
 

@@ -139,7 +139,10 @@ def passages_of(
     *,
     count: int,
 ) -> list[str]:
-    """Return the paths of a question's passages in prompt order: the most similar last."""
+    """Return the paths of a question's passages in prompt order: the most similar last.
+
+    They are at most `count` pages of the question's domain, always with its own page; [] if `pages` has none of them.
+    """
     domain = question.page.partition("/")[0]
     candidates = {page: text for page, text in pages.items() if page.startswith(f"{domain}/")}
     similarity = similarities(question.text, candidates)
@@ -150,9 +153,9 @@ def passages_of(
 
 
 def similarities(query: str, texts: Mapping[str, str]) -> dict[str, float]:
-    """Return the cosine similarity of the query to each text, over TF-IDF vectors of words.
+    """Return name → cosine similarity (0 to 1) of the query to each text, over TF-IDF vectors of words.
 
-    Without a model, so that every model under test gets the same passages.
+    0 for a text that shares no word with the query. It needs no model, so all models under test get the same passages.
 
     >>> found = similarities("red bicycle", {"a": "a red bicycle", "b": "a red car", "c": "a boat"})
     >>> found["a"] > found["b"] > found["c"]
@@ -181,7 +184,7 @@ def _unit_vector(count: Mapping[str, int], rarity: WordWeights) -> WordWeights:
 
 
 def parse_name(text: str) -> tuple[bool, str | None]:
-    """Return whether the text names this test set, and the half that it names.
+    """Return True if the text names this test set, and the half after the colon (None without one), unchecked.
 
     >>> parse_name("lookalikes"), parse_name("lookalikes:tune"), parse_name("squad.json")
     ((True, None), (True, 'tune'), (False, None))

@@ -84,7 +84,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 
 
 def methods_named(names: Sequence[str], known: Mapping[str, Method] = METHODS) -> list[Method]:
-    """The methods with these names, in the given order, each once.
+    """Return the methods with these names, in the given order, each once.
 
     Raises:
         ConfigError: a name is unknown; the message lists the known ones.
@@ -94,7 +94,7 @@ def methods_named(names: Sequence[str], known: Mapping[str, Method] = METHODS) -
 
 
 def label(method: str, ratio: float | None) -> str:
-    """The name of a method at a ratio in reports.
+    """Return the name of a method at a ratio in reports; the method's name alone without a ratio.
 
     >>> label("default", 0.15), label("full_cache", None)
     ('default@0.15', 'full_cache')
@@ -121,7 +121,7 @@ class Trial:
 
     @property
     def config(self) -> ReuseConfig:
-        """Settings of the engine."""
+        """Settings of the engine for this trial. Raises ConfigError for a ratio outside 0 to 1."""
         config = self.method.config(self.ratio or 0.0)
         if self.method.takes_ratio and self.ratio is None:
             return replace(config, recompute_ratio=None)
@@ -229,7 +229,7 @@ def reference_of(engine: Engine, question: EvaluationQuestion, *, answer_tokens:
         engine: opened with `best_last=False`, because a question's passages are in prompt order already.
 
     Raises ContextLengthError if the prompt does not fit the model, ConfigError for an invalid question, StoreError if
-    the store is closed, as `Engine.score_answer`.
+    the store is closed, BusyError or WaitTimeoutError if the engine is too busy, as `Engine.score_answer`.
     """
     answer = engine.score_answer(
         question.text, question.passages, max_new_tokens=answer_tokens, config=_FULL
@@ -244,7 +244,8 @@ def measure(engine: Engine, reference: Reference, trial: Trial) -> Record:
         engine: the one that made the reference.
 
     Raises ContextLengthError if the prompt does not fit the model, ConfigError for an invalid question, StoreError if
-    the store cannot be used (all as `Engine.score_answer`), and what the method's preparation raises.
+    the store cannot be used, BusyError or WaitTimeoutError if the engine is too busy (all as `Engine.score_answer`);
+    ConfigError if the package rouge-score is missing; and the errors of the method's preparation.
     """
     question = reference.question
     full = reference.answer

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def normalised_words(text: str) -> list[str]:
-    """The words of an answer as SQuAD's evaluation script compares them (Rajpurkar et al., 2016).
+    """Return the words of an answer as SQuAD's evaluation script compares them (Rajpurkar et al., 2016); [] for none.
 
     Lower case, without ASCII punctuation, without a, an and the, split at white space, in this order.
 
@@ -27,7 +27,7 @@ def normalised_words(text: str) -> list[str]:
 
 
 def squad_f1(prediction: str, golds: Sequence[str]) -> float:
-    """F1 of the two bags of words, the best over the gold answers (SQuAD's evaluation script, 2.0).
+    """Return the F1 (0 to 1) of the two bags of words, the best over the gold answers (SQuAD's evaluation script, 2.0).
 
     Two answers without words score 1; one with words and one without score 0. Raises ValueError without a gold answer.
 
@@ -47,9 +47,9 @@ def _f1(words: list[str], gold: list[str]) -> float:
 
 
 def is_right(prediction: str, golds: Sequence[str]) -> bool:
-    """Return whether the answer holds one of the gold answers, in the words of `normalised_words`.
+    """Return True if the answer holds one of the gold answers, in the words of `normalised_words`.
 
-    Decimal points count: 10.9 is not 109.
+    False without a gold answer, and for gold answers without words. Decimal points count: 10.9 is not 109.
 
     >>> is_right("It was founded in 1815 by two brothers.", ["1815"]), is_right("In 18150.", ["1815"])
     (True, False)
@@ -86,7 +86,7 @@ def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | No
 def margin_at(logits: Tensor, place: int) -> float | None:
     """Return the difference of the two highest probabilities at a place of `[positions, vocabulary]`.
 
-    None if the logits end before that place.
+    None if the logits end before that place. `place` counts from 0.
 
     >>> import math, torch
     >>> round(margin_at(torch.tensor([[5.0, 5.0], [math.log(3.0), 0.0]]), 1), 3)  # ¾ − ¼
@@ -99,7 +99,7 @@ def margin_at(logits: Tensor, place: int) -> float | None:
 
 
 def rouge_l(reference: str, prediction: str) -> float:
-    """ROUGE-L F1 of one answer against another, with stems (Lin, 2004; the package rouge_score).
+    """Return the ROUGE-L F1 (0 to 1) of one answer against another, with stems (Lin, 2004; the package rouge_score).
 
     Equal answers score 1, empty ones too. The package's tokenizer knows only a–z and 0–9, so answers in other scripts
     that differ score 0. Raises ConfigError if the package is not installed.

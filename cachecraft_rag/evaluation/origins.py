@@ -105,7 +105,7 @@ CONDITIONS: Mapping[str, OriginCondition] = MappingProxyType(
 
 
 def condition_named(name: str) -> OriginCondition:
-    """Return the condition of that name; ConfigError lists the known names."""
+    """Return the condition of that name. Raises ConfigError for an unknown name; the message lists the known ones."""
     try:
         return CONDITIONS[name]
     except KeyError:
@@ -135,9 +135,13 @@ class Origins:
         }
 
     def before(self, question: EvaluationQuestion) -> None:
-        """Capture the chunks of a question about to be measured; skipped for one that an earlier run has measured.
+        """Capture the chunks of a question that is measured next; with the origin "stream" do nothing.
 
-        Raises ContextLengthError if a chunk does not fit a pass, StoreError if the store cannot be read or written.
+        An evaluation does not call it for a question that an earlier run has measured. Chunks that are stored already
+        are not captured again.
+
+        Raises ContextLengthError if a chunk does not fit a pass, StoreError if the store cannot be read or written, and
+        ConfigError if the dataset has no unrelated chunks for the origin "unrelated" or the instruction is private.
         """
         if self.condition.primes_documents:
             for chunk in question.passages:

@@ -82,12 +82,15 @@ class QualityReport:
     worst: tuple[Audit, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values, for JSON."""
+        """Return a dict of plain values, for JSON; groups, intervals and audits are dicts too."""
         return asdict(self) | {"worst": [audit.as_dict() for audit in self.worst]}
 
 
 def summarise_audits(audits: Sequence[Audit], *, worst: int = WORST) -> QualityReport | None:
-    """Sum up audits; None if there are none. `worst` limits the answers that are listed."""
+    """Sum up audits; None if there are none. `worst` limits the answers that are listed.
+
+    Raises ValueError if the KL divergence of an audit is not a finite number.
+    """
     if not audits:
         return None
     exact = sum(audit.is_exact for audit in audits)

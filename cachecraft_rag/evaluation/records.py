@@ -69,12 +69,15 @@ class RecordLog(Closeable):
             self._write({"version": VERSION, "settings": plain})
 
     def append(self, record: Record) -> None:
-        """Add a measurement; it is in the file when this returns."""
+        """Add a measurement; the operating system has it when this returns, so it survives a killed process.
+
+        Raises OSError if it cannot be written, such as on a full disk, and ValueError after `close`.
+        """
         self._write(asdict(record))
         self.records.append(record)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. A second call does nothing."""
         self._file.close()
 
     def _write(self, line: Mapping[str, object]) -> None:

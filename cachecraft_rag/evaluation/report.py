@@ -67,7 +67,10 @@ class Measure:
 
 
 def share(hits: int, count: int) -> Estimate | None:
-    """Return a share of questions with its interval; None without questions."""
+    """Return a share of questions with its interval; None if `count` is 0.
+
+    Raises ValueError if `hits` is negative or above `count`.
+    """
     return Estimate(share_interval(hits, count), count, hits) if count else None
 
 
@@ -223,16 +226,20 @@ class Report:
 
     @property
     def headings(self) -> tuple[str, ...]:
-        """Headings of the columns of `rows`."""
+        """Headings of the columns of `rows`, "method" first."""
         return ("method", *(measure.heading for measure in self.measures))
 
     @property
     def answer_headings(self) -> tuple[str, ...]:
-        """Headings of the columns of `answer_rows`."""
+        """Headings of the columns of `answer_rows`, "method" first."""
         return ("method", *(measure.heading for measure in ANSWER_MEASURES))
 
     def rows(self, *, intervals: bool) -> list[tuple[str, ...]]:
-        """Return one row per method: means, with their intervals in brackets where wanted."""
+        """Return one row per method: its label and its means as text, "" for a measure without questions.
+
+        Args:
+            intervals: add each 95 % interval in brackets.
+        """
         return self._rows(self.measures, intervals=intervals)
 
     def answer_rows(self, *, intervals: bool) -> list[tuple[str, ...]]:
@@ -255,7 +262,13 @@ class Report:
 def summarise(
     records: Sequence[Record], *, order: Sequence[str], measures: Sequence[Measure] = MEASURES
 ) -> Report:
-    """Aggregate the records, methods in this order. Raises ValueError if no question was answered by every method."""
+    """Aggregate the records of the questions that every method has answered; the last record of a question counts.
+
+    Args:
+        order: names of methods in the order of the report; others follow them.
+
+    Raises ValueError if no question was answered by every method, or if a measured value is not a finite number.
+    """
     by_label: dict[str, dict[str, Record]] = {}
     for record in records:
         by_label.setdefault(record.label, {})[record.question_id] = record
@@ -297,7 +310,7 @@ def summarise(
 
 
 def full_answers(report: Report) -> str:
-    """Return a sentence about full prefill's own answers."""
+    """Return a sentence about full prefill's own answers; it says so if there are no gold answers."""
     if report.full_right is None:
         return "The data has no gold answers, so no answer is right or wrong, and there is no F1."
     right = report.full_right

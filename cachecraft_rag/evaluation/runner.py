@@ -60,7 +60,7 @@ class EvaluationSettings:
             )
 
     def measured(self, dataset: Dataset) -> tuple[EvaluationQuestion, ...]:
-        """The questions without those of the warm-up; ConfigError if none is left."""
+        """Return the questions without those of the warm-up. Raises ConfigError if none is left."""
         warmup = self._warmup
         if warmup >= len(dataset.questions):
             raise ConfigError(
@@ -74,7 +74,7 @@ class EvaluationSettings:
         return self.warmup if self.origin.is_stream else 0
 
     def describe(self, engine: Engine, dataset: Dataset) -> dict[str, object]:
-        """Everything that the measurements depend on, as plain values."""
+        """Return everything that the measurements depend on, as values that JSON has."""
         import torch
 
         asked = [
@@ -111,13 +111,17 @@ def open_engine(
     new_variants: NewVariants | When = "off",
     kind: type[ChunkCacheStore] | None = None,
 ) -> Iterator[Engine]:
-    """An engine with the model and an empty store in a hidden folder inside `folder`, which is removed afterwards.
+    """Open an engine for the block, with an empty store in a hidden folder inside `folder` that is removed afterwards.
 
     Args:
-        kind: of the store, for experiments that change what it answers.
+        kind: class of the store, for experiments that change its look-ups.
 
     Raises:
-        ModelNotFoundError, UnsupportedModelError, StoreError, ConfigError: each says what to do.
+        ModelNotFoundError: nothing of the model's name can be loaded.
+        UnsupportedModelError: the model has no raw keys to store, or failed its self-check.
+        ConfigError: an unknown dtype, a missing device, or a folder that cannot be written.
+        StoreError: the store cannot be opened.
+        SystemExit: within the block, for SIGTERM (143) or SIGHUP (129); the folder is removed first.
     """
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.model.decoder import Decoder
@@ -139,9 +143,12 @@ def open_engine(
 
 @contextmanager
 def scratch_folder(folder: Path) -> Iterator[Path]:
-    """A new folder inside `folder`, removed afterwards. Folders that killed processes left there are removed too.
+    """Make a folder inside `folder` for the block, which gets its path; it is removed afterwards.
 
-    Raises ConfigError if `folder` cannot be written.
+    Folders that killed processes left there are removed too; one that cannot be removed stays, without an error.
+
+    Raises ConfigError if `folder` cannot be written. In the main thread SIGTERM and SIGHUP raise SystemExit within the
+    block, with the exit codes 143 and 129.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -208,6 +215,7 @@ def evaluate(
         ConfigError: the warm-up leaves no question to measure, or this data cannot provide the origin condition.
         ContextLengthError: a question with its passages, or a chunk to capture, does not fit the model's context.
         StoreError: the store is closed or cannot be written.
+        OSError: a measurement cannot be written, such as on a full disk.
     """
     measured = settings.measured(dataset)
     run = Run(engine, dataset, settings, log=log, progress=progress)
@@ -264,14 +272,16 @@ class Run:
         self._warm = False
 
     def show(self, what: str) -> None:
-        """Report the progress so far."""
+        """Report the progress so far to `progress`; `what` says what is done now, "" for nothing."""
         if self._progress is not None:
             self._progress(Progress(min(len(self._records), self.total), self.total, what))
 
     def ask(self, question: EvaluationQuestion, trials: Sequence[Trial]) -> list[Record]:
-        """The records of one question, one per trial, in that order; measures those that are missing.
+        """Return the records of one question, one per trial, in that order; measures those that are missing.
 
-        Raises ContextLengthError and StoreError as `evaluate`.
+        Raises ContextLengthError if the question with its passages, or a chunk to capture, does not fit the model's
+        context; StoreError if the store is closed or cannot be written; ConfigError if this data cannot provide the
+        origin condition; OSError if a measurement cannot be written.
         """
         missing = [
             trial for trial in trials if (question.question_id, trial.label) not in self._records

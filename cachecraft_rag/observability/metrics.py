@@ -36,7 +36,7 @@ class Measured(Protocol):
 
     @property
     def request_counts(self) -> RequestCounts:
-        """Totals over all requests."""
+        """Totals over all requests since the engine was opened."""
 
     @property
     def store(self) -> object:
@@ -54,7 +54,11 @@ class EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics."""
+        """Yield the current metrics.
+
+        Raises nothing for a store that is closed or cannot be read: `cachecraft_store_readable` is 0 then, and the
+        other metrics of the store are left out.
+        """
         yield from self._engine.request_counts.collect()
         store = self._engine.store
         if not isinstance(store, ChunkCacheStore):  # a server's, which serves its metrics itself
@@ -176,11 +180,14 @@ def serve_metrics(engine: Measured, port: int, *, address: str = "127.0.0.1") ->
     """Serve the metrics of an engine over HTTP, at `/metrics`, in a separate thread.
 
     Args:
-        port: port to listen on; 0 chooses a free port.
+        port: port to listen on; 0 chooses a free port, see `MetricsServer.port`.
         address: address of the network interface; only this machine reaches the default.
 
+    Returns:
+        The running server; the caller closes it.
+
     Raises:
-        ConfigError: the port is taken, or this machine does not have the address.
+        ConfigError: the port is out of range or taken, or this machine does not have the address.
     """
     check_whole("port", port, most=MOST_PORT)
     check_text("address", address, empty=False)

@@ -62,7 +62,7 @@ class RequestCounts:
             self._tokens.labels(kind)
 
     def add(self, stats: RequestStats) -> None:
-        """Count a request that has ended."""
+        """Count a request that has ended; of one that failed before its first token no tokens and no TTFT."""
         self._requests.labels(str(stats.finish)).inc()
         for chunk in stats.chunks:
             self._chunks.labels(chunk.outcome, str(chunk.reason_code)).inc()

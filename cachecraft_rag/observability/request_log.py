@@ -19,7 +19,7 @@ logger = logging.getLogger("cachecraft_rag.requests")
 
 
 def log_request(stats: RequestStats, *, error: str | None = None) -> None:
-    """Log a request that has ended, at level INFO; `error` names the kind of exception that ended it."""
+    """Log a request that has ended, at level INFO; `error` names the class of the exception that ended it, if any."""
     if not logger.isEnabledFor(logging.INFO):
         return
     fields = request_fields(stats, error=error)
@@ -37,7 +37,10 @@ def log_request(stats: RequestStats, *, error: str | None = None) -> None:
 
 
 def request_fields(stats: RequestStats, *, error: str | None = None) -> dict[str, object]:
-    """Return the fields of a request's log record; times in seconds."""
+    """Return the fields of a request's log record as plain values; times in seconds.
+
+    They are those of `RequestStats` without the question's text, `event`, and `error` if it is not None.
+    """
     fields: dict[str, object] = {"event": "request"}
     if error is not None:
         fields["error"] = error

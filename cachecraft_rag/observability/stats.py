@@ -110,7 +110,7 @@ class RequestStats:
         return all(_is_exact(chunk) for chunk in self.chunks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
+        """Return a dict of plain values, for JSON; parts such as `chunks` are dicts too."""
         return asdict(self)
 
 
@@ -140,5 +140,5 @@ class Answer:
     stats: RequestStats
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
+        """Return a dict of plain values, for JSON; sources and statistics are dicts too."""
         return asdict(self)

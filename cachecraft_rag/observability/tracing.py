@@ -71,7 +71,7 @@ class TracedRequest:
 
 
 def is_tracing() -> bool:
-    """Return whether the application has configured a tracer provider; imports nothing."""
+    """Return True if the application has configured a tracer provider; imports nothing of OpenTelemetry."""
     trace = sys.modules.get("opentelemetry.trace")
     # None too while another thread imports the module
     provider_of = getattr(trace, "get_tracer_provider", None)
@@ -82,7 +82,10 @@ def is_tracing() -> bool:
 
 @contextmanager
 def following(retrieval: Retrieval) -> Iterator[None]:
-    """Make requests within the block part of a trace with this retrieval; does nothing if nothing is traced."""
+    """Make requests within the block part of a trace with this retrieval; does nothing if nothing is traced.
+
+    Errors of the block pass.
+    """
     if not is_tracing():
         yield
         return
@@ -98,7 +101,8 @@ def following(retrieval: Retrieval) -> Iterator[None]:
 def traced(ended: OnEnd, request: TracedRequest) -> OnEnd:
     """Return a function that calls `ended` and then records the request's spans; `ended` itself if nothing is traced.
 
-    The spans' parent is the span that is current now, in the thread of the caller.
+    The spans' parent is the span that is current now, in the thread of the caller. The function raises the errors of
+    `ended`; those of recording are logged, because the answer is complete then.
     """
     if not is_tracing():
         return ended
@@ -231,10 +235,12 @@ class ServedTrace:
 
     @classmethod
     def begin(cls, request: TracedRequest, headers: Mapping[str, str] | None) -> Self | None:
-        """Begin the trace of a request while `is_tracing`; returns None if that fails.
+        """Begin the trace of a request while `is_tracing`.
+
+        Returns None if that fails, and raises nothing: the error is logged, and the request goes on without a trace.
 
         Args:
-            headers: those of the client that name its trace.
+            headers: HTTP headers of the client that name its trace; None starts a new trace.
         """
         try:
             return cls(request, headers)
@@ -243,7 +249,11 @@ class ServedTrace:
             return None
 
     def end(self, stats: RequestStats, error: str | None) -> None:
-        """Record the spans of the request, which has ended."""
+        """Record the spans of the request, which has ended. Raises nothing: an error of recording is logged.
+
+        Args:
+            error: name of the class of the exception that ended it; None if it did not fail.
+        """
         try:
             _finish(
                 self._root,
