@@ -129,15 +129,21 @@ class Conversation:
                 "session": self._session,
             }
             stream = self._rag.stream(question, **asking)
+            has_failed = False
             try:
                 ask.print_stream(stream, brief=self._brief)
                 ask.print_stats(stream.stats)
                 print_searched(stream.stats)
+            except (BusyError, ServerError):
+                has_failed = True
+                if stream.text:
+                    out.print()  # the message follows on a line of its own
+                raise
             finally:
                 stream.close()
                 said = self._shown(stream.text)
                 # an answer stopped before its first token has no sources to list
-                if stream.stats.finish is not None:
+                if stream.stats.finish is not None and not has_failed:
                     self._last = stream
         except KeyboardInterrupt:
             err.print("\nstopped", style="dim")

@@ -57,9 +57,11 @@ def test_a_failing_server_does_not_end_the_conversation(
         WaitTimeoutError("it waited 30 s"),
     ]
     rag: Any = AnsweringAtFirst([None, *failures, None])
-    talk = Conversation(rag, brief=False, top_k=1, sampling=SamplingParams())
+    talk: Any = Conversation(rag, brief=False, top_k=1, sampling=SamplingParams())
     for number in range(5):
         talk.take(f"Question {number}?")
+        assert talk._last is not None
+        assert talk._last.error is None  # /sources lists those of the last whole answer
     shown = capsys.readouterr().err
     assert all(str(error) in shown for error in failures)
     assert shown.count("The conversation goes on") == 3
