@@ -29,7 +29,7 @@ class Meter:
         self._stopped = False
         self._known = expected is not None
         self._expected_cpu = cpu_s_per_byte
-        self._read_bytes = 0.0
+        self._timed_bytes = 0.0  # of reads whose CPU time was measured
         self._cpu_s = 0.0
 
     def stop(self) -> None:
@@ -51,16 +51,22 @@ class Meter:
             self._advance()
             self._in_flight += nbytes
 
-    def end(self, nbytes: float, *, came: bool, cpu_s: float = 0.0) -> None:
-        """Record that a read has ended, successfully if `came`; `cpu_s` is its CPU time, verifying and decoding too."""
+    def end(self, nbytes: float, *, came: bool, cpu_s: float | None = None) -> None:
+        """Record that a read has ended.
+
+        Args:
+            came: True if it was successful.
+            cpu_s: its CPU seconds, with those of verifying and decoding; None if they were not measured.
+        """
         with self._lock:
             self._advance()
             self._in_flight = max(0.0, self._in_flight - nbytes)
             if came and self._seconds:
                 self._bytes += nbytes
                 self._rate = (self._bytes + self._in_flight / 2) / self._seconds
-            self._read_bytes += nbytes
-            self._cpu_s += cpu_s
+            if cpu_s is not None:
+                self._timed_bytes += nbytes
+                self._cpu_s += cpu_s
 
     @property
     def came(self) -> bool:
@@ -71,7 +77,7 @@ class Meter:
     def cpu_s_per_byte(self) -> float:
         """CPU seconds per byte, mostly for verifying and decoding; the expected value before the first read."""
         with self._lock:
-            return self._cpu_s / self._read_bytes if self._read_bytes else self._expected_cpu
+            return self._cpu_s / self._timed_bytes if self._timed_bytes else self._expected_cpu
 
     @property
     def cores(self) -> float:
