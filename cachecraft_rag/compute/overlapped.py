@@ -321,9 +321,9 @@ class OverlappedPrefill:
             self._place(layer, self._resident)
             yield from self._join(row_pass, late)
             yield from self._run_layer(row_pass)
-        return self._select_again(request, probe), probe.layers
+        return self._replanned(request, probe), probe.layers
 
-    def _select_again(self, request: ProbeRequest, probe: QuestionProbe) -> Plan:
+    def _replanned(self, request: ProbeRequest, probe: QuestionProbe) -> Plan:
         """Select the recomputed tokens by the probe's scores; return the new plan."""
         rows = self._rows
         attention = self._stack.ranks.mean(probe.seen()).cpu().numpy()  # float32 [positions]

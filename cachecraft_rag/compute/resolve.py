@@ -231,7 +231,7 @@ def _probe(
     ):
         # the question must not shape what all users are served, so there is nothing to choose
         return None
-    return ProbeRequest(_question_text(prompt), partial(_select_again, plan, config, scores))
+    return ProbeRequest(_question_text(prompt), partial(_plan_with_probe, plan, config, scores))
 
 
 def _question_text(prompt: Prompt) -> range:
@@ -241,7 +241,7 @@ def _question_text(prompt: Prompt) -> range:
     return range(start, max(stop - closing, start + 1))
 
 
-def _select_again(
+def _plan_with_probe(
     plan: Plan,
     config: ReuseConfig,
     scores: Mapping[str, TokenScores],

@@ -331,9 +331,9 @@ def _score(
 
     # An inexact capture attended to approximations of its neighbours, so only its exact share of the overlap counts.
     adjusted = adjusted_overlap(beta, gamma) * variant.exact_share
-    # With a fixed ratio CFO only compares variants. DEFAULT_ALPHA keeps it below 1, where it is clipped.
-    is_ratio_fixed = config.recompute_ratio is not None
-    alpha = DEFAULT_ALPHA if config.alpha is None or is_ratio_fixed else config.alpha
+    # If the settings give the ratio, CFO only compares variants. DEFAULT_ALPHA keeps it below 1, where it is clipped.
+    has_own_ratio = config.recompute_ratio is not None
+    alpha = DEFAULT_ALPHA if config.alpha is None or has_own_ratio else config.alpha
     cfo = fix_overhead(alpha=alpha, cci=variant.cci, adjusted=adjusted)
     return SegmentPlan(
         "reused", variant=variant, beta=beta, gamma=gamma, adjusted=adjusted, cfo=cfo
@@ -367,7 +367,7 @@ def with_selection(
     """
     facts: list[TokenFacts] = []
     budgets: list[int] = []
-    done: list[frozenset[int]] = []
+    not_to_choose: list[frozenset[int]] = []
     spent: list[int] = []
     fixed_indices: list[int] = []
     segments = list(plan.segments)
@@ -392,13 +392,18 @@ def with_selection(
 
         facts.append(TokenFacts(variant.tokens, seed, scores.inter, probed.get(index)))
         budgets.append(math.ceil((ratio or 0.0) * variant.tokens))
-        done.append(already_recomputed | already_computed)
+        not_to_choose.append(already_recomputed | already_computed)
         spent.append(len(already_recomputed))
         fixed_indices.append(index)
 
     selector = selector_named(config.selector)
     selection = select(
-        facts, budgets, selector, budget_scope=config.budget_scope, done=done, spent=spent
+        facts,
+        budgets,
+        selector,
+        budget_scope=config.budget_scope,
+        excluded=not_to_choose,
+        spent=spent,
     )
 
     for index, offsets in zip(fixed_indices, selection, strict=True):

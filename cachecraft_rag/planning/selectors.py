@@ -124,7 +124,7 @@ def select(
     selector: Selector,
     *,
     budget_scope: BudgetScope = "chunk",
-    done: Sequence[frozenset[int]] = (),
+    excluded: Sequence[frozenset[int]] = (),
     spent: Sequence[int] = (),
 ) -> list[np.ndarray]:
     """Return the tokens to recompute in each reused chunk: for each an int64 array of ascending offsets in the chunk.
@@ -136,7 +136,7 @@ def select(
             the best tokens of all chunks. A chunk's scores are then weighted by its budget per token (for the budgets
             of eq. 12: by its CFO), so a chunk that needs no fixing gets nothing. A chunk that the selector cannot
             score keeps its own budget.
-        done: for each chunk, the tokens that must not be chosen.
+        excluded: for each chunk, the tokens that must not be chosen.
         spent: for each chunk, the part of its budget that is already used.
 
     >>> few, many = np.array([0.1, 0.2, 0.1]), np.array([0.5, 0.3, 0.9])
@@ -160,8 +160,8 @@ def select(
         scores = (
             leading(chunk_facts) if selector_scores is None else selector_scores.astype(np.float64)
         )
-        if done:
-            scores[sorted(done[index])] = -np.inf
+        if excluded:
+            scores[sorted(excluded[index])] = -np.inf
 
         is_pooled = budget_scope != "chunk" and selector_scores is not None
         if is_pooled:

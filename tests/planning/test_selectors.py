@@ -60,22 +60,29 @@ def test_sharing_spends_the_same_budget(chunks: list[list[float]], ratio: float,
 
 def test_what_is_done_is_not_chosen_again() -> None:
     facts = [facts_of([0.9, 0.8, 0.7, 0.6]), facts_of([0.5, 0.4])]
-    done = [frozenset({0, 1}), frozenset({0})]
-    own = select(facts, [1, 1], SELECTORS["cache_craft"], done=done)
+    excluded = [frozenset({0, 1}), frozenset({0})]
+    own = select(facts, [1, 1], SELECTORS["cache_craft"], excluded=excluded)
     assert [chosen.tolist() for chosen in own] == [[2], [1]]
     # Both budgets are half a chunk.
-    shared = select(facts, [2, 1], SELECTORS["cache_craft"], budget_scope="prompt", done=done)
+    shared = select(
+        facts, [2, 1], SELECTORS["cache_craft"], budget_scope="prompt", excluded=excluded
+    )
     assert [chosen.tolist() for chosen in shared] == [[2, 3], [1]]
 
 
 def test_what_one_chunk_has_overspent_the_others_do_without() -> None:
     facts = [facts_of([0.9, 0.8, 0.7, 0.6]), facts_of([0.5, 0.4, 0.3, 0.2])]
-    done = [frozenset({0, 1, 2}), frozenset()]
+    excluded = [frozenset({0, 1, 2}), frozenset()]
     shared = select(
-        facts, [2, 2], SELECTORS["cache_craft"], budget_scope="prompt", done=done, spent=[3, 0]
+        facts,
+        [2, 2],
+        SELECTORS["cache_craft"],
+        budget_scope="prompt",
+        excluded=excluded,
+        spent=[3, 0],
     )
     assert [chosen.tolist() for chosen in shared] == [[3], []]  # four in all, three are gone
-    own = select(facts, [2, 2], SELECTORS["cache_craft"], done=done, spent=[3, 0])
+    own = select(facts, [2, 2], SELECTORS["cache_craft"], excluded=excluded, spent=[3, 0])
     assert [chosen.tolist() for chosen in own] == [[], [0, 1]]
 
 
