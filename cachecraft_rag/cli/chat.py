@@ -137,7 +137,7 @@ class Conversation:
             except (BusyError, ServerError):
                 has_failed = True
                 if stream.text:
-                    out.print()  # the message follows on a line of its own
+                    out.print()  # so that the message begins a line
                 raise
             finally:
                 stream.close()
