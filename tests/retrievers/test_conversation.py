@@ -96,7 +96,10 @@ def test_a_first_question_costs_nothing(embedder: Embedder, handbook_index: Retr
     first = retriever.retrieve(FIRST, history=[])
     assert counting.asked == [[FIRST]]
     assert index.searches == 1
-    assert first == handbook_index.index.search(embedder.encode_query([FIRST])[0], 5)
+    alone = handbook_index.index.search(embedder.encode_query([FIRST])[0], 5)
+    assert [hit.chunk_id for hit in first] == [hit.chunk_id for hit in alone]
+    # on some CPUs a model's first call rounds otherwise than the next ones
+    assert [hit.score for hit in first] == pytest.approx([hit.score for hit in alone], abs=1e-6)
     retriever.retrieve(FOLLOW_UP, history=HISTORY)
     # one call of the embedding model
     assert counting.asked[1:] == [[FOLLOW_UP, f"{FIRST} {FOLLOW_UP}", FIRST]]
