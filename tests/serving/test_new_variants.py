@@ -240,15 +240,26 @@ def _text(chunk_id: str) -> str:
 # -- not in the way of answers ----------------------------------------------------------------------------------------
 
 
-def test_a_request_waits_for_one_layer_at_most(engine: Engine, layers: Layers) -> None:
+def test_a_request_waits_for_one_layer_at_most(
+    engine: Engine, layers: Layers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ask(engine, ORDERS[0])
     layers.hold()
     ask(engine, ORDERS[1], settle=False)
     assert layers.reached.wait(60)  # in the first layer of the first capture, with the lock
     arrived = len(layers.run)
+    has_arrived = threading.Event()
+    start = engine.loop.start
+
+    def start_and_note(task: LoopTask) -> None:
+        start(task)
+        if task.priority is Priority.ANSWER:
+            has_arrived.set()
+
+    monkeypatch.setattr(engine.loop, "start", start_and_note)
     asking = threading.Thread(target=ask, args=(engine, ORDERS[2]), kwargs={"settle": False})
     asking.start()
-    until(lambda: not engine.loop._inbox.empty())
+    assert has_arrived.wait(60)
     layers.release()
     asking.join(60)
     first = layers.run.index("answer", arrived)
