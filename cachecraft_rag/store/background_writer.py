@@ -73,7 +73,11 @@ class BackgroundWriter:
         weakref.finalize(self, self._thread.end).atexit = False
 
     def put(self, capture: Capture) -> Future[Variant | Unavailable]:
-        """See `ChunkCacheStore.put`."""
+        """Queue a capture; return a future of the stored variant, or of the reason why the capture is dropped.
+
+        A drop is counted and logged. Raises StoreError if the tensor does not have its layout; an error of the disk or
+        the catalog is a drop and not raised.
+        """
         variant = self._variant_of(capture)
         ticket = next(self._tickets)
         try:
@@ -97,7 +101,10 @@ class BackgroundWriter:
         return refused
 
     def keep_copy(self, variant: Variant, encoded: Encoded) -> None:
-        """Write a variant from the remote to the local disk, if the queue has room."""
+        """Write a variant from the remote to the local disk, if the queue has room and the store is not closed.
+
+        Otherwise it does nothing. A copy that cannot be written is logged, not raised.
+        """
         ticket = next(self._tickets)
         with self._lock:
             if self._closed or self._queued_bytes() + variant.nbytes > self._queue_bytes:
@@ -113,7 +120,7 @@ class BackgroundWriter:
             self._done(variant, ticket)
 
     def record_use(self, variant_id: str, use: Use) -> None:
-        """Add a use in the catalog; uses are written in batches."""
+        """Add a use in the catalog; uses are written in batches. A failure is logged, not raised."""
         is_due = False
         try:
             with self._lock:
@@ -130,7 +137,10 @@ class BackgroundWriter:
             raise
 
     def discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
-        """Remove the row and the file of a variant that can never be served."""
+        """Remove the row and the file of a variant that can never be served; does nothing if the store is closed.
+
+        If the catalog cannot be changed, the row stays and a warning is logged.
+        """
         self.submit(partial(self._discard, file, chunk_id, reason))
 
     def submit(
@@ -139,7 +149,8 @@ class BackgroundWriter:
         """Submit a job to the thread; return None if the store is closed.
 
         When the interpreter exits, the thread accepts no more jobs, but an engine that was never closed still submits
-        its captures: then the job runs in the caller's thread.
+        its captures: then the job runs in the caller's thread, and this raises what the job raises. Otherwise an
+        exception of the job is logged, and the future holds it.
 
         Args:
             ended: called with the future once it is done.
@@ -161,13 +172,17 @@ class BackgroundWriter:
             return future
 
     def shut_down(self) -> None:
-        """Refuse new jobs, and wait for the others."""
+        """Refuse new jobs, and wait for the others. Raises nothing for a job that fails: it is logged."""
         with self._lock:
             self._closed = True
         self._thread.shut_down()
 
     def write_uses(self) -> None:
-        """Write the uses noted so far; after a failure they are written together with the next ones."""
+        """Write the uses noted so far; after a failure they are written together with the next ones.
+
+        Raises nothing: if the catalog cannot be changed, a warning is logged. In a read-only or deleted folder the uses
+        are dropped.
+        """
         with self._lock:
             uses = self._uses
             self._uses = {}

@@ -105,18 +105,24 @@ class Database:
     def reading(self) -> Block:
         """Borrow the connection that reads, for this thread alone while the block runs.
 
-        The block raises the kind's error if the database cannot be read or is closed; so do `snapshot` and `writing`.
+        The block raises the kind's error (`Kind.error`: StoreError for the catalog) if the database cannot be read or
+        is closed, also for an error of SQLite within the block. Other errors of the block pass unchanged.
         """
         return Block(self._reading(""))
 
     def snapshot(self) -> Block:
-        """Read in one transaction: everything in the block is of one moment."""
+        """Read in one transaction: everything in the block is of one moment.
+
+        The block raises the kind's error if the database cannot be read or is closed, as in `reading`.
+        """
         return Block(self._reading("BEGIN DEFERRED"))
 
     def writing(self) -> Block:
         """Borrow the connection that writes, in a transaction: committed at the end, rolled back on any error.
 
-        No other writer, in any process, gets in between. Raises the kind's error at once for a read-only file.
+        No other writer, in any process, gets in between. Raises the kind's error at once for a read-only file, and in
+        the block if the database cannot be written, stays locked by another process for the busy timeout, or is closed.
+        On a full disk it is `Kind.disk_full`, where the kind has one.
         """
         if self.read_only:
             raise self._error(
@@ -393,7 +399,8 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
     """A connection to a file that this user cannot change, in a folder that may not be written either.
 
     Where SQLite's helper files are there, another process may be writing: the file is then read along with them. Where
-    they are not, and cannot be made, no process has it open, and it is read as it lies there. Raises sqlite3.Error.
+    they are not, and cannot be made, no process has it open, and it is read as it lies there. Raises sqlite3.Error
+    if the file cannot be opened or read.
     """
     place = path.absolute().as_uri()
     connect = partial(
@@ -416,14 +423,17 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
 
 
 def can_be_written(path: Path) -> bool:
-    """Return True if this user may change a database: the file, and its folder, where SQLite keeps files beside it."""
+    """Return True if this user may change a database: the file, and its folder, where SQLite keeps files beside it.
+
+    False for a missing file; raises nothing.
+    """
     return os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
 
 
 def fetched(connection: sqlite3.Connection, query: str, parameters: Parameters) -> list[Any]:
-    """All rows; invalid text becomes half surrogate pairs, so that one row does not hide all others.
+    """Return all rows, [] if there are none; invalid text becomes half surrogate pairs, so that it hides no other row.
 
-    Raises sqlite3.Error.
+    Raises sqlite3.Error if the query fails.
     """
     try:
         return connection.execute(query, parameters).fetchall()

@@ -155,14 +155,15 @@ class DurableVariants:
             raise
 
     def close(self) -> None:
-        """Release the folder."""
+        """Release the folder; a second call does nothing. A lock file that cannot be deleted stays."""
         self._writers.leave()
         self.catalog.close()
 
     def gone(self) -> bool:
         """Return True if the folder was deleted or replaced since it was opened; then the store stays unusable.
 
-        SQLite continues with a deleted file without noticing, and new files would be in a folder without a catalog.
+        Also True, but only for now, if the system cannot look at the folder; raises nothing. SQLite continues with a
+        deleted file without noticing, and new files would be in a folder without a catalog.
         """
         try:
             self._gone = self._gone or _identity(self.catalog.path) != self._file
@@ -358,8 +359,8 @@ class DurableVariants:
     def check(self, *, repair: bool, progress: Callable[[Progress], None] | None) -> CheckReport:
         """Compare rows and files and read every byte; see `ChunkCacheStore.check`.
 
-        Raises StoreError if the catalog cannot be read, or with `repair` not be changed; OSError if the folder cannot
-        be listed.
+        Raises StoreError if the catalog cannot be read, or with `repair` not be changed; OSError if the system refuses
+        to look at a file or at a writer's lock; and what `progress` raises.
         """
         if repair and self.read_only:
             raise StoreError(
@@ -507,7 +508,7 @@ def _locked(folder: Path, how: int) -> Iterator[None]:
 
 
 def too_large(variant: Variant, nbytes: int, limits: Limits) -> Unavailable:
-    """Return the reason why a capture of this size is not stored."""
+    """Return the reason why a capture of this size is not stored; the size itself is not checked."""
     why = f"larger than the whole byte budget: {nbytes} of {limits.disk_bytes} bytes"
     return Unavailable(variant.variant_id, CaptureDrop.TOO_LARGE, why)
 

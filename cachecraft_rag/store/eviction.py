@@ -33,7 +33,10 @@ class Use(NamedTuple):
 
     @classmethod
     def of(cls, cfo: float, tokens: int) -> Use:
-        """Return a use of a chunk of `tokens` tokens. NaN (which SQLite refuses) and CFO above 1 count as 1."""
+        """Return a use of a chunk of `tokens` tokens. NaN (which SQLite refuses) and CFO above 1 count as 1.
+
+        Raises ZeroDivisionError for 0 tokens.
+        """
         cfo = max(cfo, 0.0) if cfo <= 1.0 else 1.0
         return cls(1.0 / max(cfo, 1.0 / tokens), 1.0 - cfo)
 
@@ -125,7 +128,7 @@ class Saving:
     name: str = "saving"
 
     def score(self, standing: VariantFacts, clock: float) -> float:
-        """See `Policy.score`."""
+        """Return the new score: `clock` plus the variant's worth times its tokens per byte."""
         _, _, tokens, nbytes, exact_share, (_, saved) = standing
         return clock + worth(saved=saved, exact_share=exact_share) * (tokens / max(nbytes, 1))
 
@@ -141,7 +144,7 @@ class ReuseFrequency:
     name: str = "f_r"
 
     def score(self, standing: VariantFacts, clock: float) -> float:
-        """See `Policy.score`."""
+        """Return the new score: f_r, the sum of 1 / CFO over all uses; `clock` does not count."""
         return standing.used.frequency
 
 
@@ -164,7 +167,7 @@ class LowestScored:
         self._heap: list[tuple[float, float, str]] = []
 
     def push(self, name: str) -> None:
-        """Note the score of an item that was added or whose score changed."""
+        """Note the score of an item that was added or whose score changed. Raises KeyError if there is no such item."""
         item = self._items[name]
         heapq.heappush(self._heap, (item.score, item.order, name))
         # mostly outdated entries: rebuild it, amortised O(1)

@@ -103,7 +103,8 @@ class MemoryTier:
     def add(self, variant: Variant, kv: torch.Tensor) -> bool:
         """Hold `kv` `[layers, 2, tokens, kv_heads, head_dim]`, not a copy; return False if it exceeds the budget alone.
 
-        An older tensor of the same variant is replaced. The caller must not write to `kv` again.
+        An older tensor of the same variant is replaced. The caller must not write to `kv` again. Raises what `on_leave`
+        raises.
         """
         held = _Held(variant, kv, kv.nbytes, _uses(variant))
         if not self.admits(held.nbytes):
@@ -140,7 +141,7 @@ class MemoryTier:
         return LoadedVariant(variant.variant_id, held.kv, self.name)
 
     def remove(self, variant_id: str, created: float) -> None:
-        """Remove the tensor of this very capture, if it is held."""
+        """Remove the tensor of this very capture; does nothing if it is not held."""
         with self._lock:
             held = self._held.get(variant_id)
             if held is not None and held.variant.created == created:
@@ -213,16 +214,19 @@ class Memory:
         self.host.add(variant, to_host(kv, pinned=self.host.admits(kv.nbytes)))
 
     def promote(self, held: LoadedVariant, variant: Variant) -> None:
-        """Copy a tensor from the host to the device."""
+        """Copy a tensor from the host to the device; does nothing without a device tier, or if it is there already.
+
+        Raises torch's RuntimeError if the device or main memory has no room.
+        """
         if self.device.budget_bytes and held.tier == "host" and variant not in self.device:
             self.device.add(variant, held.kv.to(self._place))
 
     def remove(self, variant_id: str, created: float) -> None:
-        """See `MemoryTier.remove`."""
+        """Remove the tensor of this very capture from both tiers; does nothing if neither holds it."""
         self.host.remove(variant_id, created)
         self.device.remove(variant_id, created)
 
     def record_use(self, variant_id: str, use: Use) -> None:
-        """See `MemoryTier.record_use`."""
+        """Add a use in both tiers, so that the tensor stays longer; does nothing if neither holds it."""
         self.host.record_use(variant_id, use)
         self.device.record_use(variant_id, use)

@@ -44,11 +44,13 @@ class SerialWorker:
         atexit.register(self._exit_hook)
 
     def submit(self, job: Callable[[], T], *, ended: Callable[[Future[T]], object]) -> Future[T]:
-        """Hand a job to the thread.
+        """Hand a job to the thread; return the future of its result, which also holds any exception of the job.
+
+        If the system has no room for a thread, the job runs here, before this returns.
 
         Args:
             ended: called in the thread with the future once it is done. `Future.add_done_callback` would lock the
-                future in Python code of the caller's thread.
+                future in Python code of the caller's thread. An exception of `ended` is logged.
 
         Raises:
             WorkerEndedError: the thread has ended.
@@ -64,11 +66,17 @@ class SerialWorker:
         return future
 
     def end(self) -> None:
-        """End the thread once its jobs are done, without waiting. Takes no lock: finalizers may call this."""
+        """End the thread once its jobs are done, without waiting. Takes no lock: finalizers may call this.
+
+        Raises nothing, also if the thread has ended or was never started.
+        """
         self._jobs.put(None)
 
     def shut_down(self) -> None:
-        """Finish all jobs, and end the thread."""
+        """Finish all jobs, and end the thread; wait for both. A second call does nothing.
+
+        Raises nothing for a job that fails: its future holds the exception.
+        """
         self.end()
         # A thread whose start was interrupted may still begin; the first one does the jobs.
         self._work()

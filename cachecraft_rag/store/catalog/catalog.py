@@ -168,7 +168,8 @@ class Catalog:
     ) -> tuple[dict[str, list[Variant]], list[DamagedRow]]:
         """Variants of the chunks, each with this `payload`, by chunk id; and the damaged rows of these chunks.
 
-        Shared variants and those private to exactly that session. Every asked chunk id is a key of the first part.
+        Shared variants and those private to exactly that session. Every asked chunk id is a key of the first part; its
+        list is empty if nothing is stored. Raises StoreError if the catalog cannot be read.
         """
         found: dict[str, list[Variant]] = {chunk_id: [] for chunk_id in chunk_ids}
         damaged: list[DamagedRow] = []
@@ -187,7 +188,10 @@ class Catalog:
         return found, damaged
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Token scores of each variant; empty ones where none were stored, they are damaged or the row is gone."""
+        """Return variant id → token scores; empty ones where none were stored, they are damaged or the row is gone.
+
+        Damaged scores are logged. Raises StoreError if the catalog cannot be read.
+        """
         found = {}
         for variant_id, *columns in self._fetched(_SCORES, (json.dumps(list(variant_ids)),)):
             scores = _read_scores(*columns)
@@ -197,7 +201,10 @@ class Catalog:
         return found
 
     def rows(self, chosen: RowFilter, *, offset: int = 0, limit: int = 100) -> list[Listed]:
-        """A page of rows, the highest eviction score first; without those that are damaged."""
+        """Return a page of rows, the highest eviction score first, without damaged ones; empty after the last row.
+
+        Raises StoreError if the catalog cannot be read.
+        """
         condition, parameters = chosen.as_sql()
         query = f"{_LISTED} WHERE {condition} ORDER BY v.score DESC, v.created DESC, v.variant_id LIMIT ? OFFSET ?"
         rows = [
@@ -209,9 +216,10 @@ class Catalog:
         return [row for row in rows if isinstance(row, Listed)]
 
     def scan(self, page: int = 500) -> Iterator[Listed | DamagedRow]:
-        """Every row once, in the order of variant ids, its token scores verified.
+        """Yield every row once, in the order of variant ids, its token scores verified.
 
-        Rows that come or go meanwhile may or may not be seen.
+        Rows that are added or removed meanwhile may or may not be seen. A damaged row is yielded as a `DamagedRow`.
+        Raises StoreError, while it is iterated over, if the catalog cannot be read.
         """
         query = f"{_LISTED} WHERE v.variant_id > ? ORDER BY v.variant_id LIMIT ?"
         after = ""
@@ -233,7 +241,7 @@ class Catalog:
             return fetched(connection, query, parameters)
 
     def totals(self) -> Totals:
-        """Sums over all rows, of all processes."""
+        """Return sums over all rows, of all processes. Raises StoreError if the catalog cannot be read."""
         # Both queries see one moment: in between, a file's bytes could move from "reserved" to its row and count twice.
         with self._db.snapshot() as connection:
             variants, file_bytes = _sums(connection)
@@ -242,7 +250,10 @@ class Catalog:
             return Totals(variants, chunks, file_bytes, reserved_bytes)
 
     def holds(self, file: FileRef, *, or_at_risk: bool = False) -> bool:
-        """Return True if exactly this file has a row or, if asked, a writer is about to create or delete it."""
+        """Return True if exactly this file has a row or, if asked, a writer is about to create or delete it.
+
+        Raises StoreError if the catalog cannot be read.
+        """
         query = """SELECT 1 FROM variants WHERE variant_id = :variant_id AND created = :created
             UNION ALL SELECT 1 FROM files_at_risk
             WHERE variant_id = :variant_id AND created = :created AND :or_at_risk"""
@@ -255,7 +266,10 @@ class Catalog:
             return connection.execute(query, asked).fetchone() is not None
 
     def at_risk(self) -> dict[str, list[FileRef]]:
-        """Files that may exist without a row, by the writer that is (or was) about to create or delete them."""
+        """Return writer → files that may exist without a row, because it is (or was) about to create or delete them.
+
+        Raises StoreError if the catalog cannot be read.
+        """
         found: dict[str, list[FileRef]] = {}
         with self._db.reading() as connection:
             query = "SELECT writer, variant_id, created, reserved_bytes FROM files_at_risk"
@@ -264,7 +278,10 @@ class Catalog:
         return found
 
     def chosen(self, chosen: RowFilter, *, down_to_bytes: int | None = None) -> list[FileRef]:
-        """Files of the chosen rows, lowest score first: all, or as many as leave `down_to_bytes` of all files."""
+        """Return files of the chosen rows, lowest score first: all, or as many as leave `down_to_bytes` of all files.
+
+        Raises StoreError if the catalog cannot be read.
+        """
         condition, parameters = chosen.as_sql()
         query = f"""{_ROW} AS v JOIN scopes AS s USING (scope) WHERE {condition} ORDER BY v.score, v.created"""
         with self._db.reading() as connection:
@@ -274,11 +291,17 @@ class Catalog:
             return [row.file for row in _until(connection.execute(query, parameters), excess)[0]]
 
     def problems(self) -> list[str]:
-        """Findings of SQLite's own integrity check; empty when all is well. Reads the whole catalog."""
+        """Return the findings of SQLite's own integrity check, empty if there are none. Reads the whole catalog.
+
+        Raises StoreError if the check cannot run.
+        """
         return self._db.problems()
 
     def check_sums(self, *, repair: bool) -> str:
-        """Compare the stored sums over all rows with the rows; returns the flaw, or "". With `repair`, count again."""
+        """Compare the stored sums over all rows with the rows; return the flaw, or "". With `repair`, count again.
+
+        Raises StoreError if the catalog cannot be read, or with `repair` not be changed.
+        """
         with self._db.snapshot() as connection:
             stored = fetched(connection, _STORED_SUMS, ())
             counted = connection.execute(_COUNTED_SUMS).fetchone()
@@ -309,7 +332,8 @@ class Catalog:
 
         Else it returns files whose rows went to make room. The caller deletes those, calls `settle` and asks again:
         a file that is not deleted yet still counts, or a second writer would fill the room before it is free. None,
-        with nothing changed, when even an empty catalog would leave no room because of other writers.
+        with nothing changed, when even an empty catalog would leave no room because of other writers. Raises StoreError
+        if the catalog cannot be changed.
         """
         with self._db.writing() as connection:
             excess = _state(connection)[2] + file_bytes - limits.disk_bytes
@@ -337,7 +361,7 @@ class Catalog:
 
         Returns the files whose rows gave way (the older one, and those beyond the number of variants); the caller
         deletes them and calls `settle`. None, with nothing changed, for an `extra_variant` of a chunk with no variant
-        left and none evicted: it was removed.
+        left and none evicted: it was removed. Raises StoreError if the catalog cannot be changed.
         """
         key = variant.key
         with self._db.writing() as connection:
@@ -390,7 +414,10 @@ class Catalog:
         ]
 
     def settle(self, files: Iterable[FileRef]) -> None:
-        """Remove entries of files at risk that no longer exist, or never did."""
+        """Remove entries of files at risk that no longer exist, or never did.
+
+        Raises StoreError if the catalog cannot be changed.
+        """
         with self._db.writing() as connection:
             _settle(connection, files)
 
@@ -402,9 +429,10 @@ class Catalog:
         why: EvictionReason = EvictionReason.DAMAGED,
         forget: Sequence[str] = (),
     ) -> list[FileRef]:
-        """Remove the rows of exactly these files; returns those that were there.
+        """Remove the rows of exactly these files; return those that had a row, [] if none had.
 
-        Chunk ids to `forget` are no longer remembered as evicted: they were removed on purpose.
+        Chunk ids to `forget` are no longer remembered as evicted: they were removed on purpose. Raises StoreError if
+        the catalog cannot be changed.
         """
         query = f"SELECT {_FILE} FROM variants WHERE variant_id = ? AND created = ?"
         with self._db.writing() as connection:
@@ -422,7 +450,10 @@ class Catalog:
             )
 
     def limits(self) -> dict[str, int]:
-        """Stored limits, by name."""
+        """Return name → stored limit; unknown names and damaged values are left out.
+
+        Raises StoreError if the catalog cannot be read.
+        """
         with self._db.reading() as connection:
             found = connection.execute("SELECT name, value FROM limits").fetchall()
         known = {limit.name for limit in fields(Limits)}
@@ -433,13 +464,16 @@ class Catalog:
         }
 
     def set_limits(self, limits: Mapping[str, int]) -> None:
-        """Store these limits, if they are new."""
+        """Store these limits, if they are new. Raises StoreError if the catalog cannot be read or changed."""
         if limits.items() - self.limits().items():
             with self._db.writing() as connection:
                 connection.executemany("INSERT OR REPLACE INTO limits VALUES (?,?)", limits.items())
 
     def over(self, limits: Limits) -> tuple[list[FileRef], EvictionReason]:
-        """Files beyond the byte budget or the number of variants, lowest score first, and the limit that says so."""
+        """Return files beyond the byte budget or the number of variants, lowest score first, and the limit exceeded.
+
+        No files if neither is exceeded. Raises StoreError if the catalog cannot be read.
+        """
         with self._db.reading() as connection:
             _, variants, nbytes = _state(connection)
             many = [row.file for row in _lowest(connection, variants - limits.max_variants)]
@@ -451,7 +485,10 @@ class Catalog:
         return many, EvictionReason.COUNT_CAP
 
     def record_uses(self, uses: Mapping[str, Use]) -> None:
-        """Add to the uses of each variant id, which raises its score; ids that are gone are passed over."""
+        """Add to the uses of each variant id, which raises its score; ids that are gone are passed over.
+
+        Raises StoreError if the catalog cannot be changed.
+        """
         with self._db.writing() as connection:
             self._record_uses(connection, uses)
 
@@ -483,7 +520,10 @@ class Catalog:
 
     @contextmanager
     def standstill(self) -> Iterator[None]:
-        """Keep every other writer, in any process, from adding or removing rows while the block runs. Keep it short."""
+        """Keep every other writer, in any process, from adding or removing rows while the block runs. Keep it short.
+
+        Raises StoreError if the catalog cannot be written, or another process holds its lock for too long.
+        """
         with self._db.writing():
             yield
 

@@ -52,6 +52,7 @@ class FoundTexts:
         """Note that these texts were seen; return those that had been seen before.
 
         `names` are digests that stand for texts, see `prompt.unmarked.candidates_of`. `MOST_SEEN` are remembered.
+        Raises StoreError if the catalog cannot be written.
         """
         with self._db.writing() as connection:
             insert = "INSERT OR IGNORE INTO seen_texts (name) VALUES (?)"
@@ -63,7 +64,8 @@ class FoundTexts:
     def mark(self, namespace: str, fingerprint: str, chunk_id: str, mark: tuple[int, int]) -> None:
         """Note a mark of a captured text and its place in it, see `Capture.mark`; replaces an earlier place.
 
-        Does nothing if no chunk-cache of this namespace and fingerprint was ever stored.
+        Does nothing if no chunk-cache of this namespace and fingerprint was ever stored. Raises StoreError if the
+        catalog cannot be written.
         """
         with self._db.writing() as connection:
             number, place = mark
@@ -79,7 +81,10 @@ class FoundTexts:
     def marked(
         self, namespace: str, fingerprint: str, marks: Mapping[int, object], *, session: str | None
     ) -> list[MarkedText]:
-        """Return the captured texts that have one of these marks, in no order, as far as this session may see them."""
+        """Return the captured texts that have one of these marks, in no order, as far as this session may see them.
+
+        Empty if there are none. Raises StoreError if the catalog cannot be read.
+        """
         with self._db.reading() as connection:
             given = {
                 "namespace": namespace,

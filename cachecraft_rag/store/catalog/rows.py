@@ -129,7 +129,7 @@ def sum_of(namespace: str, fingerprint: str, row: CatalogRow) -> int:
 
 
 def sum_of_scores(inter: bytes | None) -> int:
-    """xxh3 of a variant's token scores, as SQLite's signed integer."""
+    """Return the xxh3 of a variant's token scores, as SQLite's signed integer; None, for no scores, has one too."""
     length = struct.pack("<q", -1 if inter is None else len(inter))
     return xxhash.xxh3_64_intdigest(length + (inter or b"")) - _HALF
 
