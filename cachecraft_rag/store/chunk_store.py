@@ -70,7 +70,7 @@ class ChunkCacheStore(Closeable):
     """
 
     def __init__(self, root: Path, config: StoreConfig) -> None:
-        """Use `open`."""
+        """Use `open`. Raises StoreError and ConfigError as `open` does."""
         self.root = root
         self._home = HomeProcess("chunk-cache store")
         self._memory = Memory(
@@ -231,7 +231,10 @@ class ChunkCacheStore(Closeable):
             self._writer.discard(file, chunk_id, reason)
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Return variant id → token scores, for every given id; unknown scores if the catalog cannot be read."""
+        """Return variant id → token scores, for every given id; unknown scores if the catalog cannot be read.
+
+        Raises StoreError only after `close`.
+        """
         known: dict[str, TokenScores] = self._asked(
             "No token scores", lambda catalog: catalog.token_scores(variant_ids), instead={}
         )
@@ -248,7 +251,8 @@ class ChunkCacheStore(Closeable):
     def seen_texts(self, names: Sequence[str]) -> set[str]:
         """Note that these texts were seen in prompts; return those that had been seen before.
 
-        Does nothing if the folder or the catalog cannot be used.
+        Does nothing and returns an empty set if the folder or the catalog cannot be used. Raises StoreError only after
+        `close`.
         """
         self._check_open()
         if self._durable.read_only:
@@ -265,7 +269,10 @@ class ChunkCacheStore(Closeable):
         *,
         session: str | None = None,
     ) -> list[MarkedText]:
-        """Return the captured texts that have one of these marks; none if the catalog cannot be read."""
+        """Return the captured texts that have one of these marks; [] if there are none, or the catalog cannot be read.
+
+        Raises StoreError only after `close`.
+        """
         return self._asked(
             "No text is recognised",
             lambda catalog: catalog.texts.marked(namespace, fingerprint, marks, session=session),
@@ -339,14 +346,18 @@ class ChunkCacheStore(Closeable):
     def host_copy(self, kv: torch.Tensor) -> torch.Tensor:
         """Return a capture `[layers, 2, tokens, kv_heads, head_dim]` in main memory; one on a CPU is returned itself.
 
-        It is page-locked if it comes from a GPU and the host tier will hold it.
+        It is page-locked if it comes from a GPU and the host tier will hold it. Raises torch's RuntimeError if memory
+        is short.
         """
         from cachecraft_rag.kernels.memory import to_host  # it imports torch
 
         return to_host(kv, pinned=self._memory.host.admits(kv.nbytes))
 
     def keep(self, stored: StoredVariant, *, whole: bool = True) -> None:
-        """Record a load. A variant that was read as a `whole` is kept in memory, a remote one on disk too."""
+        """Record a load. A variant that was read as a `whole` is kept in memory, a remote one on disk too.
+
+        Raises nothing, also after `close`: a copy that cannot be written is logged.
+        """
         stored.close()
         self._count_load(stored.tier)
         if whole:
@@ -363,7 +374,10 @@ class ChunkCacheStore(Closeable):
         return stored.kv is not None and self._memory.host.admits(stored.kv.nbytes)
 
     def lost(self, variant: Variant, why: Unavailable) -> None:
-        """Record that a variant could not be read; a missing or damaged one is removed where it was found."""
+        """Record that a variant could not be read; a missing or damaged one is removed where it was found.
+
+        It is removed in the background: a failure is logged, not raised.
+        """
         remote = self._remote if variant.home == "remote" else None
         with self._lock:
             self._load_failures[variant.home, str(why.code)] += 1
@@ -406,7 +420,10 @@ class ChunkCacheStore(Closeable):
         return LoadedVariant(variant.variant_id, kv, stored.tier)
 
     def read_in_background(self, job: Callable[[], None]) -> bool:
-        """Run a job on one of the reading threads. After `close` the job is dropped, and False is returned."""
+        """Run a job on one of the reading threads. After `close` the job is dropped, and False is returned.
+
+        An exception of the job is logged, not raised. Raises ForkError in a forked process.
+        """
         self._home.require()
         try:
             self._readers.submit(job).add_done_callback(log_mistake)
@@ -433,7 +450,8 @@ class ChunkCacheStore(Closeable):
     def used(self, variant_id: str, cfo: float, tokens: int) -> None:
         """Record a use, which raises the eviction score, see `eviction.Use`.
 
-        Uses are written in batches in the background; a failure is logged, and the next batch tries again.
+        Uses are written in batches in the background; a failure is logged, and the next batch tries again. Raises
+        ZeroDivisionError for 0 `tokens`, ForkError in a forked process.
         """
         self._home.require()
         use = Use.of(cfo, tokens)
@@ -562,7 +580,7 @@ class ChunkCacheStore(Closeable):
     def close(self) -> None:
         """Write waiting captures and uses, then close; a second call does nothing. A remote gets `close_timeout_s`.
 
-        What cannot be written is dropped, with a warning in the log.
+        What cannot be written is dropped, with a warning in the log. In a forked process it does nothing.
         """
         # a fork has no waiting captures, and the files belong to its parent
         if not self._home.here:

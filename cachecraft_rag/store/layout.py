@@ -113,7 +113,10 @@ class Header:
             raise ValueError("checksums")
 
     def encode(self) -> bytes:
-        """Return the first bytes of the file, up to its data: length, JSON, padding. Raises as `blocks`."""
+        """Return the first bytes of the file, up to its data: length, JSON, padding.
+
+        Raises ValueError if the fields contradict each other, ConfigError for an unknown codec.
+        """
         return self._around(json.dumps(self._fields(), separators=(",", ":")))
 
     def _fields(self) -> dict[str, object]:
@@ -232,7 +235,10 @@ def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor of any shape, which share its memory."""
+    """Return the bytes of a contiguous CPU tensor of any shape, which share its memory.
+
+    Raises torch's RuntimeError if the tensor is not contiguous.
+    """
     import torch
 
     array: np.ndarray = tensor.view(-1).view(torch.uint8).numpy()
@@ -413,7 +419,8 @@ class StoredVariant:
     def read_all(self) -> torch.Tensor:
         """Read every layer, in order, and return `kv`, `[layers, 2, tokens, kv_heads, head_dim]`. Needs `allocate`.
 
-        Raises as `read`.
+        Raises OSError if the bytes cannot be read, ValueError if they are damaged, and torch's RuntimeError without
+        memory.
         """
         for layer in range(self._header.layout.layers):
             self.read(layer, 0, self._header.tokens)
@@ -421,14 +428,15 @@ class StoredVariant:
         return self.kv
 
     def close(self) -> None:
-        """Close the source; see `ByteSource.close`."""
+        """Release the bytes. A read in another thread ends soon, with OSError or with its bytes."""
         self.source.close()
 
 
 def open_source(source: ByteSource, variant: Variant) -> StoredVariant | Unavailable:
     """Return the open variant with a verified header, or the reason why not; then the source is closed.
 
-    An unknown codec does not count as damage, because a missing package may provide it.
+    An unknown codec does not count as damage, because a missing package may provide it. Raises nothing for bytes that
+    are missing, damaged or cannot be read.
     """
     opened: StoredVariant | Unavailable
     try:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def digest(*parts: str) -> str:
-    """128-bit blake2b of the parts, as 32 hex digits; no two different sequences of parts share an encoding.
+    """Return the 128-bit blake2b of the parts, as 32 hex digits; no two different sequences of parts share an encoding.
 
     >>> digest("ab", "c") == digest("a", "bc")
     False
@@ -21,6 +21,9 @@ def digest(*parts: str) -> str:
 
 
 def digest_of_tokens(token_ids: Sequence[int]) -> str:
-    """128-bit blake2b of token ids, whole numbers below 2**63, as 32 hex digits."""
+    """Return the 128-bit blake2b of token ids as 32 hex digits.
+
+    Raises struct.error for an id that is not a whole number, or not below 2**63.
+    """
     packed = struct.pack(f"<{len(token_ids)}q", *token_ids)
     return hashlib.blake2b(packed, digest_size=16).hexdigest()

@@ -54,17 +54,20 @@ class Entropy(Codec):
         self._zstandard = zstandard
 
     def block_bytes(self, layout: KVLayout, tokens: int) -> None:
-        """Depends on the values."""
+        """Return None: the size depends on the values."""
         return
 
     @classmethod
     def typical_bytes(cls, layout: KVLayout, tokens: int) -> int:
-        """A quarter of bfloat16's bytes."""
+        """Return a quarter of the bytes of a layer in bfloat16."""
         values = 2 * tokens * layout.kv_heads * layout.head_dim
         return round(values * 2 / _SMALLER)
 
     def most_bytes(self, layout: KVLayout, tokens: int) -> int:
-        """Steps and anchor, and two frames of noise, which zstandard makes longer by less than a 128th and 1 KiB."""
+        """Return the bytes of steps and anchor, and of two frames of noise.
+
+        zstandard makes noise longer by less than a 128th and 1 KiB.
+        """
         deltas = tokens * layout.kv_heads * layout.head_dim
         return (
             2 * layout.kv_heads * (4 + 2 * layout.head_dim)

@@ -26,16 +26,16 @@ class Int8(Codec):
     name = "int8"
 
     def block_bytes(self, layout: KVLayout, tokens: int) -> int:
-        """Scales and payload."""
+        """Return the bytes of a layer's scales and 8-bit values."""
         return 2 * tokens * layout.kv_heads * (_SCALE_BYTES + layout.head_dim)
 
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
-        """Scales first: like this both are aligned, whatever the shape."""
+        """Return the scales, then the values: in this order both are aligned, whatever the shape."""
         _, *shape = layout.shape(tokens)
         return BlockPart(".scale", "BF16", (*shape[:3], 1)), BlockPart(".int8", "I8", tuple(shape))
 
     def run(self, layout: KVLayout, tokens: int, start: int, stop: int) -> tuple[slice, ...]:
-        """Scales of keys, scales of values, payload of keys, payload of values."""
+        """Return four slices: scales of keys, scales of values, 8-bit keys, 8-bit values."""
         scale = layout.kv_heads * _SCALE_BYTES
         payload = layout.kv_heads * layout.head_dim
         scales = [slice(scale * (half + start), scale * (half + stop)) for half in (0, tokens)]

@@ -20,15 +20,15 @@ class Raw(Codec):
     in_place = True
 
     def block_bytes(self, layout: KVLayout, tokens: int) -> int:
-        """Bytes of a layer of the tensor."""
+        """Return the bytes of a layer of the tensor."""
         return layout.nbytes(tokens) // layout.layers
 
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
-        """The tensor."""
+        """Return the layer's tensor as the only part."""
         return (BlockPart("", _NAMES[layout.dtype], layout.shape(tokens)[1:]),)
 
     def run(self, layout: KVLayout, tokens: int, start: int, stop: int) -> tuple[slice, ...]:
-        """A slice of the keys and one of the values."""
+        """Return two slices: one of the keys and one of the values."""
         token = layout.nbytes(1) // (2 * layout.layers)
         return tuple(slice(token * (half + start), token * (half + stop)) for half in (0, tokens))
 

@@ -118,7 +118,8 @@ class DiskTier:
     def path(self, variant_id: str, created: float) -> Path:
         """Return the path of this variant's file.
 
-        `created` is part of the name: a replacement gets another file, so an old row never refers to a new file.
+        `created` is part of the name: a replacement gets another file, so an old row never refers to a new file. For an
+        id or a time that is not valid, as in a damaged row, it is `root/none`.
         """
         if not (
             isinstance(created, float | int)
@@ -158,7 +159,10 @@ class DiskTier:
         _sync_folder(path.parent)
 
     def open(self, variant: Variant) -> StoredVariant | Unavailable:
-        """Open the file and verify its header. A file that can never be read is `Damaged`."""
+        """Open the file and verify its header. A file that can never be read is `Damaged`.
+
+        Raises nothing for a missing, unreadable or damaged file or a missing codec: the result is the reason.
+        """
         try:
             source = _File(self.path(variant.variant_id, variant.created), self.throttle)
         except FileNotFoundError:
@@ -190,14 +194,17 @@ class DiskTier:
         self.path(variant_id, created).unlink(missing_ok=True)
 
     def leftovers(self, variant_id: str, created: float, writer: str) -> list[Path]:
-        """Return the existing files of a variant that `writer` was about to create or delete: temporary and final."""
+        """Return the existing files of a variant that `writer` was about to create or delete: temporary and final.
+
+        Empty if there are none. Raises OSError if the system refuses to look at one.
+        """
         path = self.path(variant_id, created)
         return [part for part in (self._temporary(path, writer), path) if part.exists()]
 
     def scan(self) -> Iterator[tuple[Path, FileRef]]:
         """Yield every file below the root, temporary ones too; foreign ones have no id. The files may change.
 
-        Raises OSError if the system refuses to look at a file.
+        Raises OSError if the system refuses to look at a file. A folder that cannot be listed is left out.
         """
         for folder, _, names in os.walk(self.root):
             for name in names:

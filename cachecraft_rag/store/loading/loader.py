@@ -32,6 +32,9 @@ class Loader:
 
         Args:
             stored: opened variants and the positions they take in the prompt, in prompt order.
+
+        Raises nothing for a closed store: all extents then fail with `LoadFailure.CLOSED`. Raises ForkError in a forked
+        process.
         """
         extents = [
             Extent(variant, start, first, last, kept=self._store.keeps(variant))
@@ -51,7 +54,10 @@ class Loader:
         return loads
 
     def end(self, loads: PendingLoads) -> None:
-        """Stop reading. Memory keeps what came whole; missing and damaged chunk-caches leave the store."""
+        """Stop reading. Memory keeps chunk-caches that were loaded whole; missing and damaged ones leave the store.
+
+        Raises nothing: what the store cannot do is logged.
+        """
         loads.close()
         tiers = {extent.stored.tier for extent in loads.extents}
         if len(tiers) == 1 and loads.meter.came:  # of a mixture, it is not known whose the rate is

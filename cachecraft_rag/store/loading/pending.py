@@ -237,7 +237,7 @@ class PendingLoads:
                     sink.place(job.layer, out[:, first - begin : last - begin], first)
 
     def fail(self, code: LoadFailure, reason: str) -> None:
-        """Mark all incomplete extents as failed. To be called while no extent is being read."""
+        """Mark all incomplete extents as failed, and call `on_change`. To be called while no extent is being read."""
         with self._lock:
             for extents in self._by_chunk.values():
                 stored = extents[0].stored
@@ -372,7 +372,10 @@ class PendingLoads:
                 extent.waiting = 0 if extent.kept or extent.placed else extent.layers
 
     def take(self, tokens: float) -> list[int]:
-        """Take up to this many tokens from the first incomplete extents to compute them; return their positions."""
+        """Take up to this many tokens from the first incomplete extents to compute them; return their positions.
+
+        Empty if no extent is incomplete.
+        """
         positions: list[int] = []
         wanted = round(tokens) if tokens < math.inf else self._tokens
         with self._lock:
@@ -393,7 +396,7 @@ class PendingLoads:
         return positions
 
     def failed(self) -> list[int]:
-        """Return the positions that failed to load; each is returned once and must then be computed."""
+        """Return the positions that failed to load, [] without any; each is returned once and must then be computed."""
         positions: list[int] = []
         with self._lock:
             if not self._has_lost:
@@ -457,11 +460,14 @@ class PendingLoads:
         return [extents[0].stored for extents in self._by_chunk.values()]
 
     def of(self, stored: StoredVariant) -> Sequence[Extent]:
-        """Return all extents of this chunk-cache in order. Raises KeyError as `lost` does."""
+        """Return all extents of this chunk-cache in order. Raises KeyError unless it is an object of `chunks`."""
         return self._by_chunk[id(stored)]
 
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `ready()`, which is called after each read; return False after `timeout` seconds."""
+        """Wait until `ready()`, which is called after each read; return True then, False after `timeout` seconds.
+
+        `timeout` None waits without limit. Raises what `ready` raises.
+        """
         started = time.perf_counter()
         try:
             with self._lock:
@@ -472,7 +478,8 @@ class PendingLoads:
     def place(self, layer: int, sink: KVSink, *, below: int | None = None) -> None:
         """Put one layer of the loaded extents into `sink`.
 
-        With `below`, only complete extents before this position are placed.
+        With `below`, only complete extents before this position are placed. Raises what `sink.place` raises, such as
+        torch's RuntimeError; extents that failed to load are left out.
         """
         self._place_waiting()
         with self._lock:
@@ -517,7 +524,10 @@ class PendingLoads:
             yield extent
 
     def close(self) -> None:
-        """Start no more reads, and close the sources of all chunk-caches. Current reads end soon."""
+        """Start no more reads, and close the sources of all chunk-caches. Current reads end soon.
+
+        A second call does no harm.
+        """
         with self._lock:
             self._closed = True
             self._sink = None

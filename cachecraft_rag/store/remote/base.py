@@ -66,8 +66,8 @@ async def answer_of(
 ) -> T:
     """Await a library's answer; replace exceptions in `errors` and `ODD_ANSWERS` by `failure(exception)`.
 
-    The replacement is raised outside the handler: the library's message may hold a secret, and must not be among the
-    causes.
+    The replacement, an OSError, is raised outside the handler: the library's message may hold a secret, and must not be
+    among the causes. Other exceptions, such as CancelledError, pass unchanged.
     """
     expected: tuple[type[Exception], ...] = (*errors, *ODD_ANSWERS)
     try:
@@ -89,26 +89,32 @@ class Backend(Protocol):
         """Return name → row for each place, in as few round trips as possible.
 
         If a place has more than `MOST_VARIANTS` rows or `LONGEST_ROWS` bytes of rows, some are left out: engines never
-        write that many.
+        write that many. A place without rows has an empty dictionary. Raises OSError if the server fails.
         """
 
     async def names(self, place: str) -> list[str]:
-        """Return the names of the entries in a place."""
+        """Return the names of the entries in a place, [] if it has none. Raises OSError if the server fails."""
 
     def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
-        """Yield the payload of an entry in order, in pieces of about PIECE_BYTES; nothing if the entry is missing."""
+        """Yield the payload of an entry in order, in pieces of about PIECE_BYTES; nothing if the entry is missing.
+
+        Raises OSError, while it is iterated over, if the server fails.
+        """
 
     async def write(self, parcel: Parcel) -> bool:
-        """Send payload and row, the row visible only after its payload. Returns False if there is no room."""
+        """Send payload and row, the row visible only after its payload. Returns False if there is no room, else True.
+
+        Raises OSError if the server fails.
+        """
 
     async def remove(self, name: str) -> None:
-        """Remove an entry, if it exists."""
+        """Remove an entry, if it exists. Raises OSError if the server fails."""
 
     async def usage(self) -> Usage:
-        """Count the entries on the server."""
+        """Count the entries on the server. Raises OSError if the server fails."""
 
     async def probe(self) -> None:
-        """Send the cheapest request that the server answers."""
+        """Send the cheapest request that the server answers. Raises OSError if it does not."""
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections. Raises OSError if that fails."""

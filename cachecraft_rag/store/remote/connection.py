@@ -43,7 +43,10 @@ class Connection(Closeable):
         self.in_background(self.backend.probe())  # so that the first request finds a connection
 
     def submit(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
-        """Submit a coroutine to the loop. Raises RuntimeError if the loop is closed."""
+        """Submit a coroutine to the loop; return the future of its result, which also holds its exception.
+
+        Raises RuntimeError if the loop is closed; the coroutine is then closed too.
+        """
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError:
@@ -69,7 +72,8 @@ class Connection(Closeable):
     def in_background(self, coroutine: Coroutine[object, object, None]) -> None:
         """Run a coroutine without waiting for it; drop it while the remote may not be asked, or after `begin_close`.
 
-        It may take `RemoteConfig.put_timeout_s`. Failures are only logged.
+        It may take `RemoteConfig.put_timeout_s`. Raises nothing: an OSError of the coroutine, a time-out or a closed
+        loop is only logged.
         """
         if self._closing or not self.allows():
             coroutine.close()
@@ -86,6 +90,7 @@ class Connection(Closeable):
 
         If a probe is due, it is started in the background; the answer is False until it has succeeded. After
         `begin_close` no probe is started, and the answer stays the breaker's, because queued captures are still sent.
+        Raises nothing: False if the loop is closed when a probe is due.
         """
         if not self._closing and self.breaker.take_probe():
             try:
@@ -115,7 +120,10 @@ class Connection(Closeable):
         self._closing = True
 
     def close(self) -> None:
-        """Cancel all transfers and end the loop, which takes at most some seconds. To be called once."""
+        """Cancel all transfers and end the loop, which takes at most some seconds. To be called once.
+
+        An OSError of the server is logged. A second call raises RuntimeError once the loop is closed.
+        """
         self._closing = True
         asyncio.run_coroutine_threadsafe(self._wind_up(), self._loop)
         self._thread.join(2.0)

@@ -74,7 +74,10 @@ class ObjectBackend:
         raise ValueError(why)
 
     async def lookup(self, places: Sequence[str]) -> list[dict[str, bytes]]:
-        """See `Backend.lookup`; two round trips, for all places at the same time."""
+        """Return name → row for each place, in two round trips for all places at the same time.
+
+        Raises OSError if the server fails, or FileNotFoundError if the shared folder has vanished.
+        """
         await self._require_folder()
         return await asyncio.gather(*(self._rows(place) for place in places))
 
@@ -102,11 +105,14 @@ class ObjectBackend:
             return b""
 
     async def names(self, place: str) -> list[str]:
-        """See `Backend.names`."""
+        """Return the names of the entries in a place, [] if it has none. Raises OSError if the server fails."""
         return [name for name, entry in (await self._list(place)).items() if len(entry) == 2]
 
     async def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
-        """See `Backend.read`."""
+        """Yield the payload of an entry in order, in pieces of about PIECE_BYTES; nothing if the entry is missing.
+
+        Raises OSError, while it is iterated over, if the server fails.
+        """
 
         async def go_on() -> Any:
             return await anext(stream, None)
@@ -124,7 +130,10 @@ class ObjectBackend:
             yield memoryview(piece)
 
     async def write(self, parcel: Parcel) -> bool:
-        """See `Backend.write`."""
+        """Send the payload, then the row; return True. In a folder, return False if it exceeds the whole budget.
+
+        Raises OSError if the server fails, FileNotFoundError if the shared folder has vanished.
+        """
         await self._require_folder()
         if self._folder is not None:
             budget = self._config.budget_bytes or _FOLDER_BYTES
@@ -159,24 +168,27 @@ class ObjectBackend:
             )
 
     async def remove(self, name: str) -> None:
-        """See `Backend.remove`. The row is removed first: a payload without a row does not count."""
+        """Remove an entry, if it exists. The row is removed first: a payload without a row does not count.
+
+        Raises OSError if the server fails.
+        """
         for kind in ("row", "cache"):
             # another engine has removed it; only folders report this
             with suppress(FileNotFoundError):
                 await self._answer(self._ask(obstore.delete_async, f"{name}.{kind}"))
 
     async def usage(self) -> Usage:
-        """See `Backend.usage`; lists everything."""
+        """List and count the entries, without a budget except in a folder. Raises OSError if the server fails."""
         whole = [entry for entry in (await self._list("")).values() if len(entry) == 2]
         budget = None if self._folder is None else self._config.budget_bytes or _FOLDER_BYTES
         return Usage(len(whole), sum(entry["cache"]["size"] for entry in whole), budget)
 
     async def probe(self) -> None:
-        """See `Backend.probe`."""
+        """List a place that does not exist. Raises OSError if the server does not answer."""
         await self._list("probe")
 
     async def close(self) -> None:
-        """See `Backend.close`; obstore closes its own connections."""
+        """Do nothing: obstore closes its own connections."""
 
     async def _list(self, place: str) -> dict[str, _Entry]:
         """Return name → entry, including incomplete entries, without objects of other programs."""

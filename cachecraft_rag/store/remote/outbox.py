@@ -31,7 +31,10 @@ class Outbox:
         self.captures: Counter[str] = Counter()
 
     def offer(self, parcel: Parcel) -> bool:
-        """Queue a parcel; return False if it is dropped."""
+        """Queue a parcel; return False if it is dropped, because too many are waiting or the connection is closed.
+
+        Raises nothing: a transfer that fails is counted in `captures` and logged.
+        """
         with self._lock:
             if self.queued_bytes + parcel.nbytes > self._config.queue_bytes:
                 self.captures["too many are waiting"] += 1

@@ -68,7 +68,10 @@ class RedisBackend:
         self._lookup = self._redis.register_script(_LOOKUP)
 
     async def lookup(self, places: Sequence[str]) -> list[dict[str, bytes]]:
-        """See `Backend.lookup`; one round trip."""
+        """Return name → row for each place, in one round trip. Rows without a payload are removed on the server.
+
+        Raises OSError if the server fails, as TimeoutError if it is too slow.
+        """
         most = max(MOST_VARIANTS, self._config.variants_per_chunk)
         answer = await self._answer(
             self._lookup(keys=[self._prefix], args=[most, LONGEST_ROWS, *places])
@@ -82,12 +85,15 @@ class RedisBackend:
         ]
 
     async def names(self, place: str) -> list[str]:
-        """See `Backend.names`."""
+        """Return the names of the entries in a place, [] if it has none. Raises OSError if the server fails."""
         (rows,) = await self.lookup([place])
         return list(rows)
 
     async def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
-        """See `Backend.read`."""
+        """Yield the payload of an entry in order, in pieces of up to PIECE_BYTES; nothing if the entry is missing.
+
+        The first piece is smaller. Raises OSError, while it is iterated over, if the server fails.
+        """
         start = 0
         step = _FIRST_PIECE
         while True:
@@ -104,7 +110,10 @@ class RedisBackend:
             step = min(4 * step, PIECE_BYTES)
 
     async def write(self, parcel: Parcel) -> bool:
-        """See `Backend.write`; one transaction."""
+        """Send payload and row in one transaction. Returns False if the server is full and evicts nothing, else True.
+
+        Raises OSError if the server fails otherwise.
+        """
         async with self._redis.pipeline(transaction=True) as both:
             both.set(f"{self._prefix}data/{parcel.name}", b"".join(parcel.payload))
             both.hset(
@@ -117,7 +126,7 @@ class RedisBackend:
         return True
 
     async def remove(self, name: str) -> None:
-        """See `Backend.remove`."""
+        """Remove an entry, if it exists, in one transaction. Raises OSError if the server fails."""
         place, _, file = name.rpartition("/")
         async with self._redis.pipeline(transaction=True) as both:
             both.hdel(f"{self._prefix}rows/{place}", file)
@@ -125,7 +134,7 @@ class RedisBackend:
             await self._answer(both.execute())
 
     async def usage(self) -> Usage:
-        """See `Backend.usage`; `maxmemory` is the budget."""
+        """Count the entries; `maxmemory` is the budget, None without one. Raises OSError if the server fails."""
 
         async def ask() -> Usage:
             start = f"{self._prefix}data/"
@@ -144,11 +153,11 @@ class RedisBackend:
         return await self._answer(ask())
 
     async def probe(self) -> None:
-        """See `Backend.probe`."""
+        """Ping the server. Raises OSError if it does not answer."""
         await self._answer(self._redis.ping())
 
     async def close(self) -> None:
-        """See `Backend.close`."""
+        """Close all connections. Raises OSError if that fails."""
         await self._answer(self._redis.aclose())
 
     async def _answer(self, asking: Awaitable[T]) -> T:

@@ -91,7 +91,7 @@ def unframed(raw: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def created_hex(created: float) -> str:
-    """Return 16 hex digits that sort like the times."""
+    """Return 16 hex digits that sort like the times. Raises struct.error if it is not a number."""
     return struct.pack(">d", created).hex()
 
 

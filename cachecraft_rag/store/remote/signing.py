@@ -40,7 +40,7 @@ class Signer:
         )
 
     def seal(self, payload: Iterable[memoryview]) -> bytes:
-        """The digests of a payload's slices; its parts follow each other."""
+        """Return the digests of a payload's slices, joined; b"" for no bytes. Its parts follow each other."""
         seal = bytearray()
         rest = bytearray()
         for part in payload:
@@ -55,7 +55,7 @@ class Signer:
         return bytes(seal + _slice_mac(self.keys[0], rest)) if rest else bytes(seal)
 
     def confirms(self, seal: bytes, number: int, data: bytes | bytearray) -> bool:
-        """Return True if `data` is slice `number` of the payload with this seal."""
+        """Return True if `data` is slice `number` of the payload of this seal; False if it has no such slice."""
         digest = seal[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         return any(hmac.compare_digest(_slice_mac(key, data), digest) for key in self.keys)
 

@@ -62,9 +62,10 @@ class RemoteStream(Closeable):
         self._next = submit(_step(pieces, first_timeout_s))
 
     def read(self, buffer: memoryview, at: int) -> None:
-        """Call `read_into` for `layout.StoredVariant`.
+        """Fill the whole buffer from offset `at` on, which must be where the last read ended.
 
-        Raises as `read_into`, and OSError unless `at` is where the last read ended.
+        Raises OSError for another offset, if the remote fails or has too few bytes, or if the stream is closed (as
+        TimeoutError if it pauses for too long); ValueError if the signature does not match.
         """
         if at != self._taken:
             raise OSError(errno.ESPIPE, "a remote is read from front to back")
@@ -105,7 +106,7 @@ class RemoteStream(Closeable):
             self._end("whole")
 
     def close(self) -> None:
-        """Cancel the transfer at once."""
+        """Cancel the transfer at once. A read in another thread ends with OSError; a second call does nothing."""
         with self._lock:
             self._pieces = None  # the loop closes a generator without references
             under_way = self._next

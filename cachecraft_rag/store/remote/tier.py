@@ -104,7 +104,8 @@ class RemoteTier(Closeable):
         """Look up shared variants of these chunks within `bounds`; waits at most `config.lookup_limit_s`.
 
         The result includes reasons for refused rows. These are removed from the remote, except those without a valid
-        signature: an engine with a wrong key must not empty the remote for others.
+        signature: an engine with a wrong key must not empty the remote for others. Raises nothing for a remote that is
+        closed, fails or is too slow: the lists are empty, and `remote` of the result says why.
         """
         places = {
             chunk_id: place_of(VariantKey(namespace, fingerprint, chunk_id, ()))
@@ -161,7 +162,11 @@ class RemoteTier(Closeable):
             }
 
     def open(self, variant: Variant) -> RemoteStream | Unavailable:
-        """Begin to read the payload of a variant from a look-up, here or in another process; close the stream."""
+        """Begin to read the payload of a variant from a look-up, here or in another process; close the stream.
+
+        Raises nothing: returns Unavailable with the reason if the variant has no payload, or the remote is closed or
+        not asked after repeated failures.
+        """
         facts = variant.payload
         name = variant.variant_id
         if not facts.nbytes:
@@ -188,7 +193,8 @@ class RemoteTier(Closeable):
     def put(self, variant: Variant, encoded: Encoded, token_scores: TokenScores) -> bool:
         """Send a shared variant in the background; return False if it is dropped. Private ones are never sent.
 
-        The blocks of `encoded` must not change after this call. They are signed in the caller's thread.
+        The blocks of `encoded` must not change after this call. They are signed in the caller's thread. A transfer that
+        fails is counted and logged, not raised.
         """
         if variant.session is not None or self._closed:
             return False
@@ -203,7 +209,7 @@ class RemoteTier(Closeable):
         return self._outbox.offer(Parcel(name_of(variant), signed, payload, foreign))
 
     def remove(self, variant: Variant) -> None:
-        """Remove a variant whose payload turned out to be damaged, in the background."""
+        """Remove a variant whose payload turned out to be damaged, in the background; a failure is only logged."""
         self._connection.in_background(self._connection.backend.remove(name_of(variant)))
 
     # -- administration -----------------------------------------------------------------------------------------------
@@ -211,7 +217,7 @@ class RemoteTier(Closeable):
     def stats(self, *, ask: bool = True) -> RemoteStats:
         """Return sizes and counts; with `ask`, the server is asked for its contents, for at most two seconds.
 
-        The sizes are None without `ask`, after `close`, and if the server does not answer.
+        The sizes are None without `ask`, after `close`, and if the server does not answer; that is logged, not raised.
         """
         usage: Usage | None = None
         if ask and not self._closed and self._connection.allows():
@@ -243,7 +249,10 @@ class RemoteTier(Closeable):
         return self._outbox.flush(timeout_s)
 
     def close(self) -> None:
-        """Send queued captures for at most `config.close_timeout_s`, then cancel all transfers."""
+        """Send queued captures for at most `config.close_timeout_s`, then cancel all transfers.
+
+        A second call does nothing, and neither does a call in a fork of the process. Failures are only logged.
+        """
         if not self._home.here:  # a fork of the process has neither the loop nor the queue
             return
         with self._lock:
