@@ -37,6 +37,12 @@ def attention(
 
     Returns:
         `[rows, heads, head_dim]`.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, with Triton; a wrong number of sinks, with the compiled
+            kernels.
+        RuntimeError: torch's own, for shapes that do not fit together or without memory.
+        MemoryError: no room for the scratch memory of the compiled kernels.
     """
     if uses_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu
@@ -84,6 +90,9 @@ def attention_with_mass(
 
     Returns:
         `[rows, heads, head_dim]`, and float32 `[rows, segments]`, the first result of `attention_mass`.
+
+    Raises ValueError, RuntimeError and MemoryError as `attention` does: for shapes or dtypes that do not fit together,
+    or without memory.
     """
     if uses_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu

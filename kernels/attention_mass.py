@@ -46,6 +46,9 @@ def attention_mass(
     Returns:
         float32 `[rows, segments]` and float32 `[keys]`.
 
+    Raises ValueError (Triton, and a wrong number of sinks with the compiled kernels) or torch's RuntimeError for shapes
+    or dtypes that do not fit together; RuntimeError or MemoryError without memory.
+
     >>> q, k, rows = torch.zeros(3, 1, 8), torch.zeros(3, 1, 8), torch.arange(3)  # every key in sight weighs the same
     >>> mass, received = attention_mass(q, k, Visibility(rows), torch.tensor([0, 3]), scale=1.0)
     >>> [round(float(row), 3) for row in mass[:, 0]], [round(float(key), 3) for key in received]  # 1/2 + 1/3, 1/3, 0
@@ -92,6 +95,9 @@ def segment_mass(
 
     Returns:
         float32 `[rows, segments]`.
+
+    Raises ValueError (Triton, and a wrong number of sinks with the compiled kernels) or torch's RuntimeError for shapes
+    or dtypes that do not fit together; RuntimeError or MemoryError without memory.
     """
     if uses_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu

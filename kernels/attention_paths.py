@@ -85,7 +85,7 @@ class AttentionPaths:
     names: Mapping[ShapeClass, str] = field(default_factory=dict)
 
     def of(self, visible: Visibility) -> AttentionPath:
-        """Return the path for these rows.
+        """Return the path for these rows. Raises KeyError if its name is not in `PATHS`.
 
         >>> AttentionPaths().of(Visibility(torch.tensor([0, 1, 2]))).kind
         'causal'
@@ -121,7 +121,9 @@ def attend(
 ) -> Tensor:
     """Compute `attention` of several rows by this path.
 
-    torch's own kernel knows neither soft caps nor sinks: with them, it is replaced by explicit products.
+    torch's own kernel knows neither soft caps nor sinks: with them, it is replaced by explicit products. Returns
+    `[rows, heads, head_dim]`. Raises torch's RuntimeError for shapes that do not fit together or without memory; with
+    the compiled kernels ValueError for a wrong number of sinks, and MemoryError.
     """
     run = kernels_for(q, k, v) if path.kind == "compiled" else None
     if run is not None and calls.attends(q, k, v):

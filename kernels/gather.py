@@ -26,6 +26,9 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
         start: the chunk's new first position.
         cos: `[keys, rotary_dim]`, for all positions.
         sin: like `cos`.
+
+    Raises ValueError (Triton) or torch's RuntimeError if shapes do not fit together. The compiled kernels do not check
+    them.
     """
     if uses_triton(merged):
         place_all(merged[None], chunk[None], start, cos=cos, sin=sin, layers=[0])
@@ -51,6 +54,8 @@ def place_all(
         cos: as in `place`.
         sin: as in `place`.
         layers: numbers of the layers to place, ascending.
+
+    Raises ValueError (Triton) or torch's RuntimeError if shapes do not fit together.
     """
     if uses_triton(merged):
         from cachecraft_rag.kernels.gpu.place import place as place_on_gpu
@@ -69,6 +74,8 @@ def scatter_rows(merged: Tensor, keys: Tensor, values: Tensor, positions: Tensor
         keys: `[rows, kv_heads, head_dim]`, already rotated.
         values: `[rows, kv_heads, head_dim]`.
         positions: int64 `[rows]`, without repeats.
+
+    Raises torch's IndexError for a position beyond the buffer, on a CPU; RuntimeError for other dtypes.
     """
     merged[0].index_copy_(0, positions, keys)
     merged[1].index_copy_(0, positions, values)

@@ -53,7 +53,9 @@ def to_host(tensor: Tensor, *, pinned: bool) -> Tensor:
         tensor: tensor on a GPU or in main memory.
         pinned: make the copy of a tensor on a GPU page-locked where the system allows it. Copying it back then takes a
             ninth of the time (docs/guides/gpu.md). torch rounds the size of such memory up to a power of two, and keeps
-            it for later tensors.
+            it for later tensors. Without room for that, the copy is an ordinary one.
+
+    Raises torch's RuntimeError if main memory is short.
     """
     if tensor.device.type != "cuda" or not pinned:
         return tensor.cpu()
@@ -84,7 +86,10 @@ class Recycler:
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """Return an uninitialised tensor, see `empty`. On a CPU it may use the memory of an earlier, unused tensor."""
+        """Return an uninitialised tensor. On a CPU it may use the memory of an earlier, unused tensor.
+
+        Raises MemoryError if there is not enough memory.
+        """
         if torch.device(device).type != "cpu":
             return empty(shape, dtype, device)
         nbytes = math.prod(shape) * dtype.itemsize

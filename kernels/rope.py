@@ -27,6 +27,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
     Returns:
         `out`, `[tokens, heads, head_dim]`.
 
+    Raises ValueError (Triton) or torch's RuntimeError if shapes do not fit together. The compiled kernels do not check
+    them.
+
     >>> x = torch.tensor([[[1.0, 0.0]]])  # a token, a head, two dimensions
     >>> turn = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]])  # cos and sin of 90 degrees
     >>> rotate(x, *turn).tolist()
@@ -61,6 +64,8 @@ def add_rotated(out: Tensor, vector: Tensor, cos: Tensor, sin: Tensor) -> None:
         out: `[tokens, heads, head_dim]`, changed in place.
         vector: `[heads, head_dim]`, raw.
         cos, sin: `[tokens, rotary_dim]`, the rows of the tokens' positions.
+
+    Raises torch's RuntimeError if shapes do not fit together.
 
     >>> out, turn = torch.zeros(1, 1, 2), torch.tensor([[1.0, 1.0]])  # 90 degrees
     >>> add_rotated(out, torch.tensor([[1.0, 0.0]]), 0.0 * turn, turn)

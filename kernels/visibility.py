@@ -29,7 +29,10 @@ class Visibility:
     _prepared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def prepared(self, prepare: Callable[..., T], *arguments: Hashable) -> T:
-        """Return `prepare(self, *arguments)`, which is computed once and shared by all layers of a pass."""
+        """Return `prepare(self, *arguments)`, which is computed once and shared by all layers of a pass.
+
+        Raises what `prepare` raises; the next call then tries again.
+        """
         key = (prepare, arguments)
         if key not in self._prepared:
             self._prepared[key] = prepare(self, *arguments)

@@ -42,6 +42,8 @@ def extend(stack: Stack, buffer: KVBuffer, tokens: Sequence[int], position: int)
 
     Returns:
         Their hidden states `[streams, tokens, hidden]`.
+
+    Raises what the model or a kernel raises, such as torch's RuntimeError without memory.
     """
     positions = np.arange(position, position + len(tokens))
     return _compute(stack, [_row_pass(stack, buffer, tokens, positions)])
@@ -53,6 +55,8 @@ def extend_all(stack: Stack, steps: Sequence[DecodeStep]) -> Tensor:
 
     Returns:
         Hidden states `[streams, steps, hidden]`.
+
+    Raises what the model or a kernel raises, such as torch's RuntimeError without memory; IndexError for no steps.
     """
     passes = [_step_pass(stack, step) for step in steps]
     hidden = _compute(stack, passes)

@@ -60,6 +60,9 @@ def run(
         stack: the model's layers.
         steps: the generator of steps; it is closed in the end.
         turn: makes the context in which a step that computes is run.
+
+    Raises what the generator, a called function, the model or the work of a `Future` raises, such as torch's
+    RuntimeError without memory or CancelledError.
     """
     outcome: object = None
     try:
@@ -87,13 +90,14 @@ def run(
 def prefill(stack: Stack, job: PrefillJob) -> PrefillResult:
     """Run a job that has nothing to load, up to its last step, in this thread.
 
-    Raises what the model or a kernel raises, such as torch's RuntimeError without memory.
+    Raises what the model or a kernel raises, such as torch's RuntimeError; MemoryError without room for the keys and
+    values.
     """
     return run(stack, prefill_steps(stack, job))
 
 
 def prefill_steps(stack: Stack, job: PrefillJob) -> Work[PrefillResult]:
-    """Return the steps of a job that has nothing to load."""
+    """Return the steps of a job that has nothing to load. Raises MemoryError without room for its keys and values."""
     no_loads = PendingLoads.of_nothing(stack.layout.layers)
     speed = ComputeSpeed(stack.keys_per_row)
     return OverlappedPrefill(stack, job, no_loads, speed).steps()

@@ -34,7 +34,7 @@ class KVBuffer:
 
     Args:
         stack: the model's layers.
-        capacity: number of positions to make room for.
+        capacity: number of positions to make room for. Raises MemoryError if there is no room.
 
     Attributes:
         kv: `[layers, 2, capacity, kv_heads, head_dim]`, rotated keys, then values, of this rank's heads.
@@ -55,6 +55,8 @@ class KVBuffer:
         Args:
             chunk: `[2, tokens, all kv_heads, head_dim]`, raw keys, then values, on any device.
             start: position of the first token; `start + tokens` is at most the capacity.
+
+        Raises ValueError (Triton) or torch's RuntimeError if the shapes do not fit; RuntimeError without memory.
         """
         own_heads = self._on_device(self._ranks.own_heads(chunk))
         cos, sin = self.rotary.of_layer(layer)
@@ -66,6 +68,8 @@ class KVBuffer:
         A chunk-cache on this GPU is placed in all layers at the first call: one launch per layer would take longer
         than the work. One in main memory is copied to a GPU in groups of layers, the next group while the layers of the
         current one are computed. There is one launch for each kind of layer.
+
+        Raises ValueError (Triton) or torch's RuntimeError if the shapes do not fit; RuntimeError without memory.
         """
         if self._is_on_this_gpu(resident.kv):
             if layer == 0:

@@ -126,7 +126,12 @@ class OverlappedPrefill:
         """Prefill up to the last token's hidden state, as steps for a driver (see `driver.run`).
 
         Yields a `Wait` wherever it would wait and a `Forward` for each layer. Before each pass it yields a `Wait` that
-        is not `in_pass`: the steps up to the next such `Wait` require the driver's lock.
+        is not `in_pass`: the steps up to the next such `Wait` require the driver's lock. The generator returns the
+        result.
+
+        Raises, while it runs, what the model or a kernel raises, such as torch's RuntimeError or MemoryError
+        without memory; with several ranks AnotherRankFailedError and RanksApartError. Chunk-caches
+        that fail to load raise nothing: their tokens are computed.
         """
         first_look = self._strategy.first_look(self._split())
         if first_look.enough != "nothing":

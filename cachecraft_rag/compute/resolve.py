@@ -53,7 +53,7 @@ class Resolved:
         return [(variant, bounds[index]) for index, variant in self.stored.items()]
 
     def close(self) -> None:
-        """Close the stored variants."""
+        """Close the stored variants, which ends their reads; a second call does no harm."""
         for variant in self.stored.values():
             variant.close()
 
@@ -82,7 +82,9 @@ def resolve(
     Returns:
         The plan of the variants that could be opened. The caller closes it.
 
-    Raises StoreError if the store is closed, and what `ranks.agree` raises.
+    Raises StoreError if the store is closed; with several ranks AnotherRankFailedError if another rank has given up,
+    RanksApartError if one does not answer in time. Variants that cannot be opened raise nothing: the plan goes without
+    them.
     """
     opened: dict[str, LoadedVariant | StoredVariant] = {}
     lost: dict[str, str] = {}
@@ -276,7 +278,8 @@ def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult
     The reason counts for all these tokens of a segment: if a part of it failed to load, also for those that were
     computed because that was expected to be faster.
 
-    Also drops captures of segments that are stored already, from the recorder of `result`.
+    Also drops captures of segments that are stored already, from the recorder of `result`. Raises KeyError if `loads`
+    are not those of `resolved`.
     """
     plan = result.plan or resolved.plan
     segments = list(plan.segments)

@@ -149,11 +149,17 @@ class RowPass:
         self._in_flight.add()
 
     def wait(self) -> None:
-        """Block until every launched layer is computed; on a CPU it is already."""
+        """Block until every launched layer is computed; on a CPU it is already.
+
+        Raises torch's RuntimeError if a kernel on the GPU has failed.
+        """
         self._in_flight.wait()
 
     def join(self, other: RowPass) -> None:
-        """Add the rows of another pass of the same prompt that has reached the same layer."""
+        """Add the rows of another pass of the same prompt.
+
+        Raises AssertionError unless both have reached the same layer; MemoryError without room for new captures.
+        """
         assert other.layer == self.layer, "only passes at the same layer can join"
         positions = np.concatenate((self.positions, other.positions))
         order = np.argsort(positions, kind="stable")
@@ -280,7 +286,7 @@ class _JointPass:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        """See `stack.LayerPass`."""
+        """Attend pass by pass; return their outputs joined, `[rows, heads, head_dim]`."""
         outputs = []
         for row_pass, rows in zip(self.passes, self._slices, strict=True):
             outputs.append(row_pass.attend(layer, q[rows], k[rows], v[rows], settings))
@@ -299,7 +305,8 @@ def plain_rows(layer_pass: LayerPass, layer: int) -> list[LayerRow]:
 def advance(stack: Stack, passes: Sequence[RowPass]) -> None:
     """Run the next layer as one forward of all passes, which must have reached the same layer.
 
-    The passes may belong to different requests.
+    The passes may belong to different requests. Raises what the model or a kernel raises, such as torch's RuntimeError
+    without memory; RuntimeError too if the layer failed before and cannot be repeated (`RowPass.attend`).
     """
     layer = passes[0].layer
     if len(passes) == 1:

@@ -52,6 +52,8 @@ class Rows:
     ) -> Self:
         """Return the rows of a prompt with these segments. Positions neither new nor recomputed are stored.
 
+        Raises IndexError for a position beyond the prompt.
+
         >>> rows = Rows.of([0, 2, 5], new=[3, 4], recomputed=[0])
         >>> rows.open().tolist(), rows.segment.tolist()
         ([0, 3, 4], [0, 0, 1, 1, 1])
@@ -62,7 +64,9 @@ class Rows:
         return empty.mark(recomputed, RowReason.RECOMPUTED).mark(new, RowReason.NEW)
 
     def mark(self, positions: Iterable[int], reason: RowReason) -> Self:
-        """Return a copy with this reason at these positions, which must be of this prompt; other rows keep theirs.
+        """Return a copy with this reason at these positions; other rows keep theirs.
+
+        Raises IndexError for a position beyond the prompt.
 
         >>> Rows.of([0, 3]).mark([1], RowReason.COMPUTED_INSTEAD).reason.tolist()
         [0, 3, 0]
@@ -72,7 +76,7 @@ class Rows:
         return replace(self, reason=changed)
 
     def finish(self, positions: Iterable[int]) -> Self:
-        """Return a copy in which these positions, which must be of this prompt, are done."""
+        """Return a copy in which these positions are done. Raises IndexError for a position beyond the prompt."""
         done = self.done.copy()
         done[_indices(positions)] = True
         return replace(self, done=done)
@@ -86,7 +90,7 @@ class Rows:
         return np.flatnonzero(is_row & ~self.done[:below])
 
     def span(self, segment: int) -> slice:
-        """Return the positions of a segment."""
+        """Return the positions of a segment. Raises IndexError if there is no such segment."""
         return slice(self.bounds[segment], self.bounds[segment + 1])
 
     def offsets(self, segment: int, *reasons: RowReason) -> NDArray[np.int64]:

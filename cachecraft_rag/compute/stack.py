@@ -73,17 +73,23 @@ class Ranks(Protocol):
         """
 
     def mean(self, seen: Tensor) -> Tensor:
-        """Return a statistic of this rank's heads, of any shape, averaged over the ranks; the shape stays."""
+        """Return a statistic of this rank's heads, of any shape, averaged over the ranks; the shape stays.
+
+        Raises AnotherRankFailedError or RanksApartError, see `Ranks`.
+        """
 
     def agree(self, lost: frozenset[T]) -> frozenset[T]:
-        """Return the union of the losses of all ranks."""
+        """Return the union of all ranks' losses. Raises AnotherRankFailedError or RanksApartError, see `Ranks`."""
 
     def lead(self, decision: T) -> T:
-        """Return the first rank's decision: what depends on clocks would differ from rank to rank."""
+        """Return the first rank's decision: what depends on clocks would differ from rank to rank.
+
+        Raises AnotherRankFailedError or RanksApartError, see `Ranks`.
+        """
 
 
 class Alone:
-    """One rank with all heads; see `Ranks`."""
+    """One rank with all heads. Its methods exchange nothing and raise nothing."""
 
     def own_heads(self, kv: Tensor) -> Tensor:
         """Return `kv` itself, `[2, tokens, kv_heads, head_dim]`."""
@@ -151,6 +157,8 @@ class Stack(Protocol):
 
         Args:
             positions: int64 `[rows]`, positions of the rows in their prompts.
+
+        Raises what the model raises, such as torch's RuntimeError without memory, and what `layer_pass.attend` raises.
         """
 
 
@@ -191,7 +199,10 @@ class RotaryTables:
 
 
 def keys_per_row_of(config: PretrainedConfig) -> float:
-    """`Stack.keys_per_row` of a Hugging Face config; of a mixture of experts, those that one token passes through."""
+    """Return `Stack.keys_per_row` of a Hugging Face config; of a mixture of experts, for those that one token uses.
+
+    Raises AttributeError for a config without hidden_size, num_attention_heads or intermediate_size.
+    """
     # Gemma 4: its layers differ
     last_layer = [config, *(getattr(config, "per_layer_config", None) or ())][-1]
     heads = config.num_attention_heads

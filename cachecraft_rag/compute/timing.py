@@ -78,7 +78,7 @@ class PartTimer:
 
     @contextmanager
     def __call__(self, part: Part) -> Iterator[None]:
-        """See `Timer`."""
+        """Count the time of the `with` block for `part`, except for parts within it."""
         self._count_until_now()
         self._open.append(part)
         try:

@@ -52,7 +52,10 @@ def warm_up(stack: Stack) -> None:
 
 
 def launch_all(stack: Stack) -> None:
-    """Launch each kernel that requests with default settings use."""
+    """Launch each kernel that requests with default settings use.
+
+    Raises what Triton, torch or the model raises, such as RuntimeError without memory; `warm_up` logs that instead.
+    """
     for keys in _KEYS:
         for segments in _SEGMENTS:
             _reuse(stack, keys, segments)

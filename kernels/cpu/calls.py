@@ -123,7 +123,10 @@ class LayerRow:
 
 
 def layer(run: Kernels, call: LayerCall, hidden: Tensor, rows: Sequence[LayerRow]) -> Tensor:
-    """Return the output of a decoder layer for a few rows, `[1, rows, hidden]`, and write their keys and values."""
+    """Return the output of a decoder layer for a few rows, `[1, rows, hidden]`, and write their keys and values.
+
+    The addresses and shapes are not checked. Raises ValueError for no rows, MemoryError without scratch memory.
+    """
     hidden = hidden.clone(memory_format=torch.contiguous_format)
     count = len(rows)
     address_array = ctypes.c_uint64 * count
@@ -154,7 +157,7 @@ def layer(run: Kernels, call: LayerCall, hidden: Tensor, rows: Sequence[LayerRow
 
 
 def rotate(run: Kernels, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """Compute `rope.rotate` by the compiled kernel into `out`; nothing is checked, as in `attend`."""
+    """Compute `rope.rotate` by the compiled kernel into `out`; shapes and dtypes are not checked."""
     rows, heads, dim = x.shape
     turn = _Turn(
         x.data_ptr(), out.data_ptr(), x.stride(0), x.stride(1), out.stride(0), out.stride(1), heads
@@ -173,7 +176,10 @@ def rotate(run: Kernels, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> No
 
 
 def place(run: Kernels, merged: Tensor, chunk: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Write keys and values `[2, tokens, heads, dim]` into the same tokens of `merged`, with keys rotated."""
+    """Write keys and values `[2, tokens, heads, dim]` into the same tokens of `merged`, with keys rotated.
+
+    The kernel reads by address and checks nothing: `library.kernels_for` must accept the tensors.
+    """
     call = _move(merged, cos, sin)
     call.raw_k = chunk[0].data_ptr()
     call.raw_v = chunk[1].data_ptr()
@@ -216,7 +222,17 @@ class Drift:
         turns: tuple[Tensor, Tensor],
         strength: float,
     ) -> None:
-        """See `DriftCorrection.correct`; `rows` are rotated keys and values, `turns` cos and sin of all positions."""
+        """Correct the stale tokens of one layer in place. Shapes are not checked.
+
+
+        Args:
+            merged: `[2, positions, kv_heads, head_dim]`, rotated keys and values.
+            rows: rotated keys and values of the pass's rows, each `[rows, kv_heads, head_dim]`.
+            turns: cos and sin of all positions, each `[positions, rotary_dim]`.
+            strength: fraction of the mean change by which stale tokens are moved.
+
+        Raises MemoryError without scratch memory.
+        """
         keys, values = (row_tensor.contiguous() for row_tensor in rows)
         call = _move(merged, *turns)
         call.raw_k = keys.data_ptr()
@@ -291,7 +307,7 @@ def attend(
     """Compute `attention.attention` by the compiled kernel: `[rows, heads, head_dim]`, arguments as there.
 
     Only the sinks are checked, and the kernel reads by address: `attends` and `library.kernels_for` must accept the
-    tensors.
+    tensors. Raises ValueError for a wrong number of sinks, MemoryError without scratch memory.
     """
     out = torch.empty(q.shape, dtype=q.dtype)
     call = _attention(run, q, k, visible, scale=scale, softcap=softcap, sinks=sinks)
@@ -316,7 +332,7 @@ def mass(
 ) -> tuple[Tensor, Tensor]:
     """Compute `attention_mass.attention_mass` by the compiled kernel; arguments and result as there.
 
-    Only the sinks are checked, as in `attend`.
+    Only the sinks are checked. Raises ValueError for a wrong number of them, MemoryError without scratch memory.
     """
     by_segment = torch.empty(len(q), len(bounds) - 1, dtype=torch.float32)
     parts = -(-len(q) // _MASS_ROWS)

@@ -34,12 +34,16 @@ class Kernels:
     functions: dict[str, ctypes._NamedFuncPointer]
 
     def __call__(self, name: str, *args: object) -> None:
-        """Run a function by name; other Python threads run meanwhile."""
+        """Run a function by name; other Python threads run meanwhile. Raises KeyError for an unknown name."""
         self.functions[name](*args)
 
 
 def kernels() -> Kernels | None:
-    """Return the kernels that this process uses; None = torch's."""
+    """Return the kernels that this process uses; None = torch's.
+
+    They are loaded and checked at the first call. Raises nothing if they are missing, wrong, or not those of the
+    setting: a warning is logged for the last two.
+    """
     return _chosen(os.environ.get(SETTING, ""))[0]
 
 
@@ -70,7 +74,10 @@ def reason() -> str:
 
 @cache
 def available(folder: Path = Path(__file__).parent) -> dict[str, Kernels]:
-    """Return the compiled kernels that this CPU can run, by instructions, the fastest last; empty if none are built."""
+    """Return the compiled kernels that this CPU can run, by instructions, the fastest last; empty if none are built.
+
+    Raises nothing for a library that cannot be loaded: it is left out, with a line in the debug log.
+    """
     for path in sorted(
         [*folder.glob("native*.so"), *folder.glob("native*.pyd"), *folder.glob("native*.dylib")]
     ):

@@ -19,7 +19,7 @@ def uses_triton(x: Tensor) -> bool:
     """Return True if the Triton kernels take this tensor: on a CUDA device, or on a CPU under Triton's interpreter.
 
     The first call for a device launches a kernel. If that fails, torch's operations run on this device, and a warning
-    says why.
+    says why; nothing is raised.
 
     >>> uses_triton(torch.zeros(1, dtype=torch.float64))
     False

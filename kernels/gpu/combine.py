@@ -81,6 +81,7 @@ def combine(
 
     Returns:
         The output `[rows, heads, head_dim]`, lse float32 `[rows, heads]` and mass float32 `[rows, heads, segments]`.
+        Returns None for the output without `parts`, and for the mass without `masses`.
     """
     splits, rows, heads = lses.shape
     if splits == 1:

@@ -41,7 +41,10 @@ def wait_on_stream(event: torch.cuda.Event | None, *tensors: Tensor) -> None:
 
 
 def wait_on_host(device: torch.device) -> None:
-    """Block until all work is done that this thread has launched on the device's current stream."""
+    """Block until all work is done that this thread has launched on the device's current stream.
+
+    Returns at once on a CPU. Raises torch's RuntimeError if a kernel has failed.
+    """
     event = launched(device)
     if event is not None:
         event.synchronize()
@@ -65,7 +68,10 @@ class LayersInFlight:
         self._events: deque[torch.cuda.Event] = deque()
 
     def add(self) -> None:
-        """Count the layer that was just launched; block while too many are in flight."""
+        """Count the layer that was just launched; block while too many are in flight.
+
+        Does nothing on a CPU. Raises torch's RuntimeError if a kernel has failed.
+        """
         event = launched(self._device)
         if event is None:
             return
@@ -74,6 +80,6 @@ class LayersInFlight:
             self._events.popleft().synchronize()
 
     def wait(self) -> None:
-        """Block until every launched layer is computed."""
+        """Block until every launched layer is computed. Raises torch's RuntimeError if a kernel has failed."""
         while self._events:
             self._events.popleft().synchronize()

@@ -98,6 +98,8 @@ def tokens_to_compute(
         load_token_s: seconds to load a token.
         compute_token_s: seconds to compute a token.
 
+    Raises ZeroDivisionError if both times per token are 0.
+
     >>> tokens_to_compute(load_s=3.0, compute_s=1.0, load_token_s=0.03, compute_token_s=0.01)  # 3 - .03 n = 1 + .01 n
     50.0
     """
@@ -179,7 +181,7 @@ class LoadSplit:
 
     @property
     def load_s(self) -> float:
-        """Remaining seconds of loading; the rate must be positive."""
+        """Remaining seconds of loading. Raises ZeroDivisionError for a rate of 0."""
         return self.bytes_left / self.bytes_per_s
 
     def share(self, *, layers_left: float = 1.0) -> float:
@@ -232,7 +234,7 @@ class LoadSplit:
 
     @property
     def load_token_s(self) -> float:
-        """Mean seconds to load one of the waiting tokens; there must be some."""
+        """Mean seconds to load a waiting token. Raises ZeroDivisionError without any, or for a rate of 0."""
         return self.load_s / len(self.waiting)
 
     def _token_s(self, front_tokens: int) -> float:
@@ -241,7 +243,7 @@ class LoadSplit:
         return self.speed.seconds(self._extra_rows(front), passes=0) / len(front)
 
     def rest_s(self) -> float:
-        """Return the seconds to compute everything that is left in one pass."""
+        """Return the seconds to compute all that is left in one pass. Raises AssertionError unless `speed.known`."""
         rows = self.rows + self._extra_rows(self.waiting)
         return self.speed.whole_s(rows) if self.is_untouched else self.speed.seconds(rows)
 

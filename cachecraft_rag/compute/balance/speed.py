@@ -64,12 +64,18 @@ class ComputeSpeed:
         return self._row_s is not None
 
     def seconds(self, rows: float, *, passes: float = 1.0) -> float:
-        """Return the time in seconds of rows (see `rows`) in this number of passes; requires `known`."""
+        """Return the time in seconds of rows (see `rows`) in this number of passes.
+
+        Raises AssertionError unless `known`.
+        """
         assert self._row_s is not None, "no pass was measured yet"
         return passes * self._fixed_s + rows * self._row_s
 
     def whole_s(self, rows: float) -> float:
-        """Return the time in seconds of one pass over a whole prompt with these rows; requires `known`."""
+        """Return the time in seconds of one pass over a whole prompt with these rows.
+
+        Raises AssertionError unless `known`.
+        """
         assert self._row_s is not None, "no pass was measured yet"
         return self.piece_s + rows * (self._whole_row_s or self._row_s)
 

@@ -126,6 +126,8 @@ class CaptureRecorder:
             gather: a collective that joins the ranks' `[…, heads, head_dim]` on the first rank and returns an empty
                 tensor on the others.
             mean: a collective that averages a statistic over the ranks.
+
+        Raises what `gather` and `mean` raise.
         """
         joined = CaptureRecorder(self._layout, self._like, self._spans, measured=self._measured)
         joined.settings = self.settings
@@ -154,7 +156,7 @@ class CaptureRecorder:
         """Return the captures among the ascending positions of a pass, int64 `[rows]`, with their rows.
 
         A chunk is captured only by a pass that computes all of its tokens. The captures are in prompt order, and new
-        ones get their memory here; the list is empty if the pass has none.
+        ones get their memory here; the list is empty if the pass has none. Raises MemoryError if there is no room.
         """
         edges = [edge for _segment, start, stop in self._spans for edge in (start, stop)]
         edge_rows = np.searchsorted(positions, edges).tolist()
@@ -288,6 +290,8 @@ class AttentionAccumulator:
         Args:
             layer: index of the layer.
             keys: `[keys, kv_heads, head_dim]`, the layer's rotated keys up to the capture's end or beyond.
+
+        Raises KeyError if the capture holds no queries of this layer, as when the pass measured the attention.
         """
         settings = self._settings[layer]
         visible = self._visible.setdefault(

@@ -106,7 +106,8 @@ class WriteBackQueue:
     def remove(self, chunk_ids: Sequence[str]) -> None:
         """Prepare the removal of these chunks.
 
-        Requests that began before do not capture them any more. Captures under way are stored when this returns.
+        Requests that began before do not capture them any more. Captures under way have ended when this returns, stored
+        or dropped; it waits without limit and raises nothing for a capture that fails.
         """
         with self._guard:
             for removed in self._followers:
@@ -117,7 +118,8 @@ class WriteBackQueue:
         """Queue the captures of a prefill and return at once.
 
         Call it in the thread that computed the prefill, because captures wait for the work launched by this thread.
-        Captures are dropped after `close` and while more than `max_bytes` are waiting. The answer is not affected.
+        Captures are dropped after `close` and while more than `max_bytes` are waiting. The answer is not affected: a
+        capture that is dropped or fails is counted and logged, not raised.
 
         Args:
             recorder: recorder of the prefill.
@@ -158,6 +160,12 @@ class WriteBackQueue:
             keys: see `submit`; None if the recorder does not need them.
             context: see `submit`.
             computed: event after the prefill, if another thread may run these steps on another stream of the GPU.
+
+        Returns:
+            The generator of the steps; its result is the stored variant, or the reason why the capture is dropped.
+
+        Raises, while the generator runs, StoreError if the tensor does not have its layout, and what a kernel raises,
+        such as torch's RuntimeError without memory.
         """
         key = self._key(capture, context)
         read = capture.tensors() if keys is None else [*capture.tensors(), keys]
@@ -194,7 +202,7 @@ class WriteBackQueue:
         return stored
 
     def pending(self, segment_ids: Iterable[str] | None = None) -> frozenset[str]:
-        """Return the segments with a capture under way, among these or among all."""
+        """Return the segments with a capture under way, among these or among all; maybe empty."""
         with self._guard:
             under_way = frozenset(self._pending)
         return under_way if segment_ids is None else under_way & frozenset(segment_ids)
@@ -205,7 +213,10 @@ class WriteBackQueue:
         return 4 * self._waiting_bytes > self._max_bytes
 
     def wait_for(self, segment_ids: Iterable[str], timeout: float | None = None) -> bool:
-        """Block until no capture of these segments is under way; return False after `timeout` seconds."""
+        """Block until no capture of these segments is under way; return True then, False after `timeout` seconds.
+
+        `timeout` None waits without limit. Raises nothing for a capture that fails: it is logged.
+        """
         with self._guard:
             jobs = [
                 self._pending[chunk_id] for chunk_id in segment_ids if chunk_id in self._pending
@@ -213,7 +224,10 @@ class WriteBackQueue:
         return not wait(jobs, timeout).not_done
 
     def close(self) -> None:
-        """Finish the queued captures and refuse new ones."""
+        """Finish the queued captures and refuse new ones; waits without limit. A second call does no harm.
+
+        Raises nothing for a capture that fails: it is logged.
+        """
         with self._guard:
             self._closed = True
         self.wait_for(self.pending())

@@ -128,6 +128,9 @@ class DriftCorrection:
             merged: `[2, positions, kv_heads, head_dim]`, rotated keys and values as placed; changed in place.
             keys: `[rows, kv_heads, head_dim]`, rotated keys of the pass's rows.
             values: `[rows, kv_heads, head_dim]`, values of the pass's rows.
+
+        Does nothing if no chunk has two recomputed rows. Raises what torch or a kernel raises, such as RuntimeError
+        without memory.
         """
         if not self._ranges:
             return

@@ -62,7 +62,8 @@ class FocusObserver:
     def decide(self, layer: int) -> bool:
         """Add up the attention of a layer that has run; return True in the layer that settles the focused chunks.
 
-        Separate from `observe`, because ranks see different heads and have to exchange their sums.
+        Separate from `observe`, because ranks see different heads and have to exchange their sums. With several ranks,
+        raises AnotherRankFailedError if another rank has given up, RanksApartError if one does not answer in time.
         """
         if self.monitor.focused is not None or self._mass is None:
             return False

@@ -68,12 +68,18 @@ class AttentionReceived:
         self._received = received if self._received is None else self._received + received
 
     def seen(self) -> Tensor:
-        """Return the attention to each position up to the last watched one, float32 `[positions]`."""
+        """Return the attention to each position up to the last watched one, float32 `[positions]`.
+
+        Raises AssertionError if no layer was observed.
+        """
         assert self._received is not None, "the range of layers is never empty"
         return self._received
 
     def received(self, positions: int) -> NDArray[np.float32]:
-        """Return the attention to each of the first `positions` positions, float32 `[positions]`."""
+        """Return the attention to each of the first `positions` positions, float32 `[positions]`.
+
+        Shorter if fewer positions were seen. Raises AssertionError if no layer was observed.
+        """
         attention: NDArray[np.float32] = self.seen()[:positions].cpu().numpy()
         return attention
 
@@ -115,7 +121,7 @@ class Refresh:
         """Return the positions to recompute with the step at `position`, and the observer of that step.
 
         The positions are int64 `[rows]`, ascending; empty once no stale token is left. If a step failed and begins
-        again, it gets the same positions.
+        again, it gets the same positions. Raises AssertionError if the step before was begun and not computed.
         """
         if position != self._position:
             self._add_last_step()
