@@ -222,7 +222,7 @@ def products(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Two matrix products around a softmax for one block; `q` `[kv_heads, group, rows, head_dim]`, returns float32.
+    """Attend in one block by two matrix products around a softmax; shapes as in `fused`, returns float32.
 
     Rejected: products in half precision, which round every score.
     """

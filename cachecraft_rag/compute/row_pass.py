@@ -48,6 +48,8 @@ class Observer(Protocol):
             k: `[keys, kv_heads, head_dim]`, rotated keys; uninitialised at positions that no row sees.
             visible: positions of the watched rows, and the keys that they see.
             settings: attention settings of the layer.
+
+        What it raises ends the pass, such as torch's RuntimeError without memory.
         """
 
 
@@ -177,8 +179,9 @@ class RowPass:
     ) -> Tensor:
         """Attend in one layer: `q` `[rows, heads, head_dim]`, `k` and `v` `[rows, kv_heads, head_dim]`, not rotated.
 
-        Returns `[rows, heads, head_dim]`; see `stack.LayerPass`. Raises RuntimeError if the layer failed
-        before while stored rows were corrected or its attention was observed: neither can be done twice.
+        Returns `[rows, heads, head_dim]`. Raises RuntimeError if the layer failed before while stored rows were
+        corrected or its attention was observed: neither can be done twice. Also raises what a kernel or the observer
+        raises, such as ValueError, torch's RuntimeError or MemoryError.
         """
         merged = self._buffer.kv[layer]  # [2, positions, kv_heads, head_dim]
         visible, visible_to_watched = self._visibility(settings.window)

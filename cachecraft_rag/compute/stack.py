@@ -55,6 +55,9 @@ class LayerPass(Protocol):
 
         Returns:
             `[rows, heads, head_dim]`.
+
+        Raises what a kernel raises, such as ValueError for shapes that do not fit together or torch's RuntimeError
+        without memory.
         """
 
 

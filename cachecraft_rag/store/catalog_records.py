@@ -83,7 +83,7 @@ class RowFilter:
         check_number("created_before", self.created_before, least=-math.inf, optional=True)
 
     def as_sql(self) -> tuple[str, list[str | float]]:
-        """A condition on variants `v` and scopes `s`, and its parameters.
+        """Return a condition on variants `v` and scopes `s`, and its parameters; "TRUE" and [] without a choice.
 
         Of the given parts only: with `? IS NULL OR …` for the others SQLite would use no key and read every row.
         """

@@ -580,7 +580,7 @@ class ChunkCacheStore(Closeable):
     def close(self) -> None:
         """Write waiting captures and uses, then close; a second call does nothing. A remote gets `close_timeout_s`.
 
-        What cannot be written is dropped, with a warning in the log. In a forked process it does nothing.
+        What cannot be written is dropped, with a warning in the log and no error. In a forked process it does nothing.
         """
         # a fork has no waiting captures, and the files belong to its parent
         if not self._home.here:

@@ -482,7 +482,8 @@ def in_range(values: torch.Tensor) -> bool:
     """Return True if all values, of any shape, are finite and none is larger than a key or value can be.
 
     Compares bits, which sort like the values: positive numbers as signed, negative ones as unsigned integers. So NumPy
-    needs a single pass without a copy; torch would divide it among threads, which wait for each other.
+    needs a single pass without a copy; torch would divide it among threads, which wait for each other. Raises
+    ValueError for a tensor without values.
 
     >>> import torch
     >>> [in_range(torch.tensor([1.0, value])) for value in (-1e9, 2e9, float("-inf"), float("nan"))]

@@ -246,7 +246,10 @@ class Drift:
 
 
 def norm(run: Kernels, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
-    """Return `x / rms(x) · weight` along the last dimension, contiguous; `add` is added to x first, in place."""
+    """Return `x / rms(x) · weight` along the last dimension, contiguous; `add` is added to x first, in place.
+
+    Shapes and dtypes are not checked.
+    """
     out = torch.empty_like(x)
     width = x.shape[-1]
     call = _Rows(
@@ -264,7 +267,7 @@ def norm(run: Kernels, x: Tensor, weight: Tensor, eps: float, add: Tensor | None
 
 
 def gated(run: Kernels, gate: Tensor, up: Tensor) -> Tensor:
-    """Overwrite `gate` with `silu(gate) · up` and return it; contiguous."""
+    """Overwrite `gate` with `silu(gate) · up` and return it; contiguous. Shapes and dtypes are not checked."""
     width = gate.shape[-1]
     call = _Rows(x=gate.data_ptr(), add=up.data_ptr(), rows=gate.numel() // width, width=width)
     call.bfloat = gate.dtype == torch.bfloat16
@@ -273,7 +276,10 @@ def gated(run: Kernels, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def linear(run: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `x @ weightᵀ + bias` for a few rows `[…, width]`, contiguous. Reads the weights once, at memory speed."""
+    """Return `x @ weightᵀ + bias` for a few rows `[…, width]`, contiguous. Reads the weights once, at memory speed.
+
+    Shapes and dtypes are not checked.
+    """
     out = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype)
     call = _Linear(
         x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()

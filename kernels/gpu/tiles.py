@@ -83,6 +83,8 @@ class Tiling:
             device: device of the tensors.
             programs: number of programs without splitting.
             keys: number of keys.
+
+        Raises ZeroDivisionError for 0 programs.
         """
         wanted = -(-_PROGRAMS_PER_PROCESSOR * _processors(device) // programs)
         fewest = max(1, keys // max(_LEAST_KEYS, self.keys))

@@ -189,6 +189,9 @@ class LoadSplit:
 
         Args:
             layers_left: fraction of the layers whose loading the front still saves.
+
+        All waiting tokens for a rate of 0; 0 if no tokens are waiting, or computing them would save too little.
+        Otherwise raises AssertionError unless `speed.known`.
         """
         count = len(self.waiting)
         if not count or self.bytes_per_s <= 0.0:

@@ -87,7 +87,8 @@ class ComputeSpeed:
     def measured(self, rows: float, seconds: float, *, kind: PassKind = "last") -> None:
         """Record a pass: its rows in units of `rows`, and its time in seconds.
 
-        A pass with few rows updates only the fixed cost of last passes.
+        A pass with few rows updates only the fixed cost of last passes. Raises ZeroDivisionError if the first pass has
+        0 rows.
 
         The fixed costs of last passes and of pieces are separate: with the former, the rows of a piece would seem
         several times as fast as they are.

@@ -45,7 +45,7 @@ class FocusObserver:
         """Keep the attention of the question in one layer for `decide`; nothing once the focused chunks are known.
 
         `q` is `[watched rows, heads, head_dim]` and `k` `[keys, kv_heads, head_dim]`, both rotated; see
-        `Observer.observe`.
+        `Observer.observe`. Raises ValueError or torch's RuntimeError as `segment_mass` does, such as without memory.
         """
         if self.monitor.focused is None and len(q):
             mass = segment_mass(

@@ -49,7 +49,7 @@ class AttentionReceived:
         """Add the attention of one of the deeper layers; other layers are left out.
 
         `q` is `[watched rows, heads, head_dim]` and `k` `[keys, kv_heads, head_dim]`, both rotated; see
-        `Observer.observe`.
+        `Observer.observe`. Raises ValueError or torch's RuntimeError as `attention_mass` does, such as without memory.
         """
         if layer not in self._layers:
             return

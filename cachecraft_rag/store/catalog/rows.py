@@ -62,7 +62,7 @@ COLUMNS = ", ".join(f"v.{name}" for name in CatalogRow._fields)
 
 
 def pack_ids(ids: Sequence[str]) -> bytes | str:
-    """Segment ids as 16 bytes each; ids that are no digests as JSON text, which SQLite keeps apart by type.
+    """Return segment ids as 16 bytes each; as JSON text, which SQLite keeps apart by type, if one is not a digest.
 
     >>> unpack_ids(pack_ids(("00" * 16, "ff" * 16))) == ("00" * 16, "ff" * 16)
     True
