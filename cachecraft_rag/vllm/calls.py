@@ -65,7 +65,7 @@ class EngineClient(Protocol):
         """
 
     def shutdown(self) -> None:
-        """End vLLM's processes."""
+        """End vLLM's processes. Raises vLLM's own errors."""
 
 
 @dataclass(frozen=True)

@@ -419,7 +419,7 @@ async def _answer(
 
 
 async def facts(raw_request: Request) -> dict[str, object]:
-    """Return the served model and the settings that a client needs, see `ServerEngine.facts`."""
+    """Return the served model and the settings that a client needs, as `ServerEngine.facts` does."""
     return _endpoint(raw_request).engine.facts()
 
 

@@ -222,7 +222,11 @@ class ServerEngine(AnswerEngine):
         return replace(super().calibrated(config), **OFF)
 
     def facts(self) -> dict[str, object]:
-        """Return facts that a client needs, as plain JSON values."""
+        """Return facts that a client needs, as plain JSON values by name.
+
+        They are the versions of protocol and package, the model with its identity, the instruction, and the settings of
+        reuse and of the endpoint. None as "session_header": this server has no sessions.
+        """
         return {
             "protocol": PROTOCOL,
             "version": __version__,

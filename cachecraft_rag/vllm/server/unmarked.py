@@ -464,7 +464,8 @@ class PlainPrompts:
     def note(self, notes: Notes) -> None:
         """Count a prompt's texts as seen, and let those that were seen before be captured in idle time.
 
-        To be called after the answer. Returns at once: a thread does the work, and failures are only logged.
+        To be called after the answer. Returns at once and raises nothing: a thread does the work, and failures are only
+        logged.
 
         Args:
             notes: `Prepared.notes` of the prompt.
