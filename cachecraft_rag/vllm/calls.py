@@ -55,10 +55,17 @@ class EngineClient(Protocol):
     def generate(
         self, prompt: object, params: object, request_id: str, **options: object
     ) -> AsyncGenerator[RequestOutput]:
-        """Generate an answer; closing the generator aborts the request. Raises vLLM's own errors."""
+        """Yield the outputs of a request; closing the generator aborts it. Raises vLLM's own errors.
+
+        Args:
+            prompt: vLLM's prompt, such as a mapping with "prompt_token_ids".
+            params: `vllm.SamplingParams` or `vllm.PoolingParams`.
+            request_id: name of the request.
+            options: further arguments of vLLM's method, such as `trace_headers`.
+        """
 
     def shutdown(self) -> None:
-        """End vLLM's processes."""
+        """End vLLM's processes. Raises vLLM's own errors."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,19 @@ class Calls(Closeable):
         self._jobs: set[Future[None]] = set()  # running requests
 
     def generate(self, prompt: dict[str, object], params: object) -> Generator[Step]:
-        """Generate; closing the iterator aborts the request. Not to be called in the loop's own thread."""
+        """Yield the steps of a request, the last one with `finished`; closing the iterator aborts the request.
+
+        Not to be called in the loop's own thread, which would wait for itself. All errors are raised by a step.
+
+        Args:
+            prompt: vLLM's prompt.
+            params: `vllm.SamplingParams`.
+
+        Raises:
+            concurrent.futures.CancelledError: `close` was called meanwhile.
+            asyncio.CancelledError: the event loop has cancelled the request, such as when its server ends.
+            RuntimeError: the event loop is closed, such as after `Serving.close`; also vLLM's own exceptions.
+        """
         steps: SimpleQueue[Step] = SimpleQueue()
         name = f"cachecraft-{next(self._numbers)}"
         job = self._run(self._generate(prompt, params, name, steps))
@@ -115,12 +134,12 @@ class Calls(Closeable):
 
     @property
     def vllm_config(self) -> VLLMConfig:
-        """vLLM's configuration."""
+        """vLLM's configuration; not to be read after `Serving.close`."""
         assert self._engine is not None, "it is closed"
         return self._engine.vllm_config
 
     def close(self) -> None:
-        """End requests under way; the engine has another owner."""
+        """End requests under way, whose readers get CancelledError; the engine has another owner, and stays open."""
         for job in list(self._jobs):
             job.cancel()
 
@@ -154,7 +173,7 @@ class Serving(Calls):
     Args:
         arguments: keyword arguments of vLLM's `AsyncEngineArgs`.
 
-    Raises vLLM's own exceptions if it cannot start.
+    Raises TimeoutError if vLLM has not started after ten minutes, and vLLM's own exceptions if it cannot start.
     """
 
     def __init__(self, arguments: dict[str, object]) -> None:
@@ -171,7 +190,10 @@ class Serving(Calls):
             raise
 
     def close(self) -> None:
-        """End vLLM's processes; requests under way fail."""
+        """End vLLM's processes; the readers of requests under way get CancelledError. A second call does nothing.
+
+        Raises TimeoutError if vLLM has not ended after 30 seconds, and vLLM's own exceptions.
+        """
         if self._closed:
             return
         self._closed = True

@@ -120,12 +120,19 @@ class VLLMBackend:
         store.before_removal.extend((self.new_variants.forget, self.audits.forget))
 
     def close(self) -> None:
-        """Drop the waiting audits and new variants, without waiting for those under way. Does not end vLLM."""
+        """Drop the waiting audits and new variants, without waiting for those under way. Does not end vLLM.
+
+        Results of audits that are being written are finished first. A second call does nothing.
+        """
         self.audits.close()
         self.new_variants.close()
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait for new variants within their budget, and for audits; return False after `timeout` seconds."""
+        """Wait for new variants within their budget, and for audits.
+
+        Returns True once none of them waits or is under way, and at once after `close`; False after `timeout` seconds.
+        None waits without limit. Raises nothing: captures and audits that fail are logged and counted.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self.new_variants.settle(timeout):
             return False
@@ -135,9 +142,15 @@ class VLLMBackend:
     # -- the self-check -----------------------------------------------------------------------------------------------
 
     def check_reuse(self) -> None:
-        """Run the `self_check` and remove its captures. A context that is too short for it is logged.
+        """Run the `self_check` and remove its captures.
 
-        Raises UnsupportedModelError if reuse is not exact, StoreError if the store cannot be read or written.
+        If the context is too short for the check, or the store keeps no captures, a warning is logged and nothing is
+        raised: reuse is then unchecked.
+
+        Raises:
+            UnsupportedModelError: reuse is not exact on this model, or vLLM computed the prompts without chunk-caches.
+            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
+            CancelledError: `Calls.close` was called meanwhile; also vLLM's own exceptions.
         """
         context = self._model.context_length
         block_size = int(self._calls.vllm_config.cache_config.block_size)
@@ -192,7 +205,18 @@ class VLLMBackend:
     # -- captures -----------------------------------------------------------------------------------------------------
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Capture segments of a prompt, see `AnswerEngine.capture`."""
+        """Capture segments of a prompt, see `AnswerEngine.capture`. Returns None once they are stored.
+
+        Raises nothing if the connector refuses the prompt or the store a capture, such as on a full disk: the reason is
+        in the log of vLLM's processes, and the store then lacks the captures.
+
+        Args:
+            captures: indices of segments, ascending; at least one.
+
+        Raises:
+            CancelledError: `Calls.close` was called meanwhile.
+            RuntimeError: the engine is closed; also vLLM's own exceptions.
+        """
         config = replace(self._reuse, reuse=False, capture=True)
         ask = Ask(
             _with_question(prompt.segments[: captures[-1] + 1]),
@@ -204,7 +228,14 @@ class VLLMBackend:
         self._fill(ask)
 
     def note_fixed(self, request: Request, report: FillReport | None) -> None:
-        """Note the chunks of an answer that were reused and fixed: they are captured while the engine is idle."""
+        """Note the chunks of an answer that were reused and fixed: they are captured while the engine is idle.
+
+        The tokens of its prompt are added to the budget for that, even if there are no such chunks. Does nothing if new
+        variants are off, or after `close`.
+
+        Args:
+            report: report of the connector, or None without one.
+        """
         entries = report.get("fixed", ()) if report is not None else ()
         fixed = {int(index): int(tokens) for index, tokens in entries}
         candidate = None
@@ -266,9 +297,14 @@ class VLLMBackend:
     # -- answers ------------------------------------------------------------------------------------------------------
 
     def pieces(self, request: Request, progress: RequestProgress) -> Generator[str]:
-        """Yield the answer's text piece by piece.
+        """Yield the answer's text piece by piece; nothing for an empty answer.
 
-        Raises what vLLM raises while it computes.
+        Closing the iterator aborts the request in vLLM. All errors are raised by a piece, mostly by the first one.
+
+        Raises:
+            ConfigError: the question's settings have `refresh_rows`, which vLLM does not support.
+            CancelledError: `Calls.close` was called while the answer was under way.
+            RuntimeError: the engine is closed; also vLLM's own exceptions, such as for a `json_schema` that it refuses.
         """
         sampling = request.sampling
         predicted = self.audits.recorder(request)
@@ -349,7 +385,10 @@ class VLLMBackend:
     # -- requests to vLLM ---------------------------------------------------------------------------------------------
 
     def transfer(self, ask: Ask) -> dict[str, object]:
-        """Return vLLM's `kv_transfer_params` of a request."""
+        """Return vLLM's `kv_transfer_params` of a request, as plain JSON values.
+
+        The keys are "prompt_token_ids", the token ids of the whole prompt, and `messages.FIELD`, the signed message.
+        """
         return {"prompt_token_ids": ask.prompt.token_ids, FIELD: ask.message(self._key)}
 
     def _prompt(self, ask: Ask) -> dict[str, object]:
@@ -474,8 +513,16 @@ class VLLMEngine(AnswerEngine):
             server: arguments of vLLM's engine by name, such as `tensor_parallel_size` or `gpu_memory_utilization`.
 
         Raises:
-            ModelNotFoundError, UnsupportedModelError, StoreError, ConfigError: each says what to do; also vLLM's
-            exceptions if it cannot start.
+            ModelNotFoundError: nothing of that name can be loaded.
+            UnsupportedModelError: chunk-caches cannot be reused with this model and these options of vLLM, its heads
+                cannot be divided among the ranks, it has no weight files on this machine, or the self-check finds that
+                reuse is not exact.
+            ConfigError: a setting is unknown, out of range or without effect over vLLM; `server` has an option that is
+                set here or a value that is no whole number where vLLM takes one; vLLM is missing, or its version is
+                unknown.
+            StoreError: the store cannot be opened, read or written.
+            TimeoutError: vLLM did not start within ten minutes; also vLLM's own exceptions if it cannot start.
+            OSError: the converted demo model cannot be written.
         """
         check_text("model", model, empty=False)
         check_path("store", store)
@@ -506,11 +553,18 @@ class VLLMEngine(AnswerEngine):
         return engine
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait for new variants within their budget, and for audits; return False after `timeout` seconds."""
+        """Wait for new variants within their budget, and for audits.
+
+        Returns True once none of them waits or is under way, and at once after `close`; False after `timeout` seconds.
+        None waits without limit. Raises nothing: captures and audits that fail are logged and counted.
+        """
         return self._backend.settle(timeout)
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Return the audit of an answer, by the `request_id` of its statistics; None as in `Engine.audit_of`."""
+        """Return the audit of an answer, by the `request_id` of its statistics.
+
+        None if it was not audited, not yet (`settle` waits for it), or too long ago: the last 1,024 results are kept.
+        """
         return self._backend.audits.results.get(request_id)
 
     def _prepared(self, request: Request, asked: Question) -> Request:
@@ -518,11 +572,18 @@ class VLLMEngine(AnswerEngine):
         return self._backend.audits.results.with_ratio(request, asked.config or self.config)
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        """See `AnswerEngine.calibrated`; unmarked text is not searched."""
+        """Return these settings with the calibrated α for them, if there is one; unmarked text is not searched."""
         return replace(super().calibrated(config), **OFF)
 
     def close(self) -> None:
-        """Give up work in idle time, and end vLLM; answers under way fail. A second call does nothing."""
+        """Give up work in idle time, end vLLM, and close the store; answers under way fail.
+
+        A second call does nothing, and neither does a call in a fork of this process. Afterwards the first piece of an
+        answer raises RuntimeError.
+
+        Raises TimeoutError if vLLM has not ended after 30 seconds, and vLLM's own exceptions; the store is closed even
+        then.
+        """
         if not self._home.here:
             return
         self._backend.close()

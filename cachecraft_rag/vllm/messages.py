@@ -104,7 +104,10 @@ class Ask:
         return self.idle and not self.first
 
     def message(self, key: str) -> dict[str, object]:
-        """Return plain JSON values for `kv_transfer_params[FIELD]`, signed with the server's key, see `read`."""
+        """Return plain JSON values for `kv_transfer_params[FIELD]`, signed with the server's key, see `read`.
+
+        The fields are those of this class, but "segments" in place of the prompt, and "seal", the signature.
+        """
         names = [field.name for field in fields(self) if field.name != "prompt"]
         message: dict[str, object] = {name: getattr(self, name) for name in names}
         message["config"] = asdict(self.config)
@@ -123,13 +126,14 @@ class Ask:
 
     @classmethod
     def read(cls, message: object, token_ids: Sequence[int], key: str) -> Self:
-        """Read back a `message` about these tokens.
+        """Return the request in a `message` about these tokens.
 
         Messages are signed (field "seal") because segments name chunks and sessions: the body of a request, which any
         client can write, must not choose the session whose chunk-caches are read, or the names under which captures are
         stored.
 
-        Raises ConfigError with the reason if this server did not sign the message, or for other tokens.
+        Raises ConfigError with the reason if this server did not sign the message, or signed it for other tokens; also
+        for a message that another version of this package has signed and that cannot be read.
         """
         if not isinstance(message, Mapping):
             raise ConfigError("the message is no mapping")
@@ -163,7 +167,11 @@ class Ask:
             raise ConfigError(f"it cannot be read: {error!r}") from error
 
     def cache_salt(self, namespace: str) -> str:
-        """Return the salt for vLLM's prefix cache: blocks of this request serve only requests with the same salt."""
+        """Return the salt for vLLM's prefix cache, 32 hex digits.
+
+        Blocks of this request serve only requests with the same salt: with the same namespace, session, salt of the
+        client, settings of reuse, and segments before the question.
+        """
         settings = json.dumps(asdict(self.config), sort_keys=True)
         owner = ["private", self.session] if self.session is not None else ["shared"]
         ids = [segment.segment_id for segment in self.prompt.segments[:-1]]
@@ -233,7 +241,11 @@ class News:
     capturing: frozenset[str] | None = None
 
     def joined(self, other: News) -> News:
-        """Join the news with those of another rank. Reports of the first rank take precedence; only it captures."""
+        """Return the news of this rank and another one.
+
+        If both report a request, this rank's report counts. `capturing` has the segments of both; None if neither has
+        any news of them.
+        """
         capturing = (
             self.capturing
             if other.capturing is None

@@ -29,7 +29,12 @@ _OF_REMOTE = ("opened", "queued_bytes", "lookups", "reads", "captures")
 
 
 def counts_of(store: ChunkCacheStore) -> dict[str, object]:
-    """Return counts of this process's store as plain numbers: `ChunkCacheStore.counts`, and "remote" if it has one."""
+    """Return counts of this process's store as plain numbers: `ChunkCacheStore.counts`, and "remote" if it has one.
+
+    "remote" has counts of `RemoteStats`, and under "breakers" the state of the circuit breaker with the number 1:
+    `summed` then counts the stores in each state. Neither the catalog nor the remote is asked. Raises nothing, also for
+    a closed store.
+    """
     counts = store.counts()
     remote = store.remote_stats(ask=False)
     if remote is not None:
@@ -44,15 +49,15 @@ class StoreCounts(KVConnectorStats):
     """Counts of the stores of one vLLM engine: `data` has the keys "scheduler", "worker" and `REPORTS`."""
 
     def reset(self) -> None:
-        """Forget all counts here; the totals of the stores go on."""
+        """Remove all counts from `data`; the stores themselves continue to count."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the counts of another store, or newer totals of the same store."""
+        """Return the counts of both; for a store that both have, those of `other`, which are newer totals."""
         return StoreCounts(self.data | other.data)
 
     def reduce(self) -> dict[str, int | float]:
-        """Return a summary for vLLM's log."""
+        """Return two totals over all stores for vLLM's log, by description: chunk-caches loaded, and captures."""
         total = summed(counts for sender, counts in self.data.items() if sender != REPORTS)
         return {
             "chunk-caches loaded so far": sum(total.get("loads", {}).values()),
@@ -60,7 +65,7 @@ class StoreCounts(KVConnectorStats):
         }
 
     def is_empty(self) -> bool:
-        """True without any counts."""
+        """Return True if there are no counts."""
         return not self.data
 
 
@@ -78,7 +83,14 @@ class ReportedCounts(KVConnectorPromMetrics):
         self.on_report: Callable[[str, FillReport], object] = lambda _name, _report: None
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take the counts in the statistics of a step."""
+        """Keep the counts in the statistics of a step, and call `on_report` for each report in them.
+
+        Errors of `on_report` pass.
+
+        Args:
+            transfer_stats_data: `StoreCounts.data`.
+            engine_idx: number of vLLM's engine.
+        """
         for who, counts in transfer_stats_data.items():
             if who != REPORTS:
                 self.latest[engine_idx, who] = counts
@@ -87,10 +99,13 @@ class ReportedCounts(KVConnectorPromMetrics):
 
 
 def reported_counts(engine_client: Any, on_report: Callable[[str, FillReport], object]) -> Reported:
-    """Return the counts that vLLM's processes have sent; always empty if vLLM keeps no statistics.
+    """Return the counts that vLLM's processes send: (number of vLLM's engine, sender) → counts.
+
+    The mapping is filled as they arrive. It stays empty if vLLM keeps no statistics.
 
     Args:
-        on_report: see `ReportedCounts`.
+        engine_client: vLLM's `AsyncLLM`.
+        on_report: called with the name and the report of each filled request.
     """
     manager = engine_client.logger_manager
     for logger in () if manager is None else manager.stat_loggers:
@@ -120,7 +135,10 @@ class ServerCollector(EngineCollector):
 
 
 def summed(counts: Iterable[Mapping[str, object]]) -> dict[str, Any]:
-    """Add up the counts of several stores, nested ones too."""
+    """Return the sums of the counts of several stores by name, nested ones too; {} without a store.
+
+    Raises TypeError for a value that is neither a number nor a mapping.
+    """
     total: dict[str, Any] = {}
     for store_counts in counts:
         for name, value in store_counts.items():

@@ -149,7 +149,8 @@ class VLLMOptions:
     def from_arguments(cls, arguments: Sequence[str]) -> Self:
         """Read the options from vLLM's command line without importing vLLM, which takes many seconds.
 
-        Raises ConfigError for an option of this class whose value is not a whole number where vLLM takes one.
+        Unknown options are ignored, and missing ones have their defaults. Raises ConfigError if a value is not a whole
+        number where vLLM takes one.
 
         >>> VLLMOptions.from_arguments(["--enable-lora", "--kv_cache_dtype=fp8", "-pp", "2"]).kv_cache_dtype
         'fp8'
@@ -173,7 +174,9 @@ class VLLMOptions:
 
     @classmethod
     def from_values(cls, values: Mapping[str, object]) -> Self:
-        """Read the options from a mapping with names of vLLM's `EngineArgs`; missing ones have their defaults.
+        """Read the options from a mapping with names of vLLM's `EngineArgs`.
+
+        Unknown options are ignored, and missing ones have their defaults.
 
         Raises ConfigError for a value that is not a whole number where vLLM takes one, and for a function in place of
         plain values, because functions cannot be compared.
@@ -210,7 +213,10 @@ class VLLMOptions:
 
     @classmethod
     def from_config(cls, config: VLLMConfig) -> Self:
-        """Read the options from the `VllmConfig` of a running vLLM, without `shaping`, which the front end handles."""
+        """Read the options from the `VllmConfig` of a running vLLM.
+
+        `shaping` stays (): the front end has put those options into the fingerprint already.
+        """
         parallel = config.parallel_config
         offload = config.offload_config
         return cls(
@@ -231,7 +237,10 @@ class VLLMOptions:
         )
 
     def fingerprint(self, checkpoint: str, *, own_quantization: str | None = None) -> str:
-        """Return the fingerprint of a checkpoint served with these options: unchanged if they change no value.
+        """Return the fingerprint of a checkpoint served with these options.
+
+        It is `checkpoint` itself if the options do not change what the model computes; otherwise the same version, a
+        hyphen, and a digest of 32 hex digits.
 
         Args:
             checkpoint: fingerprint of the checkpoint's files.

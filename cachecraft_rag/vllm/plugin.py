@@ -59,8 +59,8 @@ ENDPOINT = "cachecraft_http"  # likewise, of the endpoint plugin
 def register() -> None:
     """Entry point of `vllm.general_plugins`; may be called any number of times.
 
-    Plain `vllm serve` loads it too, and an exception would end that server. So this does nothing with an unknown
-    version, and logs failures.
+    Registers the models of `ARCHITECTURES` and the connector. Plain `vllm serve` loads it too, and an exception would
+    end that server. So it raises nothing: with an unknown version of vLLM it does nothing, and failures are logged.
     """
     import vllm
 

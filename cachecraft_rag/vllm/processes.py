@@ -17,7 +17,7 @@ def settle_in() -> None:
     """If vLLM started this process: log to vLLM's log, and end some seconds after the process that started this one.
 
     Logging that is configured already stays. Does nothing in other processes, whose application does both, and nothing
-    in a second call.
+    in a second call. A thread ends this process with exit code 1, five seconds after the other one has ended.
     """
     parent = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith(_NAMES):

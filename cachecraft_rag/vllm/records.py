@@ -42,7 +42,9 @@ def cached_report(
     """Return a report like `filling.Filling.report` for a prompt served from vLLM's own prefix cache.
 
     Args:
+        prompt: the prompt that was served.
         cached: number of first tokens that were in the prefix cache.
+        layers: number of layers of the model.
         outcome: outcome of each segment that begins there: "exact" if vLLM itself has computed all blocks of the
             prompt in its prefix cache.
         refused: reason why vLLM computed the rest of the prompt without chunk-caches; "" if nothing prevented them.
@@ -103,7 +105,15 @@ class RequestRecord:
     def begin_trace(
         self, model: str, params: RequestParams, headers: Mapping[str, str] | None
     ) -> Mapping[str, str] | None:
-        """Begin the trace of the request; returns the headers for vLLM, which are the client's without a trace."""
+        """Begin the trace of the request; return the headers for vLLM, which name this trace.
+
+        Raises nothing: if the trace cannot begin, that is logged, and the client's own headers are returned.
+
+        Args:
+            model: name of the model.
+            params: vLLM's parameters of the request.
+            headers: headers of the client that name its trace; None if it sent none.
+        """
         traced = TracedRequest(
             self.request.started, model, params.max_tokens or 0, params.temperature, params.top_p
         )
@@ -111,9 +121,10 @@ class RequestRecord:
         return headers if self.trace is None else self.trace.headers
 
     def request_predictions(self, params: RequestParams) -> None:
-        """Request the log-probabilities that an audit needs, if the answer is to be audited.
+        """Request the log-probabilities that an audit needs, if the answer is to be audited: sets `params.logprobs`.
 
-        It is not if it has a grammar, or if the client wants log-probabilities itself.
+        An answer with a grammar is not audited, and neither is one whose client wants log-probabilities itself:
+        `predicted` then becomes None.
         """
         if self.predicted is None:
             return
@@ -123,7 +134,14 @@ class RequestRecord:
             params.logprobs = KEPT
 
     def note(self, output: RequestOutput) -> None:
-        """Note an output of vLLM: new tokens, or all tokens at once if the answer is not streamed."""
+        """Note an output of vLLM: new tokens, or all tokens at once if the answer is not streamed.
+
+        Also corrects the output for the client. Log-probabilities that only the audit asked for are removed. If the
+        prompt is filled from chunk-caches, `num_cached_tokens` becomes the number of reused tokens, or None before a
+        report.
+
+        Raises KeyError, TypeError or ValueError for a report that no connector of this version makes.
+        """
         progress = self.progress
         if not progress.first_token_s:
             latency = (
@@ -177,15 +195,21 @@ class RequestRecord:
         self.progress.reported(self.report)
 
     def end(self) -> None:
-        """Note that the request has ended."""
+        """Note that the request has ended, and when; a second call changes nothing."""
         self.progress.end(self.request, "closed")
 
     def stats(self) -> RequestStats:
-        """Return the statistics so far."""
+        """Return the statistics of the request so far."""
         return stats_of(self.request, self.progress, self.layers)
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values, for JSON."""
+        """Return plain values, for JSON.
+
+        stats    values of `RequestStats`
+        report   the connector's report; None before it, and if the request was refused
+        refused  reason why vLLM computed the request without chunk-caches; None if it used them, or before the report
+        note     the remark; None without one
+        """
         refused = self.report.get("refused")
         return {
             "stats": self.stats().as_dict(),
@@ -207,16 +231,35 @@ class Records:
         self._ended: OrderedDict[str, tuple[str | None, dict[str, object]]] = OrderedDict()
 
     def begin(self, name: str, record: RequestRecord) -> None:
-        """Add a request that is handed to vLLM."""
+        """Add a request that is handed to vLLM.
+
+        Args:
+            name: vLLM's id of the request, under which clients ask for its statistics.
+            record: progress of the request.
+        """
         self._under_way[name] = self._named[record.name] = record
 
     def take(self, name: str, report: FillReport) -> None:
-        """Take the report of a request whose prompt is filled; does nothing for an unknown name."""
+        """Take the report of a request whose prompt is filled; does nothing for an unknown name.
+
+        Raises KeyError, TypeError or ValueError for a report that no connector of this version makes.
+
+        Args:
+            name: `Ask.name` of the request.
+            report: report of the connector.
+        """
         if (record := self._named.get(name)) is not None:
             record.take(report)
 
     def end(self, name: str, record: RequestRecord) -> None:
-        """Note that a request has ended: its prompt is forgotten, its statistics are kept."""
+        """Note that a request has ended: its prompt is forgotten, the statistics of the last 1,000 are kept.
+
+        A further call with the same record replaces its statistics, and does not count it again.
+
+        Args:
+            name: as in `begin`.
+            record: progress of the request.
+        """
         record.end()
         self._named.pop(record.name, None)
         if not record.counted:
@@ -232,7 +275,10 @@ class Records:
             self._ended.popitem(last=False)
 
     def get(self, name: str, *, session: str | None) -> dict[str, object] | None:
-        """Return the statistics of a request of this session; None for an unknown request or another session."""
+        """Return the statistics of a request: `RequestRecord.as_dict`, and its name as "id".
+
+        None for a request that is unknown, no longer among the last 1,000, or of another session.
+        """
         owner, numbers = self._ended.get(name, (None, {}))
         if (record := self._under_way.get(name)) is not None:
             owner = record.request.session
@@ -254,7 +300,11 @@ class RecordingClient:
     def generate(
         self, prompt: object, params: RequestParams, request_id: str, **options: object
     ) -> AsyncGenerator[RequestOutput]:
-        """Generate as vLLM's client does; the last output carries the whole record."""
+        """Yield outputs as vLLM's client does; the last one carries `RequestRecord.as_dict` for the client.
+
+        The record is kept also if the request fails or is aborted. Raises vLLM's own exceptions, which are noted in the
+        record first, and KeyError, TypeError or ValueError as `RequestRecord.note` does.
+        """
         self._record.begun = True
         self._record.request_predictions(params)
         self._record.request = replace(self._record.request, request_id=request_id)

@@ -55,7 +55,11 @@ class Refusal:
     advice: str
 
     def error(self, model: str) -> UnsupportedModelError:
-        """Return an error with reason and advice."""
+        """Return an UnsupportedModelError with reason and advice, for the caller to raise.
+
+        Args:
+            model: name of the model, with which the message begins.
+        """
         return UnsupportedModelError(
             f"{model} cannot be served from chunk-caches: {self.reason}. {self.advice}."
         )
@@ -64,19 +68,25 @@ class Refusal:
 def refusal(config: PretrainedConfig, options: VLLMOptions) -> Refusal | None:
     """Return why a model with this Hugging Face config cannot be served from chunk-caches, or None if it may be.
 
+    Of several reasons the first one is returned. None is no promise: `worker.refusals` and the self-check know more.
+
     Args:
         config: config of the whole model, which contains that of its text part.
+        options: options of vLLM.
     """
     return next(_refusals(config, options), None)
 
 
 def needed_arguments(text: PretrainedConfig) -> dict[str, object]:
-    """Return arguments of vLLM's that a model needs for reuse, by name.
+    """Return the arguments of vLLM that a model needs for reuse, by name; {} for most models.
 
     Windows in some layers: vLLM drops tokens outside the windows, and keeps layers with and without a window in
     separate blocks. Chunk-caches are written into one set of blocks for all layers.
 
     LongRoPE: vLLM takes the frequencies for long contexts unless its context is at most the original one.
+
+    Args:
+        text: config of the model's text part.
     """
     arguments: dict[str, object] = {}
     if has_windows_in_some_layers(text):
@@ -90,7 +100,15 @@ def needed_arguments(text: PretrainedConfig) -> dict[str, object]:
 def missing_arguments(
     model: str, needed: Mapping[str, object], given: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the needed arguments that have no value in `given`, and log what each of them costs."""
+    """Return the needed arguments that have no value in `given`, and log what each of them costs.
+
+    Returns {} if none is missing.
+
+    Args:
+        model: name of the model, for the log.
+        needed: result of `needed_arguments`.
+        given: arguments of vLLM by name; None counts as no value.
+    """
     missing = {name: value for name, value in needed.items() if given.get(name) is None}
     for name, value in missing.items():
         logger.info("%s: %s=%s is set. %s", model, name, value, _COSTS[name])
@@ -150,7 +168,11 @@ def _of_positions(text: PretrainedConfig, options: VLLMOptions) -> Iterator[Refu
 
 
 def has_windows_in_some_layers(text: PretrainedConfig) -> bool:
-    """Return True if some layers have a sliding window and others full attention, and vLLM runs them so."""
+    """Return True if some layers have a sliding window and others full attention, and vLLM runs them so.
+
+    Args:
+        text: config of the model's text part.
+    """
     kinds = set(getattr(text, "layer_types", None) or ())
     # vLLM ends with an error if Qwen 2 has a window in the layers after this number only
     is_qwen = hasattr(text, "max_window_layers")

@@ -50,7 +50,12 @@ def check_prompt(vocabulary: int, *, block_size: int, context_length: int) -> Pr
     """Return an instruction, a chunk and a question of random token ids below `vocabulary`, equally long.
 
     Each is longer than a vLLM block, so that a chunk-cache is written across blocks, unless the context is too short
-    for that. Returns None if the context is too short for a check.
+    for that. Returns None if the context is too short for a check: three segments of `LEAST` tokens do not fit it.
+
+    Args:
+        vocabulary: number of token ids of the model.
+        block_size: tokens of a vLLM block.
+        context_length: most tokens of prompt and answer together.
     """
     length = min(max(TOKENS, block_size + 1), (context_length - 1) // 3)
     if length < LEAST:
@@ -75,16 +80,18 @@ def self_check(
     """Compare vLLM's own prefill, our passes, and reuse after the same prefix.
 
     Args:
+        name: name of the model, for messages.
         prompt: the prompt of `check_prompt`.
         predict: serves a request, or a plain prompt if it is given token ids.
         kept: returns True if the captures of the prompt are in the store.
+        dtype: dtype of the model's layout, a key of `TOLERANCE`.
 
     Returns:
         True if all three were compared. If the store keeps no captures, which is logged, only the first two were.
 
     Raises:
         UnsupportedModelError: if a difference is larger than rounding errors, or if our passes or the chunk-caches were
-            not used, so that they could not be compared.
+            not used, so that they could not be compared. Errors of `predict` and `kept` pass.
     """
     began = time.perf_counter()
     tokens = prompt.bounds[-1]

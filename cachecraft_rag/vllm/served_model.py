@@ -61,14 +61,20 @@ class ServedModel:
     def load(
         cls, name: str, *, dtype: str = "auto", options: VLLMOptions | None = None
     ) -> ServedModel:
-        """Read config and tokenizer, and the digests of the weights.
+        """Read the config and the tokenizer of a model, and compute the digests of its weights; no weights are kept.
 
         Args:
+            name: Hugging Face name or folder, or "demo" for the embedded model.
+            dtype: dtype of keys and values, such as "bfloat16"; "auto" is the checkpoint's own.
             options: options of the vLLM that is about to start. If chunk-caches cannot be reused with them, the model
-                is refused before its weights are read.
+                is refused before its weights are read. None for a vLLM that runs already: nothing is refused, and the
+                fingerprint is that of the checkpoint alone.
 
-        Raises ModelNotFoundError for an unknown name and for files that cannot be read, UnsupportedModelError for a
-        model without weight files or one that is refused.
+        Raises:
+            ModelNotFoundError: nothing of that name can be loaded, or a file cannot be read or is damaged.
+            UnsupportedModelError: chunk-caches cannot be reused with this model and these options, or it has no weight
+                files on this machine.
+            OSError: the converted demo model cannot be written.
         """
         from transformers import AutoTokenizer, GenerationConfig
 
@@ -112,7 +118,10 @@ class ServedModel:
         )
 
     def require_ranks(self, ranks: int) -> None:
-        """Raise UnsupportedModelError if the heads cannot be divided among so many tensor-parallel ranks."""
+        """Raise UnsupportedModelError if the heads cannot be divided among so many tensor-parallel ranks (at least 1).
+
+        The message lists the possible numbers.
+        """
         heads = self.layout.kv_heads
         if heads % ranks:
             fine = ", ".join(
@@ -124,10 +133,10 @@ class ServedModel:
 
     @property
     def identity(self) -> ModelIdentity:
-        """Its identity in the store."""
+        """Fingerprint, layout and context length, which vLLM's processes get instead of the whole model."""
         return ModelIdentity(self.fingerprint, self.layout, self.context_length)
 
     @cached_property
     def chunk_bound(self) -> ModelTokens:
-        """Bound of a document's chunks for this model."""
+        """Bound of a document's chunks: this model's token count, and the most tokens of a chunk."""
         return ModelTokens.of(self.tokenizer, context_length=self.context_length)

@@ -42,7 +42,8 @@ _MEMORY = "vLLM has the device's memory; its own prefix cache takes the device t
 def check_config(config: EngineConfig) -> EngineConfig:
     """Return a copy of the config with `OFF` applied.
 
-    Raises ConfigError for an option that has no effect over vLLM, and as `EngineConfig.require_usable_target`.
+    Raises ConfigError for an option that has no effect over vLLM, and for a quality target without audits, or together
+    with a recompute ratio or α.
     """
     config.require_usable_target()
     usual = EngineConfig()
@@ -145,7 +146,10 @@ class ConnectorSettings:
         return settings
 
     def transfer_config(self) -> object:
-        """Return vLLM's `KVTransferConfig` that starts the connector with these settings."""
+        """Return vLLM's `KVTransferConfig` that starts the connector with these settings.
+
+        Raises ImportError if vLLM is not installed.
+        """
         from vllm.config import KVTransferConfig
 
         return KVTransferConfig(

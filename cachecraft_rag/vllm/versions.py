@@ -13,7 +13,7 @@ KNOWN_VERSIONS = ("0.32", "0.33")
 
 
 def is_known_version(version: str) -> bool:
-    """Return whether a version of vLLM belongs to one of the known minor releases.
+    """Return True if a version of vLLM belongs to one of the known minor releases; False for any other text.
 
     >>> is_known_version("0.32.0"), is_known_version("0.33.1rc1+cpu"), is_known_version("0.3"), is_known_version("dev")
     (True, True, False, False)
@@ -26,10 +26,11 @@ def is_known_version(version: str) -> bool:
 def require_vllm() -> None:
     """Check that a known version of vLLM is installed, and make vLLM spawn its processes.
 
-    A forked process would inherit the store's locks without the threads that release them.
+    A forked process would inherit the store's locks without the threads that release them. If the environment variable
+    `VLLM_WORKER_MULTIPROC_METHOD` is set already, it stays.
 
     Raises:
-        ConfigError: vLLM is missing, or its version is unknown; says what to install.
+        ConfigError: vLLM cannot be imported, or its version is unknown; says what to install.
     """
     try:
         import vllm

@@ -41,7 +41,7 @@ _WAIT_FOR_VARIANTS_S = 30.0
 
 
 def check_server(config: VLLMConfig) -> None:
-    """Raise ConfigError if this server does not report what audits need."""
+    """Raise ConfigError if this server does not report what audits need: the model's own 16 likeliest tokens."""
     model = config.model_config
     if model.logprobs_mode != "raw_logprobs":
         raise ConfigError(
@@ -59,6 +59,11 @@ def likeliest_of(logprobs: Mapping[int, TokenLogprob]) -> LikeliestTokens:
     """Return the likeliest tokens from vLLM's log-probabilities of one place.
 
     Of equally likely tokens the one with the smallest id counts as the likeliest, as in greedy sampling.
+
+    Raises ValueError without any token.
+
+    Args:
+        logprobs: token id → log-probability.
     """
     log_shares = {token: entry.logprob for token, entry in logprobs.items()}
     likeliest = min(log_shares, key=lambda token: (-log_shares[token], token))
@@ -77,7 +82,10 @@ class PredictedAnswer:
     places: list[LikeliestTokens] = field(default_factory=list)
 
     def note(self, tokens: Sequence[int], logprobs: Sequence[Mapping[int, TokenLogprob]]) -> None:
-        """Note new tokens, and the log-probabilities in the place of each."""
+        """Note new tokens, and the log-probabilities in the place of each.
+
+        Tokens beyond the first 256 of an answer, and tokens without log-probabilities, are left out.
+        """
         for token, entries in zip(tokens, logprobs, strict=False):
             if len(self.tokens) == MOST_TOKENS:
                 return
@@ -102,7 +110,7 @@ class WaitingAnswer:
     tries: int = 0
 
     def holds(self, chunk_ids: Collection[str]) -> bool:
-        """Return whether its prompt has at least one of these chunks."""
+        """Return True if the prompt of the answer has at least one of these chunks."""
         return any(segment.segment_id in chunk_ids for segment in self.request.prompt.segments)
 
 
@@ -150,9 +158,10 @@ class IdleAudits:
         self._unwritten = 0  # results that are being written
 
     def recorder(self, request: Request) -> PredictedAnswer | None:
-        """Return where to note the predictions of an answer; None if it is not to be audited.
+        """Return an object that notes the predictions of an answer; None if the answer is not to be audited.
 
-        Answers with a grammar are not: the predictions compared are those without it.
+        Answers are drawn by chance, with the share of audits. Answers without reuse are not audited, and neither are
+        answers with a grammar, because the predictions compared are those without it.
         """
         config = self.results.config
         is_open = config.share > 0 and not self._closed
@@ -170,7 +179,13 @@ class IdleAudits:
     ) -> None:
         """Have the first tokens of an answer audited, if its predictions were noted.
 
+        The audit waits for idle time. If too many answers wait, the oldest one is dropped and counted. An answer whose
+        chunks are all exact needs no audit: its result is kept at once. Does nothing after `close`.
+
         Args:
+            request: the request.
+            progress: progress of the request, with the report of the connector.
+            predicted: result of `recorder`.
             tokens: number of tokens that its reader has read; None: all.
         """
         # Without a report of its segments vLLM has computed the prompt itself: there is no reuse to audit.
@@ -197,7 +212,10 @@ class IdleAudits:
             self._changed.notify_all()
 
     def forget(self, chunk_ids: Collection[str]) -> None:
-        """Drop the audits of prompts with these chunks, because the chunks were removed."""
+        """Drop the audits of prompts with these chunks, because the chunks were removed.
+
+        The audit under way goes on, but its result is not kept.
+        """
         removed = set(chunk_ids)
         with self._changed:
             for waiting in list(self._waiting):
@@ -211,7 +229,8 @@ class IdleAudits:
     def settle(self, timeout: float | None = None) -> bool:
         """Wait until no answer waits for its audit or is being audited; return False after `timeout` seconds.
 
-        None waits without limit. After `close` returns True at once, also while an audit is under way.
+        None waits without limit. After `close` returns True at once, also while an audit is under way. Raises nothing:
+        audits that fail are logged and counted.
         """
         with self._changed:
             return self._changed.wait_for(self._settled, timeout)
@@ -221,7 +240,10 @@ class IdleAudits:
         return self._closed or is_done
 
     def close(self) -> None:
-        """Drop all waiting audits, and the result of the one under way; finish writing the others."""
+        """Drop all waiting audits, and the result of the one under way; finish writing the others.
+
+        The audit under way is not waited for. A second call does nothing.
+        """
         with self._changed:
             if self._closed:
                 return

@@ -61,7 +61,7 @@ class IdleVariants:
 
     @property
     def stats(self) -> NewVariantStats:
-        """Statistics so far."""
+        """Statistics since this object was made."""
         with self._changed:
             return self._wanted.stats()
 
@@ -82,7 +82,10 @@ class IdleVariants:
             self._changed.notify_all()
 
     def forget(self, chunk_ids: Collection[str]) -> None:
-        """Drop the candidates with these chunks, which are being removed. For running candidates see `removed`."""
+        """Drop the candidates with these chunks, which are being removed.
+
+        A running candidate goes on; `removed` then names its chunks that were removed.
+        """
         with self._changed:
             for candidate in self._wanted.candidates.having(frozenset(chunk_ids)):
                 self._wanted.drop(candidate, Dropped.REMOVED)
@@ -100,7 +103,8 @@ class IdleVariants:
     def settle(self, timeout: float | None = None) -> bool:
         """Wait until no candidate within the budget waits or is being captured; return False after `timeout` seconds.
 
-        None waits without limit. After `close` returns True at once, also while a capture is under way.
+        None waits without limit. After `close` returns True at once, also while a capture is under way. Raises nothing:
+        captures that fail are logged and counted.
         """
         with self._changed:
             return self._changed.wait_for(self._settled, timeout)
@@ -109,7 +113,10 @@ class IdleVariants:
         return self._closed or not (self._running or self._wanted.best())
 
     def close(self) -> None:
-        """Drop all candidates and begin no more captures; a capture under way goes on, and is not waited for."""
+        """Drop all candidates and begin no more captures; a capture under way goes on, and is not waited for.
+
+        A second call does nothing.
+        """
         with self._changed:
             self._closed = True
             self._wanted.count(Dropped.CLOSED, self._wanted.candidates.clear())

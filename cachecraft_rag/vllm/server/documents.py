@@ -71,7 +71,7 @@ class ToolParameter(Protocol):
     """vLLM's form of a tool."""
 
     def model_dump(self) -> dict[str, Any]:
-        """Return the tool as JSON values."""
+        """Return the tool as JSON values, in OpenAI's form."""
 
 
 class ChatRequest(PlainRequest, Protocol):
@@ -115,10 +115,17 @@ class Asked:
         context_length: int,
         allowed: ClientSettings = "all",
     ) -> Self:
-        """Read vLLM's `ChatCompletionRequest`. Raises ConfigError with what to do instead.
+        """Return the request with documents in vLLM's `ChatCompletionRequest`.
 
         Args:
-            allowed: reuse settings that it may change, see `EndpointSettings`.
+            request: vLLM's request.
+            default: the server's reuse settings.
+            context_length: most tokens of prompt and answer together.
+            allowed: reuse settings that the request may change, see `EndpointSettings`.
+
+        Raises ConfigError, with what to do instead, for fields that do not work together with documents; documents,
+        messages or tools of another form, or with more than 64 characters per token of the context; and reuse settings
+        that are unknown, out of range, or not for clients to change.
         """
         for name, (fine, advice) in _UNSUPPORTED.items():
             if not fine(getattr(request, name, None)):
@@ -157,7 +164,12 @@ class Asked:
 def plain_config(
     request: PlainRequest, default: ReuseConfig, allowed: ClientSettings
 ) -> ReuseConfig | None:
-    """Return the settings of a request without documents; None if it asks for no reuse.
+    """Return the reuse settings of a request without documents; None if it, or the server, turns reuse off.
+
+    Args:
+        request: vLLM's request.
+        default: the server's reuse settings, which hold for all that the request does not set.
+        allowed: reuse settings that the request may change, see `EndpointSettings`.
 
     Raises ConfigError for settings that are unknown, out of range, or not for clients to change.
     """
@@ -175,7 +187,7 @@ def plain_config(
 
 
 def read_body(body: bytes, names: Collection[str]) -> dict[str, Any]:
-    """Read a JSON object, some or all of whose fields are `names`.
+    """Return the fields of a JSON object; all of its fields must be among `names`, and any of them may be missing.
 
     Raises ConfigError for bytes that are not a JSON object, and for other fields.
     """
@@ -203,9 +215,15 @@ class PrimingRequest:
 
 
 def read_priming(body: bytes, *, context_length: int) -> PrimingRequest:
-    """Read a request to prime.
+    """Return the request to prime in the body of an HTTP request.
 
-    Raises ConfigError for chunks that take too long to tokenise or cannot fit the context.
+    Raises ConfigError for bytes that are not a JSON object with the fields "documents", "related" and "estimate";
+    documents of another form; an "estimate" that is neither true nor false; and chunks that take too long to tokenise
+    or cannot fit the context.
+
+    Args:
+        body: the body.
+        context_length: most tokens of prompt and answer together.
     """
     given = read_body(body, ("documents", "related", "estimate"))
     related = given.get("related", [])
@@ -277,7 +295,10 @@ def _reuse_settings(request: PlainRequest) -> object:
 
 
 def check_documents(documents: object) -> None:
-    """Raise ConfigError, with an example, for anything but a list of texts."""
+    """Raise ConfigError, with an example, for anything but a list of at most 1,000 objects with a text.
+
+    The text is in a field "text", "page_content" or "content", and has no half surrogate pairs.
+    """
     if not isinstance(documents, list):
         raise ConfigError(f"documents must be a list; {_EXAMPLE}")
     if len(documents) > MOST_DOCUMENTS:
@@ -413,7 +434,7 @@ def _config(given: object, default: ReuseConfig, allowed: ClientSettings) -> Reu
 
 
 def shaping_settings(config: ReuseConfig, default: ReuseConfig) -> list[str]:
-    """Return the settings that differ from the server's and change captured values."""
+    """Return the names of the settings that differ from the server's and change captured values; [] if none does."""
     names = [field.name for field in fields(ReuseConfig)]
     return [
         name
@@ -423,7 +444,15 @@ def shaping_settings(config: ReuseConfig, default: ReuseConfig) -> list[str]:
 
 
 def uncaptured_note(config: ReuseConfig | None, default: ReuseConfig) -> str:
-    """Return why a request with these settings captures nothing, for its statistics; "" if it captures as usual."""
+    """Return why a request with these settings captures nothing, for its statistics; "" if there is nothing to say.
+
+    There is nothing to say if the request captures as usual, if the server captures nothing at all, and if the request
+    changes no setting that would shape captured values.
+
+    Args:
+        config: settings of the request; None: the server's.
+        default: settings of the server.
+    """
     if config is None or config.capture or not default.capture:
         return ""
     shaping = shaping_settings(config, default)

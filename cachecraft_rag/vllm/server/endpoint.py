@@ -87,11 +87,29 @@ class ChatWithDocuments:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes; the route of chat completions replaces vLLM's."""
+        """Add the routes of this package; those of completions, chat completions and responses replace vLLM's."""
         app.include_router(_router())
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Open the engine over vLLM's, and check that reuse is exact here, before the first request."""
+        """Open the engine over vLLM's, check that reuse is exact here, and set `state.cachecraft` to an `Endpoint`.
+
+        vLLM calls this before the first request; an error ends the server.
+
+        Args:
+            engine_client: vLLM's `AsyncLLM`.
+            state: state of the app, on which requests find the endpoint.
+            args: arguments of vLLM's server.
+
+        Raises:
+            ConfigError: vLLM runs without this package's settings, or with an option or a tokenizer that they rule out;
+                or the instruction, or the chat template, cannot be used.
+            ModelNotFoundError: a file of the model cannot be read or is damaged.
+            UnsupportedModelError: the model has no weight files on this machine, or reuse is not exact on it.
+            StoreError: the store cannot be opened, read or written.
+            ValueError: the metrics of another engine are registered in this process already.
+
+        vLLM's own exceptions pass, too.
+        """
         settings = ConnectorSettings.of(engine_client.vllm_config)
         loop = asyncio.get_running_loop()
         calls = Calls(engine_client, loop)
@@ -125,7 +143,14 @@ class Endpoint:
         self._slow = ThreadPoolExecutor(2, "cachecraft-priming")
 
     async def in_thread(self, act: Callable[[], T], *, slow: bool = False) -> T:
-        """Call a blocking function; an error of this package becomes an HTTPException: a 400 with the reason."""
+        """Return the result of a blocking function, which is called in a thread.
+
+        Args:
+            act: the function.
+            slow: True for work that may take minutes; it has separate threads.
+
+        Raises HTTPException (400, with the reason) in place of any CacheCraftError; other errors of `act` pass.
+        """
         threads = self._slow if slow else self._layouts
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, act)
@@ -145,7 +170,10 @@ class Endpoint:
 
 
 def bad_request(error: CacheCraftError) -> HTTPException:
-    """Return a 400 in the format of vLLM."""
+    """Return an HTTPException with status 400 and the error's message, for the caller to raise.
+
+    In the message `max_new_tokens` becomes `max_tokens`, the name in requests.
+    """
     return HTTPException(status_code=400, detail=str(error).replace("max_new_tokens", "max_tokens"))
 
 
@@ -162,7 +190,14 @@ async def _documents_are_well_formed(raw_request: Request) -> None:
 
 
 async def create_chat_completion(request: DocumentChatRequest, raw_request: Request) -> Response:
-    """Serve chat completions; requests with `documents` are served from chunk-caches."""
+    """Serve a chat completion; a request with `documents` is served from chunk-caches.
+
+    Returns JSON, or a stream of server-sent events if the request asks for one. What vLLM's own handler refuses is JSON
+    with the status that it chose.
+
+    Raises HTTPException (400) for an invalid session, and for documents, messages, tools or reuse settings that cannot
+    be used, or that do not fit the context; also vLLM's own exceptions.
+    """
     if request.documents is not None:
         return await _with_documents(request, raw_request)
     if (origin := _origin(request, raw_request)) is None:
@@ -243,7 +278,11 @@ async def _plain_chat(
 
 
 async def create_completion(request: CompletionRequest, raw_request: Request) -> Response:
-    """Serve completions; only chat completions take documents."""
+    """Serve a completion. Returns JSON, or a stream of server-sent events if the request asks for one.
+
+    Raises HTTPException (400) for a request with `documents`, which only chat completions take, an invalid session, or
+    reuse settings that cannot be used; also vLLM's own exceptions.
+    """
     _require_none(request)
     if (origin := _origin(request, raw_request)) is None:
         return await completions.create_completion(request, raw_request)
@@ -299,7 +338,11 @@ def _searching(stock: Any, raw_request: Request, origin: Origin, locate: Locate)
 
 
 async def create_responses(request: ResponsesRequest, raw_request: Request) -> Response:
-    """Serve responses; only chat completions take documents."""
+    """Serve a response. Returns JSON, or a stream of server-sent events if the request asks for one.
+
+    Raises HTTPException (400) for a request with `documents`, which only chat completions take, an invalid session, or
+    reuse settings that cannot be used; also vLLM's own exceptions.
+    """
     _require_none(request)
     if (origin := _origin(request, raw_request)) is None:
         return await responses.create_responses(request, raw_request)
@@ -376,18 +419,31 @@ async def _answer(
 
 
 async def facts(raw_request: Request) -> dict[str, object]:
-    """Return the served model and the settings that a client needs."""
+    """Return the served model and the settings that a client needs, as `ServerEngine.facts` does."""
     return _endpoint(raw_request).engine.facts()
 
 
 async def tokenizer(raw_request: Request) -> dict[str, object]:
-    """Return the files of the model's tokenizer, for clients that do not have them."""
+    """Return the files of the model's tokenizer, for clients that do not have them: {"files": name → text}.
+
+    Raises OSError if a file cannot be read, UnicodeDecodeError if it is not UTF-8; the client gets status 500.
+    """
     endpoint = _endpoint(raw_request)
     return {"files": await endpoint.in_thread(endpoint.engine.tokenizer_files)}
 
 
 async def statistics(name: str, raw_request: Request) -> dict[str, object]:
-    """Return statistics of a request with documents; `name` is the id of its answer. Status 404 if it is unknown."""
+    """Return statistics of a request that was recorded, see `Records.get`, and its audit as "audit".
+
+    "audit" has the values of `Audit`, or None for an answer that was not audited, or not yet.
+
+    Args:
+        name: id of the answer.
+        raw_request: the HTTP request.
+
+    Raises HTTPException (404) for an unknown answer, one that is not among the last 1,000, and one of another session;
+    HTTPException (400) for an invalid session.
+    """
     endpoint = _endpoint(raw_request)
     session = endpoint.session(raw_request)
     # vLLM numbers the prompts of a response: more than one if the server calls tools itself
@@ -403,7 +459,15 @@ async def statistics(name: str, raw_request: Request) -> dict[str, object]:
 
 
 async def prime(raw_request: Request) -> dict[str, object]:
-    """Capture the chunks of one document, in order; with "estimate": only count them, with the disk's space."""
+    """Capture the chunks of one document, in order; with "estimate", only count them.
+
+    Returns {"captured": number of captures that were stored}. With "estimate" returns {"missing": {variant id: tokens},
+    "disk": the fields of `DiskSpace`}, with an entry in "missing" for each capture that would be made.
+
+    Raises HTTPException (403) without the admin key that this server asks for; HTTPException (400) for an invalid or
+    too large body, a chunk that does not fit a pass, a private instruction, and a store that is closed or cannot be
+    read; also vLLM's own exceptions.
+    """
     endpoint = _administered(raw_request)
     body = await _body(raw_request)
     engine = endpoint.engine
@@ -419,7 +483,13 @@ async def prime(raw_request: Request) -> dict[str, object]:
 
 
 async def evict(raw_request: Request) -> dict[str, object]:
-    """Remove the chunk-caches of chunks in this server's namespace, by their ids."""
+    """Remove the chunk-caches of chunks in this server's namespace, by their ids; unknown ids are ignored.
+
+    Returns {"variants": number of variants removed, "nbytes": their bytes on disk}.
+
+    Raises HTTPException (403) without the admin key that this server asks for; HTTPException (400) for an invalid or
+    too large body, and for a store that is closed or cannot be written.
+    """
     endpoint = _administered(raw_request)
     body = await _body(raw_request)
 

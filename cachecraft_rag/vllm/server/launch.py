@@ -39,10 +39,11 @@ def serve(
     arguments: Sequence[str] = (),
     json_logs: bool = False,
 ) -> None:
-    """Serve a model until the process is stopped.
+    """Serve a model until the process is stopped, then return.
 
     Args:
         model: as in `Engine.from_pretrained`; also the name that clients use, unless `arguments` name another.
+        store: folder of the store.
         config: of the engine; what vLLM decides itself is refused.
         endpoint: for requests with documents; its folder and name are filled in here.
         arguments: further ones of vLLM's server, as on its command line.
@@ -50,7 +51,15 @@ def serve(
             given another logging configuration.
 
     Raises:
-        ModelNotFoundError, UnsupportedModelError, ConfigError: before vLLM starts; then vLLM's own exceptions.
+        ConfigError: an argument is set here or conflicts with what is set here, a setting has no effect over vLLM, or
+            vLLM is missing or of an unknown version.
+        ModelNotFoundError: nothing of that name can be loaded.
+        UnsupportedModelError: chunk-caches cannot be reused with this model and these arguments, its heads cannot be
+            divided among the ranks, or it has no weight files on this machine.
+        OSError: the converted demo model cannot be written.
+        SystemExit: vLLM's command line refuses an argument.
+
+    All of these come before vLLM starts; then vLLM's own exceptions.
     """
     check_arguments(arguments)
     config = check_config(config)
@@ -79,7 +88,7 @@ def serve(
 
 
 def summary(settings: ConnectorSettings) -> str:
-    """Return the settings that operators ask for first, in one line; those that are not set are left out."""
+    """Return the settings that operators ask for first, in one line; those that are None are left out."""
     config = settings.config
     endpoint = settings.endpoint
     ratio = config.reuse.recompute_ratio

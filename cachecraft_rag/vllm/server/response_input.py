@@ -23,14 +23,17 @@ class _Item(Protocol):
     """An object of the openai package."""
 
     def model_dump(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the object as JSON values."""
 
     def model_copy(self, *, update: Mapping[str, Any]) -> object:
         """Return a copy with other values."""
 
 
 def messages_of(request: ResponseRequest) -> list[Message]:
-    """Return the instruction, which may be empty, then one message for each item."""
+    """Return the instruction as a system message, which may be empty, then one message for each item.
+
+    An output of a tool becomes a message of role "tool". Other items stay as they are, so some have no role.
+    """
     system = {"role": "system", "content": request.instructions or ""}
     if isinstance(request.input, str):
         return [system, {"role": "user", "content": request.input}]
@@ -49,7 +52,14 @@ def _message(item: Mapping[str, Any] | _Item) -> Message:
 
 
 def with_mark(request: ResponseRequest, place: int) -> dict[str, object]:
-    """Return the fields of the request that change if the text of message `place` is replaced."""
+    """Return the fields of the request that change if the text of message `place` is replaced by `MARK`: one field.
+
+    Args:
+        request: the request.
+        place: index in the list of `messages_of`.
+
+    Raises IndexError if there is no such message, and KeyError if it has no role.
+    """
     if place == 0:
         return {"instructions": MARK}
     if isinstance(request.input, str):

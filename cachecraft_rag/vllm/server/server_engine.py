@@ -88,7 +88,21 @@ class ServerEngine(AnswerEngine):
         chat_template: str | None,
         calls: Calls,
     ) -> Self:
-        """Open the engine with vLLM's settings. Raises CacheCraftError if the model cannot be served over HTTP."""
+        """Open the engine and its store with vLLM's settings; the caller closes it.
+
+        Args:
+            settings: settings of the server.
+            model_config: the model that vLLM runs.
+            chat_template: chat template in place of the model's own; None: the model's own.
+            calls: sends requests to vLLM.
+
+        Raises:
+            ConfigError: vLLM has another tokenizer than the model's, or options with which answers cannot be audited;
+                or the instruction, or the chat template, cannot be used.
+            ModelNotFoundError: a file of the model cannot be read or is damaged.
+            UnsupportedModelError: the model has no weight files on this machine.
+            StoreError: the store cannot be opened.
+        """
         if model_config.tokenizer != model_config.model:
             raise ConfigError(
                 "the tokenizer is not the model's: its chunk-caches would not fit the model; leave --tokenizer out"
@@ -118,9 +132,12 @@ class ServerEngine(AnswerEngine):
         return engine
 
     def prepare(self, asked: Asked, *, session: str | None) -> tuple[Request, Ask]:
-        """Build the prompt of a request, and the message to vLLM's scheduler.
+        """Return a request with its prompt, and the message about it to vLLM's scheduler.
 
-        Raises ConfigError, ContextLengthError as `AnswerEngine.stream`.
+        Raises:
+            ContextLengthError: question, history and answer do not fit the model's context.
+            ConfigError: the question is empty, the history does not alternate, the chat template refuses it, the
+                instruction or a tool cannot be used, or the settings have `refresh_rows`, which vLLM does not support.
         """
         started = time.perf_counter()
         check_asked(asked.question, asked.history, session=session, config=asked.config)
@@ -141,19 +158,28 @@ class ServerEngine(AnswerEngine):
         return request, ask
 
     def chosen_ratio(self, asked: ReuseConfig) -> tuple[float, str] | None:
-        """See `AuditResults.chosen_ratio`."""
+        """Return the recompute ratio that the quality target chooses, and the reason for it.
+
+        None without a target, without reuse, and for settings that have a ratio or α themselves.
+        """
         return self._backend.audits.results.chosen_ratio(asked)
 
     def predicted_answer(self, request: Request) -> PredictedAnswer | None:
-        """Return where to note what is predicted along an answer; None if it is not to be audited."""
+        """Return an object that notes what is predicted along an answer; None if it is not to be audited.
+
+        Each answer is drawn by chance, with the share of audits.
+        """
         return self._backend.audits.recorder(request)
 
     def audit_of(self, request_id: str) -> Audit | None:
-        """Return the audit of an answer, by the id of its request; None as in `Engine.audit_of`."""
+        """Return the audit of an answer, by the id of its request.
+
+        None if it was not audited, not yet (`settle` waits for it), or too long ago: the last 1,024 results are kept.
+        """
         return self._backend.audits.results.get(request_id)
 
     def ended(self, record: RequestRecord) -> None:
-        """Count and log a request that has ended."""
+        """Count and log a request that has ended; its new variants and its audit then wait for idle time."""
         stats = record.stats()
         self.request_counts.add(stats)
         log_request(stats)
@@ -161,26 +187,46 @@ class ServerEngine(AnswerEngine):
         self._backend.audits.answered(record.request, record.progress, record.predicted)
 
     def transfer(self, ask: Ask) -> dict[str, object]:
-        """Return vLLM's `kv_transfer_params` of a request."""
+        """Return vLLM's `kv_transfer_params` of a request, as plain JSON values.
+
+        The keys are "prompt_token_ids", the token ids of the whole prompt, and `messages.FIELD`, the signed message.
+        """
         return self._backend.transfer(ask)
 
     def check_reuse(self) -> None:
         """Run the self-check of the model's chunk-caches and remove its captures.
 
-        Raises as `VLLMBackend.check_reuse`.
+        If the context is too short for the check, or the store keeps no captures, a warning is logged and nothing is
+        raised: reuse is then unchecked.
+
+        Raises:
+            UnsupportedModelError: reuse is not exact on this model, or vLLM computed the prompts without chunk-caches.
+            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
+            CancelledError: `close` was called meanwhile; also vLLM's own exceptions.
         """
         self._backend.check_reuse()
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait for new variants within their budget, and for audits; returns False after `timeout` seconds."""
+        """Wait for new variants within their budget, and for audits.
+
+        Returns True once none of them waits or is under way, and at once after `close`; False after `timeout` seconds.
+        None waits without limit. Raises nothing: captures and audits that fail are logged and counted.
+        """
         return self._backend.settle(timeout)
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        """See `AnswerEngine.calibrated`; `server.unmarked` searches unmarked text."""
+        """Return these settings with the calibrated α for them, if there is one.
+
+        `ReuseConfig.plain_prompts` is "off" in them, because `server.unmarked` searches unmarked text.
+        """
         return replace(super().calibrated(config), **OFF)
 
     def facts(self) -> dict[str, object]:
-        """Return facts that a client needs, as plain JSON values."""
+        """Return facts that a client needs, as plain JSON values by name.
+
+        They are the versions of protocol and package, the model with its identity, the instruction, and the settings of
+        reuse and of the endpoint. None as "session_header": this server has no sessions.
+        """
         return {
             "protocol": PROTOCOL,
             "version": __version__,
@@ -200,7 +246,8 @@ class ServerEngine(AnswerEngine):
     def tokenizer_files(self) -> dict[str, str]:
         """Return the files of the model's tokenizer as texts, by name, with the chat template in use.
 
-        Raises OSError if one cannot be read.
+        Files that the model does not have are left out. Raises OSError if a file cannot be read, UnicodeDecodeError if
+        it is not UTF-8.
         """
         folder = self._model.folder
         assert folder is not None, "the server loaded it"
@@ -215,7 +262,10 @@ class ServerEngine(AnswerEngine):
         return files
 
     def close(self) -> None:
-        """Give up work in idle time, and close the store; the API server ends vLLM itself."""
+        """Give up work in idle time, end requests of this engine, and close the store; the API server ends vLLM itself.
+
+        A second call does nothing, and neither does a call in a fork of this process.
+        """
         if not self._home.here:
             return
         self._backend.close()

@@ -95,7 +95,10 @@ class Origin:
 
     @property
     def owner(self) -> str | None:
-        """Session that owns its passages; None if all users share them. Requests with a salt are kept apart, too."""
+        """Session that owns the passages of the request; None if all users share them.
+
+        A request with a `cache_salt` and no session has a session that is named by the salt.
+        """
         return (
             self.session
             if self.session is not None or not self.salt
@@ -131,10 +134,15 @@ class ServedPrompts:
         self._lock = threading.Lock()
 
     def note(self, ids: Sequence[int], origin: Origin, ask: Ask | None) -> None:
-        """Note a prompt that was served.
+        """Note a prompt that was served; the oldest blocks that do not fit the prefix cache are forgotten.
 
         If it was served from chunk-caches, only blocks that end after all of its chunks are noted: only these
         distinguish it from other prompts.
+
+        Args:
+            ids: token ids of the prompt.
+            origin: origin of the request.
+            ask: request for chunk-caches that served it; None if vLLM computed it.
         """
         least = 0 if ask is None else ask.prompt.bounds[-2]
         with self._lock:
@@ -146,9 +154,10 @@ class ServedPrompts:
                 self._blocks.popitem(last=False)
 
     def longest(self, ids: Sequence[int], origin: Origin) -> tuple[int, Ask | None]:
-        """Return the tokens of the longest prefix that was served, and the request for chunk-caches that served it.
+        """Return the number of tokens of the longest prefix that was served, and the request for chunk-caches for it.
 
-        The former is 0 if no prefix was, and the latter None if vLLM computed the prefix itself.
+        The number is a multiple of 16. Returns (0, None) if no prefix was served, and (number, None) if vLLM computed
+        the prefix without chunk-caches.
         """
         length = 0
         ask: Ask | None = None
@@ -173,7 +182,7 @@ def _chain(ids: Sequence[int], origin: Origin) -> Iterator[tuple[int, bytes]]:
 
 
 def text_in(ids: Sequence[int], marked: Sequence[int]) -> range:
-    """Return the range in which a prompt differs from the same prompt with one text replaced.
+    """Return the range in which a prompt differs from the same prompt with one text replaced; empty if it does not.
 
     >>> text_in([1, 2, 7, 8, 9, 3], [1, 2, 5, 3])
     range(2, 5)
@@ -188,7 +197,7 @@ def text_in(ids: Sequence[int], marked: Sequence[int]) -> range:
 
 
 def searched_messages(messages: Sequence[Message], *, search_system: bool) -> list[int]:
-    """Return the indices of the messages to search.
+    """Return the indices of the messages to search, ascending; [] if there are none.
 
     These are messages of the user, results of tools, and with `search_system` system messages. Short messages hold no
     passage and are left out, except for the last message. If there are many, the latest ones are searched.
@@ -215,13 +224,16 @@ def _text_of(content: object) -> str | None:
 
 
 def role_of(message: Message) -> str:
-    """Return the role of a searched message, one of `ROLES`."""
+    """Return the role of a searched message for the metrics: "user", "tool" or "system"."""
     role = str(message.get("role"))
     return {"function": "tool", "developer": "system"}.get(role, role)
 
 
 def marked(messages: Sequence[Message], place: int) -> list[Message]:
-    """Return the messages with the text at index `place` replaced."""
+    """Return the messages with the text at index `place` replaced by `MARK`; the given list stays as it is.
+
+    Raises IndexError if there is no such message.
+    """
     is_text = isinstance(messages[place].get("content"), str)
     mark = MARK if is_text else [{"type": "text", "text": MARK}]
     return [*messages[:place], {**messages[place], "content": mark}, *messages[place + 1 :]]
@@ -250,7 +262,16 @@ RenderMarked = Callable[[int], Awaitable[Sequence[int] | None]]
 async def locate_messages(
     ids: Sequence[int], messages: Sequence[Message], render: RenderMarked, *, search_system: bool
 ) -> Searched:
-    """Locate each message to search: there the prompt differs from the prompt with that message replaced."""
+    """Locate each message to search: there the prompt differs from the prompt with that message replaced.
+
+    A message whose prompt cannot be rendered is left out. Errors that `render` raises pass.
+
+    Args:
+        ids: token ids of the prompt.
+        messages: messages of the request.
+        render: renders the prompt with one message replaced.
+        search_system: True to search system messages too.
+    """
     texts = []
     roles = []
     places = searched_messages(messages, search_system=search_system)
@@ -288,7 +309,15 @@ class PlainPrompts:
     def prepare(self, ids: Sequence[int], searched: Searched, origin: Origin) -> Prepared | None:
         """Find segments in a prompt, and decide how it is served; None if there is no text to reuse or to note.
 
-        Raises StoreError if the store is closed.
+        If the catalog cannot be read, a warning is logged, and vLLM computes the prompt.
+
+        Args:
+            ids: token ids of the prompt.
+            searched: parts of the prompt to search.
+            origin: origin of the request.
+
+        Raises StoreError if the store is closed, ConfigError if the settings have `refresh_rows`, which vLLM does not
+        support.
         """
         started = time.perf_counter()
         cached, before = self._served.longest(ids, origin)
@@ -393,7 +422,13 @@ class PlainPrompts:
             self._searched.labels(role, result).inc()
 
     def served(self, ids: Sequence[int], origin: Origin, prepared: Prepared | None) -> None:
-        """Note a prompt whose blocks are now in vLLM's prefix cache."""
+        """Note a prompt whose blocks are now in vLLM's prefix cache.
+
+        Args:
+            ids: token ids of the prompt; [] if it was not searched, which notes nothing.
+            origin: origin of the request.
+            prepared: result of `prepare`; None if vLLM computed the prompt.
+        """
         self._served.note(ids, origin, None if prepared is None else prepared.ask)
 
     def asking(self, ask: Ask) -> tuple[dict[str, object], str]:
@@ -404,7 +439,7 @@ class PlainPrompts:
         return {FIELD: self._engine.transfer(ask)[FIELD]}, ask.cache_salt(self._engine.namespace)
 
     def record(self, prepared: Prepared) -> RequestRecord:
-        """Return a new record of a request."""
+        """Return a new record of a request, for `Records.begin`."""
         name = prepared.request.request_id
         return RequestRecord(
             prepared.request,
@@ -415,7 +450,11 @@ class PlainPrompts:
         )
 
     async def aside(self, act: Callable[[], T]) -> T | None:
-        """Call a blocking function; return None if it fails: then vLLM serves the request without chunk-caches."""
+        """Return the result of a blocking function, which is called in a thread.
+
+        Returns None if it raises CacheCraftError, OSError or RuntimeError, which is logged: vLLM then serves the
+        request without chunk-caches. Other errors pass.
+        """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, act)
         except (CacheCraftError, OSError, RuntimeError):
@@ -425,7 +464,8 @@ class PlainPrompts:
     def note(self, notes: Notes) -> None:
         """Count a prompt's texts as seen, and let those that were seen before be captured in idle time.
 
-        To be called after the answer. Returns at once: a thread does the work, and failures are only logged.
+        To be called after the answer. Returns at once and raises nothing: a thread does the work, and failures are only
+        logged.
 
         Args:
             notes: `Prepared.notes` of the prompt.
@@ -490,7 +530,11 @@ class SearchingClient:
     async def generate(
         self, prompt: Mapping[str, Any], params: RequestParams, request_id: str, **options: object
     ) -> AsyncGenerator[RequestOutput]:
-        """Generate as vLLM's client does."""
+        """Yield outputs as vLLM's client does; closing the generator aborts the request.
+
+        If searching the prompt fails with an error of this package, of the disk or of a device, that is logged, and
+        vLLM serves the request without chunk-caches. Raises vLLM's own exceptions.
+        """
         prompts = self._prompts
         client: EngineClient | RecordingClient = self._client
         prepared: Prepared | None = None

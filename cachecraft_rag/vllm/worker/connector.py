@@ -74,7 +74,7 @@ class StepNews(KVConnectorWorkerMetadata):
     news: News
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Join the news with those of another rank."""
+        """Return the news of both ranks as one, see `News.joined`."""
         assert isinstance(other, StepNews), "all ranks run this connector"
         return StepNews(self.news.joined(other.news))
 
@@ -144,19 +144,38 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens will be filled (None: not known yet), and True if that happens between steps."""
+        """Return how many tokens will be filled, and True if there are any: they are filled between steps.
+
+        None in place of the number: it is not known yet, and vLLM asks again in the next step. Raises nothing: an
+        exception is logged, and (0, False) is returned, so vLLM computes the prompt.
+
+        Args:
+            request: the request.
+            num_computed_tokens: first tokens of the prompt that are in vLLM's prefix cache.
+        """
         tokens = self._safely(_NONE, lambda: self._scheduling.matched(request, num_computed_tokens))
         return tokens, bool(tokens)
 
     def update_state_after_alloc(
         self, request: EngineRequest, blocks: RequestBlocks, num_external_tokens: int
     ) -> None:
-        """Note the blocks of a request that is to be filled."""
+        """Note the blocks of a request that is to be filled.
+
+        An exception is not caught, and ends vLLM.
+
+        Args:
+            request: the request.
+            blocks: its blocks.
+            num_external_tokens: number of tokens to be filled; 0 if vLLM computes the prompt, which notes nothing.
+        """
         # Not caught: the request already waits for its blocks, and would wait forever.
         self._scheduling.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return the work of this step, with as many rows as vLLM's own requests leave."""
+        """Return the work of this step, a `StepWork`, with as many rows as vLLM's own requests leave.
+
+        There are at least `ConnectorSettings.least_rows` rows, and exactly as many while the server is idle.
+        """
         scheduled = int(scheduler_output.total_num_scheduled_tokens)
         left = self._step_tokens - scheduled
         rows = max(left, self._settings.least_rows)
@@ -170,7 +189,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         return StepWork(fills, gone, rows, scheduled == 0, idle, scheduling.take_wanted())
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
-        """Take the workers' news."""
+        """Take the workers' news, and note the requests that are filled. Raises nothing: an exception is logged."""
         sent = connector_output.kv_connector_worker_meta
         self._safely(
             None, lambda: self._scheduling.take_news(sent.news) if sent is not None else None
@@ -182,19 +201,26 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: EngineRequest, block_ids: list[int]
     ) -> tuple[bool, dict[str, FillReport] | None]:
-        """Return False, because vLLM may free the blocks, and the statistics that the answer carries, or None."""
+        """Return False, because vLLM may free the blocks, and the statistics that the answer carries.
+
+        The statistics are `messages.FIELD` → report; None for a request without a message of this package. Raises
+        nothing: an exception is logged, and (False, None) is returned.
+        """
         return False, self._safely(None, lambda: self._scheduling.finished(request))
 
     def request_finished_all_groups(
         self, request: EngineRequest, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, FillReport] | None]:
-        """See `request_finished`."""
+        """Return the same as `request_finished`; vLLM calls this if layers may be in several groups."""
         return self.request_finished(request, [])
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
-        """Fill blocks for this step's share of time."""
+        """Begin, continue and end fillings for this step's share of time, before vLLM's own forward pass.
+
+        Raises nothing: an exception is logged, and vLLM computes the prompts that it concerns.
+        """
         work = self._get_connector_metadata()
         assert isinstance(work, StepWork), "made by build_connector_meta"
         if work.fills:
@@ -210,18 +236,24 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: captures come from our own passes."""
 
     def wait_for_save(self) -> None:
-        """Do nothing."""
+        """Do nothing: captures are stored in the background."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return None, and the ids of requests whose blocks are filled, or that were given up; None without any."""
+        """Return None, and the ids of requests whose blocks are filled or that were given up.
+
+        The ids are None too if there are no such requests. Each id is returned once.
+        """
         return None, self._workers.finished() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that could not be filled and that vLLM has to compute."""
+        """Return the ids of blocks that could not be filled and that vLLM has to compute; each is returned once."""
         return self._workers.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return reports and running captures; None without news."""
+        """Return reports and running captures as `StepNews`; None without news.
+
+        Raises nothing: an exception is logged, and None is returned.
+        """
         news = self._safely(None, lambda: self._workers.news())
         return None if news is None else StepNews(news)
 
@@ -230,7 +262,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> StoreCounts | None:
         """Return running totals of the store, if they have changed, and reports of filled requests; None without both.
 
-        Of the workers only the first one reports.
+        Of the workers only the first one reports. Raises nothing: an exception is logged, and None is returned.
         """
         return self._safely(None, self._new_counts)
 
@@ -247,7 +279,11 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> StoreCounts:
-        """Return the counts that have arrived in the API server."""
+        """Return the counts that have arrived in the API server as an object; without counts, an empty one.
+
+        Args:
+            data: `StoreCounts.data`.
+        """
         return StoreCounts(data or {})
 
     @classmethod
@@ -256,7 +292,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         return ReportedCounts(*arguments)
 
     def shutdown(self) -> None:
-        """Finish the captures, and close the store."""
+        """Finish the captures, and close the store. Raises nothing: an exception is logged."""
         for part in (self._end, self._store):
             self._safely(None, part.close)
 

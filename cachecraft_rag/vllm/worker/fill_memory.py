@@ -53,12 +53,14 @@ class FillMemory:
 
     @classmethod
     def of(cls, config: VLLMConfig, settings: ConnectorSettings, *, gpu_bytes: int) -> Self:
-        """Return the sizes for a model, and reserve as much as its longest prompts need.
+        """Return the sizes for a model; `total` is what its longest prompts need, limited to a share of the GPU.
+
+        Nothing is allocated here, see `reserve`.
 
         Args:
             config: config of the running vLLM.
             settings: settings of the connector.
-            gpu_bytes: memory of one GPU.
+            gpu_bytes: memory of one GPU, in bytes.
         """
         ranks = config.parallel_config.tensor_parallel_size
         layout = settings.identity.layout
@@ -75,7 +77,7 @@ class FillMemory:
         return cls(buffer_token, captured_token, pass_row, total, longest)
 
     def longest(self) -> int | None:
-        """Return the most tokens of a prompt that can be filled even if all of it is computed; None = any number.
+        """Return the most tokens of a prompt that can be filled even if all of it is computed; None without a limit.
 
         >>> FillMemory(10, 10, 5, total=1000).longest()
         40
@@ -86,7 +88,10 @@ class FillMemory:
         return fitting if self.context is None else min(fitting, self.context)
 
     def room(self) -> int | None:
-        """Return the memory for keys and values of all fillings, without that for the rows of a pass."""
+        """Return the memory for keys and values of all fillings, in bytes, without that for the rows of a pass.
+
+        None without a limit.
+        """
         longest = self.longest()
         if self.total is None or longest is None:
             return None
@@ -143,16 +148,25 @@ class FillBudget:
         return used + self._bytes(size) <= room
 
     def take(self, request: str, size: FillSize) -> None:
-        """Count a filling that begins."""
+        """Count a filling that begins.
+
+        Args:
+            request: id of the request.
+            size: size of the filling.
+        """
         self._filling[request] = size
         self._captured |= size.captured
 
     def give_back(self, request: str) -> None:
-        """Count a filling no longer; its captures count until they are stored."""
+        """Count a filling no longer; its captures count until they are stored. Does nothing for an unknown request."""
         self._filling.pop(request, None)
 
     def stored(self, capturing: Collection[str]) -> None:
-        """Forget the captures that are neither under way nor expected."""
+        """Count a capture no longer if it is not under way, and no filling that is counted will make it.
+
+        Args:
+            capturing: segments whose captures are under way.
+        """
         expected = {segment for size in self._filling.values() for segment in size.captured}
         kept = expected.union(capturing)
         self._captured = {
@@ -181,7 +195,7 @@ def _pass_row(config: PretrainedConfig, layout: KVLayout, ranks: int) -> int:
 
 
 def fill_memory(config: VLLMConfig, settings: ConnectorSettings) -> FillMemory:
-    """Return the sizes on this machine's GPUs, the same in every process; unlimited without a GPU."""
+    """Return the sizes on this machine's GPUs, the same in every process; `UNLIMITED` without a GPU."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda_alike():
@@ -191,9 +205,10 @@ def fill_memory(config: VLLMConfig, settings: ConnectorSettings) -> FillMemory:
 
 
 def reserve(config: VLLMConfig, device: torch.device) -> list[Tensor]:
-    """Allocate the memory of fillings; it is reserved as long as the list holds it.
+    """Return the memory of fillings in a list with one tensor; it is reserved as long as the list holds it.
 
-    Empty without a GPU, and in a server that this package did not start. Raises ConfigError if the GPU has no room.
+    The list is empty without a GPU, and in a server that this package did not start. Raises ConfigError if the GPU has
+    no room.
     """
     if device.type != "cuda":
         return []

@@ -25,8 +25,12 @@ class Filling:
     While it waits for loads, where `driver.run` would block, the worker continues with another request.
 
     Attributes:
-        result: result of the prefill, once it is done.
-        plan: the plan; once the prefill is done, as it was executed.
+        result: result of the prefill; None until it is done.
+        plan: the plan; after `end`, as it was executed.
+
+    Raises StoreError if the store is closed, and MemoryError if there is no room for keys and values. With several
+    ranks it raises AnotherRankFailedError if another rank has given this request up, and RanksApartError if a rank
+    missed the meeting.
     """
 
     def __init__(
@@ -87,7 +91,12 @@ class Filling:
         )
 
     def go_on(self) -> None:
-        """Take every step that is ready, up to the next layer."""
+        """Take every step that is ready, up to the next layer or to the end of the prefill. Never waits for loads.
+
+        With several ranks it raises AnotherRankFailedError if another rank has given this request up, and
+        RanksApartError if a rank missed the meeting. Errors of the model and of its device pass. A chunk-cache that
+        cannot be loaded raises nothing: its tokens are computed.
+        """
         while self.result is None and not isinstance(step := self._step, Forward):
             now = time.perf_counter()
             ranks = self._stack.ranks
@@ -103,7 +112,10 @@ class Filling:
         self._loads.waited_s += time.perf_counter() - self._idle_since
 
     def end_layer(self) -> None:
-        """Note that the layer has run."""
+        """Note that the layer has run, and take every step that is ready, see `go_on`.
+
+        Raises AnotherRankFailedError or RanksApartError as `go_on` does; errors of the model and of its device pass.
+        """
         self._send(True)
         self.go_on()
 
@@ -115,20 +127,26 @@ class Filling:
         self._idle_since = self._asked_at = time.perf_counter()
 
     def end(self) -> PrefillResult:
-        """Stop loading, note which rows were computed instead, and return the result. Call it once it is done."""
+        """Stop loading, note which rows were computed instead, and return the result.
+
+        Raises AssertionError if the prefill is not done.
+        """
         assert self.result is not None, "it is not done"
         self._loader.end(self._loads)
         self.plan = executed_plan(self._resolved, self._loads, self.result)
         return self.result
 
     def give_up(self) -> None:
-        """Stop before it is done."""
+        """Stop the prefill before it is done, stop loading, and close the chunk-caches."""
         self._steps.close()
         self._loader.end(self._loads)
         self._resolved.close()
 
     def report(self) -> FillReport:
-        """Return numbers for the statistics of the request."""
+        """Return the report of the request for its statistics; call it after `end`.
+
+        Raises AssertionError if the prefill is not done.
+        """
         assert self.result is not None, "it is not done"
         segments = [
             segment.as_dict() for segment in segment_reports(self.plan, self._resolved.tiers)

@@ -37,7 +37,7 @@ class RequestBlocks(Protocol):
     """`vllm.v1.core.kv_cache_manager.KVCacheBlocks`, the blocks of a request."""
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """Return the block ids of each group of layers."""
+        """Return the block ids of each group of layers, in the order of the prompt's tokens."""
 
 
 class KVCacheSpec(Protocol):
@@ -106,10 +106,10 @@ class CausalLM(Protocol):
     reserved_memory: list[Tensor]  # set by `models`
 
     def parameters(self) -> Iterator[Tensor]:
-        """Return the weights."""
+        """Yield the weights."""
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings of token ids."""
+        """Return the embeddings `[rows, hidden]` of token ids, int64 `[rows]`."""
 
 
 class SchedulerOutput(Protocol):

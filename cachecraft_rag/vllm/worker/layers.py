@@ -41,7 +41,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def self_attention_of(layer: object) -> SelfAttention | None:
-    """Return the module of a layer that holds vLLM's attention as `attn`; None if there is not exactly one."""
+    """Return the module of a layer that holds vLLM's attention as `attn`.
+
+    None if there is not exactly one, such as for a layer that another rank holds.
+    """
     children = layer.children() if isinstance(layer, torch.nn.Module) else ()
     holders: list[Any] = [
         child for child in children if hasattr(getattr(child, "attn", None), "impl")
@@ -57,7 +60,15 @@ class RotaryTable:
     form: RotationForm
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin at these positions, each `[tokens, rotary_dim]`."""
+        """Return cos and sin in this dtype at these positions, each `[tokens, rotary_dim]`.
+
+        Without a module both are empty: `[tokens, 0]`. Raises SurveyError if the module has no table of positions;
+        `survey_layers` has refused such a module already.
+
+        Args:
+            positions: int64 `[tokens]`, below the length of the module's table.
+            dtype: dtype of the tables.
+        """
         if self.module is None:
             empty = torch.empty(len(positions), 0, dtype=dtype, device=positions.device)
             return empty, empty
@@ -78,7 +89,15 @@ class VLLMLayerCall:
     carries_residual: bool
 
     def run(self, hidden: Tensor, positions: Tensor, *, rotates: bool = False) -> Tensor:
-        """Run the layer over `[streams, rows, hidden]`, with raw queries and keys unless `rotates`."""
+        """Run the layer and return its output; both are `[streams, rows, hidden]`.
+
+        Errors of the layer and of its attention pass, after the rotary module is restored.
+
+        Args:
+            hidden: the layer's input.
+            positions: int64 `[rows]`, positions of the rows in their prompts.
+            rotates: True to rotate queries and keys; otherwise they reach the attention raw.
+        """
         is_replaced = self.rotary is not None and not rotates
         if is_replaced:
             self.rotary.forward = lambda _positions, query, key=None, *_unused, **_named: (
@@ -124,7 +143,15 @@ class WorkerLayer:
         return None if self.order is None else torch.argsort(self.order)
 
     def run(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Run the layer over `[streams, rows, hidden]` with raw queries and keys; its attention calls `attend`."""
+        """Run the layer with raw queries and keys and return its output; both are `[streams, rows, hidden]`.
+
+        Errors of the layer and of `attend` pass, after the layer's attention is restored.
+
+        Args:
+            hidden: the layer's input.
+            positions: int64 `[rows]`, positions of the rows in their prompts.
+            attend: takes queries, keys and values `[rows, heads · head_dim]` in place of vLLM's attention.
+        """
         with _attention_calls(self.attention, attend):
             return self.call.run(hidden, positions)
 
@@ -160,9 +187,16 @@ def _all_attention_calls(
 def survey_layers(
     modules: Sequence[DecoderLayer], *, hidden_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[WorkerLayer], list[RotaryTable], list[int]]:
-    """Return the layers, their rotary tables, and the number of its table for each layer.
+    """Return the layers, their rotary tables, and for each layer the number of its table.
 
-    Every rank has to call this, because norms of queries and keys may be computed by all ranks together.
+    Layers that rotate alike share a table. Every rank has to call this, because norms of queries and keys may be
+    computed by all ranks together.
+
+    Args:
+        modules: the model's layers.
+        hidden_size: numbers in a row of hidden states.
+        dtype: dtype of hidden states.
+        device: device of the model.
 
     Raises:
         SurveyError: passes cannot run these layers, with the reason.
@@ -202,7 +236,7 @@ def survey_transformers_layers(
     embed: Callable[[Tensor], Tensor],
     forward_context: Callable[[], AbstractContextManager[None]],
 ) -> tuple[list[WorkerLayer], Sequence[RotaryKind], Sequence[int]]:
-    """Return what `survey_layers` does, of a model that vLLM runs with the layers of transformers.
+    """Return layers, rotary tables and numbers as `survey_layers` does, for a model with the layers of transformers.
 
     Every rank has to call this, because the model's own forward runs over a few tokens.
 

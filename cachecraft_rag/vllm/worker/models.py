@@ -22,7 +22,11 @@ _living: list[weakref.ReferenceType[CausalLM]] = []
 
 
 def model_of(vllm_config: VLLMConfig) -> CausalLM | None:
-    """Return the model that was built with this config; None if another plugin has registered its architecture too."""
+    """Return the model of this process that was built with this config.
+
+    None if the model that vLLM runs is no class of this package, such as when another plugin has registered its
+    architecture too.
+    """
     # by name; they belong to one model only
     layers = vllm_config.compilation_config.static_forward_context
     with _lock:

@@ -38,21 +38,22 @@ class OneRank(Alone):
     size = 1
 
     def act(self, number: int) -> None:
-        """See `TensorParallel.act`."""
+        """Do nothing: there is no other rank to meet."""
 
     def settle(self, failed: Mapping[str, str]) -> Mapping[str, str]:
-        """Return them as they are."""
+        """Return `failed` itself, request → reason."""
         return failed
 
     def part(self) -> None:
-        """See `TensorParallel.part`."""
+        """Do nothing: there is no other rank to meet."""
 
 
 class TensorParallel:
     """Several ranks, each with its share of the heads; see `compute.stack.Ranks`.
 
-    Every method except `own_heads` and `act` is a collective. Each raises AnotherRankFailedError if another rank has
-    given up the same act, and RanksApartError if a rank missed the meeting.
+    Every method except `own_heads`, `act` and `part` is a collective. Each raises AnotherRankFailedError if another
+    rank has given up the same act, and RanksApartError if a rank missed the meeting; `settle` raises RanksApartError
+    only.
 
     Args:
         group: vLLM's GroupCoordinator.
@@ -67,11 +68,19 @@ class TensorParallel:
         self._act = 0
 
     def act(self, number: int) -> None:
-        """Begin an act; numbers ascend in a round."""
+        """Begin an act of this rank; numbers ascend in a round. Does not wait for other ranks."""
         self._act = number
 
     def settle(self, failed: Mapping[str, str]) -> Mapping[str, str]:
-        """End a round; returns the failures of all ranks, by name and with the first reason given."""
+        """End a round; return the failures of all ranks: request → the first reason that a rank gives for it.
+
+        Returns {} if no rank reports a failure. A reason is "" if no rank gives one.
+
+        Args:
+            failed: failures of this rank, request → reason; "" if it failed because of another rank.
+
+        Raises RanksApartError if a rank missed the meeting.
+        """
         self._act = _END
         if not self._meet(bool(failed)):
             return {}
@@ -81,18 +90,31 @@ class TensorParallel:
         return everywhere
 
     def part(self) -> None:
-        """Meet no more. The others find out at their next meeting, without waiting for its time limit."""
+        """Meet no more. The others find out at their next meeting, without waiting for its time limit.
+
+        A second call does nothing.
+        """
         if self._meetings is not None:
             torch.distributed.destroy_process_group(self._meetings)
             self._meetings = None
 
     def own_heads(self, kv: Tensor) -> Tensor:
-        """See `Ranks.own_heads`."""
+        """Return this rank's share of `kv` `[2, tokens, all kv_heads, head_dim]`: `[2, tokens, kv_heads, head_dim]`.
+
+        It is a view. No other rank is asked.
+        """
         own = kv.shape[-2] // self.size
         return kv[..., self.rank * own : (self.rank + 1) * own, :]
 
     def gather_heads(self, own: Tensor) -> Tensor:
-        """Every rank's `[…, own heads, head_dim]`, joined on the first one; on the others without heads."""
+        """Return `[…, heads of all ranks, head_dim]` on the first rank, and `[…, 0, head_dim]` on the others.
+
+        Args:
+            own: `[…, own heads, head_dim]`.
+
+        Raises AnotherRankFailedError if another rank has given up this act, RanksApartError if a rank missed the
+        meeting.
+        """
         own = own.contiguous()
         self._meet()
         # Not the group's own `gather`: nothing in vLLM's CPU build uses it, and two ranks hung in it.
@@ -100,18 +122,30 @@ class TensorParallel:
         return joined if self.rank == 0 else own[..., :0, :]
 
     def mean(self, seen: Tensor) -> Tensor:
-        """See `Ranks.mean`."""
+        """Return a statistic of this rank's heads, of any shape, averaged over the ranks; the shape stays.
+
+        Raises AnotherRankFailedError if another rank has given up this act, RanksApartError if a rank missed the
+        meeting.
+        """
         seen = seen.clone()
         self._meet()
         total: Tensor = self._group.all_reduce(seen)
         return total / self.size
 
     def agree(self, lost: frozenset[T]) -> frozenset[T]:
-        """See `Ranks.agree`."""
+        """Return the union of the losses of all ranks; `lost` itself, which is empty then, if no rank lost anything.
+
+        Raises AnotherRankFailedError if another rank has given up this act, RanksApartError if a rank missed the
+        meeting.
+        """
         return frozenset[T]().union(*self._gathered(lost)) if self._meet(bool(lost)) else lost
 
     def lead(self, decision: T) -> T:
-        """See `Ranks.lead`."""
+        """Return the first rank's decision: what depends on clocks would differ from rank to rank.
+
+        Raises AnotherRankFailedError if another rank has given up this act, RanksApartError if a rank missed the
+        meeting.
+        """
         self._meet()
         return self._gathered(decision)[0]
 
@@ -143,7 +177,11 @@ class TensorParallel:
 
 
 def ranks_of_worker() -> OneRank | TensorParallel:
-    """The ranks of this worker's tensor-parallel group; every rank has to call this."""
+    """Return the ranks of this worker's tensor-parallel group: `OneRank` if it is the only one.
+
+    Every rank has to call this, inside a vLLM worker: they make a process group together. Errors of vLLM and
+    torch.distributed pass.
+    """
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()

@@ -10,7 +10,11 @@ _OTHER_MODEL = "Choose another model, or serve this one without reuse (`vllm ser
 
 
 def start_up_refusal(config: VLLMConfig, kv_cache_config: KVCacheConfig) -> Refusal | None:
-    """Return why a server with this `VllmConfig` and KV caches cannot reuse chunk-caches, or None if it can."""
+    """Return why a server with this `VllmConfig` and KV caches cannot reuse chunk-caches; None without a known reason.
+
+    Of several reasons the first one is returned. After None, the survey of the layers and the self-check may still
+    refuse the model.
+    """
     model = config.model_config
     early = refusal(model.hf_config, VLLMOptions.from_config(config))
     if early is not None:
@@ -47,9 +51,10 @@ def _of_ranks(config: VLLMConfig) -> Refusal | None:
 def request_refusal(
     request: EngineRequest, *, salt: str | None, is_audit: bool = False
 ) -> str | None:
-    """Return the reason why vLLM computes this request without chunk-caches, or None.
+    """Return the reason why vLLM computes this request without chunk-caches, or None if it can be filled from them.
 
     Args:
+        request: the request.
         salt: the `cache_salt` that it must have while prefix caching is on; None while it is off.
         is_audit: True if it asks for log-probabilities of tokens that are not filled.
     """

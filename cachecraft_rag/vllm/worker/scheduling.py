@@ -120,7 +120,18 @@ class Scheduling:
         self._row_s: float | None = None  # seconds per computed row of the last fill
 
     def matched(self, request: EngineRequest, computed: int) -> int | None:
-        """Return how many tokens after the first `computed` will be filled; None: ask again in the next step."""
+        """Return how many tokens after the first `computed` will be filled; None: ask again in the next step.
+
+        0 if vLLM computes the rest: the request has no message of this package, is refused, or has nothing that could
+        be reused or captured. A refusal raises nothing; `finished` returns its reason.
+
+        Args:
+            request: the request.
+            computed: first tokens of the prompt that are in vLLM's prefix cache.
+
+        Raises StoreError if the store is closed. A catalog or a remote that cannot be read raises nothing: then nothing
+        is found.
+        """
         tokens = self._matched(request, computed)
         known = self._known.get(request.request_id)
         if known is None or known.ask is None or not known.ask.idle or known.overdue:
@@ -183,7 +194,13 @@ class Scheduling:
         return int(request.num_prompt_tokens) - known.ask.own_tokens - computed
 
     def allocated(self, request: EngineRequest, blocks: tuple[int, ...], tokens: int) -> None:
-        """Note the blocks that vLLM has given the request; `tokens` of their positions are to be filled."""
+        """Note the blocks that vLLM has given the request.
+
+        Args:
+            request: the request.
+            blocks: ids of all blocks of the request.
+            tokens: number of tokens to be filled; 0 if vLLM computes the prompt, which notes nothing.
+        """
         self._short.discard(request.request_id)
         known = self._known.get(request.request_id)
         if tokens <= 0 or known is None or known.ask is None or known.looked is None:
@@ -220,9 +237,9 @@ class Scheduling:
         return not self._busy
 
     def take_given_up(self) -> list[str]:
-        """Return the captures of new variants to give up, because a request could not get blocks.
+        """Return the ids of requests that capture new variants and are to be given up; [] if there are none.
 
-        vLLM ends them with their next token.
+        They are given up because another request could not get blocks. vLLM ends them with their next token.
         """
         short = self._short
         self._short = set()
@@ -235,7 +252,7 @@ class Scheduling:
         ]
 
     def take_fills(self) -> list[Fill]:
-        """Return the fills that the workers begin in this step."""
+        """Return the fills that the workers begin in this step; each is returned once."""
         fills = self._fills
         self._fills = []
         return fills
@@ -247,7 +264,10 @@ class Scheduling:
         return wanted
 
     def take_news(self, news: News) -> None:
-        """Take the workers' report after a step."""
+        """Take the workers' reports after a step; reports of unknown requests are ignored.
+
+        A request that the workers have refused is computed by vLLM from then on.
+        """
         if news.capturing is not None:
             self._capturing = news.capturing
             self._budget.stored(news.capturing)
@@ -269,22 +289,23 @@ class Scheduling:
                 known.ask = None
 
     def take_reports(self) -> dict[str, FillReport]:
-        """Return the reports since the last call, by `Ask.name`."""
+        """Return the reports since the last call, by `Ask.name`; {} if there are none."""
         reports = self._reports
         self._reports = {}
         return reports
 
     def ended(self, names: set[str]) -> None:
-        """Note that these requests are filled or were given up."""
+        """Note that these requests are filled or were given up; unknown ones are ignored."""
         for name in names & self._known.keys():
             self._known[name].filling = False
         for name in names:
             self._budget.give_back(name)
 
     def finished(self, request: EngineRequest) -> dict[str, FillReport] | None:
-        """Forget a request, and return its report by `FIELD`, which its answer carries in `kv_transfer_params`.
+        """Forget a request, and return `FIELD` → its report, which its answer carries in `kv_transfer_params`.
 
-        None if it has none.
+        The report has only "refused" if vLLM computed the prompt without chunk-caches, and only "given_up" for work in
+        idle time that stopped. Returns None for a request without a message of this package.
         """
         self._busy.discard(request.request_id)
         self._short.discard(request.request_id)
@@ -304,7 +325,7 @@ class Scheduling:
         return {FIELD: {"refused": known.refused or "it ended before its prompt was filled"}}
 
     def close(self) -> None:
-        """End the threads for look-ups."""
+        """End the threads for look-ups, without waiting for look-ups under way."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 

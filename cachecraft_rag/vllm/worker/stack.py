@@ -103,7 +103,10 @@ class WorkerStack:
         return self._model.embed_input_ids(ids) * self._embedding_multiplier
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embed token ids `[rows]` as `[streams, rows, hidden]`, with a residual of zeros if layers carry one."""
+        """Return the first layer's input `[streams, rows, hidden]` for token ids, int64 `[rows]`.
+
+        There are two streams, the second a residual of zeros, if layers carry one; otherwise one.
+        """
         hidden = self._embedded(ids)
         if not self._layers[0].carries_residual:
             return hidden[None]
@@ -111,17 +114,34 @@ class WorkerStack:
 
     @property
     def rotary_kinds(self) -> Sequence[int]:
-        """See `Stack.rotary_kinds`."""
+        """For each layer, the number of its rotary table: layers with equal numbers rotate alike."""
         return self._kind_of
 
     def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of one of the model's own rotary modules, each `[tokens, rotary_dim]`."""
+        """Return cos and sin of one of the model's own rotary modules at these positions, each `[rows, rotary_dim]`.
+
+        The table of layers that do not rotate has a rotary_dim of 0.
+
+        Args:
+            positions: int64 `[rows]`.
+            kind: number of the table, one of `rotary_kinds`.
+        """
         return self._tables[kind].tables(positions, self.dtype)
 
     def layer(
         self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass
     ) -> Tensor:
-        """See `Stack.layer`."""
+        """Run one layer over `hidden` `[streams, rows, hidden]` and return its output, of the same shape.
+
+        The layer's attention calls `layer_pass.attend`. If that raises, the layer continues with zeros up to its end,
+        because other ranks wait for its sums; then the error is raised. Errors of the layer itself pass.
+
+        Args:
+            index: number of the layer.
+            hidden: the layer's input.
+            positions: int64 `[rows]`, positions of the rows in their prompts.
+            layer_pass: the running pass.
+        """
         layer = self._layers[index]
         width = layer.attention.head_size
         raised: list[Exception] = []
@@ -148,6 +168,7 @@ class WorkerStack:
         Args:
             kv: `[layers, 2, capacity, kv_heads, head_dim]`, rotated keys and values.
             slots: int64 `[tokens]`, slots in the blocks of the positions from `first` on.
+            first: first position that is copied.
         """
         last = first + len(slots)
         for layer, (keys, values) in zip(self._layers, kv, strict=True):

@@ -23,15 +23,18 @@ class WorkerStream:
 
     @classmethod
     def current(cls, device: torch.device) -> WorkerStream:
-        """Return the stream that the calling thread computes on."""
+        """Return the stream that the calling thread computes on; on a CPU, a `WorkerStream` without one."""
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         return cls(device, stream)
 
     @contextmanager
     def taken_over(self) -> Iterator[None]:
-        """Compute on this device and stream in the calling thread too, in the order of submission.
+        """Return a context in which the calling thread, too, computes on this device and stream.
 
-        With a single stream no events are needed, and memory that one thread frees is reused in the same order.
+        Work of both threads runs in the order of submission.
+
+        With a single stream no events are needed, and memory that one thread frees is reused in the same order. Does
+        nothing on a CPU. Errors of the block pass.
         """
         if self.stream is None:
             yield

@@ -100,7 +100,13 @@ class Workers:
     ) -> None:
         """Begin new fillings, drop those in `gone`, and compute up to `rows` rows through all layers.
 
+        Raises nothing: an exception is logged, and vLLM computes the prompts that it concerns, see `failed_blocks`.
+        With several ranks, a step that fails as a whole ends filling: vLLM computes all prompts from then on.
+
         Args:
+            fills: fillings to begin.
+            gone: ids of requests that have ended or are given up.
+            rows: most rows to compute.
             alone: True if vLLM computes nothing in this step.
             idle: True if no requests are running, so that new variants may be computed.
             wanted: True if a request waits for captures.
@@ -152,13 +158,16 @@ class Workers:
                 return
 
     def finished(self) -> set[str]:
-        """Return the requests whose blocks are filled or that are gone; each is returned once."""
+        """Return the ids of requests that wait for nothing here any more; each is returned once.
+
+        Their blocks are filled or left to vLLM, or the requests are gone.
+        """
         done = self._done
         self._done = set()
         return done
 
     def failed_blocks(self) -> set[int]:
-        """Return the blocks that vLLM has to compute itself; each is returned once."""
+        """Return the ids of blocks that vLLM has to compute itself, because a filling failed; each is returned once."""
         failed = self._failed_blocks
         self._failed_blocks = set()
         return failed
@@ -174,7 +183,7 @@ class Workers:
         return News(reports, capturing)
 
     def close(self) -> None:
-        """Give up unfinished fillings, and finish the captures."""
+        """Give up unfinished fillings, and finish the captures. Raises nothing: what fails is logged and not stored."""
         for name in list(self._fillings):
             self._drop(name)
         self._hurry.set()
