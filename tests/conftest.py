@@ -96,14 +96,15 @@ class Clock:
 
 
 @pytest.fixture(autouse=True)
-def package_logger() -> Iterator[None]:
-    """The package's logger as each test found it: a command sets its level and handlers for its process."""
+def package_logger() -> None:
+    """The package's logger as an import leaves it: a command sets its level and handlers for its process.
+
+    Set before each test, not restored after it: a fixture of a whole module may have run a command first.
+    """
     logger = logging.getLogger("cachecraft_rag")
-    level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
-    yield
-    logger.setLevel(level)
-    logger.propagate = propagate
-    logger.handlers[:] = handlers
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+    logger.handlers.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

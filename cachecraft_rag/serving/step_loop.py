@@ -250,11 +250,12 @@ class StepLoop:
 
     def close(self) -> None:
         """Finish the jobs and end the thread; it lives on while answers are read."""
+        answers_under_way = False
         if self._thread is not None:
             answers_under_way = self.call(self._close)
             if not answers_under_way:
                 self._join()
-        self._planners.shutdown(wait=False)
+        self._planners.shutdown(wait=not answers_under_way)
 
     def end(self) -> None:
         """Have the thread end after its last task, without waiting: the engine is gone. Takes no lock.
