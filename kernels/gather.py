@@ -34,6 +34,8 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
         place_all(merged[None], chunk[None], start, cos=cos, sin=sin, layers=[0])
         return
     stop = start + chunk.shape[1]
+    if start < 0 or stop > merged.shape[1]:
+        raise ValueError(f"a chunk at {start}:{stop} has no place in {merged.shape[1]} positions")
     run = kernels_for(merged, chunk, cos, sin)
     if run is not None and merged.stride(2) == chunk.stride(2) == chunk.shape[3]:
         calls.place(run, merged[:, start:stop], chunk, cos[start:stop], sin[start:stop])

@@ -128,6 +128,7 @@ def softmax_with_sinks(scores: Tensor, group: int, sinks: Tensor | None) -> Tens
     if sinks is None:
         return scores.softmax(-1)
     kv_heads, folded_rows, _ = scores.shape
+    check_sinks(sinks, kv_heads * group)
     sink_scores = sinks.float().view(kv_heads, group, 1).expand(-1, -1, folded_rows // group)
     sink_scores = sink_scores.reshape(kv_heads, folded_rows, 1)
     return torch.cat((scores, sink_scores), dim=-1).softmax(-1)[..., :-1]

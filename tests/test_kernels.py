@@ -204,6 +204,17 @@ def test_keys_behind_a_row_do_not_matter_even_if_they_are_no_numbers() -> None:
     assert torch.equal(attention(q, k, v, Visibility(positions), **how), expected)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_a_wrong_number_of_sinks_is_refused(path: str) -> None:
+    q, k, v, positions, how = tensors({"positions": [*range(31)], "sinks": True}, torch.float32)
+    paths = AttentionPaths({"few": path, "some": path, "front": path})
+    how["sinks"] = how["sinks"][1:]
+    with pytest.raises(ValueError, match=r"6 query heads need 6 sinks, got \(5,\)"):
+        attention(q, k, v, Visibility(positions), paths=paths, **how)
+    with pytest.raises(ValueError, match=r"6 query heads need 6 sinks, got \(5,\)"):
+        attention_mass(q, k, Visibility(positions), torch.tensor([0, 31]), **how)
+
+
 def test_no_rows_no_blocks() -> None:
     assert row_blocks(Visibility(torch.tensor([], dtype=torch.int64))) == ()
 
@@ -274,6 +285,14 @@ def test_a_placed_chunk_is_rotated_to_its_place_and_nothing_else_changes() -> No
     assert torch.equal(merged[1, 4:9], chunk[1])
     assert (merged[:, :4] == 7).all()
     assert (merged[:, 9:] == 7).all()
+
+
+@pytest.mark.parametrize("start", [-1, 8])
+def test_a_chunk_beyond_the_buffer_is_refused(start: int) -> None:
+    merged, (cos, sin) = torch.zeros(2, 12, 2, 8), turns(torch.arange(12), 8)
+    with pytest.raises(ValueError, match="has no place in"):
+        place(merged, noise(2, 5, 2, 8), start, cos=cos, sin=sin)
+    assert not merged.any()
 
 
 def test_computed_rows_replace_what_was_placed() -> None:

@@ -41,10 +41,13 @@ def _escape(match: re.Match[str]) -> str:
 def as_json(value: object) -> str:
     """Return one line of JSON that is safe to print: non-ASCII letters as they are, control characters escaped.
 
-    Values of other types become their `str`; NaN and infinities become NaN and Infinity, which strict readers refuse.
+    Values of other types become their `str`. NaN and infinities become null, because JSON has no such numbers.
     Raises TypeError for a key that is no text, number, bool or None, and ValueError for a value that holds itself.
     """
     text = json.dumps(value, ensure_ascii=False, default=str)
+    if "NaN" in text or "Infinity" in text:
+        finite = json.loads(text, parse_constant=lambda _: None)
+        text = json.dumps(finite, ensure_ascii=False)
     return _UNPRINTABLE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -80,8 +80,10 @@ def _announce(store: Path, *, check: bool) -> None:
 
     steps = "loads the model and measures: 10 to 60 s"
     if check and store.is_dir():
-        files = (store / CACHE_FOLDER).rglob("*.safetensors")
-        nbytes = sum(file.stat().st_size for file in files)
+        nbytes = 0
+        for file in (store / CACHE_FOLDER).rglob("*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
+                nbytes += file.stat().st_size
         steps += f"; reads {options.megabytes(nbytes)} of chunk-caches (--no-check leaves that out)"
     err.print(steps, style="dim", soft_wrap=True)
 
@@ -98,7 +100,7 @@ def _facts(settings: Settings, store: Path, *, check: bool) -> Facts:
             return examine(engine, check=check)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _folder(store: Path) -> Iterator[Path]:
     """The store; if it is missing, a folder next to its place that is removed afterwards."""
     if store.is_dir():

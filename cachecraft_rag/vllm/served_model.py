@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cachecraft_rag.errors import ModelNotFoundError, UnsupportedModelError
+from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.model.decoder import config_of, context_length_of, end_tokens_of, layout_of
 from cachecraft_rag.model.demo_model import demo_model_folder
@@ -118,11 +118,13 @@ class ServedModel:
         )
 
     def require_ranks(self, ranks: int) -> None:
-        """Raise UnsupportedModelError if the heads cannot be divided among so many tensor-parallel ranks (at least 1).
+        """Raise UnsupportedModelError if the heads cannot be divided among so many tensor-parallel ranks.
 
-        The message lists the possible numbers.
+        The message lists the possible numbers. Raises ConfigError if the number is below 1.
         """
         heads = self.layout.kv_heads
+        if ranks < 1:
+            raise ConfigError(f"tensor_parallel_size must be at least 1, not {ranks}")
         if heads % ranks:
             fine = ", ".join(
                 str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,6 +115,11 @@ def test_json_is_harmless_and_still_says_the_same(capsys: pytest.CaptureFixture[
     assert STEERS.search(shown.rstrip("\n")) is None
     assert "Käse" in shown
     assert json.loads(shown) == {EVIL: [EVIL, "Käse"]}
+
+
+def test_json_has_no_numbers_that_strict_readers_refuse() -> None:
+    values = {"NaN": math.nan, "Käse": [1.5, math.inf, "Infinity"]}
+    assert as_json(values) == '{"NaN": null, "Käse": [1.5, null, "Infinity"]}'
 
 
 @given(st.text(st.characters(codec=None)))

@@ -387,6 +387,8 @@ def test_heads_that_ranks_cannot_divide(
         UnsupportedModelError, match="which 4 ranks cannot divide; possible are 1, 2, 3, 6"
     ):
         model.require_ranks(4)
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be at least 1, not 0"):
+        model.require_ranks(0)
 
 
 def asked(question: str, config: ReuseConfig | None) -> Asked:

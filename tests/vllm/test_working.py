@@ -385,7 +385,8 @@ def test_one_mistake_is_one_request_s(
         (Workers, "_group"),
         (PendingLoads, "place"),
     ]
-    for number, (owner, name) in enumerate([*places, (filling, "resolve"), (Filling, "give_up")]):
+    places += [(filling, "resolve"), (filling, "OverlappedPrefill"), (Filling, "give_up")]
+    for number, (owner, name) in enumerate(places):
         mine, fine = (
             replace(fill, request_id=f"r{number}"),
             replace(other, request_id=f"fine{number}"),

@@ -141,7 +141,12 @@ class WriteBackQueue:
                 self._pending[chunk_id] = job
                 self._waiting_bytes += capture.nbytes
             steps = self.steps(capture, recorder, needed, context=context, computed=computed)
-            self._start(steps, partial(self._ended, chunk_id, capture.nbytes, job))
+            ended = partial(self._ended, chunk_id, capture.nbytes, job)
+            try:
+                self._start(steps, ended)
+            except BaseException as error:  # whatever it is, nobody may wait for this capture
+                ended(None, error)
+                raise
 
     def steps(
         self,

@@ -303,10 +303,13 @@ class IdleAudits:
 
     def _keep(self, audit: Audit) -> None:
         """Keep a result; another thread writes it, since the caller may be the event loop of a server."""
-        self.results.keep(audit)
         with self._changed:
+            # `close` needs the lock as well: it comes before all of this or after it.
+            if self._closed:  # and has counted the audit as dropped
+                return
+            self.results.keep(audit)
             self._unwritten += 1
-        self._writer.submit(partial(self.results.write, audit), ended=self._written)
+            self._writer.submit(partial(self.results.write, audit), ended=self._written)
 
     def _written(self, future: Future[None]) -> None:
         if (error := future.exception()) is not None:

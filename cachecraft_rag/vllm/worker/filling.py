@@ -75,11 +75,11 @@ class Filling:
         self._loads = loader.begin(self._resolved.to_load)
         self._planned = self._idle_since = time.perf_counter()
         self._load_s = 0.0
-        self._steps = OverlappedPrefill(stack, job, self._loads, speed).steps()
         try:
+            self._steps = OverlappedPrefill(stack, job, self._loads, speed).steps()
             self._step: Step = next(self._steps)
         except BaseException:  # whatever it is, readers stop
-            self.give_up()
+            self._close_loads()
             raise
         self._asked_at = time.perf_counter()
 
@@ -139,6 +139,9 @@ class Filling:
     def give_up(self) -> None:
         """Stop the prefill before it is done, stop loading, and close the chunk-caches."""
         self._steps.close()
+        self._close_loads()
+
+    def _close_loads(self) -> None:
         self._loader.end(self._loads)
         self._resolved.close()
 

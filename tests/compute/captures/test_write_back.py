@@ -63,8 +63,13 @@ def background(decoder: Decoder) -> Background:
 def queue_of(
     store: ChunkCacheStore, decoder: Decoder, background: Background, **settings: Any
 ) -> WriteBackQueue:
-    given = {"namespace": "default", "fingerprint": decoder.fingerprint, "layout": decoder.layout}
-    return WriteBackQueue(store, start=background.start, **(given | settings))
+    given = {
+        "namespace": "default",
+        "fingerprint": decoder.fingerprint,
+        "layout": decoder.layout,
+        "start": background.start,
+    }
+    return WriteBackQueue(store, **(given | settings))
 
 
 @pytest.fixture
@@ -174,6 +179,20 @@ def test_a_capture_that_fails_is_logged_and_nobody_waits_for_it_forever(
     queue.submit(output.recorder, output.buffer.kv[:, 0], context())
     queue.wait_for(NAMES)
     assert all(stored(store, decoder).values())  # and the queue goes on
+
+
+def test_nobody_waits_for_a_capture_that_cannot_be_begun(
+    store: ChunkCacheStore, decoder: Decoder, background: Background, output: PrefillResult
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    queue = queue_of(store, decoder, background, start=refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        queue.submit(output.recorder, output.buffer.kv[:, 0], context())
+    queue.wait_for(NAMES)
+    queue.close()
+    assert store.stats().variants == 0
 
 
 def test_a_store_that_is_closed_or_full_drops_captures_with_a_reason(
