@@ -71,7 +71,8 @@ class Calibration:
 def save_calibration(store: Path, fingerprint: str, calibration: Calibration) -> None:
     """Save the calibration of a model in place of an earlier one; calibrations of other models stay.
 
-    Creates the folder if it is missing. A file that cannot be read or parsed is logged as a warning and replaced.
+    Creates the folder if it is missing. A file that cannot be read or parsed is logged as a warning and replaced. Of
+    two processes that save at the same time, one may lose its result.
 
     Args:
         store: the folder that a user names as the store.

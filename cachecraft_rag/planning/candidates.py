@@ -24,9 +24,10 @@ class Candidate:
     """The beginning of a prompt whose chunks were reused and fixed; one pass over it captures all of them.
 
     segments  the instruction and the chunks up to the last fixed one
-    fixed     segment → tokens that a variant after this prefix would save per use
+    fixed     segment index → number of tokens that a variant after this prefix would save per use
     session   session that owns the private text in it; None if all text is public
-    first     found segments, and fixed passages in place of their neighbours, that may not be stored yet
+    first     indices of segments that may not be stored yet in any context: found segments, and the fixed passages
+              that stand in for their neighbours
     """
 
     segments: tuple[Segment, ...]

@@ -138,6 +138,8 @@ class Constraint:
 class Constraints:
     """Makes constraints for one tokenizer. Thread-safe; the first one takes about half a second.
 
+    The tokenizer and llguidance are checked by `json`, not before.
+
     Args:
         tokenizer: a fast transformers tokenizer.
         vocabulary: width of the model's logits.
