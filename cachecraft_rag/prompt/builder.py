@@ -229,10 +229,12 @@ class PromptBuilder:
         recognise: Recognise | None = None,
         private: bool = False,
     ) -> Prompt:
-        """Return the prompt for a question: instruction, chunks, then history and question.
+        """Return the prompt for a question: instruction, the chunks that fit, and one segment of history and question.
 
         The history follows the chunks: the first user turn holds the context and the first question. No private text
-        precedes a chunk, so every chunk-cache captured here may be shared.
+        precedes a chunk, so every chunk-cache captured here may be shared. If `recognise` finds text, found segments
+        and the text between them follow the instruction. `Prompt.room` is the number of tokens that the context has
+        for chunks.
 
         If the context is too small, the lowest-ranked chunks are dropped and named in `Prompt.trimmed`. A chunk that
         would not fit even alone is dropped at any rank, without affecting the others. Duplicates are kept once.
@@ -245,11 +247,6 @@ class PromptBuilder:
             recognise: finds captured texts in a prompt without chunks (`prompt.unmarked`). None leaves the prompt
                 unsearched.
             private: whether the segments found in unmarked text belong to one session.
-
-        Returns:
-            The prompt. Its segments are the instruction, the chunks that fit and the question with the history. If
-            `recognise` found text, found segments and the text between them follow the instruction. `Prompt.room` is
-            the number of tokens that the context has for chunks.
 
         Raises:
             ContextLengthError: instruction, history, question and `reserve` alone do not fit the model's context.
