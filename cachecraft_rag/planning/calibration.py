@@ -48,7 +48,11 @@ class Calibration:
     nearest_share: float = 0.0  # calibrations of versions before 0.2 have no such field
 
     def fits(self, config: ReuseConfig) -> bool:
-        """Return True if α was calibrated with this way of choosing tokens, and no other setting lowers quality."""
+        """Return True if α was calibrated with the same `selector`, `budget_scope`, `drift` and `nearest_share`.
+
+        Returns False otherwise, and for every `config` with early termination or with a scope other than "anywhere",
+        which lower quality. Other settings, such as `config.alpha`, are ignored.
+        """
         plain = not config.early_termination and config.scope == "anywhere"
         return plain and (self.selector, self.budget_scope, self.drift, self.nearest_share) == (
             config.selector,
@@ -65,7 +69,19 @@ class Calibration:
 
 
 def save_calibration(store: Path, fingerprint: str, calibration: Calibration) -> None:
-    """Save the calibration of a model in place of an earlier one. Raises StoreError if the folder is not writable."""
+    """Save the calibration of a model in place of an earlier one; calibrations of other models stay.
+
+    Creates the folder if it is missing. A file that cannot be read or parsed is logged as a warning and replaced. Of
+    two processes that save at the same time, one may lose its result.
+
+    Args:
+        store: the folder that a user names as the store.
+        fingerprint: fingerprint of the model.
+        calibration: the result to save.
+
+    Raises:
+        StoreError: the folder cannot be created, or the file cannot be written.
+    """
     path = store / CALIBRATION_FILE
     content = json.dumps(_known(path) | {fingerprint: asdict(calibration)}, indent=1)
     try:
@@ -77,7 +93,15 @@ def save_calibration(store: Path, fingerprint: str, calibration: Calibration) ->
 
 
 def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
-    """Return the calibration of this model, or None. A damaged entry is logged as a warning and counts as missing."""
+    """Return the calibration of this model, or None if the store has no usable one.
+
+    Raises nothing: a file that cannot be read or parsed, and an entry that is damaged, is logged as a warning and gives
+    None. A missing file or folder, and JSON that is not an object, gives None without a warning.
+
+    Args:
+        store: the folder that a user names as the store.
+        fingerprint: fingerprint of the model.
+    """
     entry = _known(store / CALIBRATION_FILE).get(fingerprint)
     if entry is None:
         return None
@@ -96,7 +120,11 @@ def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
 
 
 def all_calibrations(store: Path) -> dict[str, Calibration]:
-    """Return fingerprint → calibration of each model; damaged entries are logged as warnings and left out."""
+    """Return fingerprint → calibration of each model in this store; {} if there are none.
+
+    Raises nothing: a damaged entry is logged as a warning and left out; a file that cannot be read or parsed is logged
+    and gives {}.
+    """
     calibrations = {
         name: load_calibration(store, name) for name in _known(store / CALIBRATION_FILE)
     }
@@ -110,7 +138,7 @@ def _known(path: Path) -> dict[str, dict[str, object]]:
         read = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         logger.warning("%s cannot be read (%s); run cachecraft calibrate again", path, error)
         return {}
     return read if isinstance(read, dict) else {}

@@ -24,9 +24,10 @@ class Candidate:
     """The beginning of a prompt whose chunks were reused and fixed; one pass over it captures all of them.
 
     segments  the instruction and the chunks up to the last fixed one
-    fixed     segment → tokens that a variant after this prefix would save per use
+    fixed     segment index → number of tokens that a variant after this prefix would save per use
     session   session that owns the private text in it; None if all text is public
-    first     found segments, and fixed passages in place of their neighbours, that may not be stored yet
+    first     indices of segments that may not be stored yet in any context: found segments, and the fixed passages
+              that stand in for their neighbours
     """
 
     segments: tuple[Segment, ...]
@@ -38,11 +39,17 @@ class Candidate:
     def of(
         cls, prompt: Prompt, plan: Plan, config: ReuseConfig, *, session: str | None
     ) -> Self | None:
-        """Return a candidate for the captures that a request would have made.
+        """Return a candidate whose captures would have spared this request its recomputed tokens.
 
         Returns None if no chunk was fixed, or if no later request could reuse the captures: a chunk after private text
         can be reused only within its session. So without a session, chunks after private text do not count. With a
         session, the candidate belongs to it if its segments include private text.
+
+        Args:
+            prompt: the prompt of the request.
+            plan: its plan, with one entry per segment of the prompt.
+            config: its settings of reuse; they say how many tokens each chunk recomputes.
+            session: its session, or None.
         """
         segments = prompt.segments
         fixed = {
@@ -62,11 +69,15 @@ class Candidate:
 
     @property
     def identity(self) -> _Path:
-        """Key shared by all requests with the same chunks in the same order."""
+        """Key (session, segment ids) shared by all requests with the same chunks in the same order."""
         return self.session, tuple(segment.segment_id for segment in self.segments)
 
     def paths(self) -> Iterator[tuple[_Path, int]]:
-        """Yield the captures to be made, and the tokens that each saves per use."""
+        """Yield each capture to be made with the number of tokens that it saves per use.
+
+        A capture is a pair of the session and the segment ids up to the one to be captured. Yields nothing if `fixed`
+        is empty.
+        """
         session, ids = self.identity
         for index, tokens in self.fixed.items():
             yield (session, ids[: index + 1]), tokens
@@ -83,7 +94,10 @@ def _spent(planned: SegmentPlan, config: ReuseConfig) -> int:
 
 
 class Candidates:
-    """Waiting candidates, at most `most`, and the tokens that each chunk after each prefix would have saved."""
+    """Waiting candidates, at most `most`, and the tokens that each chunk after each prefix would have saved.
+
+    Has no lock: one thread at a time may use it.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -94,14 +108,17 @@ class Candidates:
         return len(self._waiting)
 
     def value(self, candidate: Candidate) -> int:
-        """Return how many tokens its variants would have saved since they were first requested."""
+        """Return how many tokens the candidate's variants would have saved since they were first requested.
+
+        Returns 0 if none of them was requested with `add`.
+        """
         return sum(self._would_have_saved[path] for path, _ in candidate.paths())
 
     def add(self, candidate: Candidate) -> Candidate | None:
-        """Count a request for a candidate.
+        """Add a candidate that a request asked for, and count its tokens as saved once more.
 
-        If there are too many candidates, removes the least valuable one, which may be this one, and returns it; else
-        returns None.
+        A candidate with the same identity is merged with it, not kept twice. If more than `most` candidates wait then,
+        removes the least valuable one, which may be this one, and returns it; otherwise returns None.
         """
         known = self._waiting.pop(candidate.identity, None)
         self._would_have_saved.update(dict(candidate.paths()))
@@ -116,24 +133,29 @@ class Candidates:
         return least
 
     def best(self, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
-        """Return the most valuable of the candidates for which `among` is true (by default all).
+        """Return the most valuable of the candidates for which `among` returns True (by default all).
 
-        Of equally valuable ones it is the latest. It is not removed. Returns None if there is no such candidate.
+        Of equally valuable candidates, returns the latest. Does not remove it. Returns None if there is no such
+        candidate. Errors of `among` pass through.
         """
         latest_first = reversed(self._waiting.values())
         candidates = [candidate for candidate in latest_first if among is None or among(candidate)]
         return max(candidates, key=self.value, default=None)
 
     def remove(self, candidate: Candidate) -> None:
-        """Remove a candidate, if it is there, and the count of its captures unless another candidate has them too."""
-        self._waiting.pop(candidate.identity, None)
+        """Remove a candidate, and the count of each of its captures unless another candidate has that capture too.
+
+        The waiting candidate with the same identity is removed, with all captures that `add` merged into it. Raises
+        nothing if there is no such candidate.
+        """
+        waiting = self._waiting.pop(candidate.identity, candidate)
         wanted = {path for other in self._waiting.values() for path, _ in other.paths()}
-        for path, _ in candidate.paths():
+        for path, _ in waiting.paths():
             if path not in wanted:
                 del self._would_have_saved[path]
 
     def having(self, segment_ids: Set[str]) -> list[Candidate]:
-        """Return the candidates with one of these segments."""
+        """Return the candidates with at least one of these segments, earliest first; [] if there are none."""
         return [
             candidate
             for candidate in self._waiting.values()
@@ -141,7 +163,7 @@ class Candidates:
         ]
 
     def clear(self) -> int:
-        """Remove all; returns their number."""
+        """Remove all candidates and counts; return the number of candidates removed."""
         count = len(self._waiting)
         self._waiting.clear()
         self._would_have_saved.clear()

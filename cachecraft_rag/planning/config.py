@@ -63,7 +63,8 @@ class ReuseConfig:
                      its front is computed. "layerwise": compute nothing that is stored and load each layer before it
                      is used. "whole": load everything, then compute
 
-    Raises ConfigError for a value that is unknown or out of range.
+    Raises ConfigError for a value that is unknown, out of range or of a wrong type, and TypeError for the name of a
+    setting that does not exist.
     """
 
     reuse: bool = True
@@ -93,6 +94,10 @@ class ReuseConfig:
         Args:
             changes: settings with other values than published.
 
+        Raises:
+            ConfigError: a value is unknown, out of range or of a wrong type.
+            TypeError: there is no setting with this name.
+
         >>> config = ReuseConfig.paper(alpha=1.0)
         >>> config.selector, config.drift, config.early_termination, config.loading, config.alpha
         ('cache_craft', 0.0, True, 'cake', 1.0)
@@ -111,8 +116,8 @@ class ReuseConfig:
     def full_prefill(cls) -> Self:
         """Return settings that reuse nothing and capture nothing: the baseline to compare reuse with.
 
-        `ReuseConfig(reuse=False)` is no baseline. It captures the chunks of the prompt, and the same question then
-        reuses them exactly.
+        Do not use `ReuseConfig(reuse=False)` as a baseline. It captures the chunks of the prompt, and later requests
+        with reuse then reuse them exactly.
 
         >>> config = ReuseConfig.full_prefill()
         >>> config.reuse, config.capture
@@ -122,14 +127,18 @@ class ReuseConfig:
 
     @classmethod
     def deterministic(cls, **changes: object) -> Self:
-        """Return settings with which a request leaves the stored chunk-caches as they are and follows no clock.
+        """Return settings with which a request changes no stored chunk-cache and makes no decision by time.
 
-        Nothing is captured, and everything stored is loaded instead of being computed where that is faster. With
+        Nothing is captured, and every stored chunk-cache is loaded, also where computing would be faster. With
         `EngineConfig(new_variants="off")`, one request at a time and greedy sampling, the same question over the same
         primed store gives the same answer each time.
 
         Args:
-            changes: settings with other values.
+            changes: settings with other values. They may also undo the two above.
+
+        Raises:
+            ConfigError: a value is unknown, out of range or of a wrong type.
+            TypeError: there is no setting with this name.
 
         >>> config = ReuseConfig.deterministic(recompute_ratio=0.3)
         >>> config.capture, config.loading, config.recompute_ratio

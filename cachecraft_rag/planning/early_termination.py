@@ -14,7 +14,8 @@ from itertools import pairwise
 def focused_count(scores: Sequence[float]) -> int:
     """Return the number of focused chunks, at least 1, from the scores of the chunks in descending order `[chunks]`.
 
-    A score is the question's attention to a chunk, added up over layers, heads and rows.
+    A score is the question's attention to a chunk, added up over layers, heads and rows. Returns the number of all
+    chunks if there are two, or if all scores are equal; 1 without chunks.
 
     Lines 5–9 of Algorithm 1 to the letter: i* is the i in 1 … k-2 with the largest h(i+1) - h(i), which is -p·log p of
     gap i+1, and the top i* chunks are focused. That has two flaws: -p·log p is not monotonic, so a gap that holds
@@ -41,7 +42,9 @@ class FocusMonitor:
 
     Args:
         chunks: number of chunks in the prompt.
-        window: w of Algorithm 1, the number of consecutive layers that must agree.
+        window: w of Algorithm 1, the number of consecutive layers that must agree; at least 1.
+
+    `focused` holds the indices of the focused chunks and `layer` the layer that decided; both are None until then.
     """
 
     def __init__(self, chunks: int, *, window: int) -> None:
@@ -52,10 +55,11 @@ class FocusMonitor:
         self.layer: int | None = None
 
     def observe(self, layer: int, mass: Sequence[float]) -> bool:
-        """Add one layer's attention mass from the question to each chunk `[chunks]` (eq. 15).
+        """Add one layer's attention mass from the question to each chunk, `[chunks]` (eq. 15).
 
-        Returns True in the layer that decides, and False in all others. Then `focused` holds the chunks' indices and
-        `layer` this layer.
+        Returns True in the layer that decides, after it has set `focused` and `layer`. Returns False in all other
+        layers; those after the decision are ignored. Raises ValueError if `mass` does not have one value per chunk,
+        unless the decision was made before.
         """
         if self.focused is not None:
             return False

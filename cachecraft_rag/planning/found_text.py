@@ -56,7 +56,15 @@ class TokenKinds:
 
     @classmethod
     def of(cls, tokens: Iterable[str | None]) -> Self:
-        """Return the features of a vocabulary's tokens, listed by id, with SentencePiece or byte-level marks."""
+        """Return the features of a vocabulary's tokens.
+
+        Args:
+            tokens: the tokens in the order of their ids, written with SentencePiece's or byte-level marks for spaces
+                and line ends. None stands for an id without a token and counts as empty text.
+
+        Raises:
+            OverflowError: a token ends with more than 255 line ends.
+        """
         texts = [
             "\n" if token == "<0x0A>" else (token or "").translate(_SPACES) for token in tokens
         ]
@@ -74,7 +82,10 @@ class TokenKinds:
 def window_hashes(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return for each token a hash of it and the 15 tokens before it (fewer at the beginning): uint64 `[tokens]`.
 
-    Hashes are below 2**48.
+    Hashes are below 2**48. Returns an empty array for an empty one.
+
+    Args:
+        ids: token ids, int64 `[tokens]`.
     """
     mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_SPREAD)
     mixed ^= mixed >> np.uint64(31)
@@ -89,7 +100,18 @@ def window_hashes(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def find_segments(token_ids: Sequence[int], kinds: TokenKinds) -> list[range]:
-    """Return the segments of a text in order, each of `LEAST` to `MOST` tokens. Tokens between them are separators.
+    """Return the segments of a text as ranges of positions, in order, each of `LEAST` to `MOST` tokens.
+
+    They do not overlap. Tokens between them are separators or too few for a segment. Returns [] for a text of fewer
+    than `LEAST` tokens, and if no passage is long enough.
+
+    Args:
+        token_ids: the text.
+        kinds: features of the tokens of its vocabulary.
+
+    Raises:
+        IndexError: a token id is not in the vocabulary of `kinds`.
+        OverflowError: a token id is not below 2**63.
 
     >>> kinds = TokenKinds.of(["word", "\\n\\n"])
     >>> find_segments([0] * 5 + [1] + [0] * 80 + [1] + [0] * 70, kinds)
@@ -248,10 +270,13 @@ def marks(
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
     """Return the marks of a text: positions, int64 `[marks]`, ascending, and hashes, uint64 `[marks]`.
 
-    Of `width` neighbouring windows, the one with the least hash is a mark.
+    A window is 16 tokens in a row. Of each `width` neighbouring windows, the one with the lowest hash is a mark. The
+    position of a mark is that of its last token. This is winnowing (Schleimer et al., SIGMOD 2003): two texts with
+    `width + 15` equal tokens in a row share a mark. Both arrays are empty for a text of fewer tokens than that.
 
-    This is winnowing (Schleimer et al., SIGMOD 2003): two texts with `width + 15` equal tokens in a row share a mark.
-    The position of a mark is that of its last token. Shorter texts have no marks.
+    Raises:
+        ValueError: `width` is below 1.
+        OverflowError: a token id is not below 2**63.
     """
     hashes = window_hashes(np.asarray(token_ids, dtype=np.int64))[_WINDOW - 1 :]
     if len(hashes) < width:
@@ -262,7 +287,11 @@ def marks(
 
 
 def text_mark(token_ids: Sequence[int]) -> tuple[int, int] | None:
-    """Return the mark that identifies a captured text, and its position; None if the text is too short for a mark."""
+    """Return (hash, position) of the mark by which a captured text is recognised: the one with the lowest hash.
+
+    The hash is below 2**48; the position is that of the mark's last token. Returns None for a text of fewer than 31
+    tokens, which has no mark. Raises OverflowError if a token id is not below 2**63.
+    """
     places, hashes = marks(token_ids)
     if not len(places):
         return None

@@ -101,11 +101,19 @@ def make_plan(
     only.
 
     Args:
-        prompt: the segments. The last one, the question, is always computed.
-        stored: segment id → its stored variants, all of this model and namespace.
+        prompt: the segments. Segments of kind "question" are always computed.
+        stored: segment id → its stored variants, all of this model and namespace. A segment without an entry has none.
         config: settings of reuse.
-        lost: variant id → the reason why it could not be loaded when an earlier plan chose it.
+        lost: variant id → the reason why it could not be loaded when an earlier plan chose it. It is not chosen again.
         refused: segment id → the reason why a stored variant is not among `stored`.
+
+    Returns:
+        A plan with one `SegmentPlan` per segment, in prompt order. Each `recompute` is empty. A segment without a
+        usable variant is planned as "computed", with the reason. The plan is empty for a prompt without segments.
+
+    Raises:
+        ValueError: a variant has another number of values in `inter` than ids in its origin prefix. The store returns
+            no such variant.
     """
     segments = prompt.segments
     permuted_prefix = _set_prefix(prompt, stored, lost, config) if config.scope == "set" else {}
@@ -349,7 +357,7 @@ def with_selection(
     recomputed: Mapping[int, frozenset[int]] = MappingProxyType({}),
     excluded: Mapping[int, frozenset[int]] = MappingProxyType({}),
 ) -> Plan:
-    """Return the plan with the tokens to recompute.
+    """Return a copy of the plan with the tokens to recompute of each segment to fix; other segments are unchanged.
 
     The budget of a chunk is ⌈CFO · |C|⌉ tokens (§3.2.1), or ⌈r · |C|⌉ if a fixed ratio r is set. With
     `budget_scope="prompt"`, the default, the budgets are added and spent on the best tokens of all chunks, so a chunk
@@ -364,6 +372,16 @@ def with_selection(
             stored scores only.
         recomputed: segment index → offsets of tokens that are already recomputed; they stay selected.
         excluded: segment index → offsets of tokens that are computed for another reason and need no fixing.
+
+    Returns:
+        A new plan. In each segment with `to_fix`, `recompute` holds the chosen offsets, and reason and detail say how
+        many there are; for a segment marked `in_full` reason and detail stay. If no token is chosen, the reason is
+        `Reason.REUSED`.
+
+    Raises:
+        ValueError: the id of a chunk to fix does not begin with eight hexadecimal digits, which seed the selector
+            "random"; or the selector adds stored and probed scores, and those of a chunk differ in length.
+        IndexError: an offset in `recomputed` or `excluded` is beyond the end of its chunk.
     """
     facts: list[TokenFacts] = []
     budgets: list[int] = []
@@ -428,10 +446,16 @@ def with_not_loaded(
     """Return the plan for a segment after some of its tokens were computed instead of loaded.
 
     Args:
-        planned: the plan as it was made.
-        computed: offsets of the tokens that were computed.
+        planned: the segment's plan before loading.
+        computed: offsets of the tokens that were computed, each once.
         reason: the reason why they were computed.
         detail: more about the reason in words.
+
+    Returns:
+        `planned` itself if `computed` is empty or no variant was chosen. Otherwise a copy with this reason and detail,
+        which counts the tokens in `not_loaded` and no longer has them in `recompute`. If all tokens of the variant
+        were computed, the copy has the outcome "computed" and no variant, unless the reason is
+        `Reason.COMPUTED_LATE`: then first layers used stored values.
     """
     if not computed or planned.variant is None:
         return planned
@@ -443,7 +467,7 @@ def with_not_loaded(
 
 
 def exact_shares(plan: Plan, lengths: Sequence[int]) -> list[float]:
-    """Return for each segment the share of exact tokens in the context before it (1.0 for the first).
+    """Return for each segment the share of exact tokens in the context before it, in [0, 1] (1.0 for the first).
 
     A chunk computed after reused chunks inherits their error, which makes its capture inexact. In the share, exact
     segments count in full, reused ones not at all, and computed ones in proportion to the share of their own context.
@@ -453,6 +477,12 @@ def exact_shares(plan: Plan, lengths: Sequence[int]) -> list[float]:
     Args:
         plan: the plan of a prompt.
         lengths: number of tokens of each segment.
+
+    Returns:
+        One share per segment, in prompt order; [] for a plan without segments.
+
+    Raises:
+        ValueError: `lengths` has another number of entries than the plan has segments.
 
     >>> a, b, c = SegmentPlan("exact"), SegmentPlan("reused"), SegmentPlan("computed")
     >>> exact_shares(Plan((a, b, c, c)), [10, 30, 20, 5])  # 1, 10/10, 10/40, (10 + 20 · .25) / 60

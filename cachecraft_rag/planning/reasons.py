@@ -13,7 +13,8 @@ class Reason(StrEnum):
     and by `compute.resolve.executed_plan` afterwards (not_loaded, computed_faster, computed_late), which only names
     what `LoadSplit.next_piece` and `OverlappedPrefill` decided while chunk-caches were loaded.
     `serving.request.stats_of` sets those of chunks without a plan, and `vllm.records` prefix_cached. Settings named
-    here are those of `ReuseConfig`.
+    here are those of `ReuseConfig`. `Reason(code)` returns the reason with this code, and raises ValueError for an
+    unknown one.
 
     ""                reused, and no token was recomputed
     fixed             reused in another context with some tokens recomputed. `recompute_ratio`, or else `alpha`, sets
@@ -96,7 +97,10 @@ _DETAIL_ALONE = frozenset(
 
 
 def explain(reason: Reason, detail: str = "") -> str:
-    """Return the reason as a sentence, or the detail if that is more specific.
+    """Return the reason as a sentence, or `detail` in its place if there is one and the reason allows it.
+
+    Reasons that allow it are fixed, refused, lossy_codec, not_loaded, computed_late, too_long and left_to_server. For
+    the other reasons `detail` is ignored. `Reason.REUSED` gives "".
 
     >>> explain(Reason.NOT_LOADED, "file is missing")
     'file is missing'

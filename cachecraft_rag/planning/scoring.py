@@ -11,14 +11,19 @@ from collections.abc import Mapping, Sequence
 
 
 def prefix_overlap(inter: Sequence[float], old: Sequence[str], new: Mapping[str, int]) -> float:
-    """β, eq. 6: the share of a variant's inter attention that fell on chunks which stand before it again.
+    """Return β (eq. 6), in [0, 1]: of the attention to the origin prefix, the share on chunks of the new prefix.
 
     Args:
-        inter: eq. 3 towards each chunk of `old`, same order.
+        inter: attention (eq. 3) to each chunk of `old`, in the same order; 0 or more.
         old: chunk ids of the origin prefix.
-        new: chunk id → place, for the chunks that now stand before it.
+        new: chunk id → place, for the chunks before it in the current prompt.
 
-    The paper leaves 0/0 open (a chunk captured first): 1 if the new prefix is empty too, else 0.
+    Returns:
+        The share. The paper leaves 0/0 open. For a chunk captured without earlier chunks it is 1.0 if `new` is empty
+        too, otherwise 0.0. For a chunk that attended to no earlier chunk it is 1.0.
+
+    Raises:
+        ValueError: `inter` and `old` differ in length. This is not checked for the special values above.
 
     >>> prefix_overlap([3.0, 1.0], ["a", "b"], {"a": 0, "c": 1})  # 3 / 4
     0.75
@@ -36,8 +41,13 @@ def prefix_overlap(inter: Sequence[float], old: Sequence[str], new: Mapping[str,
 
 
 def order_penalty(old: Sequence[str], new: Mapping[str, int]) -> float:
-    """γ, eq. 7: normalised Kendall tau distance between the old and new order of the chunks they share; 0 for fewer
-    than two.
+    """Return γ (eq. 7), in [0, 1]: the normalised Kendall tau distance between the old and new order of shared chunks.
+
+    Returns 0.0 if the two prefixes share fewer than two chunks.
+
+    Args:
+        old: chunk ids of the origin prefix, in order.
+        new: chunk id → place, for the chunks before it in the current prompt.
 
     >>> order_penalty(["a", "b", "c"], {"c": 0, "b": 1, "a": 2}), order_penalty(["a", "b", "x"], {"b": 0, "a": 4})
     (1.0, 1.0)
@@ -55,7 +65,7 @@ def order_penalty(old: Sequence[str], new: Mapping[str, int]) -> float:
 
 
 def adjusted_overlap(beta: float, gamma: float) -> float:
-    """β′, eq. 8.
+    """Return β′ (eq. 8), β · (1 − γ); in [0, 1] if both are.
 
     >>> adjusted_overlap(0.8, 0.25)
     0.6000000000000001
@@ -66,15 +76,24 @@ def adjusted_overlap(beta: float, gamma: float) -> float:
 def context_impact(
     *, inter: Sequence[float], prefix_tokens: Sequence[int], intra: float, tokens: int
 ) -> float:
-    """CCI, eq. 9–11: how much of a chunk's attention went outside, per token pair, through a sigmoid; in [0.5, 1].
+    """Return CCI (eq. 9–11), in [0.5, 1]: the sigmoid of a chunk's attention to earlier chunks over that to itself.
+
+    Both are per pair of tokens. The ratio is never negative, so the sigmoid is at least 0.5. Take that into account
+    when you calibrate α (eq. 13).
 
     Args:
-        inter: eq. 3 towards each chunk that stood before, averaged over heads and layers (eq. 10).
-        prefix_tokens: the lengths of those chunks.
-        intra: eq. 4, averaged over heads and layers.
-        tokens: the chunk's own length.
+        inter: attention (eq. 3) to each earlier chunk, averaged over heads and layers (eq. 10).
+        prefix_tokens: number of tokens of each of these chunks, in the same order.
+        intra: attention within the chunk (eq. 4), averaged over heads and layers.
+        tokens: number of tokens of the chunk.
 
-    a/b is never negative, so the sigmoid never falls below 0.5: α has to be calibrated with that in mind (eq. 13).
+    Returns:
+        0.5 for a chunk without earlier chunks. If `intra` is 0, 1.0 if the chunk attended to an earlier chunk, else
+        0.5.
+
+    Raises:
+        ValueError: `inter` and `prefix_tokens` differ in length.
+        ZeroDivisionError: `tokens` or one of `prefix_tokens` is 0.
 
     >>> context_impact(inter=[2.0], prefix_tokens=[10], intra=5.0, tokens=10)  # a/b = 0.02 / 0.05
     0.598687660112452
@@ -91,7 +110,7 @@ def context_impact(
 
 
 def fix_overhead(*, alpha: float, cci: float, adjusted: float) -> float:
-    """CFO, eq. 12, clipped to [0, 1]: the share of a chunk's tokens to recompute; 1 = compute it afresh.
+    """Return CFO (eq. 12), clipped to [0, 1]: the share of a chunk's tokens to recompute; 1.0 = all of them.
 
     >>> fix_overhead(alpha=1.0, cci=0.6, adjusted=0.5), fix_overhead(alpha=3.0, cci=0.6, adjusted=0.0)
     (0.3, 1.0)

@@ -66,7 +66,11 @@ _FOLLOWS: dict[str | None, set[str]] = {
 
 
 def checked_chunks(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """Return a list of the chunks; raises ConfigError for anything but chunks, such as their texts alone."""
+    """Return a list of the chunks, in order; [] if there are none.
+
+    Raises ConfigError if `chunks` cannot be iterated or is a single text, or if an item is not a `Chunk`, for example a
+    text alone.
+    """
     found = listed("chunks", chunks)  # a generator gives its items only once
     if not all(isinstance(chunk, Chunk) and isinstance(chunk.text, str) for chunk in found):
         raise ConfigError("chunks must be Chunk objects: write Chunk(text)")
@@ -74,7 +78,10 @@ def checked_chunks(chunks: Iterable[Chunk]) -> list[Chunk]:
 
 
 def check_history(history: object) -> None:
-    """Raise ConfigError unless the history is a list of pairs of text."""
+    """Raise ConfigError unless the history is a list or tuple of pairs of text; an empty one is valid.
+
+    Roles and their order are not checked here; `PromptBuilder.build` checks them.
+    """
     check_kind(
         "history", history, (list, tuple), advice='write [("user", "…"), ("assistant", "…")]'
     )
@@ -131,7 +138,13 @@ class PromptBuilder:
         tools: tools that the model may call, see `tools`. The template writes them before the chunks, so they are part
             of the instruction: chunk-caches captured after other tools do not match.
 
-    Raises ConfigError for an instruction or tools that cannot be used.
+    Raises:
+        ConfigError: the instruction holds a mark that this package uses itself; a tool is invalid, see
+            `checked_tools`; a private instruction or its tools hold the model's control tokens; or the model's chat
+            template refuses a conversation, or drops, repeats or reorders its text.
+        TypeError: a private instruction holds half a surrogate pair, or the chat template's code raises it.
+        ValueError: the model has several chat templates and no default, or the template's code raises it. Other errors
+            of that code pass through as well, except jinja2's TemplateError, which becomes ConfigError.
     """
 
     def __init__(
@@ -181,20 +194,26 @@ class PromptBuilder:
 
     @cached_property
     def calls(self) -> CallFormat:
-        """Form in which the model writes calls of tools."""
+        """Form in which the model writes calls of tools, read from its chat template once.
+
+        It is `CallFormat()`, plain text, for a tokenizer without a chat template, and for a template that writes no
+        calls as JSON or fails at them. Errors of the template's code other than jinja2's TemplateError, TypeError and
+        ValueError pass through.
+        """
         if not getattr(self._tokenizer, "chat_template", None):
             return CallFormat()
         return format_of(partial(_rendered, self._tokenizer), self._tokenizer)
 
     @cached_property
     def stand_in(self) -> Segment:
-        """The segment of the passage `STAND_IN`."""
+        """The segment of the passage `STAND_IN`, of kind "chunk", tokenised once."""
         return self.chunk_segment(Chunk(STAND_IN))
 
     def chunk_segment(self, chunk: Chunk) -> Segment:
         """Return the chunk's segment, of kind "chunk" and shared: the tokens of its text and an empty line.
 
-        It may have any number of tokens; half a surrogate pair becomes "?".
+        It may be longer than the model's context. Raises nothing for any text: names of control tokens become ordinary
+        characters, and half a surrogate pair becomes "?".
         """
         text = chunk.text + "\n\n"
         ids = self._encode(text, special=False, before=_LINE_END, after=_WORD)
@@ -210,22 +229,35 @@ class PromptBuilder:
         recognise: Recognise | None = None,
         private: bool = False,
     ) -> Prompt:
-        """Lay out the prompt; `reserve` tokens are kept free for the answer.
+        """Return the prompt for a question: instruction, the chunks that fit, and one segment of history and question.
 
         The history follows the chunks: the first user turn holds the context and the first question. No private text
-        precedes a chunk, so every chunk-cache captured here may be shared.
+        precedes a chunk, so every chunk-cache captured here may be shared. If `recognise` finds text, found segments
+        and the text between them follow the instruction. `Prompt.room` is the number of tokens that the context has
+        for chunks.
 
         If the context is too small, the lowest-ranked chunks are dropped and named in `Prompt.trimmed`. A chunk that
         would not fit even alone is dropped at any rank, without affecting the others. Duplicates are kept once.
 
         Args:
-            recognise: finds captured texts in a prompt without chunks (`prompt.unmarked`); None: it is not searched.
+            question: the user's question. It may be empty if the history ends with a tool's result.
+            chunks: the chunks, best first.
+            history: earlier turns, pairs of role and text that `check_history` accepts.
+            reserve: number of tokens kept free for the answer.
+            recognise: finds captured texts in a prompt without chunks (`prompt.unmarked`). None leaves the prompt
+                unsearched.
             private: whether the segments found in unmarked text belong to one session.
 
         Raises:
-            ContextLengthError: system, question and the reserve alone do not fit.
-            ConfigError: the question is empty, and the history does not end with a tool's result; or the turns of the
-                history are in an order that it, or the model's chat template, does not allow.
+            ContextLengthError: instruction, history, question and `reserve` alone do not fit the model's context.
+            ConfigError: the question is empty, and the history does not end with a tool's result; the history has an
+                unknown role, a wrong order, or calls and results that do not match; a turn of calls is not JSON of
+                calls (see `calls_in`); or the model's chat template refuses the conversation, or drops, repeats or
+                reorders its text.
+            StoreError: raised by `recognise` if it searches a store that was closed. All errors of `recognise` pass
+                through.
+            TypeError, ValueError: the chat template's code raises it. Other errors of that code pass through as well,
+                except jinja2's TemplateError, which becomes ConfigError.
         """
         if not question.strip() and not (history and history[-1][0] == "result"):
             raise ConfigError("the question is empty; ask something")
@@ -293,7 +325,10 @@ class PromptBuilder:
 
     @cached_property
     def kinds(self) -> TokenKinds:
-        """Properties of each token that decide where text may be cut."""
+        """Features of each token of the vocabulary that decide where unmarked text is cut, computed once.
+
+        Raises OverflowError if a token ends with more than 255 line ends.
+        """
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         tokens: list[str | None] = [None] * (max(vocabulary.values()) + 1)
         for token, number in vocabulary.items():

@@ -12,8 +12,15 @@ def has_finite_instance(schema: object) -> bool:
     """Return False if every JSON value that fits the schema would be infinite.
 
     Only recursion through `$ref` can cause that. The finite references are found as a least fixpoint: at first none
-    counts as finite, and each round adds those that are finite given the round before. Keywords that are not known here
-    count as harmless.
+    counts as finite, and each round adds those that are finite given the round before. Keywords and values that are
+    not known here count as harmless, so True does not mean that the schema is valid.
+
+    Args:
+        schema: a parsed JSON schema.
+
+    Raises:
+        RecursionError: the schema is nested too deeply.
+        ValueError: a reference has a digit that `int` cannot read in place of a list's index, such as "²".
 
     >>> node = {"type": "object", "properties": {"next": {"$ref": "#"}}}
     >>> has_finite_instance(node), has_finite_instance(node | {"required": ["next"]})
@@ -62,7 +69,10 @@ class _Round:
             "object": self._is_finite_object(schema),
             "array": self._is_finite_array(schema),
         }
-        return any(name in _SCALARS or is_finite.get(name, True) for name in types)
+        return any(
+            not isinstance(name, str) or name in _SCALARS or is_finite.get(name, True)
+            for name in types
+        )
 
     def _is_finite_object(self, schema: Mapping[str, object]) -> bool:
         properties = schema.get("properties")
@@ -70,7 +80,10 @@ class _Round:
         finite = {name for name, part in properties.items() if self.is_finite(part)}
         others = self.is_finite(schema.get("additionalProperties", True))
         required = schema.get("required")
-        for name in required if isinstance(required, list) else []:
+        names = required if isinstance(required, list) else []
+        for name in names:
+            if not isinstance(name, str):
+                continue
             if name in properties and name not in finite:
                 return False
             if name not in properties and not others and "patternProperties" not in schema:

@@ -46,11 +46,11 @@ class NumberLimit:
 
     @property
     def is_reached(self) -> bool:
-        """True once a further digit would be too many."""
+        """True while a further digit would be too many: after 16 digits in a row, or 2 in an exponent."""
         return self._digits >= (_MAX_EXPONENT_DIGITS if self._in_exponent else _MAX_DIGITS)
 
     def take(self, text: bytes) -> None:
-        """Take further bytes of the answer."""
+        """Count the next bytes of the answer. Any bytes are accepted, parts of a character too."""
         for byte in text:
             if self._in_string:
                 if self._is_escaped:
@@ -87,10 +87,16 @@ class Constraint:
         self._numbers = NumberLimit()
 
     def mask(self, logits: Tensor) -> Tensor:
-        """Return `[vocabulary]` logits with -inf for tokens that the grammar does not allow next.
+        """Return a copy of the logits, `[vocabulary]`, with -inf for tokens that the grammar does not allow next.
 
-        Once the JSON is complete, only the tokens that end the text are allowed. Raises ConfigError if the JSON can
-        neither go on nor end.
+        Once the JSON is complete, only the tokens that end the text are allowed. After 16 digits of a number in a row
+        (2 in an exponent), no digit is allowed unless the schema requires one.
+
+        Args:
+            logits: the model's logits, `[vocabulary]`, on any device.
+
+        Raises:
+            ConfigError: the JSON can neither go on nor end, also because an earlier token was not allowed.
         """
         import torch
 
@@ -109,7 +115,12 @@ class Constraint:
         return masked
 
     def take(self, token: int) -> None:
-        """Advance the grammar by a token that was drawn. Raises ConfigError if the JSON cannot go on."""
+        """Advance the grammar by a token that was drawn.
+
+        Raises:
+            ConfigError: the token is not allowed, or the JSON can neither go on nor end after it.
+            OverflowError: the token id is negative, or not below 2**32.
+        """
         self._matcher.consume_token(token)
         self._numbers.take(self._vocabulary.decode_bytes([token]))
         self._require_progress()
@@ -127,6 +138,8 @@ class Constraint:
 class Constraints:
     """Makes constraints for one tokenizer. Thread-safe; the first one takes about half a second.
 
+    The tokenizer and llguidance are checked by `json`, not before.
+
     Args:
         tokenizer: a fast transformers tokenizer.
         vocabulary: width of the model's logits.
@@ -140,7 +153,16 @@ class Constraints:
         self._grammar = lru_cache(_KEPT_GRAMMARS)(self._compiled)
 
     def json(self, schema: str) -> Constraint:
-        """Return a new constraint to JSON of a schema. Raises ConfigError if no answer can be kept to the schema."""
+        """Return a new constraint, for one answer, to JSON of a schema. Grammars of the last 64 schemas are kept.
+
+        Args:
+            schema: the text of a JSON schema.
+
+        Raises:
+            ConfigError: llguidance is not installed; the tokenizer is a slow one; the schema is not valid JSON, is
+                nested too deeply, has no finite answer, or is one that llguidance does not support.
+            ValueError: llguidance cannot read the model's tokenizer, or there are no end tokens.
+        """
         grammar = self._grammar(schema)
         import llguidance
 
@@ -195,9 +217,9 @@ class Constraints:
 
 
 def asking_for(schema: str) -> str:
-    """Return the end of a question that asks for JSON of a schema.
+    """Return the end of a question that asks for JSON of a schema: a blank line and a sentence with the schema.
 
-    Constrained decoding alone would not tell the model what the fields mean.
+    The schema is not checked. Constrained decoding alone would not tell the model what the fields mean.
     """
     return f"\n\nAnswer in JSON of this schema: {schema}"
 

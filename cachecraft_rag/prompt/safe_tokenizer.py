@@ -54,7 +54,10 @@ class PlainTokenizer:
         self._backend.encode_special_tokens = True
 
     def ids(self, text: str) -> list[int]:
-        """Return the ids of `text`, with nothing added before or after."""
+        """Return the ids of `text`, with nothing added before or after and without control tokens; [] for "".
+
+        The text must be valid Unicode: for half a surrogate pair tokenizers raise an error, TypeError in most cases.
+        """
         if self._slow is not None:
             return self._slow_ids(text)
 

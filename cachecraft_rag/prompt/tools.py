@@ -22,7 +22,7 @@ _PROBE_RESULT = "cachecraft_result"
 
 
 class ToolCall(NamedTuple):
-    """A call that an answer makes; `arguments` is the text of a JSON object."""
+    """A call that an answer makes; `arguments` is the text of a JSON object, as Python's `json` reads and writes it."""
 
     name: str
     arguments: str
@@ -49,7 +49,11 @@ class CallFormat:
     native: bool = False
 
     def schema(self, tools: Sequence[Tool]) -> dict[str, object]:
-        """Return the JSON schema of an answer that calls one of these tools."""
+        """Return the JSON schema of an answer that calls one of these tools.
+
+        Without tools, no answer fits it. The tools must have passed `checked_tools`; otherwise raises KeyError for a
+        tool without a function or name.
+        """
         calls = []
         for tool in tools:
             function = tool["function"]
@@ -62,20 +66,34 @@ class CallFormat:
         return {"anyOf": calls}
 
     def instruction(self, tools: Sequence[Tool]) -> str:
-        """Return a description of the tools for a model whose template has no place for them."""
+        """Return a description of the tools as text for the instruction, for a chat template without tools.
+
+        The tools must have passed `checked_tools`; otherwise raises KeyError for a tool without a function, and
+        TypeError or ValueError for one that JSON cannot hold.
+        """
         lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         example = self.text("NAME", "{…}")
         return f"You may call these functions:\n{lines}\nTo call one, answer with nothing but\n{example}"
 
     def text(self, name: str, arguments: str) -> str:
-        """Return a call as plain text."""
+        """Return a call as plain text: `begin`, a line with the call's JSON, and `</tool_call>`.
+
+        Args:
+            name: name of the tool.
+            arguments: the text of a JSON object; it is inserted unchanged and not checked.
+        """
         name_part = json.dumps({self.name_key: name}).removesuffix("}")
         call = f"{name_part}, {json.dumps(self.arguments_key)}: {arguments}}}"
         return f"{self.begin}\n{call}\n</tool_call>"
 
 
 def checked_tools(tools: Iterable[Tool]) -> list[Tool]:
-    """Return the tools as a list. Raises ConfigError for an invalid tool."""
+    """Return the tools as a list, in order; [] if there are none.
+
+    Raises ConfigError if `tools` cannot be iterated or is a single text, if a tool is not a mapping with a function, if
+    its name is not 1 to 64 letters, digits, _, . and -, if its parameters are not a mapping with text keys, or if the
+    tools cannot be written as JSON.
+    """
     checked: list[Tool] = listed("tools", tools)
     for tool in checked:
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -94,10 +112,16 @@ def checked_tools(tools: Iterable[Tool]) -> list[Tool]:
 
 
 def format_of(render: Callable[..., str], tokenizer: Any) -> CallFormat:
-    """Return the form of calls in a chat template; plain text if the template writes no calls as JSON objects.
+    """Return the form of calls in a chat template, found by letting it write a call.
 
     Args:
-        render: renders messages; keyword argument `tools`.
+        render: renders a list of messages with the chat template; takes the keyword argument `tools`.
+        tokenizer: a transformers tokenizer. It tells which text before the JSON consists of special tokens.
+
+    Returns:
+        The form, with `native=True`. It is `CallFormat()`, plain text, if the template does not write tools, results,
+        and calls as JSON objects; or if `render` raises jinja2's TemplateError, TypeError or ValueError. Other errors
+        of `render` pass through.
     """
     from jinja2.exceptions import TemplateError
 
@@ -147,7 +171,8 @@ def format_of(render: Callable[..., str], tokenizer: Any) -> CallFormat:
 def calls_in(text: str) -> list[PastCall]:
     """Return the calls of a turn, in order, from its text: a JSON list of objects with a name and arguments.
 
-    Raises ConfigError for other text, and for a name that no tool can have.
+    Text after the list is ignored. Returns [] for an empty list. Raises ConfigError for text that does not begin with
+    such a list, and for a name that no tool can have; a damaged or too deeply nested list is such text.
 
     >>> calls_in('[{"name": "add", "arguments": {"a": 1}}]')
     [{'name': 'add', 'arguments': {'a': 1}}]
@@ -177,6 +202,8 @@ def call_message(name: str, arguments: Mapping[str, object], number: int) -> dic
     """Return a call in the form that templates take: a dict with id, type and function.
 
     Args:
+        name: name of the tool.
+        arguments: the arguments of the call; the dict holds a copy.
         number: place of the call in the conversation, from 0; its id is this number as nine digits.
     """
     function = {"name": name, "arguments": dict(arguments)}
@@ -198,9 +225,9 @@ class CallReader:
     """Separates an answer's text from its calls while it arrives.
 
     Args:
-        form: of calls.
-        names: of the tools; JSON that names others is text.
-        forced: the whole answer is one call.
+        form: the form in which the model writes calls.
+        names: names of the tools; JSON that names another tool is text.
+        forced: True if the whole answer is one call; `push` then returns "" for every piece.
     """
 
     def __init__(self, form: CallFormat, names: Iterable[str], *, forced: bool = False) -> None:
@@ -212,7 +239,11 @@ class CallReader:
         self._has_text = False
 
     def push(self, piece: str) -> str:
-        """Take a piece of the answer; returns the text that belongs to no call."""
+        """Take a piece of the answer; return the text that certainly belongs to no call, "" if there is no such text.
+
+        Holds back text that may be the beginning of a call, and everything after a call has begun; `finish` returns
+        that. Raises nothing for any text.
+        """
         self._held += piece
         if self._is_reading_call:
             return ""
@@ -247,16 +278,20 @@ class CallReader:
         return 0
 
     def finish(self) -> tuple[str, list[ToolCall]]:
-        """Return the text that is still held back (empty if it holds calls) and the calls."""
+        """Return the text that is still held back (empty if it holds calls) and the calls, in order.
+
+        Raises nothing: JSON that is damaged, incomplete or nested too deeply ends the search, and JSON that is no call
+        of one of the tools is skipped. Without a call, all held text is returned with [].
+        """
         text = self._held
         calls = []
         place = text.find("{")
         while place >= 0:
             try:
                 value, stop = json.JSONDecoder().raw_decode(text, place)
+                call = self._call(value)
             except (ValueError, RecursionError):
                 break
-            call = self._call(value)
             if call is not None:
                 calls.append(call)
             place = text.find("{", stop)

@@ -49,12 +49,24 @@ def segments_of(
     private: bool,
     repeated: bool = False,
 ) -> list[Segment] | None:
-    """Divide the prompt after its instruction into segments; None if nothing in it may be reused.
+    """Divide the prompt after its instruction into segments, or return None if no segment is found in it.
 
     Args:
-        pieces: in order; the last one that is searched ends the last message.
+        pieces: the pieces of the prompt in order. The last one that is searched ends the last message.
+        kinds: features of the tokens of the vocabulary, which decide where passages are cut.
+        recognise: finds captured texts in token ids, for example `recognise_captured`.
         private: whether the found segments belong to one session.
         repeated: whether a text that occurs several times is a segment each time, or the first time only.
+
+    Returns:
+        Found segments, of kind "chunk", and the text between and after them, of kind "question" and private, in the
+        order of the prompt; together they hold all tokens. None if fewer than 256 tokens are searched, or if no text is
+        found before the last 32 tokens of the last message.
+
+    Raises:
+        IndexError: a token id is not in the vocabulary of `kinds`.
+        StoreError: raised by `recognise` if it searches a store that was closed. All errors of `recognise` pass
+            through.
     """
     ids = [token for piece in pieces for token in piece.token_ids]
     regions = _searched_regions(pieces)
@@ -130,10 +142,20 @@ def _passage_name(tokens_digest: str) -> str:
 def recognise_captured(
     token_ids: Sequence[int], look_up: Callable[[dict[int, list[int]]], Iterable[MarkedText]]
 ) -> list[tuple[range, str]]:
-    """Find captured texts in these tokens, word for word; returns their places and chunk ids.
+    """Find captured texts in these tokens, word for word.
 
     Args:
-        look_up: takes marks with their places, and returns the captured texts that have one of the marks.
+        token_ids: the tokens to search.
+        look_up: takes mark → its places, and returns the captured texts that have one of the marks, for example
+            `ChunkCacheStore.marked_texts`.
+
+    Returns:
+        (range of positions, chunk id) of each occurrence, in no order; they may overlap. [] if there is no captured
+        text, or the text has fewer than 31 tokens. A damaged row of `look_up` is skipped without an error.
+
+    Raises:
+        StoreError: raised by `look_up` if the store was closed. All errors of `look_up` pass through.
+        OverflowError: a token id is not below 2**63.
     """
     places, hashes = marks(token_ids)
     repeats = Counter(hashes.tolist())
@@ -159,9 +181,10 @@ def recognise_captured(
 
 
 def session_of(prompt: Prompt, session: str | None) -> str | None:
-    """Return the request's session, or None without one.
+    """Return the session of a request: `session`, or without one a session named by the prompt's prefix.
 
-    A prompt with found segments and no session gets one named by its prefix.
+    The prefix ends with the last found segment, so equal prefixes get equal names. Returns None without a session for a
+    prompt without found segments.
     """
     if session is not None or not any(segment.found for segment in prompt.segments):
         return session
@@ -186,10 +209,12 @@ def candidates_of(
     """Return name → candidate to capture; the caller captures those whose names it has seen before.
 
     There is a candidate for each found segment without a chunk-cache, and one for the whole prompt unless all of its
-    found segments are exact; the dict is empty if nothing is left to capture. Candidates may be the beginning of
-    others, see `largest`.
+    found segments are exact. Returns {} if nothing is left to capture, for example without found segments. Candidates
+    may be the beginning of others, see `largest`. Names are digests of 32 hexadecimal digits.
 
     Args:
+        prompt: the prompt of the request.
+        plan: its plan, with one entry per segment of the prompt.
         session: session of the request, see `session_of`.
         scope: parts of the names that separate tenants and models, besides the session.
         stand_in: passages are captured after this fixed passage.
@@ -242,7 +267,11 @@ def candidates_of(
 
 
 def largest(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Drop candidates that are the beginning of another one: capturing the longer one captures both."""
+    """Return the candidates that are not the beginning of another one, longest first.
+
+    Capturing the longer candidate captures both. Only candidates of the same session are compared; of equal ones, the
+    first is returned. Returns [] if no candidates are given.
+    """
     kept: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda item: -len(item.segments)):
         session, ids = candidate.identity

@@ -61,7 +61,9 @@ def test_all_are_listed_but_for_the_damaged(tmp_path: Path) -> None:
     assert all_calibrations(tmp_path) == {"a": FOUND, "c": replace(FOUND, alpha=0.4)}
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"a": {"alpha": 1}}', '{"a": 3}', '{"a": null}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[" * 100_000, "[]", '{"a": {"alpha": 1}}', '{"a": 3}', '{"a": null}']
+)
 def test_what_is_damaged_is_as_if_it_were_not_there(tmp_path: Path, text: str) -> None:
     (tmp_path / CALIBRATION_FILE).write_text(text)
     assert load_calibration(tmp_path, "a") is None

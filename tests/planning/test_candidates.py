@@ -108,6 +108,18 @@ def test_a_beginning_that_prompts_share_counts_for_all_of_them() -> None:
     assert waiting.value(one) == 10
 
 
+def test_a_removed_candidate_takes_the_counts_of_later_requests_with_it() -> None:
+    waiting = Candidates(10)
+    first = candidate("a", "b", fixed={1: 3})
+    waiting.add(first)
+    waiting.add(candidate("a", "b", fixed={2: 4}))
+    merged = waiting.best()
+    assert merged is not None
+    assert merged == candidate("a", "b", fixed={1: 3, 2: 4})
+    waiting.remove(first)
+    assert (len(waiting), waiting.value(merged)) == (0, 0)
+
+
 def test_sessions_do_not_share() -> None:
     waiting = Candidates(10)
     for session in ("ada", "bob", None):

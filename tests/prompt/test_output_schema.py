@@ -96,7 +96,13 @@ def test_what_is_no_schema_is_refused(schema: Any) -> None:
 
 @pytest.mark.parametrize(
     "schema",
-    [{"type": "nonsense"}, {"properties": {"a": {"$ref": "#/no"}}}, {"not": {"type": "string"}}],
+    [
+        {"type": "nonsense"},
+        {"type": [["string"]]},
+        {"type": "object", "required": [["a"]]},
+        {"properties": {"a": {"$ref": "#/no"}}},
+        {"not": {"type": "string"}},
+    ],
 )
 def test_a_schema_that_cannot_be_kept_to_is_refused_at_once(
     tiny_decoder: Callable[..., Decoder], tmp_path: Path, schema: Any

@@ -317,3 +317,13 @@ def test_calls_are_found_however_the_answer_is_cut(
     rest, found = reader.finish()
     assert written + rest == text
     assert found == [ToolCall("add", one) for one in calls]
+
+
+def test_calls_that_are_nested_too_deeply_are_text() -> None:
+    """JSON that can just be read may be too deep to be written."""
+    for depth in range(800, 1010):
+        reader = CallReader(TAGGED, ["add"])
+        answer = '{"name": "add", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}"
+        assert reader.push(answer) == ""
+        text, calls = reader.finish()
+        assert text == ("" if calls else answer)
