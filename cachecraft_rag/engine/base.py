@@ -366,7 +366,9 @@ class AnswerEngine(ABC):
             RuntimeError: torch has no memory for the pass, or the model fails; over vLLM, the engine is closed.
             MemoryError: there is no memory for the keys and values.
             CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+            ForkError: this process is a fork of the one that made the engine.
         """
+        self._home.require()
         self.capabilities.require(Capability.CAPTURE)
         assert self._capturer is not None, "engines with this capability have one"
         self._capturer.capture(prompt, captures, primed=primed)
