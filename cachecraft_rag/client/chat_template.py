@@ -63,8 +63,8 @@ class ServedTokenizer:
             tools: tools that the template writes, in OpenAI's form; None: no tools.
 
         Raises:
-            ServerError: rendering takes more than 5 s of CPU time, 20 s in all or 1 GiB of memory, or its process
-                fails, for instance because the system allows it less memory.
+            ServerError: rendering takes more than 5 s of CPU time, 20 s in all or 1 GiB of memory (or less, if the
+                system allows less), or its process fails.
             TemplateError: of jinja2; the template refuses the messages, is invalid, or makes more than 4 million
                 characters. Every exception inside the template becomes one.
             ValueError: the tokenizer has no chat template.

@@ -19,14 +19,16 @@ MAX_TEXT = 4 << 20  # characters of the rendered prompt
 def limit_resources() -> None:
     """Limit CPU time and memory of this process; does nothing on Windows, which has no such limits.
 
-    Raises ValueError if the system refuses the limits, such as where its own hard limit is lower.
+    Lower limits of the system stay. Raises ValueError or OSError if the system refuses the limits.
     """
     try:
         import resource
     except ImportError:  # Windows: the caller's timeout remains
         return
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    for kind, most in ((resource.RLIMIT_CPU, MAX_SECONDS), (resource.RLIMIT_AS, MAX_MEMORY)):
+        _, hard = resource.getrlimit(kind)
+        limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (limit, limit))
 
 
 def render(template: str, variables: dict[str, object]) -> str:
@@ -82,8 +84,8 @@ def main() -> None:
     The input is a JSON object with "template" and "variables". Exceptions of the template, a prompt of more than 4
     million characters, and a missing "template" become the "error", and are not raised.
 
-    Raises ValueError or RecursionError if the input is not JSON, and ValueError if `limit_resources` fails. The system
-    ends the process if it takes too much CPU time.
+    Raises ValueError or RecursionError if the input is not JSON, ValueError or OSError if the system refuses the limits
+    of `limit_resources`. The system ends the process if it takes too much CPU time.
     """
     limit_resources()
     given = json.load(sys.stdin)
