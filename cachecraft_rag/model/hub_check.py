@@ -12,11 +12,11 @@ _TIMEOUT_S = 5.0
 
 
 def require_hub(names: Sequence[str]) -> None:
-    """Raise an error if the hub cannot be reached or has none of these models; one request per name, of 5 seconds.
+    """Raise an error if the hub cannot be reached or has none of these models; asks for each name, for 5 seconds each.
 
-    Returns None as soon as the hub has one of the models, and if it answers with another error, such as a login that is
-    required: the loader of the model can say more about that. In offline mode no request is made: the libraries then
-    fail at once.
+    Returns None as soon as the hub has one of the models, even if that requires a login, and if the hub answers with
+    another error: the loader of the model can say more about that. In offline mode no request is made: the libraries
+    then fail at once.
 
     Args:
         names: names on the hub that a model may have, at least one.
@@ -27,7 +27,7 @@ def require_hub(names: Sequence[str]) -> None:
         ValueError: the hub cannot have such a name.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     if constants.HF_HUB_OFFLINE:
         return
@@ -35,9 +35,11 @@ def require_hub(names: Sequence[str]) -> None:
         try:
             get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_TIMEOUT_S)
             return
+        except GatedRepoError:  # requires a login; a subclass of the next one
+            return
         except RepositoryNotFoundError as error:
             missing = error
-        except HfHubHTTPError:  # the model has no such file, or requires a login
+        except HfHubHTTPError:  # the model has no such file
             return
         except ValueError:  # not a valid name on the hub
             raise
