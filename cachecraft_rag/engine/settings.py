@@ -237,7 +237,7 @@ def _check(config: Callable[..., object], name: str, value: object) -> None:
 
 @cache
 def known_settings() -> dict[str, KnownKey]:
-    """Return every key with what is known about it, in the order of the help.
+    """Return a dict from every key to its `KnownKey`, in the order of the dataclasses.
 
     It is made once: all callers get the same dict, and must not change it.
     """
@@ -428,7 +428,7 @@ def _of_environment(
 
 
 def flag_of(key: str) -> str:
-    """Return the flag of a key, as its command spells it; the key is not checked.
+    """Return the flag of a key, such as "--disk-bytes". Raises nothing for an unknown key.
 
     >>> [flag_of(key) for key in ("disk_bytes", "reuse.drift", "remote.url", "remote.key_file")]
     ['--disk-bytes', '--drift', '--remote', '--remote-key-file']
