@@ -237,8 +237,9 @@ class Engine(AnswerEngine):
             StoreError: the store folder or its catalog cannot be used.
             ConfigError: an unknown option, a value out of range, a dtype or device that is not available, a quality
                 target that could not act, or a chat template that cannot be cut into segments.
-            RuntimeError: the device has no memory for the model, or its weights do not fit its config. Also other
-                exceptions of transformers and safetensors about damaged files.
+            RuntimeError: the device has no memory for the model, or its weights do not fit its config.
+            KeyError, TypeError, AttributeError, SafetensorError, StrictDataclassError: raised by the libraries of
+                Hugging Face for files of the model that are damaged.
         """
         check_text("model", model, empty=False)
         check_path("store", store)

@@ -211,8 +211,8 @@ class Decoder:
             UnsupportedModelError: the model has no raw keys to store; the message gives the reason.
             ConfigError: an unknown dtype, or a device that is not available.
             RuntimeError: the device has no memory for the model, or its weights do not fit its config.
-            KeyError, TypeError, AttributeError, SafetensorError: raised by transformers or safetensors for files of the
-                model that are damaged.
+            KeyError, TypeError, AttributeError, SafetensorError, StrictDataclassError: raised by the libraries of
+                Hugging Face for files of the model that are damaged.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -459,7 +459,8 @@ def chunk_bound_of(name: str) -> ModelTokens:
 
     Raises:
         ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing.
-        KeyError, TypeError, AttributeError: raised by transformers for a damaged tokenizer or config.
+        KeyError, TypeError, AttributeError, StrictDataclassError: raised by the libraries of Hugging Face for a damaged
+            tokenizer or config.
     """
     from transformers import AutoTokenizer
 
@@ -482,7 +483,8 @@ def config_of(name: str) -> PretrainedConfig:
     Raises:
         ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or the config is not valid
             JSON or names an unknown kind of model.
-        AttributeError, StrictDataclassError: raised by transformers for an invalid value in the config.
+        AttributeError, StrictDataclassError: raised by the libraries of Hugging Face for an invalid value in the
+            config.
     """
     from huggingface_hub import try_to_load_from_cache
     from transformers import AutoConfig

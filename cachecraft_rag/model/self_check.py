@@ -46,8 +46,9 @@ def load_checked(name: str, *, dtype: str = "auto", device: str = "auto") -> Dec
             too.
         ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing.
         ConfigError: an unknown dtype, or a device that is not available.
-        RuntimeError: the device has no memory for the model, or its weights do not fit its config. Also other
-            exceptions of transformers and safetensors about damaged files, see `Decoder.load`.
+        RuntimeError: the device has no memory for the model, or its weights do not fit its config.
+        KeyError, TypeError, AttributeError, SafetensorError, StrictDataclassError: raised by the libraries of Hugging
+            Face for files of the model that are damaged.
     """
     decoder = Decoder.load(name, dtype=dtype, device=device)
     try:

@@ -49,7 +49,8 @@ def layout_named(model: str, *, dtype: str = "auto") -> KVLayout:
             JSON or names an unknown kind of model.
         ConfigError: an unknown dtype.
         UnsupportedModelError: the config does not name layers or heads.
-        AttributeError, StrictDataclassError: raised by transformers for an invalid value in the config.
+        AttributeError, StrictDataclassError: raised by the libraries of Hugging Face for an invalid value in the
+            config.
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}")
