@@ -38,7 +38,7 @@ class ServedTokenizer:
         return getattr(self._tokenizer, name)
 
     def __call__(self, *arguments: object, **options: object) -> object:
-        """Tokenise as the tokenizer does."""
+        """Tokenise as the tokenizer does; its result and its exceptions pass unchanged."""
         return self._tokenizer(*arguments, **options)
 
     def __len__(self) -> int:
@@ -52,9 +52,24 @@ class ServedTokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
     ) -> str:
-        """Render messages as transformers does.
+        """Render messages as transformers does, in a separate process, and return the prompt's text.
 
-        Raises ServerError if rendering takes too long, and jinja2's TemplateError if the template refuses the messages.
+        The last 64 results are kept; equal arguments are not rendered again.
+
+        Args:
+            messages: turns such as {"role": "user", "content": "…"}; JSON values.
+            tokenize: must be False.
+            add_generation_prompt: end the text with the beginning of an answer.
+            tools: tools that the template writes, in OpenAI's form; None: no tools.
+
+        Raises:
+            ServerError: rendering takes more than 5 s of CPU time, 20 s in all or 1 GiB of memory (or less, if the
+                system allows less), or its process fails.
+            TemplateError: of jinja2; the template refuses the messages, is invalid, or makes more than 4 million
+                characters. Every exception inside the template becomes one.
+            ValueError: the tokenizer has no chat template.
+            TypeError: messages or tools are not JSON values.
+            OSError: no process can be started.
         """
         assert not tokenize, "the prompt builder tokenises segments separately"
         variables = {

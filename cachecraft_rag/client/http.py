@@ -103,10 +103,17 @@ class HTTPEngine(AnswerEngine):
             timeout_s: longest silence of the server.
             total_timeout_s: longest time of a whole answer; None = no limit. Priming has none.
 
+        Returns:
+            The engine; close it. The connection of each request is separate, and none stays open between them.
+
         Raises:
-            ServerError: no server answers, or another kind of server, or its reply is malformed.
-            ConfigError: an argument is out of range, the URL is invalid, or no HTTP header can hold a key.
-            OSError: the server's tokenizer cannot be written to a temporary folder.
+            ServerError: no server answers in time, or another kind or version of server, or one that serves another
+                model or asks for a key; or a reply is malformed, or its chat template cannot be used.
+            ConfigError: an argument has a wrong type or is out of range, the URL is invalid, no HTTP header can hold a
+                key, or the server answers with status 400 (ContextLengthError if its message names a context).
+            OSError: the server's tokenizer cannot be written to a temporary folder, or the certificates that
+                SSL_CERT_FILE names cannot be read.
+            ValueError, ImportError: httpx cannot use the proxy that HTTP_PROXY or a similar variable names.
         """
         check_text("url", url, empty=False)
         for name, text in {
@@ -145,28 +152,40 @@ class HTTPEngine(AnswerEngine):
         return engine
 
     def primer(self, *, related: Related | None = None) -> DocumentPrimer:
-        """Return the `ServerPrimer` of this engine."""
+        """Return the `ServerPrimer` of this engine; nothing is sent yet.
+
+        Args:
+            related: returns the chunks of other documents that a chunk is likely to be retrieved with, best first; a
+                document of one chunk is captured after them. None: the server captures it after a fixed passage.
+        """
         return ServerPrimer(self, self._link, related=related)
 
     def disk_space(self) -> DiskSpace:
-        """Return the space of the server's store, in bytes.
+        """Return the space of the server's store, in bytes, and its codec.
 
-        Raises ServerError if the server does not answer, asks for a key, or its reply is malformed.
+        Raises ServerError if the server does not answer in time, asks for a key, or its reply is malformed; ConfigError
+        if it refuses the request with status 400, such as when it cannot read its store.
         """
         reply = self._link.call(_PRIME, {"documents": [], "estimate": True})
         with checked_reply(self._link.url, "the size of its store"):
             return replies.disk_space(reply)
 
     def close(self) -> None:
-        """Close the connection; answers under way fail with ServerError. A second call does nothing."""
+        """Close the connection; answers under way fail with ServerError. A second call does nothing.
+
+        Does nothing in a fork of the process. Raises nothing.
+        """
         if self._home.here:
             self._link.close()
 
     def audit_of(self, request_id: str) -> Audit | None:
         """Return the audit of an answer, by the `request_id` of its statistics.
 
-        None if the server audits nothing (`cachecraft serve --audit`), not yet, or if the answer is not one of the last
-        1,000 of this engine. Raises ServerError if the server does not answer, or its reply is malformed.
+        Returns None if the server audits nothing (`cachecraft serve --audit`), not yet, or if the answer is not one of
+        the last 1,000 of this engine.
+
+        Raises ServerError if the server does not answer in time, asks for a key, or its reply is malformed; ConfigError
+        or ContextLengthError if it refuses the request with status 400.
         """
         asked = self._answered.get(request_id)
         if asked is None:
@@ -281,10 +300,22 @@ class ServerPrimer:
     def prime(
         self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = lambda _count: None
     ) -> int:
-        """See `Primer.prime`; `captured` is called once a request.
+        """Capture one document's chunks in order, in the server; return the number of captures, stored by then.
 
-        Raises ServerError if the server does not answer in time or fails; ConfigError if it refuses a text,
-        ContextLengthError if one is too long for the model. What was captured before stays.
+        Chunks that are stored after the same neighbours are skipped: without new captures, 0 is returned. If a request
+        fails, the captures of earlier requests stay.
+
+        Args:
+            chunks: the chunks of one document, in its order.
+            captured: called after each request with the number of its captures.
+
+        Raises:
+            ServerError: the server does not answer, asks for a key or fails, its reply is malformed, or the engine is
+                closed. There is no time limit while the server computes.
+            ConfigError: the server refuses a text, or cannot use its store.
+            ContextLengthError: a chunk is too long for the model.
+
+        Exceptions of `captured` and of the primer's `related` pass.
         """
         total = 0
         for part in request_sized(chunks):
@@ -296,10 +327,15 @@ class ServerPrimer:
         return total
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
-        """Return the ids of the variants that `prime` would capture now, with their numbers of tokens.
+        """Return variant id → number of tokens of the variants that `prime` would capture now; maybe empty.
 
-        Raises ServerError if the server does not answer in time or fails, ConfigError if it refuses a text,
-        ContextLengthError if one is too long for the model.
+        Raises:
+            ServerError: the server does not answer in time, asks for a key or fails, its reply is malformed, or the
+                engine is closed.
+            ConfigError: the server refuses a text, or cannot use its store.
+            ContextLengthError: a chunk is too long for the model.
+
+        Exceptions of the primer's `related` pass.
         """
         missing: dict[str, int] = {}
         for part in request_sized(chunks):
@@ -309,7 +345,10 @@ class ServerPrimer:
         return missing
 
     def fits(self, chunk: Chunk) -> bool:
-        """Return True if a pass has room for the chunk after the instruction; nothing is sent."""
+        """Return True if a pass has room for the chunk after the instruction, otherwise it cannot be primed.
+
+        The server's tokenizer counts here; nothing is sent, so nothing is raised for a server that fails.
+        """
         return Primer(self.engine).fits(chunk)
 
     def _body(self, chunks: Sequence[Chunk]) -> dict[str, object]:
@@ -329,12 +368,13 @@ class ServerCaches(Caches):
     def evict(self, chosen: RowFilter | None = None) -> Evicted:
         """Remove the chunk-caches of `chosen.chunk_ids`; return their number, and their bytes on the server's disk.
 
-        An empty list of ids removes nothing, and the server is not asked.
+        An empty list of ids removes nothing, and the server is not asked. Ids that are not stored count as 0.
 
         Raises:
-            UnsupportedCallError: None, or a filter by anything but chunk ids.
-            ServerError: no server answers, it asks for a key, or its reply is malformed.
-            ConfigError: the server refuses the ids.
+            UnsupportedCallError: `chosen` is missing (None), or filters by anything but chunk ids.
+            ServerError: the server does not answer in time, asks for an admin key, or its reply is malformed; or the
+                engine is closed.
+            ConfigError: the server refuses the ids, or cannot use its store.
         """
         if (
             chosen is None
@@ -350,7 +390,10 @@ class ServerCaches(Caches):
 
 
 def request_sized(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
-    """Divide chunks into parts that the server takes in one request to prime.
+    """Divide chunks, in order, into parts that the server takes in one request to prime: yield each as a list.
+
+    A part has at most `MOST_DOCUMENTS` chunks with together at most `MOST_PRIMED` characters, or one longer chunk.
+    Yields nothing without chunks.
 
     >>> [len(part) for part in request_sized([Chunk("a")] * (MOST_DOCUMENTS + 1))]
     [1000, 1]

@@ -92,7 +92,9 @@ class Link:
         timeout_s: longest silence of the server.
         total_timeout_s: longest time of a request with its reply; None = no limit.
 
-    Raises ConfigError for an invalid URL, and for a key that no header can hold.
+    Raises ConfigError for an invalid URL, and for a key that no header can hold. The environment can raise more:
+    OSError if the certificates that SSL_CERT_FILE names cannot be read, ValueError or ImportError if httpx cannot use
+    the proxy that HTTP_PROXY or a similar variable names.
     """
 
     def __init__(
@@ -130,13 +132,14 @@ class Link:
             ) from error
 
     def close(self) -> None:
-        """Close the connections; requests under way fail."""
+        """Close the connections; requests under way fail with ServerError. A second call does nothing."""
         self._client.close()
 
     def facts(self) -> Mapping[str, object]:
-        """Return facts about the server, as it sent them.
+        """Return facts about the server, as it sent them: JSON values, for `ServerFacts.of`.
 
-        Raises ServerError if it does not answer, is another kind of server, or speaks another version's protocol.
+        Raises ServerError if it does not answer in time, asks for a key, is another kind of server, or speaks another
+        version's protocol; ConfigError or ContextLengthError if it answers with status 400.
         """
         facts = self.call("/v1/cachecraft")
         if not isinstance(facts, dict) or "protocol" not in facts:
@@ -150,9 +153,10 @@ class Link:
         return facts
 
     def tokenizer(self) -> object:
-        """Return the reply with the files of the server's tokenizer, as JSON values.
+        """Return the reply with the files of the server's tokenizer, as JSON values; for `replies.served_model`.
 
-        Raises ServerError if the server does not answer, or not with JSON.
+        Raises ServerError if the server does not answer in time, asks for a key or fails, or sends more than 64 MiB or
+        no JSON; ConfigError or ContextLengthError if it answers with status 400.
         """
         return self.call("/v1/cachecraft/tokenizer", limit=_MAX_TOKENIZER)
 
@@ -167,12 +171,23 @@ class Link:
     ) -> object:
         """Send a request, with a JSON body if there is one, and return the JSON reply.
 
-        Raises ServerError if the server does not answer in time, asks for a key, fails, or sends too much or no JSON;
-        ConfigError for a refused body, ContextLengthError if it is too long for the model.
-
         Args:
+            path: path of the URL, such as "/v1/cachecraft".
+            body: sent with POST; None: the request is a GET.
+            headers: further headers; ASCII text.
             patient: wait without limit, because the server computes for long.
-            limit: most bytes of the reply; None = the limit of ordinary replies.
+            limit: most bytes of the reply; None = the limit of ordinary replies, 8 MiB.
+
+        Returns:
+            The reply as Python's values of JSON; the caller checks its form, see `replies`.
+
+        Raises:
+            ServerError: the server does not answer in time, asks for a key, fails, or sends too much, a compressed
+                reply or no JSON; or the link is closed.
+            ConfigError: the server answers with status 400: it refuses the body, or cannot use its store.
+            ContextLengthError: the same, with a message about the model's context.
+            TypeError, ValueError: the body is not JSON (half a surrogate pair, NaN), or a header is not ASCII text; a
+                mistake of the caller.
         """
         with self._replied(path, body, headers=headers, patient=patient) as reply:
             most = _MAX_REPLY if limit is None else limit
@@ -183,9 +198,14 @@ class Link:
             raise ServerError(self._not_ours()) from error
 
     def report(self, name: str, *, headers: Mapping[str, str]) -> Mapping[str, object]:
-        """Return the report of a request; empty if the server has none, fails or sends nonsense.
+        """Return the report of a request, see `replies.report_of`; empty if the server has none or fails.
 
-        Raises nothing: a failure is logged, because the answer itself is complete.
+        Raises nothing for a server that does not answer, refuses the request or sends a malformed report: that is
+        logged as a warning, because the answer itself is complete.
+
+        Args:
+            name: the id of the request in the server.
+            headers: the headers that the request was sent with.
         """
         try:
             reply = self.call(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=headers)
@@ -200,8 +220,12 @@ class Link:
     def audit(self, name: str, *, headers: Mapping[str, str]) -> Audit | None:
         """Return the audit of a request's answer; None if the server has none, or not yet.
 
-        Raises ServerError if the server does not answer in time, fails, or sends a reply that does not hold an audit;
-        ConfigError or ContextLengthError if it refuses the request, see `call`.
+        Args:
+            name: the id of the request in the server.
+            headers: the headers that the request was sent with.
+
+        Raises ServerError if the server does not answer in time, asks for a key, fails, or sends a malformed audit, and
+        if the link is closed; ConfigError or ContextLengthError if it refuses the request with status 400.
         """
         reply = self.call(f"/v1/cachecraft/requests/{quote(name, safe='')}", headers=headers)
         with checked_reply(self.url, "an audit"):
@@ -213,9 +237,20 @@ class Link:
     ) -> Generator[Mapping[str, object]]:
         """Yield the events of a streamed chat completion, as JSON objects, up to its end.
 
-        Raises ServerError if the server does not answer in time, asks for a key or fails, for an event that is an error
-        or no JSON object, and for an early end; ConfigError if it refuses the body, ContextLengthError if the prompt is
-        too long for the model.
+        The request is sent when the first event is asked for; closing the generator ends it. All errors are raised by
+        an event.
+
+        Args:
+            body: body of the chat request, as JSON values.
+            headers: further headers; ASCII text.
+
+        Raises:
+            ServerError: the server does not answer in time, asks for a key or fails; an event is an error, is not a
+                JSON object or is too long; the answer ends early; or the link is closed.
+            ConfigError: the server answers with status 400: it refuses the body, or cannot use its store.
+            ContextLengthError: the prompt is too long for the model.
+            TypeError, ValueError: the body is not JSON (half a surrogate pair, NaN), or a header is not ASCII text; a
+                mistake of the caller.
         """
         with self._replied("/v1/chat/completions", body, headers=headers) as reply:
             for line in _lines(reply):
@@ -317,7 +352,11 @@ class Link:
 
 
 def check_header(name: str, value: str) -> None:
-    """Raise ConfigError for text that an HTTP header cannot hold. The message does not show it: it may be a secret."""
+    """Raise ConfigError for text that an HTTP header cannot hold; return None for other text.
+
+    It must be printable ASCII without spaces at its ends; "" is allowed. The message names the header and does not show
+    the text: it may be a secret.
+    """
     if not (value.isascii() and value.isprintable() and value == value.strip()):
         raise ConfigError(
             f"{name} travels in an HTTP header: it must be printable ASCII text, without spaces at its ends"

@@ -31,7 +31,9 @@ _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
 
 
 def printable(text: object) -> str:
-    r"""Return a server's text without terminal codes, and not too long.
+    r"""Return a server's text, on one line, without terminal codes: at most 300 characters and an ellipsis.
+
+    Other values than text are converted with `str`.
 
     >>> printable("red \x1b[31malert\x1b[0m\r\x07")
     'red alert'
@@ -43,7 +45,15 @@ def printable(text: object) -> str:
 
 @contextmanager
 def checked_reply(url: str, name: str) -> Iterator[None]:
-    """Turn errors of reading a malformed reply into a ServerError that names the reply."""
+    """Turn errors of reading a malformed reply into a ServerError that names the reply; yields None.
+
+    Those are LookupError, TypeError, ValueError (ConfigError and UnicodeError are such), AttributeError,
+    ArithmeticError and RecursionError of the block. Other exceptions pass unchanged, such as OSError or ServerError.
+
+    Args:
+        url: the server's URL, for the message.
+        name: what the server sent, for the message, such as "an audit".
+    """
     try:
         yield
     except (
@@ -63,7 +73,11 @@ def checked_reply(url: str, name: str) -> Iterator[None]:
 
 
 def parsed_json(content: bytes | str) -> object:
-    """Parse JSON; raises ValueError, also for NaN and infinities."""
+    """Parse JSON; return Python's value of it: dict, list, str, int, float, bool or None.
+
+    Raises ValueError for text that is not JSON or not valid Unicode, and for NaN and infinities; RecursionError for
+    JSON that is nested too deeply.
+    """
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
@@ -73,21 +87,24 @@ def parsed_json(content: bytes | str) -> object:
 
 
 def mapping_of(value: object) -> Mapping[str, Any]:
-    """Return a JSON object. Raises TypeError for any other value."""
+    """Return a JSON object, unchanged. Raises TypeError for any other value, None too."""
     if not isinstance(value, dict):
         raise TypeError(f"an object was expected, not {type(value).__name__}")
     return value
 
 
 def list_of(value: object) -> list[object]:
-    """Return a JSON list. Raises TypeError for any other value."""
+    """Return a JSON list, unchanged. Raises TypeError for any other value, None too."""
     if not isinstance(value, list):
         raise TypeError(f"a list was expected, not {type(value).__name__}")
     return value
 
 
 def text_of(value: object) -> str:
-    """Return a JSON text. Raises TypeError for any other value, and ValueError for text that is not valid Unicode."""
+    """Return a JSON text, unchanged; "" is allowed.
+
+    Raises TypeError for any other value, and ValueError for text that is not valid Unicode (half a surrogate pair).
+    """
     if not isinstance(value, str):
         raise TypeError(f"a text was expected, not {type(value).__name__}")
     value.encode()
@@ -95,7 +112,15 @@ def text_of(value: object) -> str:
 
 
 def whole_of(value: object, *, least: int = 0, most: int = _MAX_WHOLE) -> int:
-    """Return a whole number. Raises TypeError for any other value, and ValueError for a number out of the range."""
+    """Return a whole number, unchanged.
+
+    Args:
+        value: the value.
+        least: the smallest number that is allowed.
+        most: the largest one; by default 2**53, up to which every JSON reader keeps whole numbers.
+
+    Raises TypeError for any other value, True and 1.0 too, and ValueError for a number out of the range.
+    """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"a whole number was expected, not {type(value).__name__}")
     if not least <= value <= most:
@@ -104,7 +129,7 @@ def whole_of(value: object, *, least: int = 0, most: int = _MAX_WHOLE) -> int:
 
 
 def dtype_of(value: object) -> DTypeName:
-    """Return the name of a dtype. Raises ValueError for any other value."""
+    """Return the name of a dtype: "float32", "bfloat16" or "float16". Raises ValueError for any other value."""
     for name in get_args(DTypeName):
         if value == name:
             return cast(DTypeName, name)
@@ -112,7 +137,10 @@ def dtype_of(value: object) -> DTypeName:
 
 
 def seconds_of(value: object) -> float:
-    """Return a time in seconds. Raises TypeError for no number, and ValueError for less than 0 or more than 1e9."""
+    """Return a time in seconds, as a float.
+
+    Raises TypeError for a value that is not a number, and ValueError for NaN, less than 0 or more than 1e9.
+    """
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"a number was expected, not {type(value).__name__}")
     if not 0.0 <= value <= 1e9:
@@ -140,7 +168,11 @@ class ServerFacts:
 
     @classmethod
     def of(cls, reply: Mapping[str, object]) -> ServerFacts:
-        """Return the facts in a reply. For use within `checked_reply`: raises LookupError, TypeError or ValueError."""
+        """Return the facts in a reply of `Link.facts`; for use within `checked_reply`, which makes errors ServerErrors.
+
+        Raises KeyError if a field is missing, TypeError for a value of a wrong type or an unknown setting of reuse, and
+        ValueError (also ConfigError) for a value out of range.
+        """
         layout = mapping_of(reply["layout"])
         header = None if reply["session_header"] is None else text_of(reply["session_header"])
         if header is not None and not _HEADER.fullmatch(header):
@@ -168,7 +200,16 @@ class ServerFacts:
 def served_model(facts: ServerFacts, reply: object) -> ServedModel:
     """Return the model with the tokenizer that the server sent; for use within `checked_reply`.
 
-    Raises ServerError for a tokenizer that cannot be read, OSError if it cannot be written to a temporary folder.
+    The tokenizer's files are in a temporary folder meanwhile; unknown files are ignored, and no code in them runs.
+
+    Args:
+        facts: facts about the server and its model.
+        reply: the reply of `Link.tokenizer`.
+
+    Raises:
+        ServerError: the tokenizer cannot be read.
+        OSError: it cannot be written to a temporary folder.
+        KeyError, TypeError, ValueError: the reply is malformed: it has no "files", or they are not texts.
     """
     from transformers import AutoTokenizer
 
@@ -196,9 +237,9 @@ def served_model(facts: ServerFacts, reply: object) -> ServedModel:
 
 
 def disk_space(reply: object) -> DiskSpace:
-    """Return the space of the server's store, in bytes. Raises LookupError, TypeError or ValueError.
+    """Return the space of the server's store, in bytes, and its codec; for use within `checked_reply`.
 
-    They mean a malformed reply, see `checked_reply`.
+    Raises KeyError if the reply lacks a field, TypeError for a value of a wrong type, ValueError for one out of range.
     """
     disk = mapping_of(mapping_of(reply)["disk"])
     return DiskSpace(
@@ -210,18 +251,18 @@ def disk_space(reply: object) -> DiskSpace:
 
 
 def missing_variants(reply: object) -> dict[str, int]:
-    """Return ids of variants with their numbers of tokens. Raises LookupError, TypeError or ValueError.
+    """Return ids of variants with their numbers of tokens; maybe empty. For use within `checked_reply`.
 
-    They mean a malformed reply, see `checked_reply`.
+    Raises KeyError if the reply lacks them, TypeError for a value of a wrong type, ValueError for one out of range.
     """
     missing = mapping_of(mapping_of(reply)["missing"])
     return {text_of(name): whole_of(tokens) for name, tokens in missing.items()}
 
 
 def evicted(reply: object) -> Evicted:
-    """Return the number and the bytes of evicted chunk-caches. Raises LookupError, TypeError or ValueError.
+    """Return the number of evicted chunk-caches and their bytes on disk; for use within `checked_reply`.
 
-    They mean a malformed reply, see `checked_reply`.
+    Raises KeyError if the reply lacks one, TypeError for a value of a wrong type, ValueError for one out of range.
     """
     counts = mapping_of(reply)
     return Evicted(
@@ -232,7 +273,7 @@ def evicted(reply: object) -> Evicted:
 def new_tokens(event: Mapping[str, object]) -> list[int]:
     """Return the new token ids of an event of a streamed answer, in order; empty if it has none.
 
-    Raises TypeError or ValueError for a malformed event, see `checked_reply`.
+    For use within `checked_reply`. Raises TypeError for a value of a wrong type, ValueError for an id out of range.
     """
     tokens: list[int] = []
     for choice in list_of(event.get("choices") or []):
@@ -244,8 +285,8 @@ def new_tokens(event: Mapping[str, object]) -> list[int]:
 def report_of(reply: object) -> Mapping[str, object]:
     """Return the report of a request; empty if the server has none.
 
-    Of a request that was computed without chunk-caches it only has `refused`, the reason. Raises TypeError or
-    ValueError for a malformed report, see `checked_reply`.
+    Of a request that was computed without chunk-caches it only has `refused`, the reason. For use within
+    `checked_reply`: raises TypeError for a value of a wrong type, and ValueError for a number out of range.
     """
     record = mapping_of(reply)
     if record.get("refused"):

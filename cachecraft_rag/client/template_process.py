@@ -17,20 +17,34 @@ MAX_TEXT = 4 << 20  # characters of the rendered prompt
 
 
 def limit_resources() -> None:
-    """Limit CPU time and memory of this process, if the system can."""
+    """Limit CPU time and memory of this process; does nothing on Windows, which has no such limits.
+
+    Lower limits of the system stay. Raises ValueError or OSError if the system refuses the limits.
+    """
     try:
         import resource
     except ImportError:  # Windows: the caller's timeout remains
         return
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    for kind, most in ((resource.RLIMIT_CPU, MAX_SECONDS), (resource.RLIMIT_AS, MAX_MEMORY)):
+        _, hard = resource.getrlimit(kind)
+        limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (limit, limit))
 
 
 def render(template: str, variables: dict[str, object]) -> str:
-    """Render a chat template as transformers does.
+    """Render a chat template as transformers does; return the text of the prompt.
 
-    Raises jinja2.TemplateError for an invalid template, an undefined variable and what the template itself refuses;
-    any other exception of an expression in it, such as TypeError, passes unchanged.
+    The template runs in jinja2's sandbox, but in this process: without `limit_resources` it may run for ever.
+
+    Args:
+        template: the template; untrusted.
+        variables: its variables by name, such as "messages"; JSON values.
+
+    Raises:
+        jinja2.TemplateError: an invalid template, a forbidden or failed use of an undefined variable, or a refusal by
+            the template itself (`raise_exception`).
+        Exception: any other exception of an expression in the template passes unchanged, such as TypeError,
+            OverflowError or MemoryError.
     """
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
@@ -67,7 +81,11 @@ def render(template: str, variables: dict[str, object]) -> str:
 def main() -> None:
     """Render the template of standard input, and write {"text": …} or {"error": …} to standard output, as JSON.
 
-    What a template raises becomes the "error". Raises ValueError or KeyError only if the input is not such JSON.
+    The input is a JSON object with "template" and "variables". Exceptions of the template, a prompt of more than 4
+    million characters, and a missing "template" become the "error", and are not raised.
+
+    Raises ValueError or RecursionError if the input is not JSON, ValueError or OSError if the system refuses the limits
+    of `limit_resources`. The system ends the process if it takes too much CPU time.
     """
     limit_resources()
     given = json.load(sys.stdin)

@@ -71,9 +71,21 @@ class Capturer(Protocol):
     """Captures segments of prompts by their tokens, in this process or in vLLM."""
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Compute the prompt and store its segments `captures`; returns once they are stored.
+        """Compute the prompt and store its segments `captures`; return None once they are stored or dropped.
 
-        Raises StoreError if the store is closed, and what the model raises, see `AnswerEngine.capture`.
+        A capture that the store does not take, for instance because the disk is full or the store is closed, is logged
+        and counted (`ChunkCacheStore.stats`), and raises nothing.
+
+        Args:
+            prompt: system segment and chunks, without a question.
+            captures: indices of segments, ascending; at least one.
+            primed: True if this is priming, and the chunks are captured after their neighbours in the document.
+
+        Raises:
+            IndexError: `captures` is empty; in this process also if it is not ascending, or goes beyond the prompt.
+            RuntimeError: torch has no memory for the pass, or the model fails; over vLLM, the engine is closed.
+            MemoryError: there is no memory for the keys and values.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
 
 
@@ -118,7 +130,12 @@ class AnswerEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Finish the work under way and release all resources; a second call does nothing."""
+        """Finish the work under way and release all resources; a second call does nothing.
+
+        Does nothing in a fork of the process. Captures that cannot be stored are logged and dropped. Raises
+        TimeoutError if vLLM runs the model and has not ended after 30 seconds, and vLLM's own exceptions; the engines
+        in this process and over HTTP raise nothing.
+        """
 
     def __enter__(self) -> Self:
         return self
@@ -141,23 +158,35 @@ class AnswerEngine(ABC):
     ) -> Generation:
         """Answer a question over ordered chunks (best first).
 
-        The prompt is checked now; the model runs when the first piece is requested.
+        The prompt is checked now; the model runs when the first piece is requested. Some errors are therefore raised by
+        `next` of the result, not by this call.
 
         Args:
+            question: the question; not empty, unless the history ends with the result of a tool.
+            chunks: passages that retrieval returned. If the context is too small, those of lowest rank are left out.
             history: earlier turns of the conversation, user first; they follow the chunks. The last turn is the
                 assistant's, or the result of a tool if the chat template lets the user speak after it.
             session: session whose private chunk-caches may be used besides the shared ones.
+            sampling: length and randomness of the answer; None = `SamplingParams()`: greedy, at most 128 tokens.
+            config: settings of reuse for this question; None = the engine's.
             tools: tools that the model may call, see `prompt.tools`; `prompts_with` gives the form of its calls.
+
+        Returns:
+            The answer as an iterator of pieces of text; its `text` and `stats` are complete once it has ended.
 
         Raises:
             ContextLengthError: question, history and answer do not fit the model's context.
-            ConfigError: the question is empty, the history does not alternate, a tool or a `json_schema` cannot be
-                used, or `session` cannot travel in a server's header; by a piece, if an answer that keeps to the schema
-                can neither go on nor end, or if a server refuses the request.
+            ConfigError: an argument has a wrong type, the question is empty, the history does not alternate, a tool or
+                a `json_schema` cannot be used, or an HTTP header cannot hold `session`; by a piece, if an answer that
+                keeps to the schema can neither go on nor end, or if a server refuses the request.
             UnsupportedCallError: this engine does not support tools, see `capabilities`.
             BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
             StoreError: the store of this engine is closed; by this call or by the first piece.
-            ServerError: by a piece, if a server makes the answer and fails.
+            ServerError: the chat template that a server sent takes too much time or memory; by a piece, if a server
+                makes the answer and fails.
+            ForkError: this process is a fork of the one that made the engine; by this call or by a piece.
+            RuntimeError, MemoryError: by a piece, if the model fails, such as torch without memory. Over vLLM also
+                CancelledError if the engine was closed meanwhile, and vLLM's own exceptions.
         """
         check_kind(
             "sampling",
@@ -193,12 +222,28 @@ class AnswerEngine(ABC):
     def stream_text(self, prompt: str, **options: Unpack[AnswerOptions]) -> Generation:
         """Answer unmarked text: a prompt that an application wrote as one piece, with its documents inside.
 
-        See `ReuseConfig.plain_prompts`. Options and errors as in `stream`.
+        Passages that were captured before are recognised and reused if `ReuseConfig.plain_prompts` is "reuse".
+
+        Args:
+            options: arguments of `stream` by name.
+
+        Returns:
+            The answer as an iterator of pieces of text, as `stream` does.
+
+        Raises:
+            ContextLengthError, ConfigError, UnsupportedCallError, StoreError, ServerError, ForkError: as `stream` does:
+                by this call or by a piece.
+            BusyError, WaitTimeoutError, RuntimeError, MemoryError: as `stream` does: by a piece.
+            TypeError: an option that `stream` does not have.
         """
         return self.stream(prompt, (), **options)
 
     def prompts_with(self, tools: Sequence[Tool]) -> PromptBuilder:
-        """Return the prompt builder for these tools. Raises ConfigError for an invalid tool."""
+        """Return the prompt builder for these tools; without tools it is `prompts`. The last 16 are kept.
+
+        Raises ConfigError for an invalid tool, or if the chat template cannot be used with these tools; ServerError if
+        a server sent the template, and it takes too much time or memory.
+        """
         if not tools:
             return self.prompts
         with self._building:  # the tokenizer is not thread-safe while a builder copies it
@@ -275,7 +320,11 @@ class AnswerEngine(ABC):
         return None
 
     def calibration_for(self, config: ReuseConfig) -> Calibration | None:
-        """Return the calibration that decides how much is recomputed with these settings, or None."""
+        """Return the calibration that decides how much is recomputed with these settings.
+
+        Returns None if the engine has no calibration, if the settings have a `recompute_ratio` or an `alpha`, or if the
+        calibration was made with other settings (`Calibration.fits`).
+        """
         calibration = self.calibration
         is_open = config.recompute_ratio is None and config.alpha is None
         if calibration is None or not is_open or not calibration.fits(config):
@@ -283,7 +332,7 @@ class AnswerEngine(ABC):
         return calibration
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        """Return these settings with the calibrated α for them."""
+        """Return these settings with the calibrated α for them; the same object if `calibration_for` finds none."""
         calibration = self.calibration_for(config)
         return config if calibration is None else replace(config, alpha=calibration.alpha)
 
@@ -292,22 +341,34 @@ class AnswerEngine(ABC):
     def primer(self, *, related: Related | None = None) -> DocumentPrimer:
         """Return a primer, which captures documents for this engine before the first question.
 
+        Nothing is computed yet: the methods of the primer raise errors, such as StoreError of a closed store.
+
         Args:
-            related: see `Primer`.
+            related: returns the chunks of other documents that a chunk is likely to be retrieved with, best first; a
+                document of one chunk is captured after them. None: after a fixed passage.
         """
         return Primer(self, related=related)
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Compute a prompt, capture these of its segments, and return when they are stored.
+        """Compute a prompt and capture these of its segments; return None once they are stored or dropped.
+
+        A capture that the store does not take, for instance because the disk is full or the store is closed, is logged
+        and counted (`ChunkCacheStore.stats`), and raises nothing.
 
         Args:
             prompt: system segment and chunks, without a question.
-            captures: indices of segments.
-            primed: see `types.variants.Variant`.
+            captures: indices of segments, ascending; at least one.
+            primed: True if this is priming, and the chunks are captured after their neighbours in the document.
 
         Raises:
             UnsupportedCallError: this engine captures texts only, see `capabilities`.
+            IndexError: `captures` is empty; in this process also if it is not ascending, or goes beyond the prompt.
+            RuntimeError: torch has no memory for the pass, or the model fails; over vLLM, the engine is closed.
+            MemoryError: there is no memory for the keys and values.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+            ForkError: this process is a fork of the one that made the engine.
         """
+        self._home.require()
         self.capabilities.require(Capability.CAPTURE)
         assert self._capturer is not None, "engines with this capability have one"
         self._capturer.capture(prompt, captures, primed=primed)
@@ -315,8 +376,22 @@ class AnswerEngine(ABC):
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> LookupResult:
         """Return the stored variants of these segments for this model; variants that do not fit are left out.
 
-        Raises UnsupportedCallError if the chunk-caches are a server's, see `capabilities`, StoreError if the store is
-        closed, and ConfigError for anything but a list of segments.
+        If the catalog of the store cannot be read, a warning is logged and no segment has a variant.
+
+        Args:
+            segments: segments of prompts, such as those of `PromptBuilder.chunk_segment`.
+            session: session whose private variants are found too; None: shared variants only.
+
+        Returns:
+            `variants` maps the id of each given segment to a list of its variants, which may be empty; `refused` maps
+            the id of a segment to the reason why a row did not fit. `remote` is the outcome of the look-up in a remote,
+            or None if no remote was asked.
+
+        Raises:
+            UnsupportedCallError: the chunk-caches are a server's, see `capabilities`.
+            StoreError: the store is closed.
+            ConfigError: `segments` is anything but a list of segments, or `session` is not text.
+            ForkError: this process is a fork of the one that opened the store.
         """
         self.capabilities.require(Capability.LOOK_UP)
         segments = listed("segments", segments)
@@ -338,9 +413,9 @@ class AnswerEngine(ABC):
         )
 
     def disk_space(self) -> DiskSpace:
-        """Return the space of the folder where captures are stored.
+        """Return the space of the folder where captures are stored, in bytes, and the codec of the store.
 
-        Raises StoreError if the folder or its catalog cannot be read.
+        Raises StoreError if the folder or its catalog cannot be read, and ForkError in a fork of the process.
         """
         assert isinstance(self.store, ChunkCacheStore), "engines over HTTP ask the server"
         stats = self.store.stats()

@@ -30,7 +30,7 @@ class Capabilities:
     missing: Mapping[Capability, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def has(self, capability: Capability) -> bool:
-        """Return whether a call is supported.
+        """Return True if a call is supported, False if it is among `missing`.
 
         >>> Capabilities({Capability.TOOLS: "ask elsewhere"}).has(Capability.CAPTURE)
         True
@@ -38,7 +38,7 @@ class Capabilities:
         return capability not in self.missing
 
     def require(self, capability: Capability) -> None:
-        """Raise UnsupportedCallError, with the reason, if a call is not supported.
+        """Raise UnsupportedCallError, with the reason, if a call is not supported; return None if it is.
 
         >>> Capabilities({Capability.TOOLS: "ask elsewhere"}).require(Capability.TOOLS)
         Traceback (most recent call last):

@@ -70,6 +70,8 @@ class EngineConfig:
     wait_timeout_s  longest time that a request waits for its turn, then WaitTimeoutError; None = no limit. An
                     engine over vLLM, which has its own queue and batches, refuses these four
     store           budgets, codec and remote of the chunk-caches
+
+    Raises ConfigError for a value of a wrong type or out of range.
     """
 
     dtype: str = "auto"
@@ -133,9 +135,10 @@ class EngineConfig:
         check_kind("store", self.store, StoreConfig, advice="write StoreConfig(host_bytes=…)")
 
     def require_usable_target(self) -> None:
-        """Raise ConfigError for a quality target that could not act.
+        """Raise ConfigError for a quality target that could not act; return None otherwise, and without a target.
 
-        Engines call this, because the options of one engine may come from several places.
+        A target cannot act without audits, or if the settings of reuse fix `recompute_ratio` or `alpha`. Engines call
+        this, because the options of one engine may come from several places.
         """
         if self.quality_target is None:
             return
@@ -151,8 +154,8 @@ class EngineConfig:
     def target(self) -> QualityTarget | None:
         """Return the quality target with its limits, or None without one.
 
-        Called when the options are made, which raises ConfigError for a target of 0 or 1, or a `min_ratio` above
-        `max_ratio`; so it raises nothing later. `require_usable_target` checks that answers are audited.
+        Raises nothing: options with a target of 0 or 1, or a `min_ratio` above `max_ratio`, cannot be made, because
+        that raises ConfigError. `require_usable_target` checks that answers are audited.
         """
         if self.quality_target is None:
             return None
@@ -169,7 +172,10 @@ class EngineConfig:
     def with_options(self, **options: Any) -> Self:
         """Return a copy with these options by name; options that are None are ignored.
 
-        Raises ConfigError for an unknown option, or a value out of range.
+        Args:
+            options: fields of this class or of `StoreConfig` (`option_names`) with their values.
+
+        Raises ConfigError for an unknown option, or for a value of a wrong type or out of range.
 
         >>> EngineConfig().with_options(namespace="acme", host_bytes=1 << 30).store.host_bytes
         1073741824

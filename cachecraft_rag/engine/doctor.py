@@ -83,7 +83,17 @@ class Facts:
 def examine(engine: Engine, *, check: bool = True) -> Facts:
     """Look and measure; takes seconds, and with `check` as long as reading every stored byte.
 
-    The file written for measuring is removed again. Raises StoreError if the store's folder or catalog cannot be read.
+    The file written for measuring is removed again; a folder that cannot be written raises nothing, its speeds are
+    None. Flaws of the store are in `problems`.
+
+    Args:
+        engine: an open engine in this process.
+        check: read and compare every stored chunk-cache; False leaves `problems` None.
+
+    Raises:
+        StoreError: the store is closed, or its folder or catalog cannot be read.
+        RuntimeError, MemoryError: the model fails, such as torch without memory.
+        ForkError: this process is a fork of the one that opened the store.
     """
     decoder = engine.decoder
     store = engine.store
@@ -117,7 +127,11 @@ def examine(engine: Engine, *, check: bool = True) -> Facts:
 
 
 def compute_speed(decoder: Decoder) -> float:
-    """Measure the tokens per second of a prefill; of two, the second counts, because the first warms up."""
+    """Measure a prefill of up to 256 random tokens, and return its speed in tokens per second.
+
+    Of two prefills the second counts, because the first warms up. Raises torch's RuntimeError or MemoryError if the
+    model fails, such as without memory.
+    """
     tokens = min(MEASURED_TOKENS, decoder.context_length)
     ids = torch.randint(0, int(decoder.model.config.vocab_size), (tokens,)).tolist()
     for _ in range(2):
@@ -128,7 +142,14 @@ def compute_speed(decoder: Decoder) -> float:
 
 
 def read_speed(folder: Path, nbytes: int = DISK_BYTES) -> float | None:
-    """Measure the bytes per second of reading a file in this folder; None if it cannot be written."""
+    """Write a file into this folder, and return the bytes per second of reading it.
+
+    Returns None if the folder is missing or cannot be written or read; an OSError is not raised. The file is removed.
+
+    Args:
+        folder: an existing folder.
+        nbytes: size of the file, at least 1 MiB; whole MiB are written.
+    """
     block = os.urandom(1 << 20)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -150,7 +171,8 @@ def read_speed(folder: Path, nbytes: int = DISK_BYTES) -> float | None:
 def findings(facts: Facts) -> Iterator[Advice]:
     """Judge the facts: yield one `Advice` on each subject that applies, whether it is "ok" or to be changed.
 
-    The model and the store are always among them.
+    The model and the store are always among them. Nothing is measured or read, so only facts decide, and nothing is
+    raised.
     """
     speed = f"{facts.model}: {facts.compute_speed:,.0f} tokens/s computed in {facts.dtype} on {facts.device}"
     yield Advice("model", "ok", f"{speed}, {facts.threads} threads")

@@ -66,7 +66,7 @@ logger = logging.getLogger("cachecraft_rag")
 class ScoredAnswer:
     """A greedy answer, and the model's predictions along the target tokens.
 
-    text     the greedy answer
+    text     the greedy answer; "" if the model ended it at once
     tokens   its tokens, with the token that ended it, if there is one
     logits   float32 `[target, vocabulary]`: the prediction for each token of the target
     stats    statistics of the answer
@@ -89,7 +89,9 @@ class Engine(AnswerEngine):
         options: further fields of `EngineConfig` by name; they take precedence over `settings`.
 
     Raises:
-        ConfigError: an option is invalid, or a quality target could not act (`EngineConfig.require_usable_target`).
+        ConfigError: an argument has a wrong type or an option is invalid, a quality target could not act
+            (`EngineConfig.require_usable_target`), or the model's chat template cannot be cut into segments.
+        TypeError: an option that is no field of `EngineConfig`.
 
     Attributes:
         loop: runs all work on the model.
@@ -225,8 +227,19 @@ class Engine(AnswerEngine):
             config: all other settings.
             options: fields of `config` by name, which take precedence: see `EngineConfig.with_options`.
 
+        Returns:
+            The engine, with the `calibration` in the store folder if there is one for this model; a damaged one is
+            logged and ignored.
+
         Raises:
-            ModelNotFoundError, UnsupportedModelError, StoreError, ConfigError: each says what to do.
+            ModelNotFoundError: nothing of that name can be loaded.
+            UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
+            StoreError: the store folder or its catalog cannot be used.
+            ConfigError: an unknown option, a value out of range, a dtype or device that is not available, a quality
+                target that could not act, or a chat template that cannot be cut into segments.
+            RuntimeError: the device has no memory for the model, or its weights do not fit its config.
+            KeyError, TypeError, AttributeError, SafetensorError, StrictDataclassError: raised by the libraries of
+                Hugging Face for files of the model that are damaged.
         """
         check_text("model", model, empty=False)
         check_path("store", store)
@@ -266,11 +279,21 @@ class Engine(AnswerEngine):
         Up to the first token it runs the same steps as `stream`, so its TTFT is that of `stream`.
 
         Args:
+            question: the question; not empty.
+            chunks: passages that retrieval returned, best first.
             target: token ids of a given answer, at most `max_new_tokens`; None = the greedy answer itself.
+            max_new_tokens: longest answer, in tokens.
+            config: settings of reuse for this question; None = the engine's.
 
         Raises:
-            ConfigError: a target without tokens, with too many, or with unknown ones; else as in `stream`.
-            ContextLengthError, BusyError, WaitTimeoutError, StoreError: as in `stream`, here by this call.
+            ConfigError: a target without tokens, with more than `max_new_tokens`, or with unknown ones; an empty
+                question, or an argument of a wrong type.
+            ContextLengthError: question and answer do not fit the model's context.
+            BusyError: too many requests wait already (`EngineConfig.max_waiting`).
+            WaitTimeoutError: the request waited longer for its turn than `EngineConfig.wait_timeout_s`.
+            StoreError: the store is closed.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory.
         """
         target = None if target is None else listed("target", target)
         sampling = SamplingParams(max_new_tokens=max_new_tokens)
@@ -295,22 +318,33 @@ class Engine(AnswerEngine):
     def audit_of(self, request_id: str) -> Audit | None:
         """Return the audit of an answer, by the `request_id` of its statistics.
 
-        None if it was not audited (see `EngineConfig.audit`), not yet (`settle` waits for it), or too long ago: the
-        last 1,024 results are kept in memory, and more of them on disk (`cachecraft quality`).
+        Returns None if the answer was not audited (see `EngineConfig.audit`), not yet (`settle` waits for it), or too
+        long ago: the last 1,024 results are kept in memory, and more of them on disk (`cachecraft quality`). None for
+        an unknown id, too. Raises nothing, also after `close`.
         """
         return self.auditor.results.get(request_id)
 
     @property
     def preloading_bytes(self) -> int:
-        """Bytes of chunk-caches that waiting requests load before their turn, see `EngineConfig.preload_bytes`."""
+        """Bytes of chunk-caches that waiting requests load before their turn; 0 with `EngineConfig.preload_bytes` 0."""
         return self._admission.preloading_bytes
 
     def settle(self, timeout: float | None = None) -> bool:
         """Wait for the work that follows from answers: captures, new variants within their budget, audits, and writing.
 
-        For programs that work in batches; after it, the same questions reuse as much as they can. Returns False if this
-        takes longer than `timeout` seconds, or if an answer is still under way; None waits without limit. Raises
-        ConfigError for a `timeout` below 0 or above a million.
+        For programs that work in batches; after it, the same questions reuse as much as they can. Work in idle time
+        waits for answers that are under way, so read or close them first.
+
+        Args:
+            timeout: longest wait in seconds, 0 to a million; None waits without limit.
+
+        Returns:
+            True once all of it is done or dropped, False if that takes longer than `timeout`. A capture or an audit
+            that fails is logged and raises nothing.
+
+        Raises:
+            ConfigError: `timeout` is out of range.
+            ForkError: this process is a fork of the one that made the engine.
         """
         self._home.require()
         check_number("timeout", timeout, most=MOST_SECONDS, optional=True)
@@ -324,9 +358,11 @@ class Engine(AnswerEngine):
         return self.store.flush(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Store the captures that are still waiting, and give up new variants.
+        """Store the captures that are still waiting, and give up new variants and audits; waits without limit.
 
         A store that `from_pretrained` did not open stays open. A question raises StoreError once the store is closed.
+        A second call does nothing, and neither does a call in a fork of the process. Raises nothing for a capture that
+        cannot be stored: it is logged and dropped.
         """
         if not self._home.here:  # in a fork of its process there is nothing to finish or to release
             return

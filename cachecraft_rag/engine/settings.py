@@ -78,6 +78,8 @@ class Application:
     top_k         chunks to retrieve
     threads       CPU threads; None = torch's choice
     metrics_port  port of this machine that serves Prometheus metrics; None = no metrics
+
+    Raises ConfigError for a value of a wrong type or out of range.
     """
 
     model: str = "demo"
@@ -108,7 +110,12 @@ class Setting:
 
     @property
     def shown(self) -> object:
-        """The value in a form that people and logs may see."""
+        """The value in a form that people and logs may see.
+
+        A key of a remote is "***", and the URL of a remote has no credentials; a frozenset becomes a sorted list. Other
+        values are returned unchanged. Raises ConfigError for a `remote.url` that is not a URL of a remote;
+        `load_settings` gives out none.
+        """
         if self.key in _SECRET and self.value is not None:
             return "***"
         if self.key == "remote.url" and isinstance(self.value, str):
@@ -133,7 +140,7 @@ class KnownKey:
 
     @property
     def is_size(self) -> bool:
-        """True for bytes, which may have a unit."""
+        """True if the value is a number of bytes, or of bytes per second; its text may have a unit."""
         return self.key.endswith(("_bytes", "_bytes_per_s"))
 
     @property
@@ -142,7 +149,11 @@ class KnownKey:
         return self.kind.startswith(("tuple", "frozenset"))
 
     def read(self, text: str) -> object:
-        """Return the value of the text of a variable or a flag, unchecked."""
+        """Return the value of the text of a variable or a flag, unchecked: `checked` refuses a wrong one.
+
+        That is a bool or a number where the text is one, a list of texts for a key with several values, and the text
+        itself otherwise. Raises nothing for text that cannot be read: it is returned unchanged.
+        """
         if self.kind == "bool":
             return _BOOLEANS.get(text.strip().lower(), text)
         if self.kind in ("int", "float") and not self.is_size:
@@ -152,7 +163,10 @@ class KnownKey:
         return text
 
     def checked(self, value: object) -> object:
-        """Return the value in the type of its dataclass. Raises ConfigError if its type or its range is wrong."""
+        """Return the value in the type of its dataclass: sizes with a unit as bytes, lists as tuples or frozensets.
+
+        Raises ConfigError if its type or its range is wrong.
+        """
         if self.is_size and isinstance(value, str):
             value = math.inf if value in ("inf", "none") else size_of(value)
         if isinstance(value, list):
@@ -177,7 +191,7 @@ def _number(text: str) -> float | str:
 
 
 def size_of(text: str) -> int:
-    """Return the bytes of a size with a unit. Raises ConfigError for an invalid size.
+    """Return the bytes of a size with a unit, rounded down. Raises ConfigError for an invalid or too large size.
 
     >>> size_of("50 GB"), size_of("1.5 MiB"), size_of("100")
     (50000000000, 1572864, 100)
@@ -194,7 +208,9 @@ def size_of(text: str) -> int:
 
 
 def descriptions(kind: type) -> dict[str, str]:
-    """Return the descriptions of a dataclass's fields: lines such as "name  text", continued below the text.
+    """Return field → description of a dataclass, from lines of its docstring such as "name  text".
+
+    Indented lines that follow continue the text. Empty without a docstring, or without such lines.
 
     >>> descriptions(Application)["top_k"]
     'chunks to retrieve'
@@ -221,7 +237,10 @@ def _check(config: Callable[..., object], name: str, value: object) -> None:
 
 @cache
 def known_settings() -> dict[str, KnownKey]:
-    """Return every key."""
+    """Return a dict from every key to its `KnownKey`, in the order of the dataclasses.
+
+    It is made once: all callers get the same dict, and must not change it.
+    """
     known = {}
     left_out = {EngineConfig: {"reuse", "store"}, StoreConfig: {"device", "remote"}}
     tables = {ReuseConfig: "reuse.", RemoteConfig: "remote."}
@@ -264,13 +283,13 @@ class Settings:
         return self.entries[key].value
 
     def given(self) -> dict[str, object]:
-        """Return the values that are not defaults."""
+        """Return key → value of all settings that are not defaults; empty if there are none."""
         return {
             key: setting.value for key, setting in self.entries.items() if setting.origin != DEFAULT
         }
 
     def flags(self) -> dict[str, object]:
-        """Return the values that were given by flags."""
+        """Return key → value of the settings that were given by flags; empty if there are none."""
         return {
             key: setting.value
             for key, setting in self.entries.items()
@@ -278,7 +297,11 @@ class Settings:
         }
 
     def only(self, *keys: str) -> Settings:
-        """Return a copy with the defaults of all other keys; "remote." means the whole table."""
+        """Return a copy in which every key but these has its default.
+
+        Args:
+            keys: keys, or beginnings of keys: "remote." means the whole table. Unknown ones are ignored.
+        """
         known = known_settings()
         kept = {}
         for key, setting in self.entries.items():
@@ -288,9 +311,13 @@ class Settings:
         return Settings(kept, self.file)
 
     def engine_config(self, **options: object) -> EngineConfig:
-        """Return the configuration of the engine; `options` of `EngineConfig` override it.
+        """Return the configuration of the engine, with its store, remote and settings of reuse.
 
-        Raises ConfigError for an unknown option or a value out of range, and as `remote`.
+        Args:
+            options: options of `EngineConfig.with_options`, which override the settings; None overrides nothing.
+
+        Raises ConfigError for an unknown option or a value out of range; also for settings of a remote without a URL,
+        and for keys of a remote that are too short or cannot be read.
         """
         names = EngineConfig.option_names() - {"reuse", "remote"}
         flat = {key: value for key, value in self.given().items() if key in names}
@@ -302,7 +329,8 @@ class Settings:
     def remote(self) -> RemoteConfig | None:
         """Return the configuration of the remote, or None if no setting names one.
 
-        Raises ConfigError for settings of a remote without a URL, and for keys that are too short or cannot be read.
+        Raises ConfigError for settings of a remote without a URL, for a value that is invalid, and for keys that are
+        empty, too short or cannot be read.
         """
         table = self._table("remote")
         if not table:
@@ -316,7 +344,7 @@ class Settings:
         return config
 
     def sampling(self) -> SamplingParams:
-        """Return the sampling parameters."""
+        """Return the sampling parameters. Raises ConfigError for an invalid value; `load_settings` gives out none."""
         return SamplingParams(
             **{setting.name: self[setting.name] for setting in fields(SamplingParams)}
         )
@@ -339,7 +367,7 @@ def load_settings(
 ) -> Settings:
     """Read the settings file, then the environment, then flags; later values override earlier ones.
 
-    The result has every key of `known_settings`, with its origin.
+    The result has every key of `known_settings`, with its origin. Empty variables are ignored.
 
     Args:
         path: the file; None: the file named by `CACHECRAFT_SETTINGS`, or `cachecraft.toml` in the working directory if
@@ -349,7 +377,9 @@ def load_settings(
         defaults: defaults of a command; they replace those of the dataclasses.
 
     Raises:
-        ConfigError: the file cannot be read, or a key or value is wrong: it names file, variable or flag, and key.
+        ConfigError: the file is missing or cannot be read, or a key or value is wrong: it names file, variable or flag,
+            and key.
+        KeyError: a key in `flags` is not in `known_settings`, which is a mistake of the program.
     """
     environment = os.environ if environment is None else environment
     file = settings_file(path, environment)
@@ -398,7 +428,7 @@ def _of_environment(
 
 
 def flag_of(key: str) -> str:
-    """Return the flag of a key.
+    """Return the flag of a key, such as "--disk-bytes". Raises nothing for an unknown key.
 
     >>> [flag_of(key) for key in ("disk_bytes", "reuse.drift", "remote.url", "remote.key_file")]
     ['--disk-bytes', '--drift', '--remote', '--remote-key-file']
@@ -411,7 +441,14 @@ def flag_of(key: str) -> str:
 def settings_file(
     path: str | os.PathLike[str] | None, environment: Mapping[str, str]
 ) -> Path | None:
-    """Return the file that `load_settings` reads, or None. Raises ConfigError if a named file is missing."""
+    """Return the file that `load_settings` reads; None if none is named and the working directory has none.
+
+    Args:
+        path: the file; None: the file named by `CACHECRAFT_SETTINGS`, or `cachecraft.toml` in the working directory.
+        environment: variables of the process.
+
+    Raises ConfigError if `path` or the variable names a file that does not exist, or is not a path.
+    """
     named = path or environment.get(FILE_VARIABLE)
     if named is not None:
         check_path("settings", named)

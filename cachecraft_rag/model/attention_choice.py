@@ -54,11 +54,20 @@ def measured_paths(
 ) -> AttentionPaths:
     """Return the fastest path of each class of shapes, from the file in `folder` or measured now.
 
-    Measuring takes a fraction of a second. If the file cannot be read or written, paths are measured again each time.
-    Time is that of the process, because other programs disturb the time of day.
+    Measuring takes a fraction of a second. If the file cannot be read or written, or holds damaged JSON, nothing is
+    raised: paths are measured again each time. Time is CPU time of the process, because other programs disturb the time
+    of day.
 
     Args:
+        dtype: dtype of queries, keys and values.
+        heads: query heads of a layer; a multiple of `kv_heads`.
+        kv_heads: key/value heads of a layer.
+        head_dim: dimensions of a head.
         folder: the file's folder; None = `cache_folder()`.
+        clock: returns a time in seconds.
+
+    Raises RuntimeError if torch has no memory, or if `$CACHECRAFT_CACHE` begins with the home folder of an unknown user
+    ("~name").
     """
     file = (folder or cache_folder()) / FILE_NAME
     key = machine_key(dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -73,7 +82,7 @@ def measured_paths(
 
 
 def machine_key(dtype: torch.dtype, *, heads: int, kv_heads: int, head_dim: int) -> str:
-    """Return everything that a choice depends on, as text."""
+    """Return everything that a choice depends on, as one line of text: CPU, torch, threads, dtype and heads."""
     limits = [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")]
     used = [f"{description()} kernels", f"{torch.get_num_threads()} threads"]
     machine = [cpu_instructions(), torch.__version__, *used, *limits]
@@ -83,7 +92,11 @@ def machine_key(dtype: torch.dtype, *, heads: int, kv_heads: int, head_dim: int)
 
 
 def cpu_instructions() -> str:
-    """Return the vector instructions that torch found on this CPU."""
+    """Return the vector instructions that torch found on this CPU, as text.
+
+    It consists of the architecture, torch's own level (such as AVX512), and names such as `avx512_bf16`, with spaces
+    between. Names are missing for a CPU about which torch knows nothing.
+    """
     known = torch.cpu.get_capabilities()
     names = [
         name

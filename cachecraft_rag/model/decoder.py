@@ -139,9 +139,11 @@ class Decoder:
             model: a causal LM of transformers.
             tokenizer: the model's own.
             name: the name that messages call it by.
-            fingerprint: that of its checkpoint; None = made from the model's tensors.
+            fingerprint: fingerprint of its checkpoint; None = made from the model's tensors.
 
-        Raises UnsupportedModelError with the reason if it has no raw keys to store.
+        Raises:
+            UnsupportedModelError: the model has no raw keys to store; the message gives the reason.
+            RuntimeError: torch has no memory for the passes over a few tokens that survey the model.
         """
         _refuse_unsupported(model, name)
         from transformers import AttentionInterface
@@ -196,15 +198,21 @@ class Decoder:
     def load(cls, name: str, *, dtype: str = "auto", device: str = "auto") -> Decoder:
         """Load a model by Hugging Face name, folder, or `"demo"` for the embedded SmolLM2-135M-Instruct.
 
+        On a CPU, the fastest ways to attend are measured, unless the user's cache folder has them.
+
         Args:
+            name: Hugging Face name or folder, or "demo".
             dtype: `float32`, `bfloat16`, `float16`, or `auto`: the checkpoint's own, but bfloat16 instead of float32 on
                 a CPU that computes it faster, see `auto_dtype`.
             device: `cpu`, `cuda`, `cuda:1` …, or `auto`: CUDA where there is one.
 
         Raises:
-            ModelNotFoundError: nothing of that name can be loaded.
-            UnsupportedModelError: it has no raw keys to store.
-            ConfigError: an unknown dtype, or a device that is not there.
+            ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing.
+            UnsupportedModelError: the model has no raw keys to store; the message gives the reason.
+            ConfigError: an unknown dtype, or a device that is not available.
+            RuntimeError: the device has no memory for the model, or its weights do not fit its config.
+            KeyError, TypeError, AttributeError, SafetensorError, StrictDataclassError: raised by the libraries of
+                Hugging Face for files of the model that are damaged.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -238,7 +246,7 @@ class Decoder:
 
     @cached_property
     def chunk_bound(self) -> ModelTokens:
-        """Bound of a document's chunks for this model."""
+        """Bound of a document's chunks for this model: its token count, and the most tokens of a chunk."""
         return ModelTokens.of(self.tokenizer, context_length=self.context_length)
 
     @torch.no_grad()
@@ -263,7 +271,11 @@ class Decoder:
         return _refusal(self.name, self.model.config.model_type, reason)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Token ids `[rows]` to the first layer's input `[1, rows, hidden]`."""
+        """Return the first layer's input `[1, rows, hidden]`, in the model's dtype, of token ids int64 `[rows]`.
+
+        Raises IndexError for an id that the model does not have, on a CPU; on a GPU torch reports it later, as a
+        RuntimeError.
+        """
         hidden: Tensor = self._parts.embed(ids[None])
         if self._norms_embeddings:  # NanoChat
             hidden = self._parts.norm(hidden)
@@ -271,17 +283,40 @@ class Decoder:
 
     @property
     def rotary_kinds(self) -> Sequence[int]:
-        """See `Stack.rotary_kinds`."""
+        """For each layer, the number of its rotary table: the `kind` of `rope`."""
         return self.survey.kind_of
 
     def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
-        """cos and sin of one rotary table at these positions, each `[tokens, rotary_dim]`; see `Stack.rope`."""
+        """Return cos and sin of one rotary table, each `[tokens, rotary_dim]`, in the model's dtype.
+
+        Both are empty (a rotary_dim of 0) for layers that rotate nothing.
+
+        Args:
+            positions: int64 `[tokens]`, on the model's device.
+            kind: number of the table, see `rotary_kinds`.
+
+        Raises IndexError for a table that the model does not have.
+        """
         return self.survey.kinds[kind].tables(positions, self.dtype)
 
     def layer(
         self, index: int, hidden: Tensor, *, positions: Tensor, layer_pass: LayerPass
     ) -> Tensor:
-        """See `Stack.layer`: one stock layer over `[1, rows, hidden]`."""
+        """Run one layer over hidden states `[1, rows, hidden]`; return the new ones in the same shape and dtype.
+
+        A fused layer runs if the model has some and can run this one; otherwise the model's own.
+
+        Args:
+            index: number of the layer, from 0.
+            hidden: hidden states of the rows.
+            positions: int64 `[rows]`, position of each row in the prompt.
+            layer_pass: receives raw queries, keys and values, and returns the result of the attention.
+
+        Raises:
+            UnsupportedModelError: the layer attends more than once, or gives its attention an unknown tensor.
+            IndexError: there is no such layer.
+            RuntimeError, MemoryError: torch or a compiled kernel has no memory. Exceptions of `layer_pass` pass too.
+        """
         if self.fused_layers is not None:
             fused = self.fused_layers[index](hidden, layer_pass)
             if fused is not None:
@@ -322,7 +357,11 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits `[rows, vocabulary]` (float32) of last-layer hidden states `[1, rows, hidden]`."""
+        """Return logits `[rows, vocabulary]` (float32) of last-layer hidden states `[1, rows, hidden]`.
+
+        The model's final norm, scale and soft cap are applied. Raises torch's RuntimeError for another width of the
+        hidden states, or without memory.
+        """
         scores: Tensor = self._to_logits(self._parts.norm(hidden))[0].float()
         scores = scores / getattr(self.model.config, "logits_scaling", 1.0)  # Granite
         scores = scores * (getattr(self.model.config, "logit_scale", None) or 1.0)  # Cohere
@@ -336,13 +375,24 @@ class Decoder:
         )
 
     def next_logits(self, hidden: Tensor) -> Tensor:
-        """Logits `[vocabulary]` (float32) of the last row of `[1, rows, hidden]`."""
+        """Return logits `[vocabulary]` (float32) of the last row of hidden states `[1, rows, hidden]`; see `logits`.
+
+        Raises IndexError without rows, and torch's RuntimeError for another width, or without memory.
+        """
         return self.logits(hidden[:, -1:])[0]
 
     def own_logits(self, ids: Sequence[int], *, keep: int = 1) -> Tensor:
         """Return the logits of the last `keep` positions `[keep, vocabulary]` by the unmodified model's own forward.
 
-        Every gate compares with it. It runs transformers' stock attention: sdpa, or eager for what sdpa cannot do.
+        Every gate compares with it. It runs transformers' stock attention: sdpa, or eager for what sdpa cannot do. The
+        logits are float32, on the model's device. No pass may run meanwhile.
+
+        Args:
+            ids: token ids; at least one.
+            keep: number of positions, at least 1; fewer are returned if there are fewer ids.
+
+        Raises IndexError for an id that the model does not have (on a GPU RuntimeError), and torch's RuntimeError
+        without ids or without memory.
         """
         with self.stock(), torch.inference_mode():
             batch = torch.tensor([list(ids)], device=self.device)
@@ -353,7 +403,11 @@ class Decoder:
 
     @contextlib.contextmanager
     def stock(self) -> Iterator[Any]:
-        """Provide the model with transformers' own attention. No pass may run inside the block."""
+        """Provide the model (of class `PreTrainedModel`) with transformers' own attention inside the block.
+
+        No pass may run inside the block. Our attention is back after it, also if the block raises; that exception
+        passes.
+        """
         self.model.set_attn_implementation(self._stock_attention)
         try:
             yield self.model
@@ -364,7 +418,9 @@ class Decoder:
     def watched(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """Record the input of each layer and the output of its attention while the block runs.
 
-        Yields a list that fills with pairs of `[1, rows, hidden]`, in the order in which layers run.
+        Yields a list that fills with pairs (input, attention output), each `[1, rows, hidden]`, in the order in which
+        layers run. Fused layers do not run meanwhile, because they leave layers with hooks to the model. Exceptions of
+        the block pass; the hooks are removed.
         """
         seen: list[tuple[Tensor, Tensor]] = []
         inputs: list[Tensor] = []
@@ -396,9 +452,15 @@ def _widened(heads: Tensor, head_dim: int) -> Tensor:
 
 
 def chunk_bound_of(name: str) -> ModelTokens:
-    """`Decoder.chunk_bound` of a model that is not loaded: only its config and its tokenizer are read.
+    """Return `Decoder.chunk_bound` of a model that is not loaded: only its config and its tokenizer are read.
 
-    Raises ModelNotFoundError where nothing of that name can be loaded.
+    Args:
+        name: Hugging Face name or folder, or "demo".
+
+    Raises:
+        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing.
+        KeyError, TypeError, AttributeError, StrictDataclassError: raised by the libraries of Hugging Face for a damaged
+            tokenizer or config.
     """
     from transformers import AutoTokenizer
 
@@ -415,7 +477,14 @@ def chunk_bound_of(name: str) -> ModelTokens:
 def config_of(name: str) -> PretrainedConfig:
     """Return the config of a model, without its weights.
 
-    Raises ModelNotFoundError if nothing of that name can be loaded.
+    Args:
+        name: Hugging Face name or folder, or "demo".
+
+    Raises:
+        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or the config is not valid
+            JSON or names an unknown kind of model.
+        AttributeError, StrictDataclassError: raised by the libraries of Hugging Face for an invalid value in the
+            config.
     """
     from huggingface_hub import try_to_load_from_cache
     from transformers import AutoConfig
@@ -473,6 +542,9 @@ def _device(name: str) -> torch.device:
 def auto_dtype(config: PretrainedConfig, place: torch.device) -> str:
     """Return the dtype for `auto`: the checkpoint's own, but bfloat16 for float32 on a CPU with instructions for it.
 
+    The result is a name such as "bfloat16"; "float32" for a config without a dtype. It is not checked: a config may
+    name a dtype that chunk-caches cannot hold.
+
     There bfloat16 takes less than half the time, and chunk-caches take half the space.
     """
     own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
@@ -480,7 +552,7 @@ def auto_dtype(config: PretrainedConfig, place: torch.device) -> str:
 
 
 def computes_bfloat16() -> bool:
-    """Return True for a CPU that computes bfloat16 faster than float32, and does not emulate it."""
+    """Return True if this CPU computes bfloat16 faster than float32 (AMX or AVX-512 BF16), False if it emulates it."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name) for name in _FAST_BFLOAT16)
 
@@ -489,6 +561,12 @@ def layout_of(config: PretrainedConfig, dtype: str) -> KVLayout:
     """Return the layout of a model's chunk-caches, from its Hugging Face config.
 
     Layers may have different heads (Gemma 4): the largest are the layout's, and others are filled with zeros.
+
+    Args:
+        config: config of a decoder-only model.
+        dtype: dtype of keys and values, such as "bfloat16"; not checked.
+
+    Raises AttributeError if the config does not name layers, heads or the width of hidden states.
     """
     kv_heads: list[int] = []
     head_dims: list[int] = []
@@ -522,6 +600,9 @@ def context_length_of(config: PretrainedConfig) -> int:
     LongRoPE has two sets and changes all keys if a prompt exceeds the original length, so a chunk-cache captured on one
     side of it is wrong on the other. Only prompts up to the original length are served. Rejected: a fingerprint for
     each side, which would capture every chunk twice.
+
+    Raises AttributeError for a config without `max_position_embeddings`, KeyError for one with LongRoPE but without the
+    original length.
     """
     longest = int(config.max_position_embeddings)
     original = longrope_context(config)
@@ -529,7 +610,11 @@ def context_length_of(config: PretrainedConfig) -> int:
 
 
 def longrope_context(config: PretrainedConfig) -> int | None:
-    """Return the original context of a model with LongRoPE; None for other models."""
+    """Return the original context of a model with LongRoPE, in tokens; None for other models.
+
+    Of several kinds of layers the shortest counts. Raises KeyError if the config has LongRoPE, but no
+    `original_max_position_embeddings`.
+    """
     originals = [
         int(rope["original_max_position_embeddings"])  # type: ignore[call-overload]
         for rope in rope_parameters_of(config)
@@ -539,13 +624,24 @@ def longrope_context(config: PretrainedConfig) -> int | None:
 
 
 def rope_parameters_of(config: PretrainedConfig) -> list[Mapping[str, object]]:
-    """Return the parameters of the rotary embedding; several if kinds of layers have their own."""
+    """Return the parameters of the rotary embedding: one mapping, or one for each kind of layer.
+
+    The single mapping is empty for a model without a rotary embedding.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     return [parameters for parameters in rope.values() if isinstance(parameters, dict)] or [rope]
 
 
 def end_tokens_of(*holders: object) -> frozenset[int]:
-    """Return the ids that end an answer, of the generation config, the config and the tokenizer together."""
+    """Return the ids that end an answer, of the generation config, the config and the tokenizer together.
+
+    Args:
+        holders: objects with an `eos_token_id`, which is an id, a list of ids or None; others, such as None, are
+            ignored.
+
+    Returns:
+        The ids; empty if no holder has one.
+    """
     end_tokens: set[int] = set()
     for holder in holders:
         ids = getattr(holder, "eos_token_id", None)

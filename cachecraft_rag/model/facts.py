@@ -10,19 +10,19 @@ from cachecraft_rag.types.kv_layout import KVLayout
 
 
 class ModelFacts(Protocol):
-    """A model as it is known without running it; see `decoder.Decoder`."""
+    """A model as it is known without running it; see `decoder.Decoder`. Reading a property raises nothing."""
 
     @property
     def name(self) -> str:
-        """The name that the user asked for."""
+        """The name that the user asked for: a Hugging Face name, a folder or "demo"."""
 
     @property
     def tokenizer(self) -> Any:
-        """The model's own."""
+        """The model's own tokenizer, in the form of transformers."""
 
     @property
     def fingerprint(self) -> str:
-        """Identity of checkpoint, tokenizer and dtype."""
+        """Identity of checkpoint, tokenizer and dtype, as text; chunk-caches of another one are never used."""
 
     @property
     def layout(self) -> KVLayout:
@@ -34,7 +34,7 @@ class ModelFacts(Protocol):
 
     @property
     def chunk_bound(self) -> ModelTokens:
-        """Bound of a document's chunks for this model."""
+        """Bound of a document's chunks for this model: its token count, and the most tokens of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,9 +54,17 @@ _SETTLED_NS = 2_000_000_000
 def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
     """Return the fingerprint of the checkpoint in `folder` used in `dtype` ("float32", "bfloat16", "float16").
 
-    Returns None if the folder has no config or no weights of a known kind. Raises OSError if a file cannot be read,
-    ValueError if it is damaged. Quantised weights and their scales are tensors of the checkpoint, and the kind of
-    quantisation is in its config, so both are digested.
+    It is text such as "2-5f0c…", equal for equal files wherever they are. Quantised weights and their scales are
+    tensors of the checkpoint, and the kind of quantisation is in its config, so both are digested. Digests are kept in
+    the user's cache folder; one that cannot be read or written there raises nothing, and the weights are read again.
+
+    Returns None if the folder has no config or no weights of a known kind.
+
+    Raises:
+        OSError: a file cannot be read, such as a missing one that the index of the weights names.
+        ValueError: a file is truncated, or is not valid JSON or safetensors.
+        KeyError, TypeError, AttributeError: a file is valid JSON, but not that of a checkpoint.
+        RuntimeError: `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
     """
     files = _weight_files(folder)
     if not files or not (folder / "config.json").is_file():
@@ -76,14 +84,19 @@ def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
 def checkpoint_config(folder: Path) -> dict[str, object]:
     """Return the settings in a checkpoint's config.json, without those that differ between saves and change no number.
 
-    Raises OSError if the file cannot be read, ValueError if it is damaged.
+    Raises OSError if the file cannot be read, ValueError if it is not valid JSON, and AttributeError if its JSON is not
+    an object.
     """
     text = (folder / "config.json").read_text(encoding="utf-8")
     return _without(json.loads(text), _VOLATILE)
 
 
 def model_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the fingerprint of a Hugging Face model that is given as an object, from digests of its tensors."""
+    """Return the fingerprint of a Hugging Face model that is given as an object, from digests of its tensors.
+
+    It is text in the form of `checkpoint_fingerprint`, but never equal to that of a checkpoint: a model that was loaded
+    may hold other tensors than its files. Reads all weights, copying them to main memory one by one.
+    """
     tensors = {}
     for name, tensor in model.state_dict().items():
         state = xxhash.xxh3_128()
@@ -120,8 +133,14 @@ def snapshot_folder(
 ) -> Path | None:
     """Return the folder with the files of a model: `source` itself, or where the hub's client keeps what it loaded.
 
-    None if it has not loaded this `file` of this revision; the network is never used. Raises ValueError if `source` is
-    neither a folder nor a possible name on the hub.
+    Returns None if the client has not loaded this `file` of this revision; the network is never used.
+
+    Args:
+        source: a folder, or a name on the hub.
+        revision: commit, branch or tag on the hub; None = the main branch.
+        file: name of a file that the folder must hold; not checked if `source` is a folder.
+
+    Raises ValueError if `source` is neither a folder nor a possible name on the hub.
     """
     if os.path.isdir(source):
         return Path(source)

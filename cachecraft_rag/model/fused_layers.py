@@ -46,7 +46,11 @@ def _plain_linear(module: object) -> bool:
 
 
 def product(module: Any, x: Tensor) -> Tensor:
-    """Apply a linear module to `[1, rows, width]`."""
+    """Apply a linear module to `[1, rows, width]`; return `[1, rows, outputs]` in the same dtype.
+
+    A compiled kernel computes up to 8 rows of a plain layer on a CPU; the module itself computes the rest. Raises
+    torch's RuntimeError for another width, or without memory.
+    """
     if x.shape[1] > _FEW_ROWS or not _plain_linear(module):
         return cast(Tensor, module(x))
     run = kernels_for(x, module.weight)
@@ -75,7 +79,7 @@ class KnownLayer:
 
     @property
     def hooked(self) -> bool:
-        """True if the layer or a part that is replaced here has hooks."""
+        """True if the layer or a part that is replaced here has hooks, which a fused layer would not run."""
         layer = self._layer
         parts = [
             layer,
@@ -94,7 +98,10 @@ class GPULayer(KnownLayer):
     """A layer of a known class on a GPU, with torch's fused operations between its products."""
 
     def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor | None:
-        """Run the layer over `[1, rows, hidden]`; returns None if it has hooks."""
+        """Run the layer over `[1, rows, hidden]` and return its output, of the same shape; None if it has hooks.
+
+        Raises torch's RuntimeError without memory, and whatever `layer_pass.attend` raises.
+        """
         if self.hooked:
             return None
         layer = self._layer
@@ -203,7 +210,11 @@ class CompiledLayer(KnownLayer):
         return self._call
 
     def __call__(self, hidden: Tensor, layer_pass: LayerPass) -> Tensor | None:
-        """Run the layer over `[1, rows, hidden]`; returns None if the kernels cannot."""
+        """Run the layer over `[1, rows, hidden]` and return its output, of the same shape.
+
+        Returns None if it has hooks, or if the kernels do not support these tensors: run the model's own layer then.
+        Raises MemoryError or torch's RuntimeError without memory, and whatever `layer_pass.attend` raises.
+        """
         is_few = hidden.shape[1] <= _FEW_ROWS
         if (
             is_few
@@ -263,7 +274,10 @@ def fused_layers(
     run: Callable[[int, Tensor, Tensor, LayerPass], Tensor],
     kind: type[CompiledLayer | GPULayer] | None = None,
 ) -> list[CompiledLayer | GPULayer] | None:
-    """Return the fused layers of a model; None if its class is not known or one of them differs from the model's own.
+    """Return the fused layers of a model, in order, each tried on three rows of noise.
+
+    Returns None if the class of the layers or their activation is not known, if they use attention sinks, if the
+    kernels do not support the dtype, or if the output of a fused layer differs from that of the model's own.
 
     Args:
         layers: the model's decoder layers.
@@ -273,6 +287,9 @@ def fused_layers(
         rotary_dims: for each layer, the dimensions of a head that it rotates.
         run: runs a stock layer: its number, hidden states, positions and the pass that attends.
         kind: class of the result; None = the one for this device.
+
+    Raises torch's RuntimeError without memory, and whatever `run` raises, such as UnsupportedModelError for a layer
+    that attends more than once.
     """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(

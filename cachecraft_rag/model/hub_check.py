@@ -12,15 +12,22 @@ _TIMEOUT_S = 5.0
 
 
 def require_hub(names: Sequence[str]) -> None:
-    """Raise an error if the hub cannot be reached or has none of these models; one request per name.
+    """Raise an error if the hub cannot be reached or has none of these models; asks for each name, for 5 seconds each.
 
-    Raises ConnectionError or FileNotFoundError (both are OSErrors), and ValueError for a name that the hub cannot have.
+    Returns None as soon as the hub has one of the models, even if that requires a login, and if the hub answers with
+    another error: the loader of the model can say more about that. In offline mode no request is made: the libraries
+    then fail at once.
 
-    Other errors are left to the loader of the model, which can say more about them. In offline mode no request is made:
-    the libraries then fail at once.
+    Args:
+        names: names on the hub that a model may have, at least one.
+
+    Raises:
+        ConnectionError: the hub cannot be reached; an OSError.
+        FileNotFoundError: the hub has none of these models; an OSError.
+        ValueError: the hub cannot have such a name.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     if constants.HF_HUB_OFFLINE:
         return
@@ -28,9 +35,11 @@ def require_hub(names: Sequence[str]) -> None:
         try:
             get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_TIMEOUT_S)
             return
+        except GatedRepoError:  # requires a login; a subclass of the next one
+            return
         except RepositoryNotFoundError as error:
             missing = error
-        except HfHubHTTPError:  # the model has no such file, or requires a login
+        except HfHubHTTPError:  # the model has no such file
             return
         except ValueError:  # not a valid name on the hub
             raise
@@ -43,7 +52,11 @@ def require_hub(names: Sequence[str]) -> None:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Switch off transformers' progress bars in the block."""
+    """Switch off transformers' progress bars in the block; yields None.
+
+    They are on again after it, also if the block raises, unless they were off before. The setting is that of the whole
+    process.
+    """
     from transformers.utils import logging as bars
 
     if not bars.is_progress_bar_enabled():

@@ -73,6 +73,10 @@ class RotaryCall:
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin as the module gives them at these positions, each `[tokens, width]` in this dtype.
 
+        Args:
+            positions: int64 `[tokens]`; the result is on its device.
+            dtype: dtype of the result.
+
         Raises SurveyError if the module returns neither a pair of tensors nor a complex tensor.
         """
 
@@ -129,7 +133,12 @@ class RotationForm:
         return None if torch.equal(order, torch.arange(self.head_dim)) else order
 
     def tables(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin `[tokens, rotary_dim]` for heads in the order of all models."""
+        """Return cos and sin `[tokens, rotary_dim]` for heads in the order of all models.
+
+        Args:
+            cos: `[tokens, width]`, as the rotary module returns it; its width must fit `table` and `rotary_dim`.
+            sin: likewise.
+        """
         if self.rotary_dim == 0:
             return cos[:, :0].contiguous(), sin[:, :0].contiguous()
         if self.backwards:
@@ -144,7 +153,10 @@ class RotationForm:
 
     @classmethod
     def candidates(cls, head_dim: int, width: int) -> Iterator[RotationForm]:
-        """Return all forms that cos and sin `[tokens, width]` allow, the usual ones first."""
+        """Yield all forms that cos and sin `[tokens, width]` allow for heads of this width, the usual ones first.
+
+        The last one rotates nothing (rotary_dim 0), so there is at least one.
+        """
         tables = (("halves", width), ("half", 2 * width), ("pairs", width))
         choices = (False, True)
         for (table, rotary_dim), interleaved, last, backwards in product(
@@ -167,6 +179,13 @@ class RotaryKind:
         """Return cos and sin at these positions, each `[tokens, rotary_dim]` in this dtype, on the positions' device.
 
         They fit heads whose dimensions are in the order of all models. A rotary_dim of 0 gives two empty tensors.
+
+        Args:
+            positions: int64 `[tokens]`.
+            dtype: dtype of the result.
+
+        Raises SurveyError if the rotary module returns neither a pair of tensors nor a complex tensor; a survey has
+        refused such a model before.
         """
         if self.call is None or self.form.rotary_dim == 0:
             empty = torch.empty(len(positions), 0, dtype=dtype, device=positions.device)
@@ -209,7 +228,15 @@ class LayerCall:
     rotary: object
 
     def run(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Run the layer over `[1, tokens, hidden]` at these positions."""
+        """Run the layer over `[1, tokens, hidden]` and return its output, of the same shape.
+
+        Args:
+            hidden: hidden states of the tokens.
+            positions: int64 `[tokens]`.
+
+        Raises whatever the model's own module raises, such as torch's RuntimeError without memory, and the exceptions
+        of the attention function that it calls.
+        """
         given = dict(self.named)
         if "position_ids" in self.takes:
             given["position_ids"] = positions[None]
@@ -270,7 +297,17 @@ def cos_and_sin(given: object) -> tuple[Tensor, Tensor]:
 
 
 def identity_like(given: Any, dtype: torch.dtype) -> object:
-    """Return a rotary embedding that rotates nothing, in the form of `given`."""
+    """Return a rotary embedding that rotates nothing, in the form of `given`.
+
+    Args:
+        given: what the layer takes: a pair of tensors, a complex tensor, or None.
+        dtype: dtype of cos and sin in a pair.
+
+    Returns:
+        A pair of ones and zeros of one token, ones in the shape of a complex tensor of one token, or None.
+
+    Raises TypeError, ValueError or AttributeError for a value of another form.
+    """
     if given is None:
         return None
     if isinstance(given, Tensor):
@@ -303,6 +340,8 @@ def survey_model(
 
     Raises:
         SurveyError: the layers cannot be run one by one, with the reason.
+        TypeError, ValueError, AttributeError: the rotary embedding of a layer is neither a pair nor a tensor.
+        RuntimeError: torch has no memory. Other exceptions of `forward` and of the model's modules pass, too.
     """
     parameter = next(model.parameters())
     vocabulary = int(model.config.get_text_config().vocab_size)
@@ -450,7 +489,11 @@ def rotation_form(rotary: object, raw: SeenAttention, rotated: SeenAttention) ->
         raw: a layer's attention with the identity as rotary embedding.
         rotated: the same with the model's own.
 
-    Raises SurveyError if no known form does.
+    Returns:
+        The known form with the smallest error; one with rotary_dim 0 for a layer that rotates nothing.
+
+    Raises SurveyError if no known form comes near enough, or if `rotary` is neither a pair of tensors nor a complex
+    tensor.
     """
     head_dim = raw.key.shape[-1]
     pairs = [(raw.query, rotated.query), (raw.key, rotated.key)]
@@ -483,5 +526,9 @@ def _rotation_error(
 
 
 def in_order(heads: Tensor, order: Tensor | None) -> Tensor:
-    """Return heads `[…, head_dim]` with their dimensions in this order."""
+    """Return heads `[…, head_dim]` with their dimensions in this order, int64 `[head_dim]`.
+
+    Without an order (None) they are returned themselves. Raises IndexError for an order with a dimension that does not
+    exist.
+    """
     return heads if order is None else heads[..., order.to(heads.device)]

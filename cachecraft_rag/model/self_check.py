@@ -34,11 +34,21 @@ def load_checked(name: str, *, dtype: str = "auto", device: str = "auto") -> Dec
     """Load a model and check it; on a GPU, compile its kernels.
 
     On a CPU, a model that fails in a bfloat16 that `dtype="auto"` chose is loaded in float32 instead, with a warning in
-    the log, and checked again.
+    the log, and checked again. Kernels that cannot be compiled are logged, and raise nothing.
+
+    Args:
+        name: Hugging Face name or folder, or "demo".
+        dtype: `float32`, `bfloat16`, `float16` or `auto`, see `Decoder.load`.
+        device: `cpu`, `cuda`, `cuda:1` …, or `auto`: CUDA where there is one.
 
     Raises:
-        UnsupportedModelError: it fails the check; where float32 was tried, in that too.
-        CacheCraftError: others as `Decoder.load`.
+        UnsupportedModelError: the model has no raw keys to store, or fails the check; where float32 was tried, in that
+            too.
+        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing.
+        ConfigError: an unknown dtype, or a device that is not available.
+        RuntimeError: the device has no memory for the model, or its weights do not fit its config.
+        KeyError, TypeError, AttributeError, SafetensorError, StrictDataclassError: raised by the libraries of Hugging
+            Face for files of the model that are damaged.
     """
     decoder = Decoder.load(name, dtype=dtype, device=device)
     try:
@@ -54,7 +64,7 @@ def load_checked(name: str, *, dtype: str = "auto", device: str = "auto") -> Dec
 
 
 def self_check(decoder: Decoder) -> float:
-    """Compare with the model's own forward on a few tokens.
+    """Compare with the model's own forward on 48 random tokens.
 
     Compared are recomputing everything (gate G1), reusing everything (gate G2) and the attention of each layer.
 
@@ -63,6 +73,7 @@ def self_check(decoder: Decoder) -> float:
 
     Raises:
         UnsupportedModelError: an error is beyond rounding, or a layer's sliding window is not the configured one.
+        RuntimeError, MemoryError: torch or a compiled kernel has no memory.
     """
     generator = torch.Generator().manual_seed(0)
     size = int(decoder.model.config.vocab_size)

@@ -17,7 +17,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 def cache_bytes(layout: KVLayout, tokens: int, codec: str = "raw") -> int:
     """Return the bytes of a chunk-cache on disk, without its header of a few kilobytes. Memory holds it raw.
 
-    About, for a codec whose size depends on the values.
+    The number is exact for `raw` and `int8`, and an estimate for `entropy`, whose size depends on the values.
+
+    Args:
+        layout: layout of the model's chunk-caches.
+        tokens: tokens of the chunk.
+        codec: a name of `store.codecs.CODECS`.
 
     Raises ConfigError for an unknown codec.
 
@@ -33,15 +38,19 @@ def cache_bytes(layout: KVLayout, tokens: int, codec: str = "raw") -> int:
 
 
 def layout_named(model: str, *, dtype: str = "auto") -> KVLayout:
-    """The shape of a model's chunk-caches from its config alone: no weights are read or downloaded.
+    """Return the shape of a model's chunk-caches from its config alone: no weights are read or downloaded.
 
     Args:
         model: Hugging Face name or folder, or "demo".
         dtype: `float32`, `bfloat16`, `float16`, or `auto`: as `Decoder.load` on a CPU.
 
     Raises:
-        ModelNotFoundError, ConfigError: as `Decoder.load`.
-        UnsupportedModelError: the config has no key/value heads of one shape.
+        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or the config is not valid
+            JSON or names an unknown kind of model.
+        ConfigError: an unknown dtype.
+        UnsupportedModelError: the config does not name layers or heads.
+        AttributeError, StrictDataclassError: raised by the libraries of Hugging Face for an invalid value in the
+            config.
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +19,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from cachecraft_rag.client import link as link_module
+from cachecraft_rag.client import template_process
 from cachecraft_rag.client.chat_template import ServedTokenizer
 from cachecraft_rag.client.http import HTTPEngine
 from cachecraft_rag.errors import CacheCraftError, ServerError
@@ -246,6 +250,21 @@ def test_a_chat_template_that_takes_too_much_is_ended(
     sent = answers | {"/v1/cachecraft/tokenizer": (status, {"files": files})}
     with serving(sent) as url, pytest.raises(ServerError, match="chat template"):
         HTTPEngine.connect(url)
+
+
+def test_templates_are_rendered_where_the_system_has_lower_limits() -> None:
+    def lower_limits() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (3, 3))
+        resource.setrlimit(resource.RLIMIT_AS, (900 << 20, 900 << 20))
+
+    done = subprocess.run(
+        [sys.executable, "-P", template_process.__file__],
+        input=json.dumps({"template": "{{ word }}", "variables": {"word": "yes"}}),
+        capture_output=True,
+        text=True,
+        preexec_fn=lower_limits,
+    )
+    assert json.loads(done.stdout) == {"text": "yes"}, done.stderr
 
 
 TEMPLATES = [

@@ -23,6 +23,7 @@ from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.prompts import Prompt
 
 CHUNKS = [Chunk("Empty the kettle before you descale it."), Chunk("The toaster has a crumb tray.")]
 SHORT = SamplingParams(max_new_tokens=4)
@@ -88,6 +89,7 @@ def test_a_fork_may_not_ask_a_used_engine(engine: Engine) -> None:
             lambda: engine.stream("Which tray?", CHUNKS, sampling=SHORT),
             lambda: engine.score_answer("Which tray?", CHUNKS),
             lambda: Primer(engine).prime(CHUNKS),
+            lambda: engine.capture(Prompt((engine.prompts.system,)), [0], primed=True),
             lambda: list(begun),
         )
     )
