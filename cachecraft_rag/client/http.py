@@ -110,10 +110,9 @@ class HTTPEngine(AnswerEngine):
             ServerError: no server answers in time, or another kind or version of server, or one that serves another
                 model or asks for a key; or a reply is malformed, or its chat template cannot be used.
             ConfigError: an argument has a wrong type or is out of range, the URL is invalid, no HTTP header can hold a
-                key, or the server answers with status 400 (ContextLengthError if its message names a context).
-            OSError: the server's tokenizer cannot be written to a temporary folder, or the certificates that
-                SSL_CERT_FILE names cannot be read.
-            ValueError, ImportError: httpx cannot use the proxy that HTTP_PROXY or a similar variable names.
+                key, the environment names certificates or a proxy that cannot be used, or the server answers with
+                status 400 (ContextLengthError if its message names a context).
+            OSError: the server's tokenizer cannot be written to a temporary folder.
         """
         check_text("url", url, empty=False)
         for name, text in {

@@ -92,9 +92,8 @@ class Link:
         timeout_s: longest silence of the server.
         total_timeout_s: longest time of a request with its reply; None = no limit.
 
-    Raises ConfigError for an invalid URL, and for a key that no header can hold. The environment can raise more:
-    OSError if the certificates that SSL_CERT_FILE names cannot be read, ValueError or ImportError if httpx cannot use
-    the proxy that HTTP_PROXY or a similar variable names.
+    Raises ConfigError for an invalid URL, for a key that no header can hold, and where the environment names
+    certificates (SSL_CERT_FILE) or a proxy (HTTP_PROXY and the like) that cannot be used.
     """
 
     def __init__(
@@ -129,6 +128,11 @@ class Link:
         except httpx.InvalidURL as error:
             raise ConfigError(
                 f"url is {url!r} ({error}); write for example http://127.0.0.1:8000"
+            ) from error
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(
+                "the environment names certificates or a proxy that cannot be used; check SSL_CERT_FILE, SSL_CERT_DIR, "
+                f"HTTP_PROXY, HTTPS_PROXY and ALL_PROXY: {error}"
             ) from error
 
     def close(self) -> None:

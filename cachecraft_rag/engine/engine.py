@@ -232,14 +232,12 @@ class Engine(AnswerEngine):
             logged and ignored.
 
         Raises:
-            ModelNotFoundError: nothing of that name can be loaded.
+            ModelNotFoundError: nothing of that name can be loaded, or a file of it is damaged.
             UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
             StoreError: the store folder or its catalog cannot be used.
             ConfigError: an unknown option, a value out of range, a dtype or device that is not available, a quality
                 target that could not act, or a chat template that cannot be cut into segments.
-            RuntimeError: the device has no memory for the model, or its weights do not fit its config.
-            KeyError, TypeError, AttributeError, SafetensorError, StrictDataclassError: raised by the libraries of
-                Hugging Face for files of the model that are damaged.
+            torch.OutOfMemoryError: the GPU has no memory for the model.
         """
         check_text("model", model, empty=False)
         check_path("store", store)

@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 
 from cachecraft_rag.compute.stack import Alone, AttentionSettings, LayerPass, Ranks, keys_per_row_of
-from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from cachecraft_rag.errors import (
+    CacheCraftError,
+    ConfigError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.attention_choice import measured_paths
@@ -207,12 +212,11 @@ class Decoder:
             device: `cpu`, `cuda`, `cuda:1` …, or `auto`: CUDA where there is one.
 
         Raises:
-            ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing.
+            ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing or
+                damaged.
             UnsupportedModelError: the model has no raw keys to store; the message gives the reason.
             ConfigError: an unknown dtype, or a device that is not available.
-            RuntimeError: the device has no memory for the model, or its weights do not fit its config.
-            KeyError, TypeError, AttributeError, SafetensorError, StrictDataclassError: raised by the libraries of
-                Hugging Face for files of the model that are damaged.
+            torch.OutOfMemoryError: the GPU has no memory for the model.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -458,9 +462,8 @@ def chunk_bound_of(name: str) -> ModelTokens:
         name: Hugging Face name or folder, or "demo".
 
     Raises:
-        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing.
-        KeyError, TypeError, AttributeError, StrictDataclassError: raised by the libraries of Hugging Face for a damaged
-            tokenizer or config.
+        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing or
+            damaged.
     """
     from transformers import AutoTokenizer
 
@@ -481,10 +484,8 @@ def config_of(name: str) -> PretrainedConfig:
         name: Hugging Face name or folder, or "demo".
 
     Raises:
-        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or the config is not valid
-            JSON or names an unknown kind of model.
-        AttributeError, StrictDataclassError: raised by the libraries of Hugging Face for an invalid value in the
-            config.
+        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or the config is damaged or
+            names an unknown kind of model.
     """
     from huggingface_hub import try_to_load_from_cache
     from transformers import AutoConfig
@@ -516,11 +517,20 @@ def _loading(name: str) -> Iterator[str]:
         if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
             raise FileNotFoundError("there is no such folder")
         yield str(demo_model_folder()) if name == "demo" else name
-    except (OSError, ValueError) as error:
+    except (CacheCraftError, MemoryError, torch.OutOfMemoryError):
+        raise
+    # From damaged files the libraries of Hugging Face raise whatever their code meets.
+    except Exception as error:
+        reason = str(error) if isinstance(error, (OSError, ValueError)) else _named(error)
         raise ModelNotFoundError(
-            f"cannot load the model {name!r}: {error}\n"
+            f"cannot load the model {name!r}: {reason}\n"
             'Name a Hugging Face model, a folder that holds one, or "demo" for the embedded model.'
         ) from error
+
+
+def _named(error: Exception) -> str:
+    """Return an error's text after the name of its class, for errors whose text alone says little: `'model_type'`."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _device(name: str) -> torch.device:

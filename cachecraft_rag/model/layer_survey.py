@@ -306,12 +306,18 @@ def identity_like(given: Any, dtype: torch.dtype) -> object:
     Returns:
         A pair of ones and zeros of one token, ones in the shape of a complex tensor of one token, or None.
 
-    Raises TypeError, ValueError or AttributeError for a value of another form.
+    Raises SurveyError for a value of another form.
     """
     if given is None:
         return None
     if isinstance(given, Tensor):
         return torch.ones_like(given[..., :1, :])
+    if not (
+        isinstance(given, Sequence) and [isinstance(turn, Tensor) for turn in given] == [True] * 2
+    ):
+        raise SurveyError(
+            f"its layers take a rotary embedding that is neither cos and sin nor one tensor: {type(given).__name__}"
+        )
     cos, _ = given
     shape = (1,) * (cos.dim() - 1) + (cos.shape[-1],)
     ones = torch.ones(shape, dtype=dtype, device=cos.device)
@@ -340,7 +346,6 @@ def survey_model(
 
     Raises:
         SurveyError: the layers cannot be run one by one, with the reason.
-        TypeError, ValueError, AttributeError: the rotary embedding of a layer is neither a pair nor a tensor.
         RuntimeError: torch has no memory. Other exceptions of `forward` and of the model's modules pass, too.
     """
     parameter = next(model.parameters())

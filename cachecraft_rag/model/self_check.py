@@ -44,11 +44,10 @@ def load_checked(name: str, *, dtype: str = "auto", device: str = "auto") -> Dec
     Raises:
         UnsupportedModelError: the model has no raw keys to store, or fails the check; where float32 was tried, in that
             too.
-        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing.
+        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing or
+            damaged.
         ConfigError: an unknown dtype, or a device that is not available.
-        RuntimeError: the device has no memory for the model, or its weights do not fit its config.
-        KeyError, TypeError, AttributeError, SafetensorError, StrictDataclassError: raised by the libraries of Hugging
-            Face for files of the model that are damaged.
+        torch.OutOfMemoryError: the GPU has no memory for the model.
     """
     decoder = Decoder.load(name, dtype=dtype, device=device)
     try:

@@ -45,12 +45,10 @@ def layout_named(model: str, *, dtype: str = "auto") -> KVLayout:
         dtype: `float32`, `bfloat16`, `float16`, or `auto`: as `Decoder.load` on a CPU.
 
     Raises:
-        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or the config is not valid
-            JSON or names an unknown kind of model.
+        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or the config is damaged or
+            names an unknown kind of model.
         ConfigError: an unknown dtype.
         UnsupportedModelError: the config does not name layers or heads.
-        AttributeError, StrictDataclassError: raised by the libraries of Hugging Face for an invalid value in the
-            config.
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}")

@@ -141,10 +141,8 @@ class PromptBuilder:
     Raises:
         ConfigError: the instruction holds a mark that this package uses itself; a tool is invalid, see
             `checked_tools`; a private instruction or its tools hold the model's control tokens; or the model's chat
-            template refuses a conversation, or drops, repeats or reorders its text.
-        TypeError: a private instruction holds half a surrogate pair, or the chat template's code raises it.
-        ValueError: the model has several chat templates and no default, or the template's code raises it. Other errors
-            of that code pass through as well, except jinja2's TemplateError, which becomes ConfigError.
+            template fails at a conversation, or drops, repeats or reorders its text.
+        TypeError: a private instruction holds half a surrogate pair.
     """
 
     def __init__(
@@ -197,8 +195,7 @@ class PromptBuilder:
         """Form in which the model writes calls of tools, read from its chat template once.
 
         It is `CallFormat()`, plain text, for a tokenizer without a chat template, and for a template that writes no
-        calls as JSON or fails at them. Errors of the template's code other than jinja2's TemplateError, TypeError and
-        ValueError pass through.
+        calls as JSON or fails at them.
         """
         if not getattr(self._tokenizer, "chat_template", None):
             return CallFormat()
@@ -252,12 +249,10 @@ class PromptBuilder:
             ContextLengthError: instruction, history, question and `reserve` alone do not fit the model's context.
             ConfigError: the question is empty, and the history does not end with a tool's result; the history has an
                 unknown role, a wrong order, or calls and results that do not match; a turn of calls is not JSON of
-                calls (see `calls_in`); or the model's chat template refuses the conversation, or drops, repeats or
+                calls (see `calls_in`); or the model's chat template fails at the conversation, or drops, repeats or
                 reorders its text.
             StoreError: raised by `recognise` if it searches a store that was closed. All errors of `recognise` pass
                 through.
-            TypeError, ValueError: the chat template's code raises it. Other errors of that code pass through as well,
-                except jinja2's TemplateError, which becomes ConfigError.
         """
         if not question.strip() and not (history and history[-1][0] == "result"):
             raise ConfigError("the question is empty; ask something")
@@ -453,11 +448,10 @@ class PromptBuilder:
             yield start + "\n".join(lines) + "\nAnswer:"
             return
 
-        from jinja2.exceptions import TemplateError
-
+        # A template is code that came with the model: it may raise anything.
         try:
             rendered = self._apply([{"role": "system", "content": self._system_text}, *messages])
-        except TemplateError:
+        except Exception:  # noqa: BLE001
             rendered = None
         if rendered is not None and self._system_text.strip() in rendered:
             yield rendered
@@ -465,7 +459,7 @@ class PromptBuilder:
         messages[0]["content"] = f"{self._system_text}\n\n{messages[0]['content']}"
         try:
             yield self._apply(messages)
-        except TemplateError as error:
+        except Exception as error:
             roles = [str(message["role"]) for message in messages]
             advice = ""
             if ("tool", "user") in pairwise(roles):

@@ -159,9 +159,9 @@ class Constraints:
             schema: the text of a JSON schema.
 
         Raises:
-            ConfigError: llguidance is not installed; the tokenizer is a slow one; the schema is not valid JSON, is
-                nested too deeply, has no finite answer, or is one that llguidance does not support.
-            ValueError: llguidance cannot read the model's tokenizer, or there are no end tokens.
+            ConfigError: llguidance is not installed; the tokenizer is a slow one, or one that llguidance cannot read;
+                there are no end tokens; the schema is not valid JSON, is nested too deeply, has no finite answer, or is
+                one that llguidance does not support.
         """
         grammar = self._grammar(schema)
         import llguidance
@@ -213,7 +213,10 @@ class Constraints:
         if not getattr(self._tokenizer, "is_fast", False):
             raise ConfigError("a json_schema needs a fast tokenizer, and the model has a slow one")
         width = max(self._width, len(self._tokenizer))
-        return from_tokenizer(self._tokenizer, n_vocab=width, eos_token=self._end_tokens)
+        try:
+            return from_tokenizer(self._tokenizer, n_vocab=width, eos_token=self._end_tokens)
+        except ValueError as error:
+            raise ConfigError(f"llguidance cannot read the model's tokenizer: {error}") from error
 
 
 def asking_for(schema: str) -> str:

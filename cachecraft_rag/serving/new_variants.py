@@ -203,7 +203,8 @@ class VariantMaker:
         The capture under way ends before its next layer.
         """
         for candidate in self._wanted.candidates.having(frozenset(chunk_ids)):
-            if candidate is self._running:
+            # A later request may have merged its captures with it: then it is another object.
+            if self._running is not None and candidate.identity == self._running.identity:
                 self._give_up(Dropped.REMOVED)
             else:
                 self._wanted.drop(candidate, Dropped.REMOVED)

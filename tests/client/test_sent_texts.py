@@ -56,6 +56,17 @@ def test_half_a_surrogate_pair_is_sent_as_a_question_mark(url: str, bodies: dict
     assert bodies[PRIME]["documents"] == [mended]
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"), [("SSL_CERT_FILE", "/nowhere.pem"), ("HTTP_PROXY", "gopher://proxy")]
+)
+def test_an_environment_that_cannot_be_used_is_named(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=f"check .*{variable}"):
+        HTTPEngine.connect("https://127.0.0.1:1")
+
+
 @pytest.mark.parametrize("session", ["Zoë", "two\nlines", " ada"])
 def test_a_session_that_no_header_holds_is_refused(url: str, session: str) -> None:
     with HTTPEngine.connect(url) as engine, pytest.raises(ConfigError, match="session travels in"):

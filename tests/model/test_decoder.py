@@ -24,10 +24,12 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.model.fingerprint import checkpoint_fingerprint
+from cachecraft_rag.model.layer_survey import SurveyError, identity_like
 from cachecraft_rag.model.self_check import TOLERANCE, load_checked, self_check
 from cachecraft_rag.model.sizes import layout_named
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.vllm.served_model import ServedModel
 
 MakeDecoder = Callable[..., Decoder]
 
@@ -217,6 +219,30 @@ def test_loading_names_what_is_missing_or_misspelt(tmp_path: Path, saved: Path) 
             ConfigError, match=f"cannot use the device '{device}' .*; choose cpu, cuda"
         ):
             Decoder.load(str(saved), device=device)
+
+
+@pytest.mark.parametrize("form", [torch.ones(1, 4, 8).unbind(-1), {"cos": 1}, "cos"])
+def test_a_rotary_embedding_of_an_unknown_form_is_a_reason(form: object) -> None:
+    with pytest.raises(SurveyError, match="neither cos and sin nor one tensor"):
+        identity_like(form, torch.float32)
+
+
+DAMAGED = {
+    "weights of nothing": ("model.safetensors", b"{}"),
+    "weights cut short": ("model.safetensors", None),
+    "a tokenizer of another form": ("tokenizer.json", b"[]"),
+    "a config of another form": ("config.json", b"[1, 2]"),
+    "a layer count in words": ("config.json", b'{"model_type": "llama", "num_hidden_layers": "x"}'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_damaged_files_of_a_model_are_one_error(damage: str, saved: Path) -> None:
+    name, content = DAMAGED[damage]
+    (saved / name).write_bytes(content or (saved / name).read_bytes()[:5000])
+    for load in (Decoder.load, ServedModel.load):
+        with pytest.raises(ModelNotFoundError, match="cannot load the model"):
+            load(str(saved))
 
 
 @pytest.mark.parametrize("own", ["float32", "bfloat16"])

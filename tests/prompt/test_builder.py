@@ -42,6 +42,9 @@ DROPS_USER = LOOP + "<|{{ m.role }}|><|end|>" + END
 SPOILS_USER = LOOP + "<|{{ m.role }}|>{{ m.content | upper }}<|end|>" + END
 REPEATS_USER = LOOP + "<|{{ m.role }}|>{{ m.content }}<|end|>{{ m.content }}" + END
 REFUSES = LOOP + "{{ raise_exception('never') }}" + END
+# mistakes of a template's author, which are no errors of jinja2's
+DIVIDES_BY_ZERO = LOOP + "{{ 1 // 0 }}" + END
+ADDS_TEXT = LOOP + "{{ 'a' + 1 }}" + END
 
 
 def with_template(
@@ -319,7 +322,9 @@ def test_a_template_that_trims_what_users_say_keeps_the_segments_whole(tokenizer
     assert "Question:   Why? \n<|end|>" in text_of(tokenizer, prompt)
 
 
-@pytest.mark.parametrize("template", [DROPS_USER, SPOILS_USER, REPEATS_USER, REFUSES])
+@pytest.mark.parametrize(
+    "template", [DROPS_USER, SPOILS_USER, REPEATS_USER, REFUSES, DIVIDES_BY_ZERO, ADDS_TEXT]
+)
 def test_a_template_that_cannot_be_cut_is_refused(template: str, tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match="chat template"):
         builder(with_template(tokenizer, template))

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -390,6 +391,24 @@ def test_a_removed_chunk_does_not_come_back(engine: Engine, layers: Layers) -> N
     assert (stats.captured, stats.waiting, stats.dropped) == (0, 0, {"removed": 5})
     ask(engine, ORDERS[0])  # whoever brings it again has it again
     assert engine.store.rows(RowFilter(chunk_ids=tuple(removed))) != []
+
+
+def test_a_removed_chunk_ends_a_capture_that_was_asked_for_again(
+    engine: Engine, layers: Layers
+) -> None:
+    stop_in_the_first_capture(engine, layers)
+    ran = layers.run.count("background")
+    running = engine.new_variants._running
+    assert running is not None
+    engine.loop.call_soon(lambda: engine.new_variants.answered(0, replace(running)))
+    removed = RowFilter(chunk_ids=(CHUNKS[0].chunk_id,))
+    removing = threading.Thread(target=engine.store.evict, args=(removed,))
+    removing.start()
+    until(lambda: engine.loop._inbox.qsize() >= 2)
+    layers.release()
+    removing.join(60)
+    assert engine.settle(60)
+    assert layers.run.count("background") == ran
 
 
 REMOVE = """
