@@ -144,7 +144,7 @@ class WriteBackQueue:
             ended = partial(self._ended, chunk_id, capture.nbytes, job)
             try:
                 self._start(steps, ended)
-            except BaseException as error:  # whatever it is, nobody may wait for this capture
+            except BaseException as error:  # whatever it is, no request may wait for this capture
                 ended(None, error)
                 raise
 
