@@ -26,7 +26,9 @@ class FutureVariant:
     session: str | None
 
     def serves(self, wanted: FutureVariant, scope: Scope) -> bool:
-        """Return whether it may be used in place of `wanted`.
+        """Return True if it may be used in place of `wanted`.
+
+        It must be of the same chunk, have an origin prefix that `scope` allows, and be shared or of the same session.
 
         >>> shared = FutureVariant("c", ("system", "a"), None)
         >>> private = FutureVariant("c", ("system", "b"), "ann")
@@ -54,7 +56,11 @@ class FutureCaptures:
     submit: Callable[[], object] | None = None
 
     def expect(self, prompt: Prompt, plan: Plan, *, session: str | None) -> None:
-        """Note the segments that a plan computes and that will be stored."""
+        """Add to `variants` the segments that a plan computes and that will be stored; returns None.
+
+        Left out are the question, passages found in unmarked text, and, without a session, what is private or follows
+        it.
+        """
         ids = tuple(segment.segment_id for segment in prompt.segments)
         is_private = False
         for index, (segment, planned) in enumerate(
@@ -70,7 +76,7 @@ class FutureCaptures:
                 self.variants.append(FutureVariant(ids[index], ids[:index], owner))
 
     def serve(self, prompt: Prompt, config: ReuseConfig, *, session: str | None) -> bool:
-        """Return whether a prompt can use at least one of them."""
+        """Return True if a prompt can use at least one of `variants`, see `FutureVariant.serves`. Raises nothing."""
         ids = tuple(segment.segment_id for segment in prompt.segments[:-1])
         wanted = [FutureVariant(name, ids[:index], session) for index, name in enumerate(ids)]
         return any(
@@ -78,7 +84,10 @@ class FutureCaptures:
         )
 
     def hand_over(self) -> None:
-        """Submit them to write-back, once."""
+        """Submit them to write-back, if that is still to be done; a second call does nothing.
+
+        Raises what `submit` raises: RuntimeError if the system has no room for a thread.
+        """
         submit = self.submit
         self.submit = None
         if submit is not None:
@@ -129,7 +138,7 @@ class AdmissionQueue:
         return len(self._waiting)
 
     def enter(self, task: LoopTask) -> None:
-        """Take the last place. Raises BusyError if `max_waiting` requests wait already."""
+        """Take the last place. Raises BusyError if `max_waiting` requests wait already; the request has no place then."""
         has_turn_taken = bool(self._prefilling)
         if len(self._waiting) + has_turn_taken > self._max_waiting:
             self._rejected.inc()
@@ -140,7 +149,14 @@ class AdmissionQueue:
         self._waiting.append(task)
 
     def wait(self, ready: Callable[[], bool], since: float) -> Generator[Until, bool, None]:
-        """Wait until `ready()`. Raises WaitTimeoutError once the wait that began at `since` is too long."""
+        """Wait until `ready()` is true: a generator of one step for the loop, which returns nothing.
+
+        Args:
+            ready: is called by the loop between two steps; what it raises passes.
+            since: time of `time.perf_counter` at which the request's wait began, in seconds.
+
+        Raises WaitTimeoutError once the whole wait, from `since` on, is longer than `timeout_s`.
+        """
         left = None
         if self._timeout_s is not None:
             left = max(0.0, since + self._timeout_s - time.perf_counter())
@@ -154,13 +170,15 @@ class AdmissionQueue:
 
     @property
     def preloading_bytes(self) -> int:
-        """Bytes that waiting requests are loading or have loaded; any thread may ask."""
+        """Bytes that waiting requests are loading or have loaded, at least 0; any thread may ask."""
         return sum(nbytes or 0 for nbytes in list(self._preloads.values()))
 
     def may_preload(self, task: LoopTask) -> bool:
-        """Return whether it is a waiting request's time to plan and load: those between the next one and it have begun.
+        """Return True if a waiting request may plan and load now, before its turn.
 
-        The next request plans and loads in any case.
+        That is so while less than `preload_bytes` are loaded ahead, and the requests between the next one and it have
+        asked for room. The next request plans and loads in any case. Raises ValueError for a request that does not
+        wait.
         """
         if not self.preloading_bytes < self._preload_bytes:
             return False
@@ -168,31 +186,34 @@ class AdmissionQueue:
         return all(other in self._preloads for other in between)
 
     def reserve(self, task: LoopTask, nbytes: int) -> bool:
-        """Reserve room for what a waiting request loads; return False if there is too little left.
+        """Reserve room for the bytes that a waiting request loads; return False if too little is left.
 
-        The next request needs no room: what it loads is used next. The room is free again once the request has its
-        turn, or leaves.
+        Nothing is reserved then. The next request needs no room: what it loads is used next. The room is free again
+        once the request has its turn, or leaves. Raises nothing.
         """
         fits = self.preloading_bytes + nbytes <= self._preload_bytes
         self._preloads[task] = nbytes if fits else None
         return fits
 
     def is_first(self, task: LoopTask) -> bool:
-        """Return whether no request waits before this one."""
+        """Return True if no request waits before this one. Raises IndexError if none waits at all."""
         return self._waiting[0] is task
 
     def is_free(self) -> bool:
-        """Return whether no request prefills, or all that do wait for what is being loaded."""
+        """Return True if no request prefills, or if all that do wait for what is being loaded."""
         return all(_waits_for_loading(task) for task in self._prefilling)
 
     def begin(self, task: LoopTask) -> None:
-        """Give the turn to a request."""
+        """Give the turn to a waiting request; what it had reserved is free again.
+
+        Raises ValueError if it does not wait.
+        """
         self._waiting.remove(task)
         self._preloads.pop(task, None)
         self._prefilling.append(task)
 
     def leave(self, task: LoopTask) -> None:
-        """End a request's turn or its wait; idempotent."""
+        """End a request's turn or its wait. Does nothing, and raises nothing, for a request that has neither."""
         for tasks in (self._waiting, self._prefilling):
             if task in tasks:
                 tasks.remove(task)

@@ -41,7 +41,11 @@ class AnswerText:
         self.finish: Finish | None = None
 
     def take(self, token: int) -> str:
-        """Take a further token; returns the text that is now certain (possibly empty)."""
+        """Take a further token id; return the text that is now certain, or "" if none is.
+
+        Sets `finish` if the answer ends with this token. Raises what the tokenizer raises for an id that it cannot
+        decode, such as OverflowError for a negative one.
+        """
         if token in self._end_tokens:
             self.finish = self.finish or "end"
             return self.rest()
@@ -54,7 +58,10 @@ class AnswerText:
         return text
 
     def rest(self) -> str:
-        """End the answer, if it has not ended; returns the text that was held back."""
+        """End the answer, if it has not ended; return the text that was held back, or "".
+
+        `finish` is then "length", unless it was set before.
+        """
         self._settle(self._unsettled_text())
         text = self._release(is_final=True)
         self.finish = self.finish or "length"
@@ -133,9 +140,16 @@ def answer_text(
 ) -> Iterator[str]:
     """Yield the answer's text piece by piece until it ends; `progress` records its tokens and how it ended.
 
+    No piece is empty. If `tokens` end first, the answer ends too (`finish`: "length").
+
     Args:
-        tokens: of the answer; the next token is drawn only if the answer goes on after those before it.
+        request: the question, with its sampling settings and its clock.
+        progress: takes up each token with its time.
+        tokens: ids of the answer's tokens; the next one is drawn only if the answer goes on after those before it.
+        tokenizer: a transformers tokenizer.
         end_tokens: ids that end an answer and are not part of it.
+
+    Raises what drawing a token raises.
     """
     answer = AnswerText(request.sampling, tokenizer, end_tokens)
     for token in tokens:

@@ -55,7 +55,10 @@ class LoadingPlan:
     closed: bool = False
 
     def close(self) -> None:
-        """End loading; chunk-caches that were loaded completely stay in memory. Idempotent."""
+        """End loading; chunk-caches that were loaded completely stay in memory. A second call does nothing.
+
+        Raises nothing.
+        """
         if not self.closed:
             self.closed = True
             self.loader.end(self.loads)
@@ -120,7 +123,10 @@ class Answering:
     _changes: int = 0  # number of changes to the store that this engine knows of
 
     def stored_changed(self) -> None:
-        """Note that captures were stored or dropped: plans made before are out of date."""
+        """Note that captures were stored or dropped: requests that planned before plan again at their turn.
+
+        Raises nothing.
+        """
         self._changes += 1
 
     # -- up to the first token ----------------------------------------------------------------------------------------
@@ -130,7 +136,22 @@ class Answering:
     ) -> Work[Prefilled]:
         """Wait for the turn, plan, and prefill while what is not in memory is being loaded.
 
-        Raises BusyError and WaitTimeoutError, and StoreError if the store is closed.
+        A generator of steps for the loop. A chunk-cache that cannot be read raises nothing: its tokens are computed.
+
+        Args:
+            task: the loop's task of this request.
+            request: the question with its prompt and settings.
+            progress: takes up the times, the plan, and what was computed.
+            captures: takes up the segments that will be stored.
+
+        Returns:
+            The prefilled prompt.
+
+        Raises:
+            BusyError: too many requests wait already (`max_waiting`).
+            WaitTimeoutError: the request waited longer than `wait_timeout_s` for its turn.
+            StoreError: the store is closed, or its catalog cannot be read.
+            RuntimeError, MemoryError: the model fails, such as torch without memory.
         """
         admission = self.admission
         plan: LoadingPlan | None = None
@@ -307,9 +328,11 @@ class Answering:
     def answer(
         self, task: LoopTask, request: Request, progress: RequestProgress, queue: TokenQueue
     ) -> Work[None]:
-        """Answer a request into a queue.
+        """Answer a request into a queue, whose last piece says how the answer ended. A generator of steps for the loop.
 
-        Raises StoreError if the store is closed, and what the model raises, as `prefill`.
+        Raises BusyError, WaitTimeoutError, StoreError, RuntimeError and MemoryError as `prefill` does, and ConfigError
+        if the answer's grammar lets it neither go on nor end. What follows from the answer (captures, audits) raises
+        nothing here.
         """
         captures = FutureCaptures()
         predictions = self.auditor.recorder(request)
@@ -333,9 +356,18 @@ class Answering:
         progress: RequestProgress,
         target: Sequence[int] | None,
     ) -> Work[tuple[str, Tensor]]:
-        """Answer greedily, and predict along the target tokens; returns the text and logits `[target, vocabulary]`.
+        """Answer greedily, and predict along the target tokens. A generator of steps for the loop.
 
-        Raises StoreError if the store is closed, and what the model raises, as `prefill`.
+        Args:
+            task: the loop's task of this request.
+            request: the question with its prompt and settings.
+            progress: takes up the times, the plan, and what was computed.
+            target: token ids along which to predict; None: those of the answer itself.
+
+        Returns:
+            The answer's text, and logits float32 `[target, vocabulary]`: the prediction before each target token.
+
+        Raises BusyError, WaitTimeoutError, StoreError, RuntimeError and MemoryError as `prefill` does.
         """
         captures = FutureCaptures()
         queue = TokenQueue(bounded=False)

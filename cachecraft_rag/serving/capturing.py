@@ -27,6 +27,14 @@ class LocalCapturer:
         """Compute a prompt, capture segments, and return when they are stored; see `AnswerEngine.capture`.
 
         A capture that the store refuses does not raise: it is logged, and `stats` of the store counts it.
+
+        Args:
+            prompt: instruction and chunks.
+            captures: indices of the segments to capture, ascending, at least one; what comes after the last is not
+                computed.
+            primed: noted in the variants, see `types.variants.Variant`.
+
+        Raises IndexError without captures, and torch's RuntimeError or MemoryError if the model has no memory.
         """
         # tokens after the last capture need not be computed
         bounds = prompt.bounds[: captures[-1] + 2]

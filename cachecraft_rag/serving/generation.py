@@ -23,7 +23,10 @@ class Pieces(Protocol):
         """Return the next piece."""
 
     def close(self) -> object:
-        """End the answer."""
+        """End the answer: no further piece is made.
+
+        Any thread may call this; raises ValueError while another thread is in it.
+        """
 
 
 class Generation(Iterator[str], AsyncIterator[str]):
@@ -108,7 +111,8 @@ class Generation(Iterator[str], AsyncIterator[str]):
         """End the answer here; its captures are kept, in the background. Any thread and finalisers may call this.
 
         Another thread that reads it gets no further piece. If that thread waits for one, its wait ends at once with an
-        engine in this process, and with the next piece over vLLM or a server.
+        engine in this process, and with the next piece over vLLM or a server. A second call does nothing. Raises
+        nothing.
         """
         self._closing = True
         with suppress(ValueError):  # Python's error if the generator runs in another thread
@@ -117,7 +121,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
                 self._later(self._ended, self._stats, None)
 
     async def aclose(self) -> None:
-        """End the answer; see `close`."""
+        """End the answer as `close` does, without waiting. Raises nothing."""
         self.close()
 
     def __del__(self) -> None:
@@ -126,7 +130,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
 
     @property
     def stats(self) -> RequestStats:
-        """Statistics of the request so far; `finish`: None until it has ended."""
+        """Statistics of the request so far, made anew at each access; `finish` is None until the answer has ended."""
         return self._stats()
 
     def _stats(self) -> RequestStats:

@@ -60,14 +60,22 @@ class JointRows:
 
     @property
     def fixed_rows(self) -> float:
-        """Rows that take as long as the fixed part of a forward; 0 while unknown, and if nothing runs jointly."""
+        """Number of rows that take as long as the fixed part of a forward; 0.0 while unknown or if nothing runs
+        jointly.
+        """
         if self.most == 1 or not self.speed.known:
             return 0.0
         row_s = self.speed.seconds(1.0, passes=0.0)
         return self.speed.piece_s / row_s if row_s > 0.0 else 0.0
 
     def decode(self, steps: Sequence[DecodeStep]) -> list[Tensor | Exception]:
-        """Return the logits `[vocabulary]` (float32) after each step, or the error of each."""
+        """Return the logits `[vocabulary]` (float32) after each step, in order, or in their place that step's
+        exception.
+
+        Raises nothing for a step that fails. The first call with several steps compares a few short prompts, computed
+        jointly and one by one; if they differ, or after three failures in a row, each request is computed alone from
+        then on.
+        """
         if len(steps) > 1:
             logits = self._jointly(lambda: self._decode_jointly(steps))
             if logits is not None:
@@ -75,7 +83,11 @@ class JointRows:
         return [_tried(lambda step=step: self._decode_alone(step)) for step in steps]  # type: ignore[misc]
 
     def advance(self, passes: Sequence[RowPass]) -> list[Exception | None]:
-        """Run the next layer of passes that are before the same one; returns the error of each."""
+        """Run the next layer of passes, which must be before the same layer.
+
+        Returns None for each pass in order, or in its place the exception of that pass; raises nothing for a pass that
+        fails.
+        """
         if (
             len(passes) > 1
             and self._jointly(lambda: advance(self._decoder, passes) or ()) is not None

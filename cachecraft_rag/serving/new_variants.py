@@ -86,13 +86,20 @@ class WantedVariants:
         self._dropped: Counter[str] = Counter()
 
     def stats(self) -> NewVariantStats:
-        """Return the statistics so far."""
+        """Return the statistics so far, as a copy."""
         return NewVariantStats(
             self._captured, self._tokens, len(self.candidates), dict(self._dropped)
         )
 
     def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
-        """Add the tokens of an answered prompt to the budget, and note the chunks that were fixed in it."""
+        """Add the tokens of an answered prompt to the budget, and note the chunks that were fixed in it.
+
+        If too many candidates wait, the least valuable one is dropped and counted. Raises nothing.
+
+        Args:
+            prompt_tokens: tokens of the prompt; the share `NewVariants.share` of them may be computed.
+            candidate: the prompt's chunks that were fixed; None: none.
+        """
         earned = self._share * prompt_tokens
         limit = self._share * max(_MAX_SAVED_UP, prompt_tokens)
         self._allowance = min(self._allowance + earned, limit)
@@ -102,16 +109,19 @@ class WantedVariants:
                 self._dropped[Dropped.FULL] += 1
 
     def best(self, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
-        """Return the most valuable candidate among these, or among all.
+        """Return the candidate whose variants would have saved the most tokens; it stays waiting.
 
-        None if there is no candidate, and while the budget is spent.
+        None if there is no candidate, and while the budget is spent. Raises what `among` raises.
+
+        Args:
+            among: tells which candidates count; None: all.
         """
         if self._allowance <= 0.0:
             return None
         return self.candidates.best(among)
 
     def spend(self, tokens: int) -> None:
-        """Take computed tokens from the budget; each refusal in a row doubles their cost."""
+        """Take computed tokens from the budget; each refusal in a row doubles their cost. Raises nothing."""
         self._tokens += tokens
         doublings = min(self._refusals, _MAX_DOUBLINGS)
         self._allowance -= math.ldexp(tokens, doublings)
@@ -122,9 +132,9 @@ class WantedVariants:
         self._refusals = self._refusals + refused if refused else 0
 
     def drop(self, candidate: Candidate, reason: Dropped | None) -> None:
-        """Remove a candidate and count the reason: None if it was stored.
+        """Remove a candidate and count the reason; with None, which means that it was stored, nothing is counted.
 
-        Only counts if the candidate was removed before.
+        For a candidate that was removed before, only the reason is counted. Raises nothing.
         """
         self.candidates.remove(candidate)
         self.count(reason)
@@ -136,7 +146,10 @@ class WantedVariants:
 
 
 def exact_only(found: LookupResult) -> LookupResult:
-    """Keep the variants that may precede an exact capture: those that are exact to the bit."""
+    """Return a look-up result with only those variants that may precede an exact capture: the ones exact to the bit.
+
+    Chunks without such a variant keep an empty list. Raises nothing.
+    """
     exact = {
         name: [variant for variant in variants if variant.lossless and variant.exact_share >= 1.0]
         for name, variants in found.variants.items()
@@ -145,7 +158,14 @@ def exact_only(found: LookupResult) -> LookupResult:
 
 
 def missing_of(candidate: Candidate, found: LookupResult) -> list[int]:
-    """Return the indices of the segments that are not stored after their prefix."""
+    """Return the indices of the candidate's segments that are to be captured and are not stored after their prefix.
+
+    Args:
+        candidate: the prompt, and which of its segments to capture.
+        found: what is stored of its segments.
+
+    Raises ValueError if the prompt's chunks and the look-up do not belong together, see `planner.make_plan`.
+    """
     plan = make_plan(Prompt(candidate.segments), found.variants, EXACT)
     return [index for index in candidate.fixed if plan.segments[index].variant is None]
 
@@ -179,7 +199,7 @@ class VariantMaker:
 
     @property
     def stats(self) -> NewVariantStats:
-        """Return the statistics so far."""
+        """Return the statistics so far, as a copy; any thread may ask."""
         return self._wanted.stats()
 
     @property
@@ -188,7 +208,15 @@ class VariantMaker:
         return self._task is not None
 
     def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
-        """Add the tokens of an answered prompt to the budget, and note the chunks that were fixed in it."""
+        """Add the tokens of an answered prompt to the budget, note its fixed chunks, and begin to capture.
+
+        Returns at once: the capture runs while the loop is idle. With `NewVariants.when` "off" it does nothing; after
+        `close` the candidate is counted as dropped. Raises nothing.
+
+        Args:
+            prompt_tokens: tokens of the prompt.
+            candidate: the prompt's chunks that were fixed; None: none.
+        """
         if self.config.when == "off":
             return
         if self._closed and candidate is not None:
@@ -198,9 +226,9 @@ class VariantMaker:
         self._begin()
 
     def forget(self, chunk_ids: Collection[str]) -> None:
-        """Stop capturing these chunks, because they were removed.
+        """Drop the candidates with these chunks, because the chunks were removed; they are counted. Raises nothing.
 
-        The capture under way ends before its next layer.
+        The capture under way ends before its next layer, and is not waited for.
         """
         for candidate in self._wanted.candidates.having(frozenset(chunk_ids)):
             # A later request may have merged its captures with it: then it is another object.
@@ -212,7 +240,7 @@ class VariantMaker:
     def close(self) -> None:
         """Drop all candidates, and ask the capture under way to stop before its next layer, without waiting for it.
 
-        `busy` is False once it has ended. No capture begins any more.
+        `busy` is False once it has ended. No capture begins any more. Raises nothing.
         """
         self._closed = True
         if self._running is not None:
@@ -221,7 +249,7 @@ class VariantMaker:
         self._wanted.count(Dropped.CLOSED, self._wanted.candidates.clear())
 
     def running(self, chunk_ids: Collection[str]) -> bool:
-        """Return whether the capture under way holds at least one of these chunks."""
+        """Return True if a capture is under way and its prompt holds at least one of these chunks."""
         if self._running is None:
             return False
         return any(segment.segment_id in chunk_ids for segment in self._running.segments)

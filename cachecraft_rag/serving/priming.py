@@ -49,13 +49,17 @@ class PrimableEngine(Protocol):
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
         """Compute a prompt, capture these of its segments, and return when they are stored.
 
+        A capture that the store refuses raises nothing: it is logged and counted.
+
         Args:
             prompt: system segment and chunks, without a question.
-            captures: indices of segments.
+            captures: indices of segments, ascending, at least one.
             primed: see `types.variants.Variant`.
 
         Raises:
             UnsupportedCallError: this engine captures texts only.
+            ForkError: called in a fork of the engine's process.
+            RuntimeError, MemoryError: the model has no memory.
         """
 
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> LookupResult:
@@ -65,9 +69,9 @@ class PrimableEngine(Protocol):
         """
 
     def disk_space(self) -> DiskSpace:
-        """Return the space of the folder where captures are stored.
+        """Return the size, the limit and the codec of the store's folder, and the free space of its disk, in bytes.
 
-        Raises StoreError if it cannot be read, ServerError if a server has it and does not answer.
+        Raises StoreError if the store is closed or cannot be read, ServerError if a server has it and does not answer.
         """
 
 
@@ -79,13 +83,23 @@ class DocumentPrimer(Protocol):
         """The engine whose questions will reuse the chunk-caches."""
 
     def prime(self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = ...) -> int:
-        """See `Primer.prime`."""
+        """Capture one document's chunks in order, and return the number of captures.
+
+        `captured` is called after each pass with the number of its captures. Raises ContextLengthError, ConfigError,
+        UnsupportedCallError and StoreError as `Primer.prime` does; over a server also ServerError.
+        """
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
-        """See `Primer.missing`."""
+        """Return the ids of the variants that `prime` would capture now, with their numbers of tokens.
+
+        Raises ContextLengthError, ConfigError and StoreError as `Primer.missing` does; over a server also ServerError.
+        """
 
     def fits(self, chunk: Chunk) -> bool:
-        """See `Primer.fits`."""
+        """Return True if a pass has room for the instruction and the chunk; otherwise the chunk cannot be primed.
+
+        Raises ContextLengthError if the instruction alone is longer than a pass.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +158,20 @@ class Primer:
         """Capture one document's chunks in order; returns the number of captures, which are stored by then.
 
         Chunks that are stored after the same neighbours are skipped, so an interrupted run resumes where it stopped.
+        Captures that the store refuses, for example on a full disk, are logged and not counted.
 
         Args:
-            captured: called after each pass with the number of its captures.
+            chunks: the document's chunks, in the order of the document; may be empty.
+            captured: called after each pass with the number of its captures; what it raises passes.
 
         Raises:
-            ContextLengthError: a single chunk is longer than the window, see `fits`; nothing is computed then.
+            ContextLengthError: a single chunk, or the instruction, is longer than the window, see `fits`; nothing is
+                computed then.
             ConfigError: the instruction is private, so captures after it would belong to a session; or `chunks` are no
                 chunks.
             UnsupportedCallError: the chunk-caches are a server's; the engine's own `primer` primes there.
-            StoreError: the store is closed.
+            StoreError: the store is closed, or its catalog cannot be read.
+            RuntimeError, MemoryError: the model has no memory.
         """
         self._require_shared()
         chunks = checked_chunks(chunks)
@@ -168,8 +186,11 @@ class Primer:
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
         """Return the ids of the variants that `prime` would capture now, with their numbers of tokens.
 
-        Raises ContextLengthError if a single chunk is longer than the window, StoreError if the store is closed. A
-        private instruction does not matter, because nothing is captured.
+        The result is {} if none is missing. A private instruction does not matter, because nothing is captured.
+
+        Raises ContextLengthError if a single chunk, or the instruction, is longer than the window; ConfigError if
+        `chunks` are no chunks; StoreError if the store is closed; UnsupportedCallError if the chunk-caches are a
+        server's.
         """
         missing: dict[str, int] = {}
         for window, known in self._windows(checked_chunks(chunks)):
@@ -180,17 +201,26 @@ class Primer:
         return missing
 
     def fits(self, chunk: Chunk) -> bool:
-        """Return True if a pass has room for the instruction and the chunk; otherwise it cannot be primed."""
+        """Return True if a pass has room for the instruction and the chunk; otherwise the chunk cannot be primed.
+
+        Nothing is computed. Raises ContextLengthError if the instruction alone is longer than a pass.
+        """
         return len(self.engine.prompts.chunk_segment(chunk).token_ids) <= self._room([])
 
     def capture(self, chunk: Chunk, after: Sequence[Chunk] = ()) -> int:
         """Capture a chunk after the given ones, and the instruction, each unless it is stored already.
 
-        Of `after`, repeated chunks, the chunk itself and the furthest that do not fit the window are left out. Returns
-        how many captures were stored.
+        Args:
+            chunk: the chunk to capture.
+            after: chunks before it, the nearest last. Repeated chunks, the chunk itself and the furthest that do not
+                fit the window are left out.
+
+        Returns:
+            The number of captures that were stored, 0 to 2.
 
         Raises ContextLengthError if the chunk alone is longer than the window, ConfigError if the instruction is
-        private, StoreError if the store is closed.
+        private, StoreError if the store is closed, UnsupportedCallError if the chunk-caches are a server's, and
+        RuntimeError or MemoryError if the model has no memory.
         """
         self._require_shared()
         segment = self.engine.prompts.chunk_segment(chunk)
@@ -349,11 +379,20 @@ def prime_documents(
     progress: Callable[[Progress], None] | None = None,
     skipped: Callable[[str], None],
 ) -> int:
-    """Prime documents one after the other; returns the number of captures. Arguments as `CacheCraft.prime`.
+    """Prime documents one after the other, and return the number of captures.
+
+    Chunks that are too long are not captured.
+
+    Args:
+        primer: captures them.
+        texts: id and chunks of each document.
+        progress: called with the number of captures so far and in all, before the first and after each pass; None:
+            never.
+        skipped: called with a sentence about each document that has chunks that are too long.
 
     Raises StoreError or ServerError if the store is closed or the server fails, ConfigError if the instruction is
-    private or a server refuses a text, UnsupportedCallError if this engine cannot prime. Chunks that are too long are
-    not captured, and `skipped` is called with a sentence about each document that has some.
+    private or a server refuses a text, UnsupportedCallError if this engine cannot prime, and RuntimeError or
+    MemoryError if the model has no memory.
     """
     fitting = {}
     for name, chunks in texts:

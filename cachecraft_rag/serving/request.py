@@ -56,7 +56,12 @@ class SegmentReport:
 
 
 def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentReport, ...]:
-    """Report each segment; `tiers` maps the id of a variant to the tier that it was read from."""
+    """Return a report of each segment of a plan, in order. Raises nothing.
+
+    Args:
+        plan: the plan, as it was made or carried out.
+        tiers: variant id → tier that the variant was read from; one that is missing has the tier None in its report.
+    """
     reports = []
     for planned in plan.segments:
         variant_id = None if planned.variant is None else planned.variant.variant_id
@@ -140,15 +145,15 @@ class RequestProgress:
     removed: RemovedChunks = field(default_factory=RemovedChunks)
 
     def got_turn(self, *, after_s: float) -> None:
-        """Note that the request waited so long for its turn."""
+        """Note that the request waited so many seconds for its turn."""
         self.queued_s = after_s
 
     def looked_up(self, remote: str | None) -> None:
-        """Note the outcome of the remote look-up."""
+        """Note the outcome of the remote look-up; None: there is no remote, or it was not asked."""
         self.remote = remote
 
     def planned(self, plan: Plan, tiers: Mapping[str, TierName], *, at: float) -> None:
-        """Note the plan."""
+        """Note the plan, the tiers of its variants (by variant id), and the time of its end in seconds since the call."""
         self.plan = plan
         self.tiers = tiers
         self.planned_s = at
@@ -156,7 +161,7 @@ class RequestProgress:
     def prefilled(
         self, plan: Plan, *, waited_s: float, row_layers: int, focus_layer: int | None
     ) -> None:
-        """Note the plan as it was carried out, and what it computed."""
+        """Note the plan as it was carried out, and what it computed; the arguments are the fields of these names."""
         self.plan = plan
         self.waited_s = waited_s
         self.row_layers = row_layers
@@ -178,15 +183,15 @@ class RequestProgress:
         self.remote = report.get("remote", self.remote)
 
     def segment_reports(self) -> tuple[SegmentReport, ...]:
-        """Return the reports of the segments, in order."""
+        """Return the reports of the segments, in order; empty before the plan."""
         return segment_reports(self.plan, self.tiers) if self.reports is None else self.reports
 
     def drew_first(self, *, at: float) -> None:
-        """Note the time of the first token, unless it is known."""
+        """Note the time of the first token, in seconds since the call, unless one was noted before."""
         self.first_token_s = self.first_token_s or at
 
     def drew(self, token: int, *, at: float) -> None:
-        """Note a token of the answer."""
+        """Note a token id of the answer, and its time in seconds since the call."""
         self.drew_first(at=at)
         self.tokens.append(token)
 
@@ -207,13 +212,19 @@ class RequestProgress:
         self.finish = "failed"
 
     def end(self, request: Request, finish: Finish) -> None:
-        """Note how and when the request ended, unless that is known."""
+        """Note how the request ended and when, each unless it was noted before."""
         self.finish = self.finish or finish
         self.ended_s = self.ended_s or request.clock()
 
 
 def stats_of(request: Request, progress: RequestProgress, layers: int) -> RequestStats:
-    """Return the statistics of a request so far; `layers` is the number of layers of the model."""
+    """Return the statistics of a request so far. Raises nothing.
+
+    Args:
+        request: the question with its prompt.
+        progress: its progress; the sums are over what it holds by now.
+        layers: number of layers of the model.
+    """
     reports = progress.segment_reports()
     lengths = [len(segment.token_ids) for segment in request.prompt.segments]
     total = sum(lengths)
@@ -308,7 +319,14 @@ def _chunk_stats(
 
 
 def check_asked(question: object, history: object, *, session: object, config: object) -> None:
-    """Check a question and its options, except for the chunks; raises ConfigError."""
+    """Raise ConfigError unless a question and its options are valid; the chunks are checked elsewhere. Returns nothing.
+
+    Args:
+        question: a text; may hold damaged characters.
+        history: earlier turns, see `prompt.builder.check_history`.
+        session: a text, or None.
+        config: a `ReuseConfig`, or None.
+    """
     check_text("question", question, damaged=True)  # text from a terminal may be damaged
     check_history(history)
     check_text("session", session, optional=True)

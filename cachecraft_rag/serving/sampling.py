@@ -115,10 +115,11 @@ class SamplingOptions(TypedDict, total=False):
 
 
 def sampling_from(options: dict[str, Any]) -> dict[str, Any]:
-    """Put a question's `SamplingOptions` together as the option `sampling`; other options are unchanged.
+    """Return the options with a question's `SamplingOptions` put together as the option `sampling`.
 
-    They override the fields of a given `sampling`. Raises ConfigError for values out of range, and for both
-    `max_tokens` and `max_new_tokens`.
+    They override the fields of a given `sampling`; other options are unchanged, and so is the argument. Raises
+    ConfigError for values out of range, for a `sampling` that is no `SamplingParams`, and for both `max_tokens` and
+    `max_new_tokens`.
 
     >>> sampling_from({"max_tokens": 5, "stop": "END", "session": "ada"})["sampling"].stop
     ('END',)
@@ -168,7 +169,7 @@ class Sampler:
             self._generator.manual_seed(params.seed)
 
     def draw(self, logits: Tensor) -> int:
-        """Draw a token id from `[vocabulary]` logits.
+        """Return the id of the next token, drawn from its logits `[vocabulary]`; with temperature 0 the likeliest.
 
         Raises ConfigError if the answer's grammar lets it neither go on nor end.
         """

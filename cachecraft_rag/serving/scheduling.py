@@ -29,9 +29,18 @@ class WaitingPass:
 def pays_to_join(
     layer: int, rows: float, *, at: int, others: int, layers: int, fixed_rows: float
 ) -> bool:
-    """Return whether a pass saves more than it costs the `others`, which are `at` a later layer or the same.
+    """Return True if a pass saves more than it costs the `others`, which are `at` a later layer or the same.
 
-    It runs alone up to their layer, while they wait, and from there on as one forward with them.
+    It runs alone up to their layer, while they wait, and from there on as one forward with them. False if it is past
+    their layer. Raises nothing.
+
+    Args:
+        layer: the next layer of the pass.
+        rows: its rows.
+        at: the next layer of the others.
+        others: number of the others.
+        layers: number of layers of the model.
+        fixed_rows: rows that take as long as the fixed part of a forward.
 
     >>> pays_to_join(0, 20.0, at=0, others=1, layers=4, fixed_rows=30.0)
     True
@@ -52,11 +61,18 @@ def pays_to_join(
 def next_group(
     passes: Sequence[WaitingPass], *, layers: int, fixed_rows: float
 ) -> tuple[list[int], set[int]]:
-    """Choose the passes that run their next layer now, as one forward, and all that run with the first one.
+    """Choose the passes that run their next layer now, as one forward.
 
     Args:
         passes: in the order of asking, not empty.
-        fixed_rows: 0 if nothing may be computed jointly.
+        layers: number of layers of the model.
+        fixed_rows: rows that take as long as the fixed part of a forward; 0 if nothing may be computed jointly.
+
+    Returns:
+        Indices of the passes that run their next layer now, ascending; and the indices of all that run together with
+        the first pass, also those that wait at a later layer.
+
+    Raises IndexError without passes.
 
     >>> next_group([WaitingPass(0, 20.0), WaitingPass(0, 9.0), WaitingPass(0, 500.0)], layers=4, fixed_rows=30.0)
     ([0, 1], {0, 1})

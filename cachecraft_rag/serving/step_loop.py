@@ -99,7 +99,7 @@ class LoopTask:
 
     @property
     def given_up(self) -> bool:
-        """True once the result is not wanted any more."""
+        """True once the result is not wanted any more: the task was closed, or its handle is closed or gone."""
         if self.closed:
             return True
         if self.handle is None:
@@ -142,13 +142,23 @@ class StepLoop:
     # -- for other threads --------------------------------------------------------------------------------------------
 
     def start(self, task: LoopTask) -> None:
-        """Begin some work; its result and its error go to `LoopTask.ended`."""
+        """Begin some work and return at once; its result and its error go to `LoopTask.ended`, in the loop's thread.
+
+        Starts the thread if it does not run. Raises RuntimeError if the system has no room for a thread.
+        """
         self._send(partial(self._begin, task))
 
     def run(self, make: Callable[[LoopTask], Work[T]], priority: Priority = Priority.JOB) -> T:
-        """Carry out some work and return its result, or raise its error.
+        """Carry out some work, wait for it, and return its result, or raise its error.
 
         An interruption of the wait gives the work up.
+
+        Args:
+            make: makes the generator of the work's steps.
+            priority: the order among other work.
+
+        Returns the result; None if the interpreter's exit ended the work. Raises any error of the work, and
+        RuntimeError if the system has no room for a thread. Never returns if it is called in the loop's own thread.
         """
         results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         handle = Handle()
@@ -166,12 +176,12 @@ class StepLoop:
         return result  # type: ignore[no-any-return]
 
     def watched(self, handle: Handle) -> weakref.ref[Handle]:
-        """Return a reference for `LoopTask.handle`; it wakes the loop when the handle is garbage-collected."""
+        """Return a weak reference for `LoopTask.handle`; it wakes the loop when the handle is garbage-collected."""
         inbox = self._inbox
         return weakref.ref(handle, lambda _: inbox.put(None))
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call a function in the loop's thread, between two steps; return its result, or raise its error.
+        """Call a function in the loop's thread, between two steps; wait, and return its result or raise its error.
 
         Without a running thread it is called in the caller's.
         """
@@ -186,13 +196,19 @@ class StepLoop:
         return done.result()
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Have a function called in the loop's thread, if it still runs. Takes no lock."""
+        """Have a function called in the loop's thread, if it still runs; return at once.
+
+        Takes no lock and raises nothing.
+
+        The function's result is not kept; if it raises, the error is logged.
+        """
         self._inbox.put(function)
 
     def aside(self, function: Callable[[*Ts], T], *arguments: *Ts) -> Future[T]:
-        """Call a function in another thread, with the context variables of this one.
+        """Call a function in another thread, with the context variables of this one; return a future at once.
 
-        The future takes its result or its error. After `close` the function is called in this thread.
+        The future takes its result or its error, so nothing is raised here. After `close` the function is called in the
+        caller's thread.
         """
         call = partial(copy_context().run, function, *arguments)
         try:
@@ -208,11 +224,18 @@ class StepLoop:
         return self._thread is not None
 
     def wake(self) -> None:
-        """Have the loop check its waiting tasks. Takes no lock."""
+        """Have the loop check its waiting tasks. Takes no lock, and raises nothing."""
         self._inbox.put(None)
 
     def wait_until(self, holds: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `holds()`, which the loop checks between turns; returns False after `timeout` seconds."""
+        """Wait until `holds()` is true, which the loop's thread checks between turns.
+
+        Args:
+            holds: the condition; must be quick, and must not raise.
+            timeout: longest wait in seconds; None: no limit.
+
+        Returns True once it holds, False after `timeout`. Raises RuntimeError if the system has no room for a thread.
+        """
         event = threading.Event()
         try:
             self._send(partial(self._watchers.__setitem__, event, holds))
@@ -221,13 +244,14 @@ class StepLoop:
             self.call_soon(lambda: self._watchers.pop(event, None))
 
     def under_way(self, priority: Priority) -> bool:
-        """Return whether work of a priority is under way; exact in the loop's thread."""
+        """Return True if work of a priority is under way; exact in the loop's thread, elsewhere a moment old."""
         return any(task.priority is priority for task in self._tasks)
 
     def would_join(self, rows: Sequence[int] | NDArray[np.int64]) -> bool:
-        """Return whether a new prefill of rows at these positions `[rows]` pays beside those that run.
+        """Return True if a new prefill pays beside those that run; False if none runs. For the loop's thread only.
 
-        For the loop's thread only.
+        Args:
+            rows: positions of the prefill's rows, `[rows]`.
         """
         passes = [
             (task.step.row_pass, task.joined)
@@ -249,7 +273,11 @@ class StepLoop:
         )
 
     def close(self) -> None:
-        """Finish the jobs and end the thread; it lives on while answers are read."""
+        """Finish the jobs and end the thread; while answers are read it lives on, and is not waited for.
+
+        Waits for jobs that are under way. A second call does nothing. Raises RuntimeError if called in the loop's own
+        thread.
+        """
         answers_under_way = False
         if self._thread is not None:
             answers_under_way = self.call(self._close)
@@ -258,7 +286,9 @@ class StepLoop:
         self._planners.shutdown(wait=not answers_under_way)
 
     def end(self) -> None:
-        """Have the thread end after its last task, without waiting: the engine is gone. Takes no lock.
+        """Have the thread end after its last task, without waiting: the engine is gone.
+
+        Takes no lock, and raises nothing.
 
         Work in idle time that has not begun is closed; everything else goes on.
         """

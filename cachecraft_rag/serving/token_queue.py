@@ -44,18 +44,24 @@ class TokenQueue:
         self.on_arrival: Callable[[], object] | None = None  # wakes a task that waits for a piece
 
     def put(self, piece: AnswerPiece) -> None:
-        """Hand over a piece. Takes no lock."""
+        """Hand over a piece, and wake the task that waits for it.
+
+        Takes no lock and never waits, also beyond `has_room`.
+        """
         self.pieces.put(piece)
         on_arrival = self.on_arrival
         if on_arrival is not None:
             on_arrival()
 
     def has_room(self) -> bool:
-        """Return whether a further piece may wait."""
+        """Return True if a further piece may wait: fewer than `MAX_UNREAD` do, or the queue is not bounded."""
         return not self._bounded or self.pieces.qsize() < MAX_UNREAD
 
     def text(self) -> str:
-        """Take all pieces that have arrived, and return their text."""
+        """Take all pieces that have arrived, and return their text; "" if none has.
+
+        For a single reader: another may raise Empty.
+        """
         return "".join(self.pieces.get_nowait().text for _ in range(self.pieces.qsize()))
 
 
@@ -107,14 +113,21 @@ class Reader(Handle, Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """Give up the answer; a thread that waits for the next piece goes on. Takes no lock; for any thread."""
+        """Give up the answer; a thread that waits for the next piece goes on. Takes no lock; for any thread.
+
+        Raises nothing.
+        """
         if not self.closed:
             self.closed = True
             self._queue.put(_WAKE_UP)
             self._wake()
 
     async def arrived(self) -> None:
-        """Wait in an event loop until the next piece has arrived, or the end."""
+        """Wait in an event loop until the next piece has arrived, or the answer has ended.
+
+        Begins the answer, if nothing was read before. Raises ForkError in a fork of the engine's process, and
+        CancelledError if the task is cancelled; errors of the answer are raised by `__next__`.
+        """
         if not self.closed:
             self._start()
         loop = asyncio.get_running_loop()

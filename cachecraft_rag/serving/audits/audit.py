@@ -104,7 +104,7 @@ class Audit:
 
     @property
     def is_same(self) -> bool:
-        """True without `differences`: reuse and full prefill find the same token the likeliest at every place."""
+        """True if `differences` is empty: reuse and full prefill find the same token the likeliest at every place."""
         return not self.differences
 
     @property
@@ -124,7 +124,7 @@ class Audit:
 
     @property
     def agreement(self) -> float:
-        """`agreeing` as a share of the tokens, 0 to 1."""
+        """`agreeing` divided by the number of audited tokens: 0 to 1."""
         return self.agreeing / self.tokens
 
     @property
@@ -156,9 +156,11 @@ class ReuseFacts:
 
 
 def reuse_facts(request: Request, progress: RequestProgress, *, exact: bool) -> ReuseFacts:
-    """Return the facts about a prompt as its plan was carried out.
+    """Return the facts about how a prompt was reused, as its plan was carried out. Raises nothing.
 
     Args:
+        request: the request.
+        progress: its progress after the prefill; before it, the facts say that nothing was reused.
         exact: `RequestStats.exact` of the request.
     """
     reports = progress.segment_reports()

@@ -109,9 +109,9 @@ class AuditLog:
     def read(
         self, *, namespace: str | None = None, fingerprint: str | None = None, limit: int = -1
     ) -> list[Audit]:
-        """Return the results, the latest first, of one namespace and model or of all, at most `limit` (-1: all).
+        """Return at most `limit` results (-1: all), the latest first, of one namespace and model; with None: of all.
 
-        Damaged rows are left out. Raises StoreError if the file cannot be read.
+        The list is empty if there are none. Damaged rows are left out. Raises StoreError if the file cannot be read.
         """
         asked = {"namespace": namespace, "fingerprint": fingerprint, "limit": limit}
         with self._database.reading() as connection:
@@ -122,10 +122,14 @@ class AuditLog:
 def audits_in(
     folder: Path, *, namespace: str | None = None, fingerprint: str | None = None, limit: int = -1
 ) -> list[Audit]:
-    """Return the results in a folder, the latest first; none if nothing was audited there.
+    """Return the results in a folder, the latest first; an empty list if nothing was audited there.
+
+    Damaged rows are left out.
 
     Args:
-        namespace, fingerprint: only results of this tenant, and of this model; None: of all.
+        folder: the folder of the chunk-caches.
+        namespace: only results of this tenant; None: of all.
+        fingerprint: only results of the model with this fingerprint; None: of all.
         limit: most results; -1: all.
 
     Raises StoreError if the file is damaged or cannot be read.

@@ -102,7 +102,7 @@ class Auditor:
 
     @property
     def config(self) -> Audits:
-        """Limits of the audits."""
+        """Limits of the audits, as the engine was opened with them."""
         return self.results.config
 
     @property
@@ -111,9 +111,10 @@ class Auditor:
         return self._task is not None or bool(self._waiting) or self._storing > 0
 
     def recorder(self, request: Request) -> Predictions | None:
-        """Return where to note the predictions of an answer; None if it is not to be audited.
+        """Return an empty object that takes up the predictions of an answer; None if the answer is not to be audited.
 
-        Answers with a grammar are not: the predictions compared are those without it.
+        The request's random id decides which share of the answers is audited. None too for answers with a grammar (the
+        predictions compared are those without it), without reuse, and after `close`. Raises nothing.
         """
         if (
             not self.config.share
@@ -133,7 +134,20 @@ class Auditor:
         *,
         tokens: int,
     ) -> None:
-        """Have the first `tokens` tokens of an answer audited, if its predictions were noted."""
+        """Have the first `tokens` tokens of an answer audited while the loop is idle.
+
+        Returns at once and raises nothing.
+
+        An answer whose chunks were all exact gets its result at once, without being computed again. If too many answers
+        wait (`Audits.waiting`), the one that has waited longest is dropped and counted, as is an answer with a removed
+        chunk.
+
+        Args:
+            request: the request that was answered.
+            progress: its progress; holds the answer's tokens.
+            predictions: those of the answer, see `recorder`; with None nothing is audited.
+            tokens: how many of the answer's tokens its reader has got; with 0 nothing is audited.
+        """
         if predictions is None or not tokens or self._closed:
             return
         if any(segment.segment_id in progress.removed for segment in request.prompt.segments):
@@ -156,7 +170,12 @@ class Auditor:
         self._begin()
 
     def forget(self, chunk_ids: Collection[str]) -> None:
-        """Drop the audits of prompts with these chunks, because the chunks were removed."""
+        """Drop the audits of prompts with these chunks, because the chunks were removed; they are counted.
+
+        Raises nothing.
+
+        The audit under way is asked to stop before its next step, and is not waited for.
+        """
         removed = set(chunk_ids)
         for waiting in list(self._waiting):
             if _holds(waiting, removed):
@@ -166,13 +185,13 @@ class Auditor:
             self._give_up(AuditDrop.REMOVED)
 
     def running(self, chunk_ids: Collection[str]) -> bool:
-        """Return whether the audit under way is of a prompt with at least one of these chunks."""
+        """Return True if an audit is under way and its prompt has at least one of these chunks."""
         return self._running is not None and _holds(self._running, set(chunk_ids))
 
     def close(self) -> None:
         """Drop all waiting audits, and ask the one under way to stop before its next step, without waiting for it.
 
-        `busy` is False once it has ended.
+        The dropped audits are counted. `busy` is False once the one under way has ended. Raises nothing.
         """
         self._closed = True
         for _ in range(len(self._waiting)):

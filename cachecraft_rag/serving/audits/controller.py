@@ -128,7 +128,7 @@ class RatioController:
 
     @property
     def ratio(self) -> float:
-        """The recompute ratio of the next answer."""
+        """The recompute ratio of the next answer, between the target's `min_ratio` and `max_ratio`."""
         return self._ratios[self._place]
 
     def _reason(self, place: int) -> str:
@@ -147,7 +147,8 @@ class RatioController:
     def resume(self, audits: Iterable[tuple[float, int, int]]) -> None:
         """Take up earlier audits, oldest first: (ratio, tokens, agreeing tokens) of each.
 
-        Their ratios say where the controller was, so it goes on there even if the first audits are gone.
+        Their ratios say where the controller was, so it goes on there even if the first audits are gone. Audits with a
+        ratio that this controller does not choose among are ignored. Raises nothing.
         """
         for ratio, tokens, agreeing in audits:
             if ratio in self._ratios:
@@ -158,14 +159,19 @@ class RatioController:
                 self.add(ratio, tokens=tokens, agreeing=agreeing)
 
     def choice(self) -> tuple[float, str]:
-        """Return the recompute ratio of the next answer, and the reason for it. Any thread may call this."""
+        """Return the recompute ratio of the next answer, and a sentence with the reason. Any thread may call this."""
         place = self._place
         return self._ratios[place], self._reason(place)
 
     def add(self, ratio: float, *, tokens: int, agreeing: int) -> None:
         """Take up an audit of an answer that was given with this ratio, and choose the next ratio.
 
-        An audit with a ratio that this controller does not choose among is ignored.
+        An audit with a ratio that this controller does not choose among is ignored. Raises nothing.
+
+        Args:
+            ratio: recompute ratio of the answer.
+            tokens: tokens of the answer that were audited, at least 1.
+            agreeing: how many of them full prefill finds the likeliest, too.
         """
         if ratio not in self._ratios:
             return

@@ -32,7 +32,7 @@ class Predictions:
 
     @torch.inference_mode()
     def note(self, logits: Tensor) -> None:
-        """Note the prediction for the next token, from `[vocabulary]` logits."""
+        """Note the prediction for the next token, from its logits `[vocabulary]`: the `KEPT` likeliest tokens are kept."""
         logits = logits.float()
         highest = logits.topk(min(KEPT, len(logits)))
         self.likeliest.append(logits.argmax())  # of equal logits `topk` may put another one first
@@ -40,7 +40,14 @@ class Predictions:
         self.log_shares.append(highest.values - logits.logsumexp(-1))
 
     def stacked(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the likeliest tokens `[places]`, and ids and log-probabilities `[places, KEPT]`, on the CPU."""
+        """Return what was noted at the places `begin` to `end - 1`, as tensors on the CPU.
+
+        Returns:
+            The likeliest token ids, int64 `[places]`; the ids of the `KEPT` likeliest tokens, int64 `[places, KEPT]`;
+            and their log-probabilities, float32 `[places, KEPT]`.
+
+        Raises torch's RuntimeError if nothing was noted at these places.
+        """
         likeliest = torch.stack(self.likeliest[begin:end]).cpu()
         return (
             likeliest,
@@ -72,8 +79,14 @@ def compare(predictions: Predictions, logits: Tensor, *, begin: int) -> list[Com
     than the divergence over the whole vocabulary (the data-processing inequality).
 
     Args:
-        predictions: what was predicted with reuse.
-        logits: `[places, vocabulary]` of full prefill at the places from `begin` on.
+        predictions: what was predicted with reuse; must reach as far as `logits`.
+        logits: `[places, vocabulary]` of full prefill at the places from `begin` on, at least one place.
+        begin: first place, counted from 0.
+
+    Returns:
+        The comparison of each place, in order.
+
+    Raises torch's RuntimeError if fewer places were noted than `logits` has.
 
     >>> reuse = Predictions()
     >>> reuse.note(torch.tensor([0.0, 1.0, 0.0]))

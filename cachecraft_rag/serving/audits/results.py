@@ -85,20 +85,20 @@ class AuditResults:
             self._take_up_earlier(self.controller)
 
     def get(self, request_id: str) -> Audit | None:
-        """Return the result of one of the last audits, or None: not audited, not yet, or too long ago."""
+        """Return the audit of a request, by its id. None: not audited, not yet, or too many audits ago. Raises nothing."""
         with self._lock:
             return self._results.get(request_id)
 
     def chosen_ratio(self, asked: ReuseConfig) -> tuple[float, str] | None:
-        """Return the recompute ratio that the quality target chooses, and the reason for it.
+        """Return the recompute ratio that the quality target chooses, and a sentence with the reason.
 
-        None without a target, and for settings that set a ratio or α themselves.
+        None without a target, and for settings that set a ratio or α themselves or switch reuse off. Raises nothing.
         """
         is_open = asked.reuse and asked.recompute_ratio is None and asked.alpha is None
         return self.controller.choice() if self.controller is not None and is_open else None
 
     def with_ratio(self, request: Request, asked: ReuseConfig) -> Request:
-        """Return a request with the `chosen_ratio` for the settings that were asked for."""
+        """Return a request with the `chosen_ratio` for the settings that were asked for, or else the request itself."""
         chosen = self.chosen_ratio(asked)
         if chosen is None:
             return request
@@ -107,7 +107,13 @@ class AuditResults:
         return replace(request, config=config, quality=reason)
 
     def keep(self, audit: Audit) -> None:
-        """Keep a result in memory, count it, and report it to the controller."""
+        """Keep a result in memory, count it, and report it to the controller.
+
+        The oldest result beyond the limit is forgotten.
+
+        Only for an engine that audits: without a share of answers to audit there are no metrics, and it raises
+        AttributeError.
+        """
         with self._lock:
             self._results[audit.request_id] = audit
             if len(self._results) > _REMEMBERED:
@@ -118,7 +124,10 @@ class AuditResults:
         self._metrics.add(audit)
 
     def write(self, audit: Audit) -> None:
-        """Write a result to disk. A file that cannot be written costs the result, and no answer."""
+        """Write a result to disk. Raises nothing if it cannot be written: the result is lost, and a warning is logged.
+
+        After `close`, and once the store's folder is gone, nothing is written.
+        """
         with self._log_lock:
             try:
                 if self._log_closed or not self._store.root.is_dir():
@@ -132,11 +141,11 @@ class AuditResults:
                 logger.log(level, "The result of an audit was not stored: %s", error)
 
     def drop(self, reason: AuditDrop) -> None:
-        """Count an answer that is not audited."""
+        """Count an answer that is not audited, by reason. Only for an engine that audits, see `keep`."""
         self._metrics.drop(reason)
 
     def close(self) -> None:
-        """Close the file of results."""
+        """Close the file of results; later results stay in memory only. A second call does nothing."""
         with self._log_lock:
             self._log_closed = True
             if self._log is not None:
@@ -173,12 +182,17 @@ def audit_of(
     computed: int,
     text: AuditText | None = None,
 ) -> Audit:
-    """Return the result of an audit.
+    """Return the result of an audit, with the present time.
 
     Args:
-        places: one for each token of the answer; empty for an answer that is exact.
+        request_id: of the request that was audited.
+        facts: how its prompt was reused.
+        places: one for each token of the answer, in order; empty for an answer that is exact.
         tokens: tokens of the answer that were audited.
         computed: tokens that were computed for the audit.
+        text: question and answers, if texts are kept.
+
+    Raises nothing.
     """
     differing = [number for number, place in enumerate(places) if place.differs]
     return Audit(
@@ -234,7 +248,10 @@ class AuditMetrics:
             self._dropped.labels(str(reason))
 
     def show_ratio(self, controller: RatioController) -> None:
-        """Show the recompute ratio that a quality target sets."""
+        """Add a gauge of the recompute ratio that a quality target sets; it asks the controller whenever it is read.
+
+        Raises ValueError if the registry has that gauge already.
+        """
         gauge = prometheus_client.Gauge(
             "cachecraft_controlled_recompute_ratio",
             "Recompute ratio that the quality target sets",
@@ -243,7 +260,7 @@ class AuditMetrics:
         gauge.set_function(lambda: controller.ratio)
 
     def add(self, audit: Audit) -> None:
-        """Count an audit."""
+        """Count an audit in all metrics: audits, tokens, near-ties, divergence. Raises nothing."""
         if audit.is_exact:
             self._answers.labels("exact").inc()
             return
@@ -255,5 +272,5 @@ class AuditMetrics:
         self._computed.inc(audit.computed_tokens)
 
     def drop(self, reason: AuditDrop) -> None:
-        """Count an answer that is not audited."""
+        """Count an answer that is not audited, by reason. Raises nothing."""
         self._dropped.labels(str(reason)).inc()
