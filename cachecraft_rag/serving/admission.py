@@ -138,7 +138,7 @@ class AdmissionQueue:
         return len(self._waiting)
 
     def enter(self, task: LoopTask) -> None:
-        """Take the last place. Raises BusyError if `max_waiting` requests wait already; the request has no place then."""
+        """Take the last place. Raises BusyError if `max_waiting` requests wait already, and gives it no place."""
         has_turn_taken = bool(self._prefilling)
         if len(self._waiting) + has_turn_taken > self._max_waiting:
             self._rejected.inc()

@@ -130,7 +130,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
 
     @property
     def stats(self) -> RequestStats:
-        """Statistics of the request so far, made anew at each access; `finish` is None until the answer has ended."""
+        """Statistics of the request so far, computed at each access; `finish` is None until the answer has ended."""
         return self._stats()
 
     def _stats(self) -> RequestStats:

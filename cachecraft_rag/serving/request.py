@@ -153,7 +153,7 @@ class RequestProgress:
         self.remote = remote
 
     def planned(self, plan: Plan, tiers: Mapping[str, TierName], *, at: float) -> None:
-        """Note the plan, the tiers of its variants (by variant id), and the time of its end in seconds since the call."""
+        """Note the plan, the tiers of its variants (by variant id), and the seconds from the call to its end."""
         self.plan = plan
         self.tiers = tiers
         self.planned_s = at

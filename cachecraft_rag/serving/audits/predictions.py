@@ -32,7 +32,7 @@ class Predictions:
 
     @torch.inference_mode()
     def note(self, logits: Tensor) -> None:
-        """Note the prediction for the next token, from its logits `[vocabulary]`: the `KEPT` likeliest tokens are kept."""
+        """Note the prediction for the next token, from its logits `[vocabulary]`; keeps the `KEPT` likeliest tokens."""
         logits = logits.float()
         highest = logits.topk(min(KEPT, len(logits)))
         self.likeliest.append(logits.argmax())  # of equal logits `topk` may put another one first

@@ -85,7 +85,7 @@ class AuditResults:
             self._take_up_earlier(self.controller)
 
     def get(self, request_id: str) -> Audit | None:
-        """Return the audit of a request, by its id. None: not audited, not yet, or too many audits ago. Raises nothing."""
+        """Return the audit of a request, by its id. None: not audited, not yet, or too long ago. Raises nothing."""
         with self._lock:
             return self._results.get(request_id)
 
