@@ -130,7 +130,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
 
     @property
     def stats(self) -> RequestStats:
-        """Statistics of the request so far, computed at each access; `finish` is None until the answer has ended."""
+        """Statistics of the request so far, computed at each access; while the answer goes on, `finish` is None."""
         return self._stats()
 
     def _stats(self) -> RequestStats:
