@@ -30,7 +30,7 @@ class LocalCapturer:
 
         Args:
             prompt: instruction and chunks.
-            captures: indices of the segments to capture, ascending, at least one; what comes after the last is not
+            captures: indices of the segments to capture, ascending, at least one; segments after the last are not
                 computed.
             primed: noted in the variants, see `types.variants.Variant`.
 

@@ -130,7 +130,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
 
     @property
     def stats(self) -> RequestStats:
-        """Statistics of the request so far, computed at each access; while the answer goes on, `finish` is None."""
+        """Statistics of the request so far, computed at each access; `finish`: None while the answer goes on."""
         return self._stats()
 
     def _stats(self) -> RequestStats:
