@@ -122,11 +122,14 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         Close the chat model when done (or use a `with` block), so that pending captures are written.
 
         Args:
+            model: Hugging Face name or folder, or "demo".
+            store: folder of the chunk-caches.
             config: how to open the engine.
             settings: fields of this class, and options of `EngineConfig`, which override `config`.
 
         Raises:
-            ConfigError: an unknown setting, before anything is loaded; others as `Engine.from_pretrained`.
+            ConfigError: an unknown setting, before anything is loaded; or an invalid value.
+            ModelNotFoundError, UnsupportedModelError, StoreError: as `Engine.from_pretrained`.
         """
         check_settings(settings, cls)
         names = EngineConfig.option_names() - cls.model_fields.keys()
@@ -202,11 +205,14 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
     @property
     def model_name(self) -> str:
-        """Name of the decoder."""
+        """Name of the model, as the engine was opened with it."""
         return self.engine.decoder.name
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Token ids for trimming messages; LangChain's default would download GPT-2's tokenizer."""
+        """Return the model's token ids of a text, without special tokens; LangChain trims messages by their number.
+
+        LangChain's default would download GPT-2's tokenizer.
+        """
         tokenizer = self.engine.decoder.tokenizer
         ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=False)[
             "input_ids"
@@ -462,7 +468,10 @@ def check_settings(settings: Mapping[str, object], *classes: type[BaseModel]) ->
 
 
 def documents_of(given: Any, name: str) -> list[Document]:
-    """Return the documents passed as argument `name`. Raises ConfigError for anything else."""
+    """Return the documents passed as argument `name`, as a list; a single document becomes a list of one.
+
+    Raises ConfigError for anything else, also for a text.
+    """
     documents = (
         list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     )
@@ -475,7 +484,7 @@ def documents_of(given: Any, name: str) -> list[Document]:
 
 
 def history_of(input: Mapping[str, object], key: str) -> list[BaseMessage]:
-    """Return the messages under `key` of a chain's input, or none.
+    """Return the messages under `key` of a chain's input, as a list; [] if there is no such key or nothing under it.
 
     Raises ConfigError for anything but a list, and LangChain's own ValueError or NotImplementedError for an item that
     is not a message.
@@ -490,10 +499,12 @@ def history_of(input: Mapping[str, object], key: str) -> list[BaseMessage]:
 
 
 def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:
-    """Return the earlier turns and the question, which is empty after a tool's result. System messages open the first
-    turn; neighbours of the same role are joined.
+    """Return the earlier turns, and the question, which is "" after a tool's result.
 
-    Raises `ConfigError` for roles and contents that the model cannot read, and if the last message is the assistant's.
+    System messages open the first turn; neighbours of the same role are joined.
+
+    Raises ConfigError for roles and contents that the model cannot read, for a call of a tool without a result, and if
+    the last message is the assistant's.
     """
     turns = turns_of(messages)
     if turns[-1][0] == "result":

@@ -66,9 +66,18 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         config: EngineConfig | None = None,
         **settings: Any,
     ) -> Self:
-        """Return a generator over `ChatCacheCraft.from_pretrained`; `settings` may also be fields of this class.
+        """Return a generator over `ChatCacheCraft.from_pretrained`.
 
-        Raises ConfigError for an unknown setting; others as `Engine.from_pretrained`.
+        Args:
+            model: Hugging Face name or folder, or "demo".
+            store: folder of the chunk-caches.
+            config: how to open the engine.
+            settings: fields of this class and of `ChatCacheCraft`, and options of `EngineConfig`, which override
+                `config`.
+
+        Raises:
+            ConfigError: an unknown setting, before anything is loaded; or an invalid value.
+            ModelNotFoundError, UnsupportedModelError, StoreError: as `Engine.from_pretrained`.
         """
         check_settings(settings, cls, ChatCacheCraft)
         names = cls.model_fields.keys() - ChatCacheCraft.model_fields.keys()
@@ -80,13 +89,25 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         return generator
 
     def close(self) -> None:
-        """Close the chat model, see `ChatCacheCraft.close`."""
+        """Close the chat model: the engine that `from_pretrained` opened is closed, one that was passed in stays open.
+
+        A second call does nothing.
+        """
         self.llm.close()
 
     def invoke(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
     ) -> str:
-        """The whole answer; `kwargs` as in a call of `ChatCacheCraft`, here and below."""
+        """Return the whole answer as a text.
+
+        Args:
+            input: the question, the documents and, if there is one, the history, under this class's keys.
+            config: LangChain's.
+            kwargs: as in a call of `ChatCacheCraft`, such as `max_tokens`.
+
+        Raises ConfigError if the input lacks a key or holds something else; ContextLengthError, BusyError,
+        WaitTimeoutError, StoreError or ServerError as `AnswerEngine.stream` does.
+        """
 
         def answer(input: dict[str, object], config: RunnableConfig) -> str:
             asked = self._read(input)
@@ -102,7 +123,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
     async def ainvoke(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
     ) -> str:
-        """The whole answer, without blocking the event loop."""
+        """Return the whole answer as a text, without blocking the event loop; arguments and errors as in `invoke`."""
 
         async def answer(input: dict[str, object], config: RunnableConfig) -> str:
             asked = self._read(input)
@@ -120,13 +141,13 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
     def stream(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
     ) -> Iterator[str]:
-        """The answer piece by piece."""
+        """Return an iterator of the answer's pieces; arguments as in `invoke`, whose errors the pieces raise."""
         return self._streamed(kwargs).stream(input, config)
 
     def astream(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: object
     ) -> AsyncIterator[str]:
-        """The answer piece by piece, without blocking the event loop."""
+        """Return an asynchronous iterator of the answer's pieces; as `stream`, without blocking the event loop."""
         return self._streamed(kwargs).astream(input, config)
 
     def transform(

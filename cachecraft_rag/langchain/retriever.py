@@ -50,13 +50,22 @@ class ConversationRetriever(RunnableSerializable[dict[str, object], list[Documen
     def invoke(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
     ) -> list[Document]:
-        """Return the documents, best first; `kwargs` go to the retriever of a first question."""
+        """Return the documents for the last message of a conversation, best first.
+
+        Args:
+            input: the question and the history, under this class's keys.
+            config: LangChain's.
+            kwargs: go to the retriever of a first question.
+
+        Raises ConfigError for an input without a question or of another form, and for a history that is not a list of
+        messages of text; errors of the retriever pass.
+        """
         return self._call_with_config(self._retrieve, input, config, run_type="retriever", **kwargs)
 
     async def ainvoke(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
     ) -> list[Document]:
-        """`invoke`, through the retriever's own asynchronous calls."""
+        """Return what `invoke` returns, through the retriever's own asynchronous calls; the same errors."""
         return await self._acall_with_config(
             self._aretrieve, input, config, run_type="retriever", **kwargs
         )

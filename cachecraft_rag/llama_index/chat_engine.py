@@ -121,11 +121,18 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         chat_history: Sequence[ChatMessage] | None = None,
         **options: Any,
     ) -> Self:
-        """In place of `index.as_chat_engine(…)`; `options` as in `CacheCraftQueryEngine.from_index`.
+        """Return a chat engine over any LlamaIndex index; write it in place of `index.as_chat_engine(…)`.
+
+        Args:
+            index: the index whose retriever finds the chunks.
+            memory: keeps the conversation; by default a `ChatMemoryBuffer`.
+            chat_history: earlier messages, without `memory`.
+            options: as in `CacheCraftQueryEngine.from_index`.
 
         Raises:
-            ConfigError: an unknown option, or one that has no meaning here (`chat_mode`, `system_prompt` …); others as
-                `CacheCraftQueryEngine.from_index`.
+            ConfigError: an unknown option, or one that has no meaning here (`chat_mode`, `system_prompt` …); a
+                retriever instead of an index; `memory` and `chat_history` together; or an invalid value.
+            ModelNotFoundError, UnsupportedModelError, StoreError: without `engine`, if none can be opened.
         """
         _refuse(options)
         engine = CacheCraftQueryEngine.from_index(index, **options)
@@ -140,10 +147,18 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         chat_history: Sequence[ChatMessage] | None = None,
         **options: Any,
     ) -> Self:
-        """Over any LlamaIndex retriever; `options` as in `CacheCraftQueryEngine.from_defaults`.
+        """Return a chat engine over any LlamaIndex retriever.
 
-        Raises ConfigError for an index instead of a retriever and for an option that is unknown or has no meaning here;
-        ModelNotFoundError, UnsupportedModelError or StoreError if the engine cannot be opened.
+        Args:
+            retriever: finds the chunks.
+            memory: keeps the conversation; by default a `ChatMemoryBuffer`.
+            chat_history: earlier messages, without `memory`.
+            options: as in `CacheCraftQueryEngine.from_defaults`.
+
+        Raises:
+            ConfigError: an index instead of a retriever, an option that is unknown or has no meaning here, `memory` and
+                `chat_history` together, or an invalid value.
+            ModelNotFoundError, UnsupportedModelError, StoreError: without `engine`, if none can be opened.
         """
         _refuse(options)
         engine = CacheCraftQueryEngine.from_defaults(retriever, **options)
@@ -156,11 +171,14 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
 
     @property
     def chat_history(self) -> list[ChatMessage]:
-        """All turns that the memory holds."""
+        """All messages that the memory holds, oldest first, also those that no longer fit a prompt.
+
+        Errors of the memory pass.
+        """
         return self.memory.get_all()
 
     def reset(self) -> None:
-        """Forget the conversation; chunk-caches stay."""
+        """Forget the conversation; chunk-caches stay. Errors of the memory pass."""
         self.memory.reset()
 
     def close(self) -> None:
@@ -174,7 +192,13 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     def chat(
         self, message: str, chat_history: list[ChatMessage] | None = None
     ) -> AgentChatResponse:
-        """Retrieve and answer; `chat_history` replaces what the memory holds.
+        """Retrieve, answer, and remember both messages of the turn.
+
+        Args:
+            message: the user's message.
+            chat_history: replaces what the memory holds; None: it stays.
+
+        Returns the whole answer with its source nodes, and the statistics under `metadata["cachecraft"]`.
 
         Raises ConfigError, ContextLengthError, BusyError, WaitTimeoutError, StoreError or ServerError as
         `AnswerEngine.stream` does, and what the retriever raises; then the turn is not remembered.
@@ -224,7 +248,11 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     async def astream_chat(
         self, message: str, chat_history: list[ChatMessage] | None = None
     ) -> CacheCraftStreamingChatResponse:
-        """`stream_chat` with the model in a thread: `async for piece in response.async_response_gen()`."""
+        """`stream_chat` with the model in a thread: `async for piece in response.async_response_gen()`.
+
+        Raises ConfigError or ContextLengthError for a message that cannot be answered, and what the retriever raises.
+        Errors of the answer itself, such as BusyError, StoreError or ServerError, are raised by its pieces.
+        """
         if chat_history is not None:
             await self.memory.aset(chat_history)
         turn = _Turn(self._checked(message), await self.memory.aget(input=message))

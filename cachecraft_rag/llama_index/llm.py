@@ -109,16 +109,22 @@ class CacheCraftLLM(CustomLLM):
 
     @classmethod
     def class_name(cls) -> str:
-        """The class name in LlamaIndex's events."""
+        """Return "CacheCraftLLM", the class name in LlamaIndex's events."""
         return "CacheCraftLLM"
 
     @classmethod
     def from_dict(
         cls, data: dict[str, Any], *, engine: AnswerEngine | None = None, **kwargs: Any
     ) -> CacheCraftLLM:
-        """The LLM of a `to_dict` over an open engine, and `sampling` if it is not the default.
+        """Return the LLM that `to_dict` described, over an open engine.
 
-        Raises `ConfigError` without an engine: a dict cannot hold one.
+        Args:
+            data: values of `to_dict`; only `session` is read.
+            engine: the engine that answers.
+            kwargs: `sampling`, `callback_manager` and other arguments of the class.
+
+        Raises ConfigError without an engine, because a dict cannot hold one, and for sampling or an engine of another
+        type.
         """
         if engine is None:
             raise ConfigError(
@@ -134,7 +140,7 @@ class CacheCraftLLM(CustomLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """The model's properties, for LlamaIndex."""
+        """The model's name, its context and its longest answer (both in tokens), for LlamaIndex."""
         return LLMMetadata(
             context_window=self.context_window,
             num_output=self.num_output,
@@ -154,19 +160,23 @@ class CacheCraftLLM(CustomLLM):
         config: ReuseConfig | None = None,
         **unknown: object,
     ) -> Generation:
-        """The engine's answer, without LlamaIndex's events; the model starts with the first piece.
+        """Return the engine's answer, without LlamaIndex's events; the model starts with the first piece.
 
         Args:
-            document_ids: the chunk id of each document, empty where it is not known. A text that was edited after
-                its id was noted is hashed again (`ChunkStats.stale_id`).
+            question: the text to answer.
+            documents: texts of the chunks, best first; empty ones are left out.
+            document_ids: the chunk id of each document, empty where it is not known. A text that was edited after its
+                id was noted is hashed again (`ChunkStats.stale_id`).
+            history: earlier turns, see `prompt.builder.Turn`.
+            sampling: sampling of this answer; None: that of the class.
+            max_tokens: longest answer; None: as `sampling` says.
+            config: reuse settings of this answer; None: the engine's.
 
-        Raises, by this call or by a piece:
-            ConfigError: an unknown option, `documents` that are not texts, another number of `document_ids`; or the
-                question, the history, a tool or a schema cannot be used.
-            ContextLengthError: question, history and answer do not fit the model's context.
-            UnsupportedCallError: the engine does not support tools.
-            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long.
-            StoreError, ServerError: the store is closed, or the server that makes the answer fails.
+        Raises, by this call or by a piece: ConfigError: an unknown option, `documents` that are not texts, another
+        number of `document_ids`; or the question, the history, a tool or a schema cannot be used. ContextLengthError:
+        question, history and answer do not fit the model's context. UnsupportedCallError: the engine does not support
+        tools. BusyError, WaitTimeoutError: too many requests wait, or this one waited too long. StoreError,
+        ServerError: the store is closed, or the server that makes the answer fails.
         """
         if unknown:
             raise ConfigError(
@@ -208,10 +218,17 @@ class CacheCraftLLM(CustomLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: object,
     ) -> Model:
-        """An answer that keeps to a pydantic model; `llm_kwargs` as in `begin`.
+        """Return an answer as an object of a pydantic model.
 
-        Raises `ConfigError` if the answer ends early (`max_tokens`), no answer can be kept to the model or the extra
-        "structured" is missing; else as `chat`.
+        Args:
+            output_cls: the pydantic model; its JSON schema is added to the prompt, and the answer is kept to it.
+            prompt: LlamaIndex's template of the messages.
+            llm_kwargs: options of `begin`.
+            prompt_args: values of the template's variables.
+
+        Raises ConfigError if the model has no JSON schema, no answer can be kept to it, the answer ends early
+        (`max_tokens`) or the extra "structured" is missing; ContextLengthError, BusyError, WaitTimeoutError, StoreError
+        and ServerError as `begin` does; and KeyError for a variable of the template without a value.
         """
         messages, options = self._structured(output_cls, prompt, llm_kwargs, prompt_args)
         return validated(output_cls, self.chat(messages, **options).message.content)
@@ -223,10 +240,11 @@ class CacheCraftLLM(CustomLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: object,
     ) -> Model:
-        """`structured_predict` with the model in a thread.
+        """Return an answer as an object of a pydantic model, as `structured_predict` does, with the model in a thread.
 
-        Returns an object of `output_cls`. Raises ConfigError if it has no JSON schema or the answer does not keep to
-        it, for example because it ends early; else as `chat`.
+        Raises ConfigError if the model has no JSON schema or the answer does not keep to it, for example because it
+        ends early; ContextLengthError, BusyError, WaitTimeoutError, StoreError and ServerError as `begin` does; and
+        KeyError for a variable of the template without a value.
         """
         messages, options = self._structured(output_cls, prompt, llm_kwargs, prompt_args)
         return validated(output_cls, (await self.achat(messages, **options)).message.content)
@@ -249,14 +267,24 @@ class CacheCraftLLM(CustomLLM):
     def keeping_to(
         self, output_cls: type[BaseModel], sampling: SamplingParams | None = None
     ) -> SamplingParams:
-        """Sampling that keeps an answer to a pydantic model. Raises `ConfigError` if it has no JSON schema."""
+        """Return sampling that keeps an answer to a pydantic model: the given one, or that of the class, with its
+        schema.
+
+        Raises ConfigError if the model has no JSON schema.
+        """
         return replace(sampling or self._sampling, json_schema=output_cls)
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer; keyword arguments as in `begin`.
+        """Answer a prompt without documents, unless they are given; return the text and the statistics in `raw`.
 
-        Raises ConfigError, ContextLengthError, StoreError and the others that `begin` lists.
+        Args:
+            prompt: the question.
+            formatted: LlamaIndex's; has no effect.
+            kwargs: options of `begin`.
+
+        Raises ConfigError, ContextLengthError, UnsupportedCallError, BusyError, WaitTimeoutError, StoreError or
+        ServerError as `begin` does.
         """
         return last_of(responses_of(self.begin(prompt, **kwargs)))
 
@@ -287,10 +315,15 @@ class CacheCraftLLM(CustomLLM):
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponse:
-        """Answer the last message; keyword arguments as in `begin`, apart from `history`.
+        """Answer the last message; return the whole answer, with the statistics in `raw`.
 
-        Raises `ConfigError` if the last message is not the user's or an option is unknown, ContextLengthError if the
-        conversation does not fit the model, StoreError if the store is closed, and the others that `begin` lists.
+        Args:
+            messages: the conversation; the last message is the user's.
+            kwargs: options of `begin`, apart from `history`.
+
+        Raises ConfigError if the last message is not the user's or an option is unknown, ContextLengthError if the
+        conversation does not fit the model, and UnsupportedCallError, BusyError, WaitTimeoutError, StoreError or
+        ServerError as `begin` does.
         """
         return completion_response_to_chat_response(
             last_of(responses_of(self._begin_chat(messages, kwargs)))
@@ -327,15 +360,19 @@ class CacheCraftLLM(CustomLLM):
 
 
 def with_max_tokens(sampling: SamplingParams, max_tokens: int | None) -> SamplingParams:
-    """Return the sampling with another limit of an answer's tokens; None leaves it as it is.
+    """Return the sampling with another limit of an answer's tokens; with None the sampling itself.
 
-    Raises ConfigError for a limit below 1.
+    Raises ConfigError for a limit below 1, and for anything but a whole number.
     """
     return sampling if max_tokens is None else replace(sampling, max_new_tokens=max_tokens)
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
-    """Return messages as turns. Consecutive messages of a role are joined; every role but the assistant is the user."""
+    """Return messages as turns (role, text). Raises nothing.
+
+    Consecutive messages of a role are joined by an empty line; every role but the assistant counts as the user. The
+    list is empty without messages.
+    """
     turns: list[tuple[Literal["user", "assistant"], list[str]]] = []
     for message in messages:
         role: Literal["user", "assistant"] = "assistant" if message.role in _ASSISTANTS else "user"
@@ -346,7 +383,10 @@ def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
 
 
 def question_of(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
-    """Return (the last message, the turns before it). Raises ConfigError if the last message is not the user's."""
+    """Return the text of the last messages, which must be the user's, and the turns before them.
+
+    Raises ConfigError if there is no message or the last one is not the user's.
+    """
     turns = turns_of(messages)
     if not turns or turns[-1][0] != "user":
         raise ConfigError("the last message must be the user's; there is nothing to answer")
@@ -354,7 +394,10 @@ def question_of(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
 
 
 def validated(output_cls: type[Model], text: str | None) -> Model:
-    """The object in an answer. Raises ConfigError if the text is not JSON of the model, as when it ends early."""
+    """Return an answer as an object of a pydantic model.
+
+    Raises ConfigError if there is no text, or it is not JSON of the model, for example because the answer ended early.
+    """
     try:
         return output_cls.model_validate_json(text or "")
     except ValidationError as error:
@@ -369,7 +412,10 @@ def _raw(stats: RequestStats) -> dict[str, object]:
 
 
 def responses_of(generation: Generation) -> CompletionResponseGen:
-    """One response per piece, then one without a piece, with the statistics."""
+    """Yield one response per piece, then one without a piece that has the statistics in `raw`; then close the answer.
+
+    Errors of the answer's pieces pass, such as BusyError, StoreError or ServerError; no last response comes then.
+    """
     try:
         for piece in generation:
             yield CompletionResponse(text=generation.text, delta=piece)
@@ -379,7 +425,7 @@ def responses_of(generation: Generation) -> CompletionResponseGen:
 
 
 async def aresponses_of(generation: Generation) -> CompletionResponseAsyncGen:
-    """`responses_of` that never blocks the event loop."""
+    """Yield the responses of `responses_of` without blocking the event loop; the same errors pass."""
     async with aclosing(generation):
         async for piece in generation:
             yield CompletionResponse(text=generation.text, delta=piece)
@@ -387,13 +433,16 @@ async def aresponses_of(generation: Generation) -> CompletionResponseAsyncGen:
 
 
 def last_of(responses: CompletionResponseGen) -> CompletionResponse:
-    """The response with the whole text and the statistics."""
+    """Return the last response: the whole text and the statistics.
+
+    Errors of the responses pass; ValueError if there are none.
+    """
     *_, last = responses
     return last
 
 
 async def alast_of(responses: CompletionResponseAsyncGen) -> CompletionResponse:
-    """`last_of` for an asynchronous generator."""
+    """Return the last response of an asynchronous generator. Errors of the responses pass; IndexError without any."""
     async with aclosing(responses):
         return [response async for response in responses][-1]
 

@@ -105,15 +105,17 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         callback_manager: CallbackManager | None = None,
         **options: object,
     ) -> Self:
-        """In place of `index.as_query_engine()`, over any LlamaIndex index.
+        """Return a query engine over any LlamaIndex index; write it in place of `index.as_query_engine()`.
 
         Args:
+            index: the index whose retriever finds the chunks.
             options: single options of `EngineConfig`; all others go to `index.as_retriever` (`similarity_top_k`,
-                `filters` …). The named ones are those of `from_defaults`.
+                `filters` …). The named arguments are those of `from_defaults`.
 
         Raises:
             ConfigError: a retriever instead of an index, an option that is unknown or about LlamaIndex's own LLM and
-                prompts; else as `from_defaults`.
+                prompts, settings of an engine beside an open one, or an invalid value.
+            ModelNotFoundError, UnsupportedModelError, StoreError: without `engine`, as `Engine.from_pretrained`.
         """
         if isinstance(index, BaseRetriever):
             raise ConfigError(
@@ -219,7 +221,10 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
 
     @classmethod
     def from_args(cls, retriever: BaseRetriever, **options: Any) -> Self:  # type: ignore[override]
-        """The same as `from_defaults`, and the same errors; LlamaIndex's own would require OpenAI."""
+        """Return what `from_defaults` does: LlamaIndex's own method would require OpenAI.
+
+        Raises ConfigError, ModelNotFoundError, UnsupportedModelError and StoreError as `from_defaults` does.
+        """
         return cls.from_defaults(retriever, **options)
 
     @property
@@ -241,7 +246,10 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
             self.engine.prompts.build(query_bundle.query_str, [])
 
     def with_retriever(self, retriever: BaseRetriever) -> CacheCraftQueryEngine:
-        """A copy with another retriever; both share the engine."""
+        """Return a copy with another retriever; both share the engine, so close only one of them.
+
+        The retriever is not checked.
+        """
         return type(self)(
             retriever, self.synthesizer, self._node_postprocessors, self.callback_manager
         )

@@ -57,7 +57,13 @@ class Sources:
         return {"documents": list(self.texts), "document_ids": list(self.noted_ids)}
 
     def note_outcomes(self, statistics: Mapping[str, Any]) -> None:
-        """Put each passage's outcome into its node's metadata, from `RequestStats.as_dict()`."""
+        """Put each passage's outcome into its node's metadata; None for a passage without one.
+
+        Args:
+            statistics: values of `RequestStats.as_dict()`.
+
+        Raises KeyError for a chunk without an id among them.
+        """
         outcomes = {chunk["chunk_id"]: chunk for chunk in statistics.get("chunks", ())}
         for scored in self.nodes:
             scored.node.metadata[OUTCOME_KEY] = outcomes.get(scored.node.metadata[CHUNK_ID_KEY])

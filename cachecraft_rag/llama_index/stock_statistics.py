@@ -61,7 +61,7 @@ def observe_synthesizers() -> None:
 
 
 def note_answer(generation: Generation) -> None:
-    """Note an answer for the response that is being made, if there is one."""
+    """Note an answer for the response that LlamaIndex is making in this task; does nothing if it makes no response."""
     answers = _answers.get()
     if answers is not None:
         answers.append(generation)

@@ -49,7 +49,7 @@ class AnswerStatsEvent(BaseEvent):
 
     @classmethod
     def class_name(cls) -> str:
-        """The class name among LlamaIndex's events."""
+        """Return "CacheCraftAnswerStatsEvent", the class name among LlamaIndex's events."""
         return "CacheCraftAnswerStatsEvent"
 
 
@@ -157,11 +157,16 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         """Load a model and open (or make) a store folder, as `Engine.from_pretrained`; `close` closes both.
 
         Args:
+            model: Hugging Face name or folder, or "demo".
+            store: folder of the chunk-caches.
             config: how to open the engine.
             engine_options: single options of `EngineConfig` by name (`system`, `device` …), which override `config`.
 
+        The other arguments are those of the class.
+
         Raises:
-            ConfigError: an unknown or invalid option; others as `Engine.from_pretrained`.
+            ConfigError: an unknown or invalid option.
+            ModelNotFoundError, UnsupportedModelError, StoreError: as `Engine.from_pretrained`.
         """
         with ExitStack() as opened:
             engine = opened.enter_context(
@@ -193,7 +198,17 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     ) -> RESPONSE_TYPE:
         """Answer from nodes as LlamaIndex's synthesizers do; the model does not see the nodes' `file_path`.
 
-        Raises ConfigError, ContextLengthError, StoreError and the others that `get_response` lists.
+        Args:
+            query: the question.
+            nodes: the passages, best first; without nodes the answer is `empty_response`, or LlamaIndex's "Empty
+                Response".
+            settings: options of `get_response`.
+
+        Returns LlamaIndex's response, with copies of the nodes as sources and the statistics under
+        `metadata["cachecraft"]`; a streaming response if this synthesizer streams.
+
+        Raises ConfigError, ContextLengthError, BusyError, WaitTimeoutError, StoreError or ServerError as `get_response`
+        does, from a stream by its pieces.
         """
         sources = Sources(nodes)
         settings["document_ids"] = sources.noted_ids
@@ -218,11 +233,18 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     def get_response(
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: object
     ) -> RESPONSE_TEXT_TYPE:
-        """Answer from texts, best first: a string, or a generator of pieces if this synthesizer streams.
+        """Answer from texts: return a string, or a generator of pieces if this synthesizer streams.
 
-        With `output_cls` it is that object; then raises ConfigError if the answer ends early. Raises ConfigError,
-        ContextLengthError, BusyError, WaitTimeoutError, StoreError or ServerError as `CacheCraftLLM.begin` does, from a
-        stream by its pieces.
+        With `output_cls` it returns an object of that class.
+
+        Args:
+            query_str: the question.
+            text_chunks: the passages, best first.
+            response_kwargs: options of `CacheCraftLLM.begin`.
+
+        Raises ConfigError, ContextLengthError, BusyError, WaitTimeoutError, StoreError or ServerError as
+        `CacheCraftLLM.begin` does, from a stream by its pieces; and with `output_cls` ConfigError if the answer ends
+        early.
         """
         question, asked = self._asked(query_str, text_chunks, response_kwargs)
         answer: RESPONSE_TEXT_TYPE

@@ -118,8 +118,8 @@ def sampling_from(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options with a question's `SamplingOptions` put together as the option `sampling`.
 
     They override the fields of a given `sampling`; other options are unchanged, and so is the argument. Raises
-    ConfigError for values out of range, for a `sampling` that is no `SamplingParams`, and for both `max_tokens` and
-    `max_new_tokens`.
+    ConfigError for values out of range, for both `max_tokens` and `max_new_tokens`, and for such an option beside a
+    `sampling` that is no `SamplingParams`.
 
     >>> sampling_from({"max_tokens": 5, "stop": "END", "session": "ada"})["sampling"].stop
     ('END',)

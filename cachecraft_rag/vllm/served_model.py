@@ -90,8 +90,8 @@ class ServedModel:
             fingerprint = None if folder is None else checkpoint_fingerprint(folder, dtype=used)
         # OSError and ValueError say what is wrong; the others come from JSON of another form in a damaged file.
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            reason = str(error) if isinstance(error, (OSError, ValueError)) else repr(error)
-            raise ModelNotFoundError(f"cannot load the model {name!r}: {reason}") from error
+            cause = str(error) if isinstance(error, (OSError, ValueError)) else repr(error)
+            raise ModelNotFoundError(f"cannot load the model {name!r}: {cause}") from error
         if folder is None or fingerprint is None:
             raise UnsupportedModelError(
                 f"{name} has no weight files on this machine. Load it once with the hub's client, or name a folder."

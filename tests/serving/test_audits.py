@@ -444,10 +444,11 @@ def test_a_file_that_cannot_be_used_costs_results_and_no_answer(
 def test_damaged_rows_are_left_out(tmp_path: Path) -> None:
     log = AuditLog(tmp_path, kept=10)
     good = Audit("a" * 32, 1.0, 3, (1,), 1, 0.5, 10, "question", 0.1, "primed", {"reused": 2})
-    for name in ("x", "y", "z"):
+    for name in ("w", "x", "y", "z"):
         log.add("default", "model", replace(good, request_id=name))
     log.close()
     with closing(sqlite3.connect(tmp_path / AUDIT_FILE)) as connection, connection:
+        connection.execute("UPDATE audits SET differences = '[Infinity]' WHERE request_id = 'w'")
         connection.execute("UPDATE audits SET differences = '[1' WHERE request_id = 'x'")
         connection.execute("UPDATE audits SET tokens = 0 WHERE request_id = 'z'")
     assert audits_in(tmp_path) == [replace(good, request_id="y")]

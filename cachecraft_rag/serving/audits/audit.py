@@ -77,7 +77,10 @@ class Audit:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make an audit from the values of `as_dict`. Raises KeyError, TypeError or ValueError for other values."""
+        """Make an audit from the values of `as_dict`.
+
+        Raises KeyError, TypeError, ValueError or OverflowError (an infinite number) for other values.
+        """
         tokens = int(values["tokens"])
         differences = tuple(int(place) for place in values["differences"])
         if tokens <= 0 or len(differences) > tokens:

@@ -151,5 +151,5 @@ def _readable(rows: Iterable[sqlite3.Row]) -> Iterable[Audit]:
                 values[name] = json.loads(values[name])
             values["text"] = None if values["text"] is None else json.loads(values["text"])
             yield Audit.from_dict(values)
-        except (TypeError, ValueError):  # also of json
+        except (TypeError, ValueError, OverflowError):  # also of json
             continue
