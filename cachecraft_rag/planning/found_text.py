@@ -34,11 +34,15 @@ _SPACES = str.maketrans(
 )
 
 
+def _ending_newlines(text: str) -> int:
+    return min(255, text[len(text.rstrip()) :].count("\n"))
+
+
 @dataclass(frozen=True, eq=False)
 class TokenKinds:
     """Features of each token of a vocabulary that determine where text is cut.
 
-    newlines       uint8 `[vocabulary]`: number of line ends at the token's end
+    newlines       uint8 `[vocabulary]`: number of line ends at the token's end, at most 255
     words          bool `[vocabulary]`: True if the token holds a letter or digit
     opens, closes  bool `[vocabulary]`: True if the token holds `<`, or `>`
     opens_line     bool `[vocabulary]`: True if the token begins with `[` or `{`
@@ -62,14 +66,14 @@ class TokenKinds:
             tokens: the tokens in the order of their ids, written with SentencePiece's or byte-level marks for spaces
                 and line ends. None stands for an id without a token and counts as empty text.
 
-        Raises:
-            OverflowError: a token ends with more than 255 line ends.
+        >>> TokenKinds.of(["a\\u010a\\u010a", "\\u010a" * 300, None]).newlines.tolist()
+        [2, 255, 0]
         """
         texts = [
             "\n" if token == "<0x0A>" else (token or "").translate(_SPACES) for token in tokens
         ]
         return cls(
-            np.array([text[len(text.rstrip()) :].count("\n") for text in texts], dtype=np.uint8),
+            np.array([_ending_newlines(text) for text in texts], dtype=np.uint8),
             np.array([any(map(str.isalnum, text)) for text in texts], dtype=np.bool_),
             np.array(["<" in text for text in texts], dtype=np.bool_),
             np.array([">" in text for text in texts], dtype=np.bool_),
