@@ -152,7 +152,7 @@ class AdmissionQueue:
         """Wait until `ready()` is true: a generator of one step for the loop, which returns nothing.
 
         Args:
-            ready: is called by the loop between two steps; what it raises passes.
+            ready: is called by the loop between two steps; must not raise, or the loop gives up all its work.
             since: time of `time.perf_counter` at which the request's wait began, in seconds.
 
         Raises WaitTimeoutError once the whole wait, from `since` on, is longer than `timeout_s`.
@@ -177,8 +177,8 @@ class AdmissionQueue:
         """Return True if a waiting request may plan and load now, before its turn.
 
         That is so while less than `preload_bytes` are loaded ahead, and the requests between the next one and it have
-        asked for room. The next request plans and loads in any case. Raises ValueError for a request that does not
-        wait.
+        asked for room. The next request plans and loads in any case. While there is room, it raises ValueError for a
+        request that does not wait.
         """
         if not self.preloading_bytes < self._preload_bytes:
             return False

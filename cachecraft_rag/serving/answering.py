@@ -136,7 +136,8 @@ class Answering:
     ) -> Work[Prefilled]:
         """Wait for the turn, plan, and prefill while what is not in memory is being loaded.
 
-        A generator of steps for the loop. A chunk-cache that cannot be read raises nothing: its tokens are computed.
+        A generator of steps for the loop. A chunk-cache or a catalog that cannot be read raises nothing: the tokens are
+        computed.
 
         Args:
             task: the loop's task of this request.
@@ -150,7 +151,8 @@ class Answering:
         Raises:
             BusyError: too many requests wait already (`max_waiting`).
             WaitTimeoutError: the request waited longer than `wait_timeout_s` for its turn.
-            StoreError: the store is closed, or its catalog cannot be read.
+            StoreError: the store is closed.
+            UnsupportedModelError: a layer does something that the survey of the model did not show.
             RuntimeError, MemoryError: the model fails, such as torch without memory.
         """
         admission = self.admission
@@ -330,9 +332,9 @@ class Answering:
     ) -> Work[None]:
         """Answer a request into a queue, whose last piece says how the answer ended. A generator of steps for the loop.
 
-        Raises BusyError, WaitTimeoutError, StoreError, RuntimeError and MemoryError as `prefill` does, and ConfigError
-        if the answer's grammar lets it neither go on nor end. What follows from the answer (captures, audits) raises
-        nothing here.
+        Raises BusyError, WaitTimeoutError, StoreError, UnsupportedModelError, RuntimeError and MemoryError as `prefill`
+        does, and ConfigError if the answer's grammar lets it neither go on nor end. What follows from the answer
+        (captures, audits) raises nothing here.
         """
         captures = FutureCaptures()
         predictions = self.auditor.recorder(request)
@@ -367,7 +369,8 @@ class Answering:
         Returns:
             The answer's text, and logits float32 `[target, vocabulary]`: the prediction before each target token.
 
-        Raises BusyError, WaitTimeoutError, StoreError, RuntimeError and MemoryError as `prefill` does.
+        Raises BusyError, WaitTimeoutError, StoreError, UnsupportedModelError, RuntimeError and MemoryError as `prefill`
+        does, and ConfigError if the answer's grammar lets it neither go on nor end.
         """
         captures = FutureCaptures()
         queue = TokenQueue(bounded=False)
