@@ -34,6 +34,12 @@ _LETTERS = 600
 def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]:
     """Return the texts to search for: the question, and for a follow-up also the questions before it and the question.
 
+    One text for a first question, else two. Of many or long earlier questions only the end is used. Raises nothing.
+
+    Args:
+        question: the user's last message.
+        history: the turns before it, (role, text) each.
+
     >>> search_texts("How often is it descaled?")
     ('How often is it descaled?',)
     >>> search_texts("How long does that take?", [("user", "How often is it descaled?"), ("assistant", "Weekly.")])
@@ -47,7 +53,7 @@ def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]
 
 
 def turn_before(history: Sequence[Turn]) -> tuple[str, Sequence[Turn]] | None:
-    """Return the last question before this one, and the history it had; None for a first question."""
+    """Return the last question before this one, and the turns before that; None for a first question."""
     place = max(
         (at for at, (role, text) in enumerate(history) if role == "user" and text.strip()),
         default=None,
@@ -56,7 +62,9 @@ def turn_before(history: Sequence[Turn]) -> tuple[str, Sequence[Turn]] | None:
 
 
 def prefer(hits: Iterable[SearchHit], chunk_ids: Collection[str], top_k: int) -> list[SearchHit]:
-    """Return the best `top_k` hits, best first. Hits of `chunk_ids` win ties: scores that differ by less than `TIE`.
+    """Return the best `top_k` hits, best first; hits of `chunk_ids` win ties.
+
+    Scores that differ by less than `TIE` are a tie. Raises nothing.
 
     >>> hits = [SearchHit("a", 0.50, "", {}), SearchHit("b", 0.49, "", {}), SearchHit("c", 0.40, "", {})]
     >>> [hit.chunk_id for hit in prefer(hits, {"b", "c"}, 2)]
@@ -78,10 +86,19 @@ def search(
 ) -> list[SearchHit]:
     """Return the `top_k` chunks most similar to a question in its conversation, best first.
 
-    A follow-up also repeats the search of the turn before, for the chunks to prefer where scores tie. Raises as
-    `FaissStore.search`, and what `encode` raises.
+    A follow-up also repeats the search of the turn before, for the chunks to prefer where scores tie.
 
-    encode  vectors `[texts, dim]` of texts
+    Args:
+        index: the index to search.
+        encode: returns vectors `[texts, dim]` of texts.
+        question: the user's last message.
+        history: the turns before it, (role, text) each.
+        top_k: number of chunks, at least 1.
+        where: filter of chunks, see `FaissStore.search`.
+
+    Raises ConfigError for a `top_k` below 1 or an invalid filter, IndexStoreError for vectors that do not fit and if
+    the index is closed or damaged, ForkError in a fork, what the filter raises if it is a function, and what `encode`
+    raises.
     """
     asked: list[tuple[str, Sequence[Turn]]] = [(question, history)]
     before = turn_before(history)

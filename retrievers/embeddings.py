@@ -73,7 +73,10 @@ class Embedder:
 
     @cached_property
     def limit(self) -> int:
-        """Most tokens of a text that the model reads, special tokens included; the rest is truncated."""
+        """Most tokens of a document's text that the model reads, special tokens included; the rest is truncated.
+
+        A prompt that the model puts before each document is subtracted.
+        """
         stated = [
             self._model.max_seq_length,
             getattr(self._model.tokenizer, "model_max_length", None),
@@ -90,7 +93,10 @@ class Embedder:
         return limit - (self.count_tokens(prompt) - self.count_tokens("") if prompt else 0)
 
     def count_tokens(self, text: str) -> int:
-        """Return the number of tokens of a text before truncation, special tokens included."""
+        """Return the number of tokens of a text before truncation, special tokens included.
+
+        Raises TypeError for no text.
+        """
         if self._tokenizer is not None:
             return len(self._tokenizer.encode(text).ids)
         with self._lock:
@@ -98,7 +104,7 @@ class Embedder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """`name@digest`, to tell embedding models apart.
+        """`name@digest`, to tell embedding models apart; computed once.
 
         The digest covers the weights, the modules' settings such as pooling, the transformer's own `config.json`, the
         limit of tokens, the prompts and a fast tokenizer.
@@ -128,16 +134,24 @@ class Embedder:
     def encode_document(
         self, texts: Sequence[str], *, progress: Callable[[Progress], None] | None = None
     ) -> NDArray[np.float32]:
-        """Return unit vectors of texts to be indexed, float32 `[texts, dim]`; `progress` is called after each batch.
+        """Return unit vectors of texts to be indexed, float32 `[texts, dim]`, in the order of the texts.
 
-        Raises `IndexStoreError` if the model gives a vector that is not finite, as half precision may.
+        The shape is `[0, dim]` without texts. Texts longer than `limit` are truncated.
+
+        Args:
+            texts: a list of texts; half surrogate pairs are read as "?".
+            progress: called after each batch with the number of texts done; None: never.
+
+        Raises IndexStoreError if the model gives a vector that is not finite, as half precision may; TypeError for a
+        single text instead of a list; ForkError in a fork of the process that loaded the model; and torch's
+        RuntimeError without memory.
         """
         return self._encode(texts, "encode_document", progress)
 
     def encode_query(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return unit vectors of questions, float32 `[texts, dim]`; models may put a prompt before questions.
 
-        Raises as `encode_document`.
+        Raises IndexStoreError, TypeError, ForkError and RuntimeError as `encode_document` does.
         """
         return self._encode(texts, "encode_query", None)
 
@@ -178,7 +192,9 @@ class Embedder:
 
 
 def unit_vectors(vectors: ArrayLike) -> NDArray[np.float32]:
-    """Return vectors `[…, dim]` at length 1, so that inner products are cosines; zero vectors stay zero.
+    """Return vectors `[…, dim]` as float32 at length 1, so that inner products are cosines; zero vectors stay zero.
+
+    Raises TypeError or ValueError for values that are no numbers or rows of different lengths.
 
     >>> unit_vectors([3.0, 4.0]).tolist() == np.asarray([0.6, 0.8], np.float32).tolist()
     True

@@ -89,18 +89,26 @@ def index_folder(
 ) -> IndexReport:
     """Add, update and remove documents until the index matches the folder; a single file is added or updated.
 
-    Chunks have at most `chunk_tokens` tokens, or the embedding model's limit if that is less. Each document is one
-    transaction: the next run completes one that was killed. A file that cannot be read is a problem in the report.
+    Each document is one transaction: the next run completes one that was killed.
 
-    progress      called after each file and after each batch of embeddings; `done` and `total` count files
-    model         the answering model's tokens, if it is known: they limit a chunk too
-    follow_links  also read targets of links outside the folder; otherwise such a link is a problem
+    Args:
+        path: the folder or the file.
+        store: the index.
+        embedder: makes the vectors.
+        progress: called after each file and after each batch of embeddings; `done` and `total` count files.
+        chunk_tokens: most tokens of a chunk, or the embedding model's limit if that is less.
+        model: the answering model's tokens, if it is known: they limit a chunk too.
+        follow_links: also read targets of links outside the folder; otherwise such a link is a problem.
+
+    Returns:
+        What was added, updated and removed. A file that cannot be read is a problem in it, and raises nothing.
 
     Raises:
         DocumentError: there is nothing at `path`, or a file of a kind that cannot be indexed.
         IndexStoreError: the index was made with another embedding model, is closed, or cannot be read or written; or
             the embedding model gives a vector that is not finite.
         ConfigError: `chunk_tokens` or the embedding model's limit leaves no room for text.
+        ForkError: called in a fork of the process that opened the index or loaded the model.
     """
     listing = list_files(path, follow_links=follow_links)
     run = _Run(store, embedder, chunk_tokens=chunk_tokens, progress=progress, model=model)
@@ -130,9 +138,20 @@ def index_documents(
 ) -> IndexReport:
     """Add or update documents in memory; none is removed. Their doc_ids are used unchanged.
 
-    Raises `ConfigError` for anything but a `Document` of valid texts, before anything is written; `DocumentError` for a
-    doc_id that belongs to an indexed file, `ConfigError` for metadata that is not scalar, and else as `index_folder`:
-    documents that were written before these stay.
+    Args:
+        documents: the documents.
+        store: the index.
+        embedder: makes the vectors.
+        progress: called after each document and after each batch of embeddings.
+        chunk_tokens: most tokens of a chunk, or the embedding model's limit if that is less.
+        model: the answering model's tokens, if it is known: they limit a chunk too.
+
+    Returns:
+        What was added and updated. A document without text is a problem in it.
+
+    Raises ConfigError for anything but a `Document` of valid texts, before anything is written. Documents that were
+    written before these stay: DocumentError for a doc_id that belongs to an indexed file, ConfigError for metadata that
+    is not scalar, and IndexStoreError, ConfigError and ForkError as `index_folder` does.
     """
     given = list(documents)
     for document in given:

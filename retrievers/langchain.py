@@ -56,12 +56,19 @@ class CacheCraftEmbeddings(Embeddings):
         self.embedder = embedder or Embedder()
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        """Return a unit vector of each text to be indexed. Raises `IndexStoreError` as `Embedder.encode_document`."""
+        """Return a unit vector of each text to be indexed, in their order.
+
+        Raises IndexStoreError if the model gives a vector that is not finite, TypeError for one text instead of a list,
+        and ForkError in a fork.
+        """
         vectors: list[list[float]] = self.embedder.encode_document(texts).tolist()
         return vectors
 
     def embed_query(self, text: str) -> list[float]:
-        """Return the unit vector of a question. Raises `IndexStoreError` as `Embedder.encode_document`."""
+        """Return the unit vector of a question.
+
+        Raises IndexStoreError if the model gives a vector that is not finite, and ForkError in a fork.
+        """
         vector: list[float] = self.embedder.encode_query([text])[0].tolist()
         return vector
 
@@ -98,10 +105,17 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         *,
         caches: Caches | None = None,
     ) -> Self:
-        """Open the index in a folder, or make it; `caches` as in this class.
+        """Open the index in a folder, or make it.
 
-        Raises `IndexStoreError` if it was made with other embeddings, or is damaged. LangChain's embeddings have no
-        fingerprint, so class, model name and width are compared.
+        LangChain's embeddings have no fingerprint, so class, model name and width are compared.
+
+        Args:
+            folder: of the index.
+            embedding: makes the vectors.
+            caches: as in this class.
+
+        Raises IndexStoreError if the index was made with other embeddings, is damaged, or its folder cannot be used;
+        ConfigError for an argument of another kind; and what embeddings of another class raise.
         """
         check_path("folder", folder)
         check_kind("embedding", embedding, Embeddings, advice="CacheCraftEmbeddings() is one")
@@ -141,10 +155,19 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         caches: Caches | None = None,
         **kwargs: object,
     ) -> Self:
-        """Open the index in `folder` and add texts to what it holds; `caches` as in this class.
+        """Open the index in `folder` and add texts to what it holds. `from_documents` takes the same options.
 
-        `from_documents` takes the same options. Raises IndexStoreError if the index cannot be opened or vectors do not
-        fit it, ConfigError for an option, an id or metadata that cannot be used, see `open` and `add_documents`.
+        Args:
+            texts: one for each document.
+            embedding: makes the vectors.
+            metadatas: one for each text.
+            ids: one for each text; None: new ones.
+            folder: of the index.
+            caches: as in this class.
+
+        Raises IndexStoreError if the index cannot be opened or vectors do not fit it; ConfigError for an option, an id
+        or metadata that cannot be used; StoreError or ServerError if chunk-caches of replaced documents cannot be
+        deleted; and LangChain's ValueError for another number of metadatas or ids.
         """
         check_names(kwargs, ("caches", "folder", "ids", "metadatas"))
         store = cls.open(folder, embedding, caches=caches)
@@ -153,7 +176,10 @@ class CacheCraftVectorStore(Closeable, VectorStore):
 
     @classmethod
     def from_rag(cls, rag: Retriever) -> Self:
-        """Open the index of a `CacheCraft` (or another `Retriever`); each chunk is a document under its chunk id."""
+        """Return a vector store over the index of a `CacheCraft` (or another `Retriever`), which you close yourself.
+
+        Each chunk is a document under its chunk id. Raises ConfigError for anything but a `Retriever`.
+        """
         check_kind("rag", rag, Retriever, advice="CacheCraft.from_pretrained makes one")
         return cls(rag.index, CacheCraftEmbeddings(rag.embedder), caches=rag.caches)
 
@@ -161,7 +187,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         """Delete the chunk-caches of deleted documents that were not added again; close the index if opened here.
 
         If the store of chunk-caches fails or is closed, they stay until their space is needed, with a warning in the
-        log. A second call does nothing more.
+        log. Raises nothing. A second call does nothing more.
         """
         self._evictions.finish(self.index)
         if self._owns_index:
@@ -177,9 +203,14 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[str]:
         """Add documents, or replace those with the same ids; returns the ids, new ones where none were given.
 
-        Raises `ConfigError` for metadata that JSON cannot hold, another number of ids or an unknown option, and
-        `IndexStoreError` for vectors that do not fit the index. Raises as `Caches.evict` if chunk-caches of replaced
-        documents cannot be deleted: the documents were added then.
+        Args:
+            documents: LangChain's documents.
+            ids: one for each document; None: the documents' own.
+
+        Raises ConfigError for metadata that JSON cannot hold, another number of ids or an unknown option;
+        IndexStoreError for vectors that do not fit the index, and if it is closed or cannot be written; and what the
+        embeddings raise. StoreError or ServerError if chunk-caches of replaced documents cannot be deleted: the
+        documents were added then.
         """
         check_names(kwargs, ())
         documents = list(documents)
@@ -203,10 +234,11 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return names
 
     def delete(self, ids: list[str] | None = None, **kwargs: object) -> bool:
-        """Delete documents, or all of them without `ids`; returns True. Unknown ids are no error.
+        """Delete documents, or all of them without `ids`; returns True. Unknown ids are ignored.
 
         Chunk-caches follow with the next addition, after a minute, or at `close`: an upsert deletes first. Raises
-        `ConfigError` for an unknown option.
+        ConfigError for an unknown option and for an id that is no valid text, IndexStoreError if the index is closed or
+        cannot be written.
         """
         check_names(kwargs, ())
         index = self.index
@@ -233,7 +265,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         """Return the `k` most similar documents, best first; options as in `similarity_search_with_score`.
 
         Raises ConfigError for an unknown option, a `k` below 1 or an invalid filter, IndexStoreError if the index is
-        closed or damaged.
+        closed or damaged, and what the embeddings and a filter that is a function raise.
         """
         return [document for document, _ in self.similarity_search_with_score(query, k, **kwargs)]
 
@@ -250,10 +282,16 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     def conversation_search(
         self, query: str, history: Sequence[Turn], k: int = 4, *, filter: Filter | None = None
     ) -> list[tuple[Document, float]]:
-        """Return the `k` documents most similar to a question in its conversation, with their cosines.
+        """Return the `k` documents most similar to a question in its conversation, with their cosines, best first.
 
-        `filter` as in `similarity_search_with_score`. Raises `ConfigError` for a `k` below 1, an invalid filter or a
-        history that is no list of pairs, `IndexStoreError` if the index is closed or damaged.
+        Args:
+            query: the question.
+            history: the turns before it, (role, text) each.
+            k: most documents, at least 1.
+            filter: as in `similarity_search_with_score`.
+
+        Raises ConfigError for a `k` below 1 or an invalid filter, ValueError for a history that is no list of pairs,
+        IndexStoreError if the index is closed or damaged, and what the embeddings raise.
         """
         check_whole("k", k, least=1)
 
@@ -268,12 +306,16 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[tuple[Document, float]]:
         """Return the `k` most similar documents with their cosines, best first.
 
-        filter  values that the metadata must have, or comparisons of its scalar values (`{"page": {"$in": [1, 2]}}`:
-                `$eq`, `$ne`, `$in`, `$nin`, `$gt`, `$gte`, `$lt`, `$lte`, and `$and`, `$or` over filters), or a
+        Args:
+            query: the question.
+            k: most documents, at least 1.
+            filter: values that the metadata must have, or comparisons of its scalar values (`{"page": {"$in": [1,
+                2]}}`: `$eq`, `$ne`, `$in`, `$nin`, `$gt`, `$gte`, `$lt`, `$lte`, and `$and`, `$or` over filters), or a
                 predicate on the metadata. It is applied before the search, so there are always `k` hits if `k`
                 documents pass.
 
-        Raises `ConfigError` for an unknown option, a `k` below 1 or an invalid filter.
+        Raises ConfigError for an unknown option, a `k` below 1 or an invalid filter; IndexStoreError if the index is
+        closed or damaged; and what the embeddings and a predicate raise.
         """
         return self._search(self._embedding.embed_query(query), k, filter=filter, **kwargs)
 
@@ -282,8 +324,16 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[Document]:
         """Return `k` of the `fetch_k` most similar documents, chosen to be like the query and unlike each other.
 
-        Raises `ConfigError` for an unknown option, a `k` or `fetch_k` below 1, a `lambda_mult` outside of 0 to 1, or an
-        invalid filter.
+        Args:
+            query: the question.
+            k: most documents, at least 1.
+            fetch_k: number of documents to choose from, at least 1.
+            lambda_mult: 1 chooses by similarity to the query alone, 0 by difference from each other alone.
+            kwargs: `filter`, as in `similarity_search_with_score`.
+
+        Raises ConfigError for an unknown option, a `k` or `fetch_k` below 1, a `lambda_mult` outside of 0 to 1, or an
+        invalid filter; IndexStoreError if the index is closed or damaged; and what the embeddings and a predicate
+        raise.
         """
         vector = self._embedding.embed_query(query)
         return self.max_marginal_relevance_search_by_vector(
@@ -380,7 +430,7 @@ def _without_notes(metadata: dict[str, object]) -> dict[str, object]:
 
 
 def note(document: Document, notes: Mapping[str, object]) -> None:
-    """Add notes to a document's metadata."""
+    """Add notes to a document's metadata, in place; comparisons of documents ignore them."""
     document.metadata = NotedMetadata({**document.metadata, **notes})
 
 

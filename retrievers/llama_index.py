@@ -102,7 +102,7 @@ class CacheCraftEmbedding(BaseEmbedding):
 
     @classmethod
     def class_name(cls) -> str:
-        """The class name in LlamaIndex's events."""
+        """Return "CacheCraftEmbedding", the class name in LlamaIndex's events."""
         return "CacheCraftEmbedding"
 
     def to_dict(self, **kwargs: object) -> dict[str, object]:
@@ -115,7 +115,12 @@ class CacheCraftEmbedding(BaseEmbedding):
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> CacheCraftEmbedding:
         """Load the embedding model of a `to_dict` again.
 
-        Raises ModelNotFoundError, ConfigError or IndexStoreError as the class does.
+        Args:
+            data: values of `to_dict`.
+            kwargs: settings that override them.
+
+        Raises ModelNotFoundError if the model cannot be loaded, ConfigError for an unknown setting, IndexStoreError if
+        the model gives vectors that are not finite.
         """
         settings = {**data, **kwargs}
         settings.pop("class_name", None)
@@ -197,12 +202,20 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
     @classmethod
     def class_name(cls) -> str:
-        """The class name in LlamaIndex's events."""
+        """Return "CacheCraftVectorStore", the class name in LlamaIndex's events."""
         return "CacheCraftVectorStore"
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> CacheCraftVectorStore:
-        """Open the folder of a `to_dict` or a pickle again; `caches=` is not kept in either and may be given."""
+        """Open the folder of a `to_dict` or a pickle again.
+
+        Args:
+            data: values of `to_dict`.
+            kwargs: arguments of the class; `caches` is not kept and may be given.
+
+        Raises IndexStoreError if the folder holds an index of another embedding model or a damaged one, ConfigError for
+        an argument of another kind, and TypeError for an unknown one.
+        """
         constants = ("class_name", "stores_text", "is_embedding_query")
         return cls(
             **{name: value for name, value in {**data, **kwargs}.items() if name not in constants}
@@ -213,17 +226,18 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
     @property
     def client(self) -> FaissStore | None:
-        """The `FaissStore`; None before the first `add` to a new folder."""
+        """The `FaissStore` that holds the nodes; None before the first `add` to a new folder."""
         return self._store
 
     # --- changes ---
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: object) -> list[str]:
-        """Add nodes with their embeddings, or replace those with the same ids; returns the node ids.
+        """Add nodes with their embeddings, or replace those with the same ids; returns the node ids, in their order.
 
-        Raises `IndexStoreError` for vectors that do not fit the index, or if another model made it, `ConfigError` for
-        an unknown option, and LlamaIndex's ValueError for a node without an embedding. Raises as `Caches.evict` if
-        chunk-caches of replaced nodes cannot be deleted: the nodes were added then.
+        Raises IndexStoreError for vectors that do not fit the index, if another model made it, and if it is closed or
+        cannot be written; ConfigError for an unknown option or metadata that cannot be kept; and LlamaIndex's
+        ValueError for a node without an embedding. StoreError or ServerError if chunk-caches of replaced nodes cannot
+        be deleted: the nodes were added then.
         """
         check_names(kwargs, ())
         nodes = list(nodes)
@@ -242,10 +256,11 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         return [node.node_id for node in nodes]
 
     def delete(self, ref_doc_id: str, **delete_kwargs: object) -> None:
-        """Remove a document's nodes. A chunk that another document has too stays, with its chunk-cache.
+        """Remove a document's nodes; an unknown document is ignored.
 
-        Chunk-caches follow with the next `add`, after a minute, or at `close`: an upsert deletes first. Raises
-        `ConfigError` for an unknown option.
+        A chunk that another document has too stays, with its chunk-cache. Chunk-caches follow with the next `add`,
+        after a minute, or at `close`: an upsert deletes first. Raises ConfigError for an unknown option and for an id
+        that is no valid text, IndexStoreError if the index is closed or cannot be written.
         """
         check_names(delete_kwargs, ())
         if self._store is not None:
@@ -259,8 +274,10 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     ) -> None:
         """Remove the nodes that have one of the ids (None: any) and pass the filters.
 
-        No node has one of an empty list of ids. Chunk-caches follow as in `delete`. Raises `ConfigError` without ids
-        unless there are filters, and each group of them has a condition: an empty group passes every node.
+        No node has one of an empty list of ids. Chunk-caches follow as in `delete`. Raises ConfigError without ids
+        unless there are filters, and each group of them has a condition (an empty group passes every node), for an
+        unknown option, and for filters that are nested too deep; TypeError or ValueError for values that cannot be
+        compared; and IndexStoreError if the index is closed or cannot be written.
         """
         check_names(delete_kwargs, ())
         if node_ids is None and (filters is None or has_empty_group(filters)):
@@ -278,7 +295,8 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def clear(self) -> None:
         """Remove all nodes, and at once their chunk-caches; the index stays open.
 
-        Raises as `Caches.evict` if the chunk-caches cannot be deleted: the nodes were removed then.
+        Raises IndexStoreError if the index is closed or cannot be written; StoreError or ServerError if the
+        chunk-caches cannot be deleted: the nodes were removed then.
         """
         if self._store is not None:
             for document in self._store.documents():
@@ -305,13 +323,18 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         return [_node_of(chunk) for chunk in self._store.places(node_ids, where=where_of(filters))]
 
     def query(self, query: VectorStoreQuery, **kwargs: object) -> VectorStoreQueryResult:
-        """Return the best nodes, best first; filters may be nested.
+        """Return the best nodes, best first, with their scores and ids; an empty result without an index.
 
-        Query modes: the default, by embedding, and `mmr`, near the query and unlike each other, with `mmr_threshold`
-        (1: only near) over `mmr_prefetch_k` nodes (default: four times as many).
+        Query modes: the default, by embedding, and `mmr`, near the query and unlike each other.
 
-        Raises `ConfigError` for other modes, for a query without an embedding, and for an option that is unknown or out
-        of range; `IndexStoreError` for an embedding of another width. Filters raise what `where_of` says.
+        Args:
+            query: LlamaIndex's query; its filters may be nested.
+            kwargs: for `mmr`: `mmr_threshold` (1: only near the query), and `mmr_prefetch_k`, the number of nodes to
+                choose from (default: four times as many as asked for).
+
+        Raises ConfigError for other modes, for a query without an embedding, for an option that is unknown or out of
+        range, and for filters that are nested too deep; IndexStoreError for an embedding of another width, and if the
+        index is closed or damaged; TypeError or ValueError for values of filters that cannot be compared.
         """
         check_names(kwargs, ("mmr_prefetch_k", "mmr_threshold"))
         if query.mode not in (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR):
@@ -365,7 +388,11 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     # --- life ---
 
     def persist(self, persist_path: str = "", fs: object = None) -> None:
-        """Write the index's cache file into the store's own folder; LlamaIndex's arguments are ignored."""
+        """Write the index file into the store's own folder; LlamaIndex's arguments are ignored.
+
+        Nothing is lost without it. A file that cannot be written is logged. Raises IndexStoreError if the index is
+        closed or cannot be read.
+        """
         if self._store is not None:
             self._store.save()
 
@@ -373,7 +400,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         """Delete the chunk-caches of deleted nodes that were not added again; close the index if it was opened here.
 
         If the store of chunk-caches fails or is closed, they stay until their space is needed, with a warning in the
-        log. A second call does nothing more.
+        log. Raises nothing. A second call does nothing more.
         """
         if self._store is not None:
             self._evictions.finish(self._store)
@@ -401,7 +428,7 @@ class ConversationQuery(QueryBundle):
 
     @classmethod
     def of(cls, question: str, history: Sequence[Turn]) -> QueryBundle:
-        """Return the query of a question after these turns; a plain one for a first question."""
+        """Return the query of a question after these turns; a plain `QueryBundle` for a first question. Raises nothing."""
         texts = search_texts(question, history)
         if len(texts) == 1:
             return QueryBundle(question)

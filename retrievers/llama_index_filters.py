@@ -28,8 +28,13 @@ def where_of(
 ) -> Where | None:
     """Return filters and ids, all of which must hold, as a `where` of `FaissStore.search`; None if nothing filters.
 
-    None and an empty list of ids mean any id. Raises `ConfigError` for filters that are nested too deep. Values that
-    cannot be compared raise LlamaIndex's own TypeError or ValueError, later, in the search.
+    Args:
+        filters: LlamaIndex's filters, which may be nested.
+        node_ids: ids of nodes; None and an empty list mean any.
+        doc_ids: ids of documents; None and an empty list mean any.
+
+    Raises ConfigError for filters that are nested too deep. Values that cannot be compared raise LlamaIndex's own
+    TypeError or ValueError, later, in the search.
     """
     parts: list[Where] = [_group(filters)] if filters is not None and filters.filters else []
     nodes = frozenset(node_ids or ())

@@ -48,9 +48,10 @@ class Retriever:
     ) -> list[SearchHit]:
         """Return the `top_k` chunks most similar to the question, best first.
 
-        `where` filters them, see `FaissStore.search`.
-
         Args:
+            question: the question.
+            top_k: most chunks, at least 1.
+            where: filters them, see `FaissStore.search`.
             history: the conversation before the question, user first. The question is then searched for together with
                 the questions before it (`search_texts`), and where scores tie, chunks of the turn before go first,
                 because their chunk-caches exist.
@@ -60,6 +61,7 @@ class Retriever:
                 list of pairs.
             IndexStoreError: the index holds no documents yet, is closed or damaged, or the embedding model gives a
                 vector that is not finite.
+            ForkError: called in a fork.
         """
         check_text("question", question, damaged=True)
         check_whole("top_k", top_k, least=1)

@@ -105,11 +105,17 @@ class FaissStore(Closeable):
         dim: int | None = None,
         embedder_fingerprint: str | None = None,
     ) -> Self:
-        """Open the store in a folder; it is made if it is not there, provided that `dim` and the fingerprint are given.
+        """Open the store in a folder; it is made if it is missing and both `dim` and the fingerprint are given.
 
-        Without them an existing store is opened as it is, which is enough to read and to delete. In a fingerprint
-        `name@digest` only the digest counts. Raises `IndexStoreError` if there is no store, if it was made with another
-        embedding model, or if its database is damaged.
+        Without them an existing store is opened as it is, which is enough to read and to delete.
+
+        Args:
+            folder: holds the database and the index file.
+            dim: length of the vectors.
+            embedder_fingerprint: `name@digest` of the embedding model; only the digest counts.
+
+        Raises IndexStoreError if there is no store, if it was made with another embedding model, if its database is
+        damaged or of a newer version, or if the folder cannot be used; ConfigError for a folder that is no path.
         """
         check_path("folder", folder)
         path = Path(folder).absolute()  # for as long as it is open, wherever the process goes
@@ -132,12 +138,20 @@ class FaissStore(Closeable):
         content_digest: str = "",
         root: str = "",
     ) -> Change:
-        """Make these the chunks of the document, in this order, in place of those it had; other documents keep theirs.
+        """Replace the chunks of a document by these, in this order; other documents keep theirs.
 
-        vectors  `[chunks, dim]`; a chunk that is in the store already keeps the vector it has
+        Args:
+            doc_id: the document; it is made if it is missing.
+            chunks: its chunks; without any, the document stays with none.
+            vectors: `[chunks, dim]`; a chunk that is in the store already keeps the vector it has.
+            content_digest: noted, so that an unchanged document is not indexed again.
+            root: label of the folder that the document came from; "": none.
 
-        Raises `IndexStoreError` for vectors of another shape, that are not finite or no numbers; `ConfigError` for
-        metadata that is not scalar, and for a `doc_id` or a chunk's text that is not valid Unicode.
+        Returns the ids of the chunks that are new to the store, and of those that left it.
+
+        Raises IndexStoreError for vectors of another shape, that are not finite, too large or no numbers, and if the
+        index is closed or cannot be written; ConfigError for metadata that is not scalar, and for a `doc_id` or a
+        chunk's text that is not valid Unicode; ForkError in a fork. Nothing is changed then.
         """
         check_text("doc_id", doc_id)
         matrix = self._checked(vectors, len(chunks))
@@ -163,14 +177,21 @@ class FaissStore(Closeable):
         *,
         keys: Sequence[str] | None = None,
     ) -> Change:
-        """Append chunks to the document, which is made if it is not there. `vectors` as in `upsert`.
+        """Append chunks to a document, which is made if it is missing.
 
         The document's content digest is cleared, because it no longer tells what the document holds.
 
-        keys  names of the caller's own for these places, one each, no two alike; a place that has one of them already,
-              in whatever document, is replaced
+        Args:
+            doc_id: the document.
+            chunks: the chunks to append.
+            vectors: `[chunks, dim]`; a chunk that is in the store already keeps the vector it has.
+            keys: the caller's names for these places, one each, no two alike; a place that has one of them already, in
+                whatever document, is replaced. None: no names.
 
-        Raises as `upsert`, and `ConfigError` for keys that are not one valid text for each chunk, or not unique.
+        Returns the ids of the chunks that are new to the store, and of those that left it.
+
+        Raises ConfigError for keys that are not one valid text for each chunk, or not unique; else IndexStoreError,
+        ConfigError and ForkError as `upsert` does. Nothing is changed then.
         """
         check_text("doc_id", doc_id)
         matrix = self._checked(vectors, len(chunks))
@@ -196,7 +217,11 @@ class FaissStore(Closeable):
         )
 
     def set_digest(self, doc_id: str, content_digest: str) -> None:
-        """Change what a document's content digest says; its chunks stay. An unknown document is no error."""
+        """Change a document's content digest; its chunks stay. An unknown document is ignored.
+
+        Raises ConfigError for a `doc_id` that is not valid Unicode, IndexStoreError if the index is closed or cannot be
+        written, and ForkError in a fork.
+        """
         check_text("doc_id", doc_id)
         with self._opened().writing() as db:
             db.execute(
@@ -204,9 +229,10 @@ class FaissStore(Closeable):
             )
 
     def delete_document(self, doc_id: str) -> Change:
-        """Remove a document and those of its chunks that no other document has. An unknown document is no error.
+        """Remove a document and those of its chunks that no other document has; return the ids of the removed chunks.
 
-        Raises ConfigError for a `doc_id` that is not valid Unicode.
+        For an unknown document nothing is removed, and nothing raised. Raises ConfigError for a `doc_id` that is not
+        valid Unicode, IndexStoreError if the index is closed or cannot be written, and ForkError in a fork.
         """
         check_text("doc_id", doc_id)
         with self._opened().writing() as db:
@@ -220,9 +246,10 @@ class FaissStore(Closeable):
             return self._changed(db, (), self._drop_orphans(db, before))
 
     def delete_chunks(self, chunk_ids: Iterable[str]) -> Change:
-        """Remove chunks from every document that has them.
+        """Remove chunks from every document that has them; return the ids of those that were there.
 
-        The documents stay, with their content digests, so an unchanged file does not bring the chunks back.
+        The documents stay, with their content digests, so an unchanged file does not bring the chunks back. Raises
+        IndexStoreError if the index is closed or cannot be written, and ForkError in a fork.
         """
         with self._opened().writing() as db:
             chosen = "SELECT number FROM chunks WHERE chunk_id IN ({})"
@@ -232,7 +259,11 @@ class FaissStore(Closeable):
             return self._changed(db, (), self._drop_orphans(db, (row[0] for row in gone)))
 
     def delete_keys(self, keys: Iterable[str]) -> Change:
-        """Remove the places with these keys, and the documents that have none left; unknown keys are no error."""
+        """Remove the places with these keys, and the documents that have none left; unknown keys are ignored.
+
+        Returns the ids of the chunks that left the store. Raises IndexStoreError if the index is closed or cannot be
+        written, and ForkError in a fork.
+        """
         with self._opened().writing() as db:
             return self._changed(db, (), self._drop_places(db, keys))
 
@@ -243,14 +274,18 @@ class FaissStore(Closeable):
     ) -> list[SearchHit]:
         """Return the `k` most similar chunks, or as many as there are; by falling score, equal scores by chunk id.
 
-        vector  `[dim]`, of unit length for cosine scores
-        where   only chunks with an owner whose metadata has these values (1 is not True) or passes these comparisons
-                (`{"page": {"$in": [1, 2]}}`, see `OPERATORS`), or for whose metadata the function returns true; the
-                hit then carries that owner's metadata. The filter is applied before the search, so it never costs
-                hits. A function sees every owner's metadata and must not call the store; its errors are passed on.
-        exact   compare all vectors also where there are more than `vector_index.COARSE_FROM`; with `where` that is so
+        Args:
+            vector: `[dim]`, of unit length for cosine scores.
+            k: most hits, at least 1.
+            where: only chunks with an owner whose metadata has these values (1 is not True) or passes these comparisons
+                (`{"page": {"$in": [1, 2]}}`, see `OPERATORS`), or for whose metadata the function returns true; the hit
+                then carries that owner's metadata. The filter is applied before the search, so it never costs hits. A
+                function sees every owner's metadata and must not call the store; its errors are passed on.
+            exact: compare all vectors also where there are more than `vector_index.COARSE_FROM`; with `where` that is
+                so.
 
-        Raises `ConfigError` for a `k` below 1 or an invalid filter, `IndexStoreError` for a vector that does not fit.
+        Raises ConfigError for a `k` below 1 or an invalid filter; IndexStoreError for a vector that does not fit, and
+        if the index is closed or damaged; ForkError in a fork.
         """
         check_whole("k", k, least=1)
         check_where(where)
@@ -270,7 +305,8 @@ class FaissStore(Closeable):
     def get(self, chunk_ids: Iterable[str]) -> list[Chunk]:
         """Return the chunks of these ids, in this order, with the metadata of their first owner.
 
-        Raises `IndexStoreError` where one of them is not in the store.
+        Raises IndexStoreError if one of them is not in the store, and if the index is closed or damaged; ForkError in a
+        fork.
         """
         chunk_ids = list(chunk_ids)
         with self._opened().snapshot() as db:
@@ -289,9 +325,14 @@ class FaissStore(Closeable):
     def places(
         self, keys: Iterable[str] | None = None, *, where: Where | None = None
     ) -> list[Chunk]:
-        """Return the chunks of all places that have one of the keys (None: of all), each with its own metadata.
+        """Return the chunks of all places that have one of the keys, each with its own metadata, sorted by document.
 
-        Sorted by document; `where` as in `search`. Raises `ConfigError` for an invalid filter.
+        Args:
+            keys: names of places, see `add`; None: all places, also those without a name.
+            where: as in `search`.
+
+        Raises ConfigError for an invalid filter, IndexStoreError if the index is closed or damaged, ForkError in a
+        fork, and what the filter raises if it is a function.
         """
         check_where(where)
         with self._opened().snapshot() as db:
@@ -303,7 +344,11 @@ class FaissStore(Closeable):
         return [chunk for chunk in chunks if accepts(where, chunk.metadata)]
 
     def known_vectors(self, chunk_ids: Iterable[str]) -> dict[str, NDArray[np.float32]]:
-        """Return the vectors, `[dim]` each, of the chunks that are in the store; they need not be embedded again."""
+        """Return the vectors, float32 `[dim]` each, of the chunks that are in the store, by chunk id.
+
+        Chunks that are not in the store are left out. Raises IndexStoreError if the index is closed or cannot be read,
+        and ForkError in a fork.
+        """
         with self._opened().snapshot() as db:
             rows = _by_list(
                 db, "SELECT chunk_id, vector FROM chunks WHERE chunk_id IN ({})", chunk_ids
@@ -313,9 +358,12 @@ class FaissStore(Closeable):
     def similar(self, chunk_id: str, k: int) -> list[Chunk]:
         """Return the `k` other chunks whose vectors are most similar to this chunk's, best first.
 
+        There are fewer if the store has no more.
+
         Raises:
-            IndexStoreError: the chunk is not in the store.
+            IndexStoreError: the chunk is not in the store, or the index is closed or damaged.
             ConfigError: `k` is below 0.
+            ForkError: called in a fork.
         """
         vector = self.known_vectors([chunk_id]).get(chunk_id)
         if vector is None:
@@ -327,16 +375,20 @@ class FaissStore(Closeable):
         return [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in others[:k]]
 
     def chunks_of(self, doc_id: str) -> list[Chunk]:
-        """Return the chunks of a document in the order of its text; none for an unknown document.
+        """Return the chunks of a document in the order of its text; an empty list for an unknown document.
 
-        Raises ConfigError for a `doc_id` that is not valid Unicode.
+        Raises ConfigError for a `doc_id` that is not valid Unicode, IndexStoreError if the index is closed or damaged,
+        and ForkError in a fork.
         """
         check_text("doc_id", doc_id)
         with self._opened().snapshot() as db:
             return [chunk_of(*row) for row in db.execute(_PLACES.format("doc_id = ?"), (doc_id,))]
 
     def documents(self) -> list[StoredDocument]:
-        """Return all documents, sorted by `doc_id`."""
+        """Return all documents with the numbers of their chunks, sorted by `doc_id`.
+
+        Raises IndexStoreError if the index is closed or cannot be read, and ForkError in a fork.
+        """
         with self._opened().snapshot() as db:
             rows = db.execute(
                 "SELECT doc_id, content_digest, root, (SELECT COUNT(*) FROM owners o WHERE o.doc_id = d.doc_id) "
@@ -345,7 +397,10 @@ class FaissStore(Closeable):
             return [StoredDocument(*row) for row in rows]
 
     def stats(self) -> IndexStats:
-        """Return sizes of the store."""
+        """Return the numbers of documents, chunks and places, and the number of the store's last change.
+
+        Raises IndexStoreError if the index is closed or cannot be read, and ForkError in a fork.
+        """
         counts = ", ".join(
             f"(SELECT COUNT(*) FROM {table})" for table in ("documents", "chunks", "owners")
         )
@@ -358,7 +413,10 @@ class FaissStore(Closeable):
     def save(self) -> None:
         """Write the index file, so that the next process starts faster.
 
-        Nothing is lost without it: every change is on the disk when the method that makes it returns.
+        Nothing is lost without it: every change is on the disk when the method that makes it returns. A file that
+        cannot be written raises nothing: a warning is logged. A store that may only be read, or whose folder was
+        deleted, is left alone. Raises IndexStoreError if the index is closed or its database cannot be read, and
+        ForkError in a fork.
         """
         # deleted meanwhile: nothing of it comes back
         if self._db.read_only or not self.folder.is_dir():
@@ -377,9 +435,10 @@ class FaissStore(Closeable):
                 self._saved_stamp = index.stamp
 
     def close(self) -> None:
-        """Write the index file if a search has brought it up to date, and close; closing twice is no error.
+        """Write the index file if a search has brought it up to date, and close. A second call does nothing.
 
-        A database that cannot be read leaves the file as it was, with a warning in the log.
+        Raises nothing: a database that cannot be read leaves the file as it was, with a warning in the log. In a fork
+        it does nothing.
         """
         if not self._home.here:  # a fork of its process: the files are that one's
             return

@@ -53,7 +53,12 @@ GROUPS: dict[str, Callable[[Iterable[bool]], bool]] = {"$and": all, "$or": any}
 
 
 def check_where(where: Where | None, *, depth: int = 0) -> None:
-    """Raise ConfigError for a filter of another form, with an unknown comparison, or nested too deep."""
+    """Raise ConfigError for a filter of another form, with an unknown comparison, or nested too deep; return None else.
+
+    Args:
+        where: the filter; None and a function pass.
+        depth: how deep it is nested in another filter.
+    """
     if where is None or callable(where):
         return
     check_depth(depth)
@@ -74,7 +79,7 @@ def check_where(where: Where | None, *, depth: int = 0) -> None:
 
 
 def check_depth(depth: int) -> None:
-    """Raise ConfigError for filters nested so deep that they were made by mistake or to do harm."""
+    """Raise ConfigError for filters nested so deep that they were made by mistake or to do harm; return None else."""
     if depth > DEEPEST_FILTER:
         raise ConfigError(
             f"filters are nested more than {DEEPEST_FILTER} deep; write them with fewer levels"
@@ -99,7 +104,11 @@ def encoded(metadata: Metadata) -> str:
 
 
 def accepts(where: Where | None, metadata: Metadata) -> bool:
-    """Return True if metadata passes a filter, which `check_where` accepts; everything passes None.
+    """Return True if metadata passes a filter; everything passes None.
+
+    Args:
+        where: a filter that `check_where` accepts.
+        metadata: of a chunk's place.
 
     Raises what the filter raises if it is a function.
 

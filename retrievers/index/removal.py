@@ -39,8 +39,17 @@ def remove_documents(
 
     A chunk that another document has too stays, with its chunk-caches.
 
+    Args:
+        index: the index to remove them from.
+        names: doc_ids and folders.
+        caches: where the chunk-caches are; None: they are left alone.
+
+    Returns:
+        What was removed.
+
     Raises:
-        DocumentError, ConfigError: a name that no document has, or an empty one; nothing was removed then.
+        DocumentError: a name that no document has; nothing was removed then.
+        ConfigError: a name that is empty or no text; nothing was removed then.
         IndexStoreError: the index is closed, or cannot be read or written.
         StoreError, ServerError: the documents were removed, but their chunk-caches could not be.
     """
@@ -62,10 +71,10 @@ def remove_documents(
 
 
 def evict_chunks(caches: Caches | None, chunk_ids: Iterable[str]) -> tuple[int, int]:
-    """Delete the chunk-caches of these chunks; return their number, and their bytes on disk: 0 without `caches`.
+    """Delete the chunk-caches of these chunks; return their number, and their bytes on disk.
 
-    Raises StoreError if the store's folder is gone or its catalog cannot be written, ServerError if the chunk-caches
-    are a server's and it fails.
+    Both are 0 without `caches` or chunks. Raises StoreError if the store is closed, its folder is gone or its catalog
+    cannot be written, ServerError if the chunk-caches are a server's and it fails.
     """
     chosen = tuple(chunk_ids)
     if caches is None or not chosen:
@@ -89,7 +98,10 @@ class Evictions:
         self._timer: threading.Timer | None = None
 
     def later(self, index: FaissStore, chunk_ids: Iterable[str]) -> None:
-        """Delete the chunk-caches of these chunks unless the next addition brings them back; errors are only logged."""
+        """Delete the chunk-caches of these chunks unless the next addition brings them back. Returns at once.
+
+        Errors are only logged. Does nothing without chunk-caches.
+        """
         with self._lock:
             self._waiting |= dict.fromkeys(chunk_ids if self._caches is not None else ())
             if not self._waiting or self._timer is not None:
@@ -100,9 +112,10 @@ class Evictions:
             atexit.register(self.finish, index)
 
     def settle(self, index: FaissStore, chunk_ids: Iterable[str] = ()) -> None:
-        """Delete the chunk-caches of these and of all waiting chunks that are not in the index.
+        """Delete the chunk-caches of these and of all waiting chunks that are not in the index; return None.
 
-        Raises StoreError or ServerError if the chunk-caches cannot be deleted, IndexStoreError if the index is closed.
+        Raises StoreError or ServerError if the chunk-caches cannot be deleted, IndexStoreError if the index is closed;
+        the chunks no longer wait then.
         """
         with self._lock:
             gone = self._waiting | dict.fromkeys(chunk_ids)
@@ -115,7 +128,7 @@ class Evictions:
         evict_chunks(self._caches, (chunk_id for chunk_id in gone if chunk_id not in present))
 
     def finish(self, index: FaissStore) -> None:
-        """`settle` that raises nothing.
+        """Delete the chunk-caches of all waiting chunks that are not in the index, as `settle` does; raises nothing.
 
         If the index or the store of chunk-caches fails or is closed, the chunk-caches stay, with a warning in the log.
         """

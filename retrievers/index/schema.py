@@ -55,9 +55,16 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
 def open_database(
     folder: Path, *, dim: int | None, fingerprint: str | None, wait_s: float
 ) -> tuple[Database, dict[str, str]]:
-    """Open the index's database, update its schema or set it up; return it with its settings.
+    """Open the index's database, update its schema or set it up; return it with its settings by name.
 
-    Raises `IndexStoreError` for a database that is damaged, of a newer version, or made with another embedding model.
+    Args:
+        folder: holds the database.
+        dim: length of the vectors; None: as the index says.
+        fingerprint: of the embedding model; None: as the index says.
+        wait_s: longest wait for another process's transaction, in seconds.
+
+    Raises IndexStoreError for a database that is damaged, of a newer version, or made with another embedding model; for
+    a new one without `dim` and `fingerprint`; and if the folder cannot be used.
     """
     try:
         db = Database(folder / DATABASE, kind=_KIND, busy_timeout_s=wait_s)
@@ -133,17 +140,20 @@ _KIND = Kind(
 
 
 def same_model(fingerprint: str, other: str) -> bool:
-    """Return True if two fingerprints `name@digest` are of the same model; its name may differ."""
+    """Return True if two fingerprints `name@digest` have the same digest; the names may differ. Raises nothing."""
     return fingerprint.rpartition("@")[2] == other.rpartition("@")[2]
 
 
 def model_name(fingerprint: str) -> str:
-    """Return the model's name in a fingerprint `name@digest`."""
+    """Return the model's name in a fingerprint `name@digest`, or the fingerprint itself if it has no name."""
     return fingerprint.rpartition("@")[0] or fingerprint
 
 
 def chunk_of(chunk_id: str, text: str, metadata: str) -> Chunk:
-    """Return a row as a chunk. Raises `IndexStoreError` if its text does not match its id."""
+    """Return a row as a chunk.
+
+    Raises IndexStoreError if its text does not match its id, ValueError for damaged metadata.
+    """
     chunk = Chunk(text, json.loads(metadata), chunk_id)
     if chunk.stale_id:
         raise IndexStoreError(_changed_row(chunk_id))

@@ -60,7 +60,8 @@ class VectorIndex:
     def add(self, numbers: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """Add vectors, float32 `[n, dim]`, with their numbers, int64 `[n]`.
 
-        None of the numbers may be there already: FAISS would silently keep both.
+        None of the numbers may be there already: FAISS would silently keep both. Raises AssertionError for another
+        shape.
         """
         for index in self._both():
             index.add_with_ids(np.ascontiguousarray(vectors), numbers)
@@ -84,12 +85,19 @@ class VectorIndex:
         *,
         exact: bool = False,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Numbers and scores of the `k` best, best first, *and of all that tie with the last*: the caller breaks ties.
+        """Return numbers, int64 `[hits]`, and scores, float32 `[hits]`, of the `k` best, best first.
 
-        query    float32 `[dim]`
-        allowed  only these numbers are looked at, and all of them (a filter before the search, so it loses nothing);
-                 None for all
-        exact    all vectors are compared, however many there are
+        *All that tie with the last one are returned too*, so there may be more than `k`: the caller breaks ties. Both
+        are empty without vectors.
+
+        Args:
+            query: float32 `[dim]`.
+            k: at least 1.
+            allowed: only these numbers are looked at, and all of them (a filter before the search, so it loses
+                nothing); None: all numbers.
+            exact: all vectors are compared, however many there are.
+
+        Raises AssertionError for a query of another width.
         """
         if allowed is None and not exact and self._has_copies():
             return self._search_candidates(query, k)
@@ -161,7 +169,12 @@ class VectorIndex:
         return numbers[:kept], scores[:kept]
 
     def save(self, path: Path, *, store: str) -> None:
-        """Write the cache file of a store, in place of an older one. Raises OSError if it cannot be written."""
+        """Write the index file of a store, in place of an older one. Raises OSError if it cannot be written.
+
+        Args:
+            path: the file.
+            store: the random name of the store, so that the file is not read for another one.
+        """
         for leftover in path.parent.glob(f"{path.name}.*.tmp"):
             with contextlib.suppress(OSError):  # another process was quicker
                 if time.time() - leftover.stat().st_mtime > _LEFTOVER_AFTER_S:
@@ -178,7 +191,15 @@ class VectorIndex:
 
     @classmethod
     def load(cls, path: Path, *, dim: int, store: str) -> VectorIndex | None:
-        """The index in a cache file; None, with a note in the log, where it is damaged or not this store's."""
+        """Return the index in an index file; None if it is missing, damaged, or not this store's.
+
+        A file that cannot be used raises nothing: it is logged, and the caller makes the index again.
+
+        Args:
+            path: the file.
+            dim: length of the vectors.
+            store: the random name of the store.
+        """
         try:
             data = path.read_bytes()
         except FileNotFoundError:

@@ -54,11 +54,17 @@ def split(
 ) -> list[Chunk]:
     """Split a document into chunks, in order; they cover all its text, and none has more than `limit` tokens.
 
-    `count_tokens` gives the embedding model's tokens of a text, special tokens included; `model` bounds a chunk by
-    another model's tokens too. Each chunk's metadata is the document's, and `source` (the `doc_id`), `heading` (the
-    path), `ordinal`, `start` and `end` (character offsets of its text in the document), and `page` (from 1) if the
-    document has pages. The same document always gives the same chunks. Raises `ConfigError` for a limit below
-    `SMALLEST_LIMIT`.
+    Each chunk's metadata is the document's, and `source` (the `doc_id`), `heading` (the path), `ordinal`, `start` and
+    `end` (character offsets of its text in the document), and `page` (from 1) if the document has pages. The same
+    document always gives the same chunks; a document without text gives none.
+
+    Args:
+        document: the document.
+        count_tokens: returns the embedding model's tokens of a text, special tokens included.
+        limit: most tokens of a chunk.
+        model: bounds a chunk by another model's tokens too.
+
+    Raises ConfigError for a limit below `SMALLEST_LIMIT`.
     """
     if limit < SMALLEST_LIMIT:
         raise ConfigError(

@@ -116,8 +116,10 @@ def list_files(path: str | os.PathLike[str], *, follow_links: bool = False) -> L
 
     Names that begin with a dot are skipped silently, other kinds of file are problems. A link is followed if it leads
     to a place in the folder; a link out of the folder is a problem, unless `follow_links`. Each folder is entered once,
-    under its own name rather than a link's, so loops end. Raises `DocumentError` as
-    `require_readable`.
+    under its own name rather than a link's, so loops end. What cannot be opened is a problem, too.
+
+    Raises DocumentError if there is nothing at `path`, it cannot be reached, or it is a file of a kind that is not
+    read.
     """
     root = Path(path)
     require_readable(root)
@@ -136,7 +138,7 @@ def list_files(path: str | os.PathLike[str], *, follow_links: bool = False) -> L
 
 
 def require_readable(path: Path) -> None:
-    """Raise `DocumentError` unless a folder, or a file of a kind that can be indexed, is at `path` and within reach."""
+    """Raise DocumentError unless a folder, or a file of a kind that can be indexed, is at `path`; return None else."""
     try:
         if path.is_dir():
             return
@@ -154,7 +156,7 @@ def require_readable(path: Path) -> None:
 
 
 def require_known_kind(path: Path, nbytes: int) -> None:
-    """Raise `DocumentError` for a kind of file that is not read, or for too large a file."""
+    """Raise DocumentError for a kind of file that is not read, or for too large a file; return None else."""
     if path.suffix.lower() not in _PARSERS:
         raise DocumentError(_unsupported(path))
     if nbytes > LARGEST_FILE:
@@ -166,8 +168,8 @@ def read_text(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
 
     A parser of an untrusted document may take hours or all memory: `limited_reader` calls this within limits.
 
-    Raises `DocumentError` if the bytes cannot be read, and `MissingReaderError` if the package that reads this kind of
-    file is not installed.
+    Raises DocumentError if the bytes cannot be read, MissingReaderError if the package that reads this kind of file is
+    not installed, and KeyError for a kind of file that is not read.
     """
     parser = _PARSERS[path.suffix.lower()]
     with parsing(shown(path)):
@@ -215,7 +217,7 @@ def too_large(path: Path) -> str:
 
 
 def shown(path: Path) -> str:
-    """Return a path for messages: a name that is not Unicode would break terminals and JSON files."""
+    """Return a path as valid Unicode, for messages; see `printable`. Raises nothing."""
     return printable(str(path))
 
 
@@ -229,7 +231,7 @@ def _unsupported(path: Path) -> str:
 
 
 def printable(name: str) -> str:
-    """Return a file name as valid Unicode: bytes that are not UTF-8 become `\\xNN`; the database refuses them."""
+    r"""Return a file name as valid Unicode: bytes that are not UTF-8 become `\xNN`, because the database refuses them."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 

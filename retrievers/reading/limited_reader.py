@@ -82,10 +82,17 @@ class LimitedReader(Closeable):
         self._worker: subprocess.Popen[bytes] | None = None
 
     def read(self, file: SourceFile, data: bytes) -> Document:
-        """Return the document in the bytes of a file.
+        """Return the document in the bytes of a file, read within the budget.
 
-        Raises `DocumentError` if they hold no readable text or exceed the budget, `MissingReaderError` if the package
-        that reads this kind of file is not installed, and `ReaderStartError` if the process cannot be started.
+        Args:
+            file: path and doc_id.
+            data: the file's bytes.
+
+        Raises:
+            DocumentError: the file is of a kind that is not read or too large, holds no readable text, or exceeds the
+                budget.
+            ReaderStartError: the reading process cannot be started; it is a DocumentError, too.
+            MissingReaderError: the package that reads this kind of file is not installed.
         """
         require_known_kind(file.path, len(data))
         suffix = file.path.suffix.lower()
@@ -104,7 +111,7 @@ class LimitedReader(Closeable):
         return document_of(file, answer["text"], answer["metadata"])
 
     def close(self) -> None:
-        """End the process."""
+        """End the reading process, if one runs. The next `read` starts another. Raises nothing."""
         worker = self._worker
         self._worker = None
         if worker is not None:
@@ -162,7 +169,10 @@ class LimitedReader(Closeable):
 
 
 def parse_document(file: SourceFile, data: bytes) -> Document:
-    """Read a single document; see `LimitedReader.read`. For several, use one `LimitedReader`."""
+    """Read a single document in a process that ends with it; for several, use one `LimitedReader`.
+
+    Raises DocumentError, ReaderStartError or MissingReaderError as `LimitedReader.read` does.
+    """
     with LimitedReader() as reader:
         return reader.read(file, data)
 

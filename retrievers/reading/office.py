@@ -45,11 +45,16 @@ def require_docx_reader() -> None:
 def docx_to_markdown(data: bytes, *, most_bytes: int) -> str:
     """Return the text of a Word file, its headings and lists as Markdown. Pictures are left out.
 
-    most_bytes  limit of the unpacked file: a .docx is a ZIP archive, and a small one can unpack to terabytes
+    Args:
+        data: the file's bytes.
+        most_bytes: limit of the unpacked file: a .docx is a ZIP archive, and a small one can unpack to terabytes.
 
     Raises:
         MissingReaderError: mammoth is not installed.
         FormatError: the file is not a .docx, or unpacks to more than the limit.
+        MarkupError: its text is nested so deep that parsing would take minutes.
+
+    Other errors of mammoth for a damaged file pass; `documents.parsing` catches them.
     """
     require_docx_reader()
     import mammoth
@@ -79,7 +84,9 @@ def docx_to_markdown(data: bytes, *, most_bytes: int) -> str:
 def table_to_text(text: str, *, separator: str | None = None) -> str:
     """Return a table with a heading row as paragraphs, one a row; an empty cell is left out.
 
-    separator  the sign between the cells; None: whichever of comma, semicolon, tab and bar the table uses
+    Args:
+        text: the table.
+        separator: the sign between the cells; None: whichever of comma, semicolon, tab and bar the table uses.
 
     Raises FormatError for a table that cannot be read.
 
