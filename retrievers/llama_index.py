@@ -428,7 +428,7 @@ class ConversationQuery(QueryBundle):
 
     @classmethod
     def of(cls, question: str, history: Sequence[Turn]) -> QueryBundle:
-        """Return the query of a question after these turns; a plain `QueryBundle` for a first question. Raises nothing."""
+        """Return the query of a question after these turns; a plain `QueryBundle` for a first question."""
         texts = search_texts(question, history)
         if len(texts) == 1:
             return QueryBundle(question)

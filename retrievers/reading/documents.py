@@ -231,7 +231,7 @@ def _unsupported(path: Path) -> str:
 
 
 def printable(name: str) -> str:
-    r"""Return a file name as valid Unicode: bytes that are not UTF-8 become `\xNN`, because the database refuses them."""
+    r"""Return a file name as valid Unicode, which the database needs: bytes that are not UTF-8 become `\xNN`."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
