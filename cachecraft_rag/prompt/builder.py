@@ -9,6 +9,7 @@ all control tokens split (`safe_tokenizer`); it cannot close or open a turn.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -477,17 +478,14 @@ class PromptBuilder:
         if not template:
             return ""
 
-        from jinja2.exceptions import TemplateError
-
         texts = [str(template)]
         for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user")):
             messages: list[dict[str, object]] = [
                 {"role": role, "content": _QUESTION_MARK} for role in roles
             ]
-            try:
+            # no system role, or a template that fails at every conversation: `_cut` reports it
+            with contextlib.suppress(Exception):
                 texts.append(self._apply(messages))
-            except TemplateError:  # no system role, or no conversation at all: `_cut` reports it
-                continue
         return "\n".join(texts)
 
     def _apply(self, messages: list[dict[str, object]]) -> str:
