@@ -30,6 +30,7 @@ from cachecraft_rag.store.config import CACHE_FOLDER
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.engine import VLLMEngine
 from cachecraft_rag.vllm.idle.audits import MOST_TOKENS, PredictedAnswer, check_server, likeliest_of
+from tests.engines import until
 from tests.vllm.conftest import TEXTS
 from tests.vllm.http_server import ServerProcess
 
@@ -306,6 +307,8 @@ def test_over_http_each_answer_has_its_audit(
         assert audit is not None
         assert audit.tokens == stats.tokens_generated + (stats.finish == "end")
         assert audit.outcomes
+        # another thread of the server writes it
+        until(lambda: bool(audits_in(tmp_path / "store" / CACHE_FOLDER)))
         assert audits_in(tmp_path / "store" / CACHE_FOLDER)[0] == audit
 
         reply = server.chat([{"text": chunk.text} for chunk in MOVED], logprobs=True).json()
