@@ -10,6 +10,7 @@ downloaded. The answer of random weights means nothing, but its time and its exa
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import runpy
@@ -38,10 +39,11 @@ PARTS = (
     "lengths",
     "requests",
     "profile",
+    "vllm",
 )
 GPU_ONLY = {"warm_up", "side_stream", "bus"}
 EXACT = ("kernels", "gates", "side_stream")  # parts whose rows have passed or not
-ENGINE_PARTS = {"requests"}  # the engine's threads choose torch's inference mode themselves
+ENGINE_PARTS = {"requests", "vllm"}  # the engine's threads choose torch's inference mode themselves
 TARGETS = {"ratio_device": 0.25, "ratio_host": 0.30}  # at 16k tokens, share 0.15; at most
 RATES = {"attention_of_stock": 0.60, "gather_of_copy": 0.75}  # at least
 TOLERANCE = {"float32": 2e-4, "bfloat16": 2e-2, "float16": 4e-3}  # of a kernel against float64
@@ -78,8 +80,8 @@ LLAMA_8B = {
 }
 TINY = {
     "vocab_size": 260,
-    "hidden_size": 64,
-    "intermediate_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 192,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -101,6 +103,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--parts", help=f"comma-separated; by default all: {', '.join(PARTS)}")
+    parser.add_argument(
+        "--eager",
+        action="store_true",
+        help="start vLLM without compiling and CUDA graphs, which takes a minute less",
+    )
     parser.add_argument("--tiny", action="store_true", help="a toy model, also without a GPU")
     return parser.parse_args(argv)
 
@@ -600,6 +607,30 @@ def requests(setting: Setting, decoder: Any, tokens: int) -> dict[str, Any]:
     }
 
 
+def vllm_requests(setting: Setting, decoder: Any, *, eager: bool) -> Iterator[dict[str, Any]]:
+    """Rows of `gpu_vllm`, once the model of the other parts has left the GPU."""
+    import gc
+
+    import torch
+
+    from benchmarks.gpu_vllm import VLLMSetting, vllm_rows
+
+    decoder.cache_clear()
+    gc.collect()
+    if setting.on_gpu:
+        torch.cuda.empty_cache()
+    wanted = VLLMSetting(
+        shape=setting.shape,
+        dtype=setting.dtype,
+        lengths=[max(tokens, 512) for tokens in setting.lengths],
+        chunk=setting.chunk,
+        share=setting.share,
+        repeats=setting.repeats,
+        eager=eager or not setting.on_gpu,
+    )
+    return vllm_rows(wanted, byte_tokenizer())
+
+
 def profile_rows(setting: Setting, decoder: Any, tokens: int) -> list[dict[str, Any]]:
     """Time of each operation in one prefill with chunk-caches on the device, the longest first.
 
@@ -762,10 +793,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             "Whole requests by prompt length",
             lambda: by_length(setting, whole, requests),
         ),
+        "vllm": (
+            "Whole requests to vLLM by prompt length",
+            lambda: vllm_requests(setting, whole, eager=given.eager),
+        ),
     }
     assert set(parts) == set(PARTS)
     for name in chosen_parts(given.parts):
-        if setting.on_gpu or name not in GPU_ONLY:
+        if name == "vllm" and importlib.util.find_spec("vllm") is None:
+            print("\nvLLM is not installed: its part is left out")
+        elif setting.on_gpu or name not in GPU_ONLY:
             title, rows = parts[name]
             with torch.inference_mode(name not in ENGINE_PARTS):
                 report.part(name, title, rows())

@@ -71,6 +71,14 @@ Step = Wait | Forward
 Steps = Generator[Step, bool, PrefillResult]
 
 
+def passes_measure(device: torch.device) -> bool:
+    """Return True if passes measure the attention of captures themselves, which a GPU does in its attention kernel.
+
+    Otherwise captures keep their queries, and are described later.
+    """
+    return device.type == "cuda"
+
+
 class OverlappedPrefill:
     """One request's prefill while its chunk-caches are being loaded.
 
@@ -108,7 +116,7 @@ class OverlappedPrefill:
             stack.layout,
             self._buffer.kv,
             spans,
-            measured=bounds if stack.device.type == "cuda" else None,
+            measured=bounds if passes_measure(stack.device) else None,
         )
 
         self._rows = job.rows

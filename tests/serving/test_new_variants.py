@@ -198,6 +198,16 @@ def test_a_new_variant_is_exact(engine: Engine, decoder: Decoder) -> None:
     assert int(scored.logits[0].argmax()) == int(own.argmax())
 
 
+def test_a_new_variant_is_exact_if_passes_measure_attention_as_on_a_gpu(
+    engine: Engine, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachecraft_rag.compute.overlapped.passes_measure", lambda _device: True)
+    test_a_new_variant_is_exact(engine, decoder)
+    stats = engine.new_variants.stats
+    assert stats.captured
+    assert not stats.dropped
+
+
 def test_an_inexact_capture_is_replaced_by_an_exact_one(engine: Engine) -> None:
     ask(engine, CHUNKS[:2])
     new = Chunk("The oven door comes off if you pull both levers.")

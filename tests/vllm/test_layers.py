@@ -100,6 +100,17 @@ class Layer(nn.Module):
         return self.self_attn(positions, hidden_states), residual
 
 
+class LayerInPlace(Layer):
+    """Adds to its input and normalises it in place, as vLLM's compiled norm does on a GPU."""
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        residual += hidden_states
+        hidden_states.copy_(residual / residual.square().mean(-1, keepdim=True).sqrt())
+        return super().forward(positions, hidden_states, residual)
+
+
 class LayerOfOneStream(Layer):
     """A layer that adds its residual itself, as Granite's."""
 
@@ -138,6 +149,11 @@ def test_stored_keys_rotate_as_the_layer_does(rotary_dim: int, interleaved: bool
     back = in_order(rotate(stored, cos, sin), layer.original_order)
     expected = rotary(positions, keys, keys)[1].reshape(5, HEADS, HEAD)
     torch.testing.assert_close(back, expected)
+
+
+def test_a_layer_that_overwrites_its_input_is_surveyed_like_any_other() -> None:
+    (_layer,), (table,), _kinds = survey(LayerInPlace(SelfAttention(Rotary(8))))
+    assert table.form.rotary_dim == 8
 
 
 def test_layers_are_grouped_by_their_rotary_modules() -> None:

@@ -162,7 +162,7 @@ class WriteBackQueue:
         Args:
             capture: the capture.
             recorder: see `submit`.
-            keys: see `submit`; None if the recorder does not need them.
+            keys: see `submit`; not read if the recorder does not need them, and may be None then.
             context: see `submit`.
             computed: event after the prefill, if another thread may run these steps on another stream of the GPU.
 
@@ -172,6 +172,8 @@ class WriteBackQueue:
         Raises, while the generator runs, StoreError if the tensor does not have its layout, and what a kernel raises,
         such as torch's RuntimeError without memory.
         """
+        if not recorder.needs_keys:
+            keys = None
         key = self._key(capture, context)
         read = capture.tensors() if keys is None else [*capture.tensors(), keys]
         wait_on_stream(computed, *read)

@@ -94,7 +94,7 @@ class VLLMLayerCall:
         Errors of the layer and of its attention pass, after the rotary module is restored.
 
         Args:
-            hidden: the layer's input.
+            hidden: the layer's input; the layer may overwrite it.
             positions: int64 `[rows]`, positions of the rows in their prompts.
             rotates: True to rotate queries and keys; otherwise they reach the attention raw.
         """
@@ -148,7 +148,7 @@ class WorkerLayer:
         Errors of the layer and of `attend` pass, after the layer's attention is restored.
 
         Args:
-            hidden: the layer's input.
+            hidden: the layer's input; the layer may overwrite it.
             positions: int64 `[rows]`, positions of the rows in their prompts.
             attend: takes queries, keys and values `[rows, heads · head_dim]` in place of vLLM's attention.
         """
@@ -377,7 +377,8 @@ def _rotary_table(call: VLLMLayerCall, attention: Attention, noise: Tensor) -> R
 
         try:
             with _attention_calls(attention, attend):
-                call.run(noise, places, rotates=rotates)
+                # a copy: vLLM's compiled norms on a GPU overwrite a layer's input
+                call.run(noise.clone(), places, rotates=rotates)
         except _Stop:
             return seen[0]
         raise SurveyError("its layers do not call their attention")
