@@ -99,6 +99,7 @@ class AnswerEngine(ABC):
         store: its chunk-caches; those of a server can only be evicted from here.
         config: settings of reuse; a call may bring other settings.
         calibration: result of `cachecraft calibrate`, or None.
+        min_prompt_tokens: value in place of a `ReuseConfig.min_prompt_tokens` of None.
         prompts: builds prompts.
         request_counts: counts the requests of `stream`.
     """
@@ -111,6 +112,7 @@ class AnswerEngine(ABC):
         self.namespace = config.namespace
         self.config = config.reuse
         self.calibration: Calibration | None = None
+        self.min_prompt_tokens = 0
         new_builder = partial(
             PromptBuilder,
             decoder.tokenizer,
@@ -305,11 +307,14 @@ class AnswerEngine(ABC):
             recognise=self._recogniser(session) if is_searched else None,
             private=session is not None,
         )
-        request = Request(
-            prompt, self.calibrated(reuse), sampling, session_of(prompt, session), started
-        )
+        settings = self.for_prompt(self.calibrated(reuse), prompt)
+        request = Request(prompt, settings, sampling, session_of(prompt, session), started)
         asked = Question(question, chunks, history, session, sampling, config, tools)
         return self._prepared(request, asked)
+
+    def for_prompt(self, config: ReuseConfig, prompt: Prompt) -> ReuseConfig:
+        """Return the settings for a prompt: these, or if it is too short, ones that reuse and capture nothing."""
+        return config.for_prompt(prompt.bounds[-1], measured=self.min_prompt_tokens)
 
     def _prepared(self, request: Request, asked: Question) -> Request:
         """Return the request with whatever this engine adds to it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, get_args
 
 from cachecraft_rag.checks import (
@@ -59,6 +59,9 @@ class ReuseConfig:
     early_termination_window  w of Algorithm 1: consecutive layers that must agree
     plain_prompts    reuse in prompts without documents (unmarked text). "reuse" recognises text that was captured
                      before and captures passages that occur again; "off" computes the whole prompt
+    min_prompt_tokens  prompts with fewer tokens are computed in full, and nothing of them is captured, because they
+                     would take longer with reuse. None = the length that was measured when the server started, over
+                     vLLM on a GPU; elsewhere 0, all prompts
     loading          treatment of chunk-caches that are not in memory. "cake": load from the end of the prompt while
                      its front is computed. "layerwise": compute nothing that is stored and load each layer before it
                      is used. "whole": load everything, then compute
@@ -82,6 +85,7 @@ class ReuseConfig:
     early_termination_window: int = 3
     plain_prompts: PlainPromptsMode = "reuse"
     loading: Loading = "cake"
+    min_prompt_tokens: int | None = None
 
     @classmethod
     def paper(cls, **changes: object) -> Self:
@@ -169,3 +173,25 @@ class ReuseConfig:
         check_whole("early_termination_window", self.early_termination_window, least=1)
         check_choice("plain_prompts", self.plain_prompts, get_args(PlainPromptsMode))
         check_choice("loading", self.loading, get_args(Loading))
+        check_whole("min_prompt_tokens", self.min_prompt_tokens, optional=True)
+
+    def for_prompt(self, tokens: int, *, measured: int = 0) -> Self:
+        """Return the settings for a prompt of this length.
+
+        They are these, or for a prompt that is too short to reuse anything, settings that reuse and capture nothing.
+
+        Args:
+            tokens: length of the prompt.
+            measured: value in place of a `min_prompt_tokens` of None.
+
+        >>> ReuseConfig(min_prompt_tokens=1000).for_prompt(800).reuse
+        False
+        """
+        least = measured if self.min_prompt_tokens is None else self.min_prompt_tokens
+        if not self.reuse or tokens >= least:
+            return self
+        return replace(self, reuse=False, capture=False, min_prompt_tokens=least)
+
+    def is_too_short(self, tokens: int) -> bool:
+        """Return True if `for_prompt` has switched reuse off for a prompt of this length."""
+        return not self.reuse and tokens < (self.min_prompt_tokens or 0)

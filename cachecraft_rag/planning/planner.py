@@ -128,7 +128,8 @@ def make_plan(
             continue
 
         if not config.reuse:
-            plan = SegmentPlan("computed", Reason.REUSE_OFF)
+            is_short = config.is_too_short(prompt.bounds[-1])
+            plan = SegmentPlan("computed", Reason.SHORT_PROMPT if is_short else Reason.REUSE_OFF)
         else:
             prefix = tuple(earlier.segment_id for earlier in segments[:index])
             variants = stored.get(segment.segment_id, ())

@@ -24,6 +24,7 @@ class Reason(StrEnum):
                       `nearest_share` of the chunk tokens
     question          the question is computed by every request
     reuse_off         `reuse=False`
+    short_prompt      the prompt has fewer tokens than `min_prompt_tokens`
     not_stored        no variant of it for this model and namespace in the store or its remote
     refused           a variant is stored, but is damaged or not trusted, see `LookupResult.refused`
     other_tokens      the variants hold the same text as other tokens
@@ -59,6 +60,10 @@ class Reason(StrEnum):
     FIXED = "fixed", "some of its tokens were recomputed"
     QUESTION = "question", "the question is always computed"
     REUSE_OFF = "reuse_off", "reuse is off"
+    SHORT_PROMPT = (
+        "short_prompt",
+        "a prompt this short is computed sooner than reused (min_prompt_tokens)",
+    )
     NOT_STORED = "not_stored", "no chunk-cache stored"
     REFUSED = "refused", "what is stored cannot be used"
     OTHER_TOKENS = "other_tokens", "stored chunk-caches were tokenised differently"

@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 from prometheus_client import CollectorRegistry
@@ -50,12 +51,21 @@ from cachecraft_rag.vllm.refusals import missing_arguments
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.settings import OFF, ConnectorSettings, check_config
+from cachecraft_rag.vllm.shortest_prompt import (
+    LONGEST_OVER,
+    Times,
+    lengths_up_to,
+    prompts_of,
+    shortest_prompt,
+)
 from cachecraft_rag.vllm.versions import require_vllm
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
 # tokens whose log probabilities the self-check compares; half as many of the plain request
 _LIKELIEST = 16
+# prompts that are timed with and without reuse for each length; the first of each warms up
+_TIMINGS = 4
 
 
 class VLLMBackend:
@@ -201,6 +211,62 @@ class VLLMBackend:
             if outcome.variant_id is not None
         )
         return Predicted(dict(likeliest), taken, report.get("refused", ""))
+
+    # -- the shortest prompt that is reused ---------------------------------------------------------------------------
+
+    def measured_min_prompt_tokens(self) -> int:
+        """Measure from how many tokens on a prompt is answered sooner with reuse, see `shortest_prompt`.
+
+        Returns 0, all prompts, without a GPU, if the settings say it themselves, and where nothing can be measured:
+        the store is read-only, shared by a remote, or would have to evict chunk-caches to make room.
+
+        Raises:
+            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
+            CancelledError: `Calls.close` was called meanwhile; also vLLM's own exceptions.
+        """
+        from vllm.platforms import current_platform
+
+        wanted = self._reuse.reuse and self._reuse.min_prompt_tokens is None
+        if not wanted or not current_platform.is_cuda_alike():
+            return 0
+        lengths = lengths_up_to(self._model.context_length - LONGEST_OVER)
+        return shortest_prompt(lengths, self._times)
+
+    def _times(self, tokens: int) -> Times | None:
+        """Time a prompt of so many tokens with and without reuse; None if it cannot be captured or reused."""
+        prompt, other = prompts_of(tokens, vocabulary=len(self._model.tokenizer))
+        stored = self._store.stats()
+        needed = self._model.layout.nbytes(prompt.bounds[-1])
+        if stored.remote is not None or stored.disk_bytes + needed > stored.disk_budget:
+            logger.info(
+                "From how many tokens on reuse pays is not measured: the store has a remote, or no room. Set "
+                "min_prompt_tokens if short prompts are slower with reuse."
+            )
+            return None
+
+        chunk_ids = tuple(segment.segment_id for segment in prompt.segments[:-1])
+        captured = RowFilter(chunk_ids=chunk_ids)
+        full = ReuseConfig.full_prefill()
+        reuse = replace(self._reuse, capture=False)
+        seconds: dict[ReuseConfig, list[float]] = {full: [], reuse: []}
+        try:
+            self.capture(other, range(len(other.segments)), primed=True)
+            if len(self._store.rows(captured)) < len(chunk_ids):
+                return None
+            for _ in range(_TIMINGS):
+                for config, times in seconds.items():
+                    # a new salt, because vLLM's prefix cache would have the prompt after the first time
+                    ask = Ask(prompt, config, client_salt=secrets.token_hex(8))
+                    began = time.perf_counter()
+                    report = self._fill(ask)
+                    times.append(time.perf_counter() - began)
+                    if config is reuse and "refused" in report:
+                        return None
+        finally:
+            if self._store.rows(captured):  # empty for a read-only store, which cannot evict
+                self._store.evict(captured)
+        # the first of each has warmed up
+        return Times(median(seconds[full][1:]), median(seconds[reuse][1:]))
 
     # -- captures -----------------------------------------------------------------------------------------------------
 
@@ -548,6 +614,7 @@ class VLLMEngine(AnswerEngine):
             served = replace(served, context_length=context)
             engine = cls(served, caches, chosen, serving=serving, key=settings.key)
             engine._backend.check_reuse()
+            engine.min_prompt_tokens = engine._backend.measured_min_prompt_tokens()
             engine._opened = opened.pop_all()
         engine.calibration = load_calibration(Path(store), served.fingerprint)
         return engine

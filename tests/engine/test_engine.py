@@ -123,6 +123,32 @@ def rows_of(engine: Engine, *chunks: Chunk) -> int:
     return len(engine.store.rows(RowFilter(chunk_ids=tuple(chunk.chunk_id for chunk in chunks))))
 
 
+def test_a_prompt_that_is_too_short_to_gain_is_computed_and_captures_nothing(
+    engine: Engine,
+) -> None:
+    ask(engine, [KETTLE])
+    stored = rows_of(engine, *CHUNKS)
+    tokens = ask(engine).stats.tokens_prompt
+    captured = rows_of(engine, *CHUNKS)
+    assert captured > stored
+    engine.store.evict(RowFilter(chunk_ids=(FRIDGE.chunk_id,)))
+    left = rows_of(engine, *CHUNKS)
+
+    short = ask(engine, config=replace(CONFIG, min_prompt_tokens=tokens + 1)).stats
+    assert {(chunk.outcome, chunk.reason_code) for chunk in short.chunks} == {
+        ("computed", "short_prompt")
+    }
+    assert rows_of(engine, *CHUNKS) == left
+    full = ask(engine, config=ReuseConfig.full_prefill())
+    assert {chunk.reason_code for chunk in full.stats.chunks} == {"reuse_off"}
+
+    engine.min_prompt_tokens = tokens + 1  # as a server on a GPU measures it
+    assert ask(engine).stats.tokens_reused == 0
+    long_enough = ask(engine, config=replace(CONFIG, min_prompt_tokens=tokens)).stats
+    assert long_enough.tokens_reused > 0
+    assert rows_of(engine, *CHUNKS) > left  # the removed chunk was captured again
+
+
 def test_what_is_removed_under_an_answer_is_not_captured_by_it(engine: Engine) -> None:
     answer = engine.stream(QUESTION, CHUNKS, sampling=SHORT)
     next(answer)  # computed, and its captures wait for the end of the answer

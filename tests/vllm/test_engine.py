@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,18 @@ def test_the_facade_takes_either_engine(
             first + "".join(stream) for first, stream in zip(begun[1:], streams[1:], strict=True)
         ]
         assert texts == [answer.text, answer.text]
+        stored = rag.engine.store.rows()
+        short = rag.ask(
+            QUESTION, top_k=2, sampling=SHORT, config=replace(REUSE, min_prompt_tokens=2000)
+        )
+        for chunk in short.stats.chunks:
+            assert (chunk.outcome, chunk.reason_code) == ("computed", "left_to_server")
+            assert "reuse begins at 2000 (min_prompt_tokens)" in chunk.reason
+        times = rag.engine._backend._times(1024)
+        assert times is not None
+        assert min(times.full_s, times.reused_s) > 0
+        assert rag.engine.store.rows() == stored  # neither has captured anything, or it was removed
+        assert rag.engine.min_prompt_tokens == 0  # measured on a GPU only
         # it may add white space
         kept = rag.ask(QUESTION, top_k=2, max_tokens=12, json_schema={"type": "boolean"})
         assert json.loads(kept.text) in (True, False)

@@ -28,7 +28,7 @@ MOST_BODY = 6 * MOST_PRIMED  # bytes: JSON may write a character as \uXXXX
 _CHARACTERS_PER_TOKEN = 64
 
 # Settings that do not change captured values.
-_HARMLESS = frozenset({"reuse", "capture", "loading"})
+_HARMLESS = frozenset({"reuse", "capture", "loading", "min_prompt_tokens"})
 _EXAMPLE = 'write "documents": [{"text": "…"}, …], best first'
 # fields that may hold a document's text: ours, and those of LangChain, of Haystack and of most agents
 _TEXT_FIELDS = ("text", "page_content", "content")

@@ -145,7 +145,7 @@ class ServerEngine(AnswerEngine):
         prompt = builder.build(
             asked.question, asked.chunks, history=asked.history, reserve=asked.reserve
         )
-        config = self.calibrated(asked.config or self.config)
+        config = self.for_prompt(self.calibrated(asked.config or self.config), prompt)
         request = Request(prompt, config, SamplingParams(), session, started)
         request = self._backend.audits.results.with_ratio(request, asked.config or self.config)
         ask = Ask(
@@ -194,7 +194,9 @@ class ServerEngine(AnswerEngine):
         return self._backend.transfer(ask)
 
     def check_reuse(self) -> None:
-        """Run the self-check of the model's chunk-caches and remove its captures.
+        """Run the self-check of the model's chunk-caches, and measure `min_prompt_tokens` on a GPU.
+
+        The captures of both are removed.
 
         If the context is too short for the check, or the store keeps no captures, a warning is logged and nothing is
         raised: reuse is then unchecked.
@@ -205,6 +207,7 @@ class ServerEngine(AnswerEngine):
             CancelledError: `close` was called meanwhile; also vLLM's own exceptions.
         """
         self._backend.check_reuse()
+        self.min_prompt_tokens = self._backend.measured_min_prompt_tokens()
 
     def settle(self, timeout: float | None = None) -> bool:
         """Wait for new variants within their budget, and for audits.

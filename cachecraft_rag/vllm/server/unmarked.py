@@ -321,6 +321,8 @@ class PlainPrompts:
         """
         started = time.perf_counter()
         cached, before = self._served.longest(ids, origin)
+        measured = self._engine.min_prompt_tokens
+        is_short = not origin.config.for_prompt(len(ids), measured=measured).reuse
         prompt, notes, reused, moved = self._laid_out(ids, searched, origin)
         ask: Ask | None = None
         if before is not None and cached >= reused and (moved or 2 * reused < cached):
@@ -328,8 +330,10 @@ class PlainPrompts:
             prompt = ask.prompt
         elif prompt is None:
             return None
-        elif (before is not None or cached < reused) and reused >= max(
-            _LEAST_REUSED, _LEAST_SHARE * len(ids)
+        elif (
+            not is_short
+            and (before is not None or cached < reused)
+            and reused >= max(_LEAST_REUSED, _LEAST_SHARE * len(ids))
         ):
             # The salt keeps exactly filled blocks apart from approximate ones of the same prompt.
             salt = origin.salt if moved else f"exact {origin.salt}"

@@ -169,9 +169,7 @@ class Scheduling:
             return None
         captures = known.ask.config.capture or known.ask.captures is not None
         if not captures and not any(lookup.variants.values()):
-            known.refused = (
-                known.refused or "nothing of it is stored, and nothing is to be captured"
-            )
+            known.refused = known.refused or _nothing_to_do(known.ask)
             return 0
         if is_cached:  # vLLM's own prefix cache has the chunks
             if known.cached is None:
@@ -435,6 +433,14 @@ class Scheduling:
             variant.variant_id for variants in lookup.variants.values() for variant in variants
         ]
         return lookup, self._store.token_scores(variant_ids)
+
+
+def _nothing_to_do(ask: Ask) -> str:
+    """Return why a request is left to vLLM that reuses and captures nothing."""
+    tokens = ask.prompt.bounds[-1]
+    if ask.config.is_too_short(tokens):
+        return f"it has {tokens} tokens, and reuse begins at {ask.config.min_prompt_tokens} (min_prompt_tokens)"
+    return "nothing of it is stored, and nothing is to be captured"
 
 
 def _announced(lacking: FutureVariant, ask: Ask, others: Iterable[Pending]) -> bool:

@@ -1,0 +1,115 @@
+"""The length from which prompts are answered sooner with reuse, measured when a server starts on a GPU.
+
+A GPU computes a short prompt in the time that looking up, copying and launching take. How short depends on the GPU, the
+model and the processor, so it is measured with the model that runs: vLLM's own prefill against reuse, on prompts of
+random tokens, each twice as long as the one before.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cachecraft_rag.types.digests import digest
+from cachecraft_rag.types.prompts import Prompt, Segment
+
+logger = logging.getLogger("cachecraft_rag.vllm")
+
+SHORTEST = 1024  # tokens of the first prompt that is measured
+LONGEST = 32768  # and of the last one
+CHUNK = 512  # tokens of each of its chunks
+LONGEST_OVER = 128  # most tokens that a prompt has beyond its length, and those of the answer
+_AROUND = 64  # tokens of the instruction and of the question together
+_GAIN = 0.95  # share of full prefill's time that reuse must stay below to count as sooner
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds to the first token of one prompt: with vLLM's own prefill, and with reuse."""
+
+    full_s: float
+    reused_s: float
+
+
+def lengths_up_to(longest: int) -> list[int]:
+    """Return the lengths of the prompts to measure, in tokens, ascending; [] if the context is too short for any.
+
+    Args:
+        longest: most tokens of a prompt that the server can fill from chunk-caches.
+
+    >>> lengths_up_to(5000)
+    [1024, 2048, 4096]
+    """
+    lengths = []
+    tokens = SHORTEST
+    while tokens <= min(longest, LONGEST):
+        lengths.append(tokens)
+        tokens *= 2
+    return lengths
+
+
+def shortest_prompt(lengths: Sequence[int], measure: Callable[[int], Times | None]) -> int:
+    """Return the smallest of these lengths at which reuse is sooner; 0 if it is at the first one.
+
+    Longer prompts are not measured. If reuse is sooner at none of them, the result is one more than the last, and a
+    warning is logged.
+
+    Args:
+        lengths: lengths of prompts in tokens, ascending.
+        measure: times a prompt of this length; None if it could not be reused, which ends the measurement.
+
+    >>> shortest_prompt([1024, 2048], lambda tokens: Times(1.0, 1.5 if tokens < 2000 else 0.5))
+    2048
+    """
+    measured = 0
+    for place, tokens in enumerate(lengths):
+        times = measure(tokens)
+        if times is None:
+            break
+        measured = tokens
+        if times.reused_s < _GAIN * times.full_s:
+            logger.info(
+                "Prompts of %d tokens take %.0f ms in full and %.0f ms with reuse%s",
+                tokens,
+                1000 * times.full_s,
+                1000 * times.reused_s,
+                "" if place == 0 else "; shorter ones are computed in full (min_prompt_tokens)",
+            )
+            return tokens if place > 0 else 0
+    if not measured:
+        return 0
+    logger.warning(
+        "Reuse is no faster than computing for prompts of up to %d tokens here, so those are computed in full. Set "
+        "min_prompt_tokens to reuse chunk-caches all the same.",
+        measured,
+    )
+    return measured + 1
+
+
+def prompts_of(tokens: int, *, vocabulary: int) -> tuple[Prompt, Prompt]:
+    """Return a prompt of about so many random tokens, and its instruction and chunks in another order to capture.
+
+    In the second one every chunk stands in another place, so that none is reused exactly.
+
+    Args:
+        tokens: length of the first prompt, at least `SHORTEST`.
+        vocabulary: number of token ids of the model.
+    """
+    dice = random.Random(tokens)
+    start = secrets.token_hex(
+        8
+    )  # other servers on the same store or remote have names of their own
+
+    def segment(kind: str, length: int, number: int) -> Segment:
+        ids = tuple(dice.randrange(vocabulary) for _ in range(length))
+        name = digest("shortest prompt", start, str(tokens), kind, str(number))
+        return Segment(kind, name, ids, private=kind == "question")  # type: ignore[arg-type]
+
+    system = segment("system", _AROUND // 2, 0)
+    count = max(2, round((tokens - _AROUND) / CHUNK))
+    chunks = [segment("chunk", CHUNK, number) for number in range(count)]
+    question = segment("question", _AROUND // 2, 0)
+    return Prompt((system, *chunks, question)), Prompt((system, *chunks[1:], chunks[0]))
