@@ -23,6 +23,8 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 # Each worker goes on with tests of the other's files once it has done its own.
 TESTS_WORKERS ?= 2
 PARALLEL := -n $(TESTS_WORKERS) --dist worksteal
+# `make test-all COVERAGE=` runs the same tests without measuring it, which takes less time.
+COVERAGE ?= --cov --cov-report=term:skip-covered
 
 .PHONY: help demo demo-vllm app screenshots test test-all test-vllm test-gpu lint lint-deploy docs fuzz kernels bench eval clean
 
@@ -45,7 +47,7 @@ test: lint  ## Lint, then the tests, on two cores (TESTS_WORKERS)
 	$(BIN)/pytest $(PARALLEL) -m 'not slow'
 
 test-all: lint  ## Lint, then every test with coverage: also the browser, fuzz, the site and long matrices
-	$(BIN)/pytest $(PARALLEL) --cov --cov-report=term:skip-covered
+	$(BIN)/pytest $(PARALLEL) $(COVERAGE)
 
 test-vllm: $(VLLM_VENV)/.vllm  ## The tests of the vLLM backend, on vLLM's CPU build (3.5 GB) in its own environment
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/pytest -n $(TESTS_WORKERS) --dist loadfile tests/vllm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -126,8 +127,10 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """Full prefill's time to the first token, divided by that with reuse."""
-        return self.full.stats.ttft_s / self.reused.stats.ttft_s
+        """Full prefill's time to the first token, divided by that with reuse; NaN if an answer had no first token."""
+        reused_s = self.reused.stats.ttft_s
+        full_s = self.full.stats.ttft_s
+        return full_s / reused_s if reused_s and full_s else math.nan
 
     def as_dict(self) -> dict[str, object]:
         """Return plain values, for JSON."""
@@ -433,6 +436,7 @@ class CacheCraft(Retriever, Closeable):
         """
         from cachecraft_rag.serving.priming import estimate_priming
 
+        check_flag("alone", alone)
         return estimate_priming(self._primer(alone), self._texts())
 
     def _primer(self, alone: bool) -> DocumentPrimer:
@@ -522,7 +526,9 @@ class CacheCraft(Retriever, Closeable):
 
         Raises ConfigError, ContextLengthError, IndexStoreError and the others that `ask` lists.
         """
-        config = options.get("config") or self.engine.config
+        given = options.get("config")
+        check_kind("config", given, ReuseConfig, optional=True, advice="write ReuseConfig(…)")
+        config = given or self.engine.config
         reused_options = options.copy()
         reused_options["config"] = replace(config, capture=False)
         full_options = options.copy()

@@ -6,6 +6,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import Any, Self
 
 from cachecraft_rag.checks import check_kind, check_names, check_number, check_path, check_whole
@@ -170,8 +171,10 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         deleted; and LangChain's ValueError for another number of metadatas or ids.
         """
         check_names(kwargs, ("caches", "folder", "ids", "metadatas"))
-        store = cls.open(folder, embedding, caches=caches)
-        store.add_texts(texts, metadatas, ids=ids)
+        with ExitStack() as opened:
+            store = opened.enter_context(closing(cls.open(folder, embedding, caches=caches)))
+            store.add_texts(texts, metadatas, ids=ids)
+            opened.pop_all()
         return store
 
     @classmethod
@@ -359,10 +362,11 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         check_whole("k", k, least=1)
         check_whole("fetch_k", fetch_k, least=1)
         check_number("lambda_mult", lambda_mult, most=1)
-        similar = [document for document, _ in self._search(embedding, fetch_k, filter=filter)]
-        chunk_ids = [noted_chunk_id(document.metadata) for document in similar]
-        known = self.index.known_vectors(chunk_ids)
-        vectors = [known[chunk_id].tolist() for chunk_id in chunk_ids]
+        found = [document for document, _ in self._search(embedding, fetch_k, filter=filter)]
+        known = self.index.known_vectors([noted_chunk_id(one.metadata) for one in found])
+        # a document that was deleted meanwhile has no vector
+        similar = [document for document in found if noted_chunk_id(document.metadata) in known]
+        vectors = [known[noted_chunk_id(document.metadata)].tolist() for document in similar]
         chosen = maximal_marginal_relevance(unit_vectors(embedding), vectors, lambda_mult, k)
         return [similar[row] for row in chosen]
 
@@ -391,7 +395,7 @@ def _chunk(document: Document, name: str) -> Chunk:
     }
     try:
         ours = json.dumps({"id": name, "rest": rest})
-    except TypeError as error:
+    except (TypeError, ValueError, RecursionError) as error:  # ValueError: it contains itself
         raise ConfigError(
             f"document {name}: {error}; its metadata must be JSON-serializable"
         ) from error

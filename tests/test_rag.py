@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,16 @@ def test_a_comparison_changes_no_later_comparison(fresh: CacheCraft) -> None:
     assert second.reused.stats.tokens_reused == first.reused.stats.tokens_reused
     assert first.is_same == (first.agreement == 1.0)
     assert first.as_dict()["speedup"] == first.full.stats.ttft_s / first.reused.stats.ttft_s
+    empty = replace(first.full, stats=replace(first.full.stats, ttft_s=0.0))
+    assert math.isnan(replace(first, full=empty).speedup)
+    assert math.isnan(replace(first, reused=empty).speedup)
+
+
+def test_settings_of_another_kind_are_refused_before_anything_is_asked(fresh: CacheCraft) -> None:
+    with pytest.raises(ConfigError, match="config must be a ReuseConfig"):
+        fresh.compare(QUESTION, config="fast")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="alone"):
+        fresh.estimate_priming(alone="yes")  # type: ignore[arg-type]
 
 
 def test_without_captures_the_same_question_is_answered_alike(fresh: CacheCraft) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -397,11 +398,14 @@ def print_comparison(comparison: Comparison, *, brief: bool, as_json: bool) -> N
     )
     reused_s = comparison.reused.stats.ttft_s
     full_s = comparison.full.stats.ttft_s
-    out.print(
-        f"{agreement}; first token after {reused_s:.2f} s with reuse, {full_s:.2f} s with full prefill: "
-        f"{comparison.speedup:.1f} times as fast with reuse",
-        style="dim",
-    )
+    if math.isnan(comparison.speedup):
+        out.print(f"{agreement}; an answer is empty, so no times are compared", style="dim")
+    else:
+        out.print(
+            f"{agreement}; first token after {reused_s:.2f} s with reuse, {full_s:.2f} s with full prefill: "
+            f"{comparison.speedup:.1f} times as fast with reuse",
+            style="dim",
+        )
     print_stats(comparison.reused.stats)
 
 

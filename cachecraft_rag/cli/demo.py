@@ -55,6 +55,7 @@ class ComparedQuestion:
 @takes(
     "store",
     "top_k",
+    "dtype",
     "threads",
     "remote.url",
     "remote.key_file",
@@ -74,7 +75,9 @@ def demo(
     # Raises ConfigError, ModelNotFoundError, IndexStoreError, StoreError, or CacheCraftError without the handbook;
     # see `app.main` for exit codes.
     top_k = settings["top_k"]
-    with load(settings.only("store", "top_k", "threads", "remote."), new_variants="off") as rag:
+    with load(
+        settings.only("store", "top_k", "dtype", "threads", "remote."), new_variants="off"
+    ) as rag:
         _prepare(rag)
         _warm_up(rag, top_k)
         compared = []

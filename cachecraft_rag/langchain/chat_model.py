@@ -435,7 +435,8 @@ def _choice_of(
 ) -> str:
     """Return "auto", "none", "any" or the name of a tool. Raises ConfigError for anything else."""
     if isinstance(choice, dict):
-        choice = choice.get("function", choice).get("name")
+        function = choice.get("function", choice)
+        choice = function.get("name") if isinstance(function, dict) else function
     names = {None: "auto", False: "auto", True: "any", "required": "any"}
     name = names.get(choice, choice) if isinstance(choice, str | bool | None) else choice
     known = ["auto", "none", "any", *(tool["function"]["name"] for tool in tools)]

@@ -93,15 +93,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         check_kind(
             "query_engine", query_engine, CacheCraftQueryEngine, advice="from_index makes one"
         )
-        check_kind(
-            "memory",
-            memory,
-            BaseMemory,
-            optional=True,
-            advice="ChatMemoryBuffer.from_defaults makes one",
-        )
-        if memory is not None and chat_history is not None:
-            raise ConfigError("give memory or chat_history: a memory has its own history")
+        _check_memory(memory, chat_history)
         self.callback_manager = query_engine.callback_manager
         self._query_engine = query_engine
         self._llm: CacheCraftLLM = query_engine.synthesizer.llm
@@ -135,6 +127,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             ModelNotFoundError, UnsupportedModelError, StoreError: without `engine`, if none can be opened.
         """
         _refuse(options)
+        _check_memory(memory, chat_history)
         engine = CacheCraftQueryEngine.from_index(index, **options)
         return cls(engine, memory=memory, chat_history=chat_history)
 
@@ -161,6 +154,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             ModelNotFoundError, UnsupportedModelError, StoreError: without `engine`, if none can be opened.
         """
         _refuse(options)
+        _check_memory(memory, chat_history)
         engine = CacheCraftQueryEngine.from_defaults(retriever, **options)
         return cls(engine, memory=memory, chat_history=chat_history)
 
@@ -291,6 +285,19 @@ class _Turn:
         """The two messages to remember; none for an answer that was stopped before its first token."""
         roles = ((MessageRole.USER, self.message), (MessageRole.ASSISTANT, answer))
         return [ChatMessage(role=role, content=text) for role, text in roles] if answer else []
+
+
+def _check_memory(memory: object, chat_history: object) -> None:
+    """Raise ConfigError for a memory of another type, or one together with a history."""
+    check_kind(
+        "memory",
+        memory,
+        BaseMemory,
+        optional=True,
+        advice="ChatMemoryBuffer.from_defaults makes one",
+    )
+    if memory is not None and chat_history is not None:
+        raise ConfigError("give memory or chat_history: a memory has its own history")
 
 
 def _refuse(options: dict[str, object]) -> None:

@@ -225,8 +225,11 @@ def test_a_table_fits_the_terminal_and_is_whole_in_a_pipe(home: Path) -> None:
 def test_the_demo_compares_with_full_prefill_and_starts_from_the_disk_the_second_time(
     demo_model: Path, tmp_path: Path, cachecraft: Command
 ) -> None:
+    settings = tmp_path / "cachecraft.toml"
+    settings.write_text('dtype = "float32"')
     first = cachecraft("demo", "--questions", "1", "--top-k", "3", cwd=tmp_path)
     assert "chunk-caches computed" in first.stderr
+    assert "the model runs in float32" in first.stderr
     assert "times faster to the first token" in first.stdout
     (second,) = json.loads(
         process("demo", "--questions", "1", "--top-k", "3", "--json", cwd=tmp_path).splitlines()[-1]

@@ -114,7 +114,8 @@ def test_without_a_choice_the_model_may_answer_in_text(chat: ChatCacheCraft) -> 
 
 
 @pytest.mark.parametrize(
-    "choice", ["other", {"type": "function", "function": {"name": "other"}}, 5]
+    "choice",
+    ["other", {"type": "function", "function": {"name": "other"}}, {"function": "other"}, 5],
 )
 def test_a_choice_must_be_one_of_the_tools(chat: ChatCacheCraft, choice: Any) -> None:
     with pytest.raises(ConfigError, match="litres, weeks"):

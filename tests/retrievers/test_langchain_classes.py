@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from langchain_core.documents import Document
@@ -98,6 +98,38 @@ def test_marginal_relevance_prefers_what_is_unlike(store: CacheCraftVectorStore)
     assert ids(store.max_marginal_relevance_search("5", k=2, lambda_mult=0.2)) == ["a", "other"]
     diverse = store.as_retriever(search_type="mmr", search_kwargs={"k": 2, "lambda_mult": 0.2})
     assert ids(diverse.invoke("5")) == ["a", "other"]
+
+
+def test_what_is_deleted_during_a_search_is_left_out(
+    store: CacheCraftVectorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.add_texts(["10 a", "11 a twin", "50 another"], ids=["a", "twin", "other"])
+    search = store.index.search
+
+    def search_then_delete(*given: Any, **options: Any) -> Any:
+        hits = search(*given, **options)
+        store.delete(["a"])
+        return hits
+
+    monkeypatch.setattr(store.index, "search", search_then_delete)
+    assert set(ids(store.max_marginal_relevance_search("5", k=3))) == {"twin", "other"}
+
+
+def test_an_index_that_texts_could_not_be_added_to_is_closed(
+    tmp_path: Path, embedding: Directions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[object] = []
+    close = CacheCraftVectorStore.close
+    monkeypatch.setattr(
+        CacheCraftVectorStore, "close", lambda store: (closed.append(store), close(store))
+    )
+    circular: dict[str, Any] = {}
+    circular["self"] = circular
+    with pytest.raises(ConfigError, match="JSON-serializable"):
+        CacheCraftVectorStore.from_texts(
+            ["0 east"], embedding, [circular], folder=tmp_path / "index"
+        )
+    assert len(closed) == 1
 
 
 def test_metadata_of_any_shape_comes_back_and_can_be_filtered(store: CacheCraftVectorStore) -> None:
