@@ -557,7 +557,11 @@ class CacheCraft(Retriever, Closeable):
     def close(self) -> None:
         """Write pending captures and close the engine, and the index if this class opened it.
 
-        Opened here are those of `from_pretrained`, `from_settings` and `connect`. A second call does nothing.
+        The engine is closed also if it was passed to the constructor; the index is closed if `from_pretrained`,
+        `from_settings` or `connect` opened it. A second call does nothing.
+
+        Raises TimeoutError if the engine started vLLM and vLLM has not ended after 30 seconds, and vLLM's own
+        exceptions; the index is closed even then. Raises nothing for other engines.
         """
         with self._opened:
             self.engine.close()

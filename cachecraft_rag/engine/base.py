@@ -135,8 +135,8 @@ class AnswerEngine(ABC):
         """Finish the work under way and release all resources; a second call does nothing.
 
         Does nothing in a fork of the process. Captures that cannot be stored are logged and dropped. Raises
-        TimeoutError if vLLM runs the model and has not ended after 30 seconds, and vLLM's own exceptions; the engines
-        in this process and over HTTP raise nothing.
+        TimeoutError if the engine started vLLM and vLLM has not ended after 30 seconds, and vLLM's own exceptions; the
+        other engines (in this process, over HTTP, and within vLLM's server) raise nothing.
         """
 
     def __enter__(self) -> Self:

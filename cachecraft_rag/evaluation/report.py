@@ -235,15 +235,29 @@ class Report:
         return ("method", *(measure.heading for measure in ANSWER_MEASURES))
 
     def rows(self, *, intervals: bool) -> list[tuple[str, ...]]:
-        """Return one row per method: its label and its means as text, "" for a measure without questions.
+        """Return one row per method, in the report's order: its label, then a cell of text for each of `headings`.
+
+        A cell holds the mean, and "" stands for a measure without questions. The mean of a share is written as its
+        count, such as "4 of 32". A report without methods has no rows: [].
 
         Args:
-            intervals: add each 95 % interval in brackets.
+            intervals: add each 95 % interval in brackets, such as "0.812 [0.790, 0.833]", or for a share "4 of 32: 0.12
+                [0.05, 0.28]".
+
+        Raises KeyError if a method lacks one of the report's measures; `summarise` makes no such report.
         """
         return self._rows(self.measures, intervals=intervals)
 
     def answer_rows(self, *, intervals: bool) -> list[tuple[str, ...]]:
-        """Return the right, lost and won answers, one row per method; empty if no question has gold answers."""
+        """Return the right, lost and won answers, one row per method; empty if no question has gold answers.
+
+        A row has the method's label, then a cell of text for each of `answer_headings`, written as those of `rows`.
+
+        Args:
+            intervals: add each 95 % interval in brackets.
+
+        Raises KeyError if a method lacks one of `ANSWER_MEASURES`; `summarise` makes no such report.
+        """
         if self.full_right is None:
             return []
         return self._rows(ANSWER_MEASURES, intervals=intervals)

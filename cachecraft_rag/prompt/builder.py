@@ -323,7 +323,7 @@ class PromptBuilder:
     def kinds(self) -> TokenKinds:
         """Features of each token of the vocabulary that decide where unmarked text is cut, computed once.
 
-        Raises OverflowError if a token ends with more than 255 line ends.
+        Raises ValueError for a tokenizer without any token.
         """
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
         tokens: list[str | None] = [None] * (max(vocabulary.values()) + 1)

@@ -52,7 +52,8 @@ class CallFormat:
         """Return the JSON schema of an answer that calls one of these tools.
 
         Without tools, no answer fits it. The tools must have passed `checked_tools`; otherwise raises KeyError for a
-        tool without a function or name.
+        tool without a function or name, and TypeError or AttributeError for one that is not a mapping or whose function
+        is not.
         """
         calls = []
         for tool in tools:
@@ -68,8 +69,12 @@ class CallFormat:
     def instruction(self, tools: Sequence[Tool]) -> str:
         """Return a description of the tools as text for the instruction, for a chat template without tools.
 
-        The tools must have passed `checked_tools`; otherwise raises KeyError for a tool without a function, and
-        TypeError or ValueError for one that JSON cannot hold.
+        It has the JSON of each tool's function on its own line, and an example of a call in this format. Without tools
+        it lists no function.
+
+        The tools must have passed `checked_tools`. Otherwise it raises KeyError for a tool without a function,
+        TypeError for one that is not a mapping, and TypeError, ValueError or RecursionError for a function that JSON
+        cannot hold.
         """
         lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         example = self.text("NAME", "{…}")
@@ -92,7 +97,8 @@ def checked_tools(tools: Iterable[Tool]) -> list[Tool]:
 
     Raises ConfigError if `tools` cannot be iterated or is a single text, if a tool is not a mapping with a function, if
     its name is not 1 to 64 letters, digits, _, . and -, if its parameters are not a mapping with text keys, or if the
-    tools cannot be written as JSON.
+    tools cannot be written as JSON. Missing or empty parameters are allowed, and a name of another type, such as a
+    number, is judged by its text.
     """
     checked: list[Tool] = listed("tools", tools)
     for tool in checked:

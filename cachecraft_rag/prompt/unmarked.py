@@ -65,6 +65,7 @@ def segments_of(
 
     Raises:
         IndexError: a token id is not in the vocabulary of `kinds`.
+        OverflowError: a token id is not below 2**63.
         StoreError: raised by `recognise` if it searches a store that was closed. All errors of `recognise` pass
             through.
     """

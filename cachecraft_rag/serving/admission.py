@@ -29,6 +29,7 @@ class FutureVariant:
         """Return True if it may be used in place of `wanted`.
 
         It must be of the same chunk, have an origin prefix that `scope` allows, and be shared or of the same session.
+        Raises nothing.
 
         >>> shared = FutureVariant("c", ("system", "a"), None)
         >>> private = FutureVariant("c", ("system", "b"), "ann")

@@ -60,7 +60,8 @@ class AnswerText:
     def rest(self) -> str:
         """End the answer, if it has not ended; return the text that was held back, or "".
 
-        `finish` is then "length", unless it was set before.
+        `finish` is then "length", unless it was set before. Raises nothing, unless the tokenizer could not decode a
+        token that `take` got: then it raises the tokenizer's error again.
         """
         self._settle(self._unsettled_text())
         text = self._release(is_final=True)
@@ -149,7 +150,8 @@ def answer_text(
         tokenizer: a transformers tokenizer.
         end_tokens: ids that end an answer and are not part of it.
 
-    Raises what drawing a token raises.
+    Raises, while it is iterated over, what drawing a token raises, and what the tokenizer raises for an id that it
+    cannot decode, such as OverflowError for a negative one.
     """
     answer = AnswerText(request.sampling, tokenizer, end_tokens)
     for token in tokens:

@@ -332,9 +332,21 @@ class Answering:
     ) -> Work[None]:
         """Answer a request into a queue, whose last piece says how the answer ended. A generator of steps for the loop.
 
-        Raises BusyError, WaitTimeoutError, StoreError, UnsupportedModelError, RuntimeError and MemoryError as `prefill`
-        does, and ConfigError if the answer's grammar lets it neither go on nor end. What follows from the answer
-        (captures, audits) raises nothing here.
+        What follows from the answer (captures, audits) raises nothing here.
+
+        Args:
+            task: the loop's task of this request.
+            request: the question with its prompt and settings.
+            progress: takes up the times, the plan, the tokens, and what was computed.
+            queue: takes up the pieces; while it is full, the answer waits for its reader.
+
+        Raises:
+            BusyError: too many requests wait already (`max_waiting`).
+            WaitTimeoutError: the request waited longer than `wait_timeout_s` for its turn.
+            StoreError: the store is closed.
+            UnsupportedModelError: a layer does something that the survey of the model did not show.
+            ConfigError: the answer's grammar lets it neither go on nor end.
+            RuntimeError, MemoryError: the model fails, such as torch without memory.
         """
         captures = FutureCaptures()
         predictions = self.auditor.recorder(request)
@@ -369,8 +381,13 @@ class Answering:
         Returns:
             The answer's text, and logits float32 `[target, vocabulary]`: the prediction before each target token.
 
-        Raises BusyError, WaitTimeoutError, StoreError, UnsupportedModelError, RuntimeError and MemoryError as `prefill`
-        does, and ConfigError if the answer's grammar lets it neither go on nor end.
+        Raises:
+            BusyError: too many requests wait already (`max_waiting`).
+            WaitTimeoutError: the request waited longer than `wait_timeout_s` for its turn.
+            StoreError: the store is closed.
+            UnsupportedModelError: a layer does something that the survey of the model did not show.
+            ConfigError: the answer's grammar lets it neither go on nor end.
+            RuntimeError, MemoryError: the model fails, such as torch without memory.
         """
         captures = FutureCaptures()
         queue = TokenQueue(bounded=False)

@@ -24,9 +24,10 @@ class LocalCapturer:
     write_back: WriteBackQueue
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Compute a prompt, capture segments, and return when they are stored; see `AnswerEngine.capture`.
+        """Compute a prompt, capture segments, and return None once they are stored or dropped.
 
-        A capture that the store refuses does not raise: it is logged, and `stats` of the store counts it.
+        A capture that the store does not take, for instance because the disk is full or the store is closed, does not
+        raise: it is logged, and `stats` of the store counts it.
 
         Args:
             prompt: instruction and chunks.
@@ -34,7 +35,11 @@ class LocalCapturer:
                 computed.
             primed: noted in the variants, see `types.variants.Variant`.
 
-        Raises IndexError without captures, and torch's RuntimeError or MemoryError if the model has no memory.
+        Raises:
+            IndexError: `captures` is empty, not ascending, or goes beyond the prompt.
+            UnsupportedModelError: a layer does something that the survey of the model did not show.
+            RuntimeError: torch has no memory or the model fails, or the system has no room for the loop's thread.
+            MemoryError: there is no memory for the keys and values.
         """
         # tokens after the last capture need not be computed
         bounds = prompt.bounds[: captures[-1] + 2]

@@ -20,12 +20,27 @@ class Pieces(Protocol):
     """Pieces of an answer's text; closing it ends the answer."""
 
     def __next__(self) -> str:
-        """Return the next piece."""
+        """Return the next piece, or raise StopIteration after the last one.
+
+        Raises:
+            BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
+            StoreError: the store of an engine on this machine is closed; by the first piece.
+            ConfigError: the answer's grammar lets it neither go on nor end, a server refuses the request, or vLLM does
+                not support a setting of reuse.
+            ContextLengthError: a server refuses the request because of the model's context.
+            UnsupportedModelError: a layer of a model in this process does something that its survey did not show.
+            ServerError: a server makes the answer and fails.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+        """
 
     def close(self) -> object:
-        """End the answer: no further piece is made.
+        """End the answer: no further piece is made. A second call does nothing.
 
-        Any thread may call this; raises ValueError while another thread is in it.
+        Any thread may call this. A generator raises ValueError while another thread is in it; the pieces of an engine
+        in this process raise nothing.
         """
 
 
@@ -33,7 +48,11 @@ class Generation(Iterator[str], AsyncIterator[str]):
     """An answer as an iterator of text pieces, also for `async for`. `text` and `stats` are complete once it has ended.
 
     The first piece raises BusyError if too many requests are waiting, WaitTimeoutError after too long a wait, and
-    StoreError if the engine's store is closed. Any piece raises ServerError if a server makes the answer and fails.
+    StoreError if the engine's store is closed. Any piece raises ServerError if a server makes the answer and fails;
+    ConfigError if an answer that keeps to a schema can neither go on nor end, or a server refuses the request
+    (ContextLengthError because of the model's context); ForkError in a fork of the engine's process; and RuntimeError
+    or MemoryError if the model fails, such as torch without memory. Over vLLM, a piece raises RuntimeError if the
+    engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
     """
 
     def __init__(
@@ -112,7 +131,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
 
         Another thread that reads it gets no further piece. If that thread waits for one, its wait ends at once with an
         engine in this process, and with the next piece over vLLM or a server. A second call does nothing. Raises
-        nothing.
+        nothing, except RuntimeError if the answer is to be counted in a new thread and the system has no room for one.
         """
         self._closing = True
         with suppress(ValueError):  # Python's error if the generator runs in another thread
@@ -121,7 +140,11 @@ class Generation(Iterator[str], AsyncIterator[str]):
                 self._later(self._ended, self._stats, None)
 
     async def aclose(self) -> None:
-        """End the answer as `close` does, without waiting. Raises nothing."""
+        """End the answer here without waiting, as `close` does; its captures are kept. A second call does nothing.
+
+        Raises nothing, except RuntimeError if the answer is to be counted in a new thread and the system has no room
+        for one.
+        """
         self.close()
 
     def __del__(self) -> None:

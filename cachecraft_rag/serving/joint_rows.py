@@ -60,8 +60,9 @@ class JointRows:
 
     @property
     def fixed_rows(self) -> float:
-        """Number of rows that take as long as the fixed part of a forward; 0.0 while unknown or if nothing runs
-        jointly.
+        """Number of rows that take as long as the fixed part of a forward; may be a fraction.
+
+        It is 0.0 while it is unknown, and if nothing runs jointly.
         """
         if self.most == 1 or not self.speed.known:
             return 0.0
@@ -69,12 +70,14 @@ class JointRows:
         return self.speed.piece_s / row_s if row_s > 0.0 else 0.0
 
     def decode(self, steps: Sequence[DecodeStep]) -> list[Tensor | Exception]:
-        """Return the logits `[vocabulary]` (float32) after each step, in order, or in their place that step's
-        exception.
+        """Return the logits `[vocabulary]` (float32) after each step, in order, or in its place the step's exception.
 
-        Raises nothing for a step that fails. The first call with several steps compares a few short prompts, computed
-        jointly and one by one; if they differ, or after three failures in a row, each request is computed alone from
-        then on.
+        The first call with several steps compares a few short prompts, computed jointly and one by one; if they differ,
+        or after three failures in a row, each request is computed alone from then on.
+
+        A step that fails alone raises nothing here. A joint forward that raises torch's RuntimeError or IndexError is
+        logged, and its steps are computed one by one; other exceptions of it, such as MemoryError, pass, and so do all
+        exceptions of that first comparison.
         """
         if len(steps) > 1:
             logits = self._jointly(lambda: self._decode_jointly(steps))
@@ -85,8 +88,11 @@ class JointRows:
     def advance(self, passes: Sequence[RowPass]) -> list[Exception | None]:
         """Run the next layer of passes, which must be before the same layer.
 
-        Returns None for each pass in order, or in its place the exception of that pass; raises nothing for a pass that
-        fails.
+        Returns None for each pass in order, or in its place the exception of that pass.
+
+        A pass that fails alone raises nothing here. A joint forward that raises torch's RuntimeError or IndexError is
+        logged, and its passes run one by one; other exceptions of it, such as MemoryError, pass, and so do all
+        exceptions of the first comparison (see `decode`).
         """
         if (
             len(passes) > 1

@@ -160,11 +160,14 @@ def exact_only(found: LookupResult) -> LookupResult:
 def missing_of(candidate: Candidate, found: LookupResult) -> list[int]:
     """Return the indices of the candidate's segments that are to be captured and are not stored after their prefix.
 
+    The list is in the order of `Candidate.fixed`, and empty if all are stored.
+
     Args:
         candidate: the prompt, and which of its segments to capture.
         found: what is stored of its segments.
 
-    Raises ValueError if the prompt's chunks and the look-up do not belong together, see `planner.make_plan`.
+    Raises ValueError if a variant has another number of values in `inter` than ids in its origin prefix; the store
+    returns no such variant. Raises IndexError if `fixed` has an index beyond the prompt.
     """
     plan = make_plan(Prompt(candidate.segments), found.variants, EXACT)
     return [index for index in candidate.fixed if plan.segments[index].variant is None]
@@ -249,7 +252,7 @@ class VariantMaker:
         self._wanted.count(Dropped.CLOSED, self._wanted.candidates.clear())
 
     def running(self, chunk_ids: Collection[str]) -> bool:
-        """Return True if a capture is under way and its prompt holds at least one of these chunks."""
+        """Return True if a capture is under way and its prompt holds at least one of these chunks. Raises nothing."""
         if self._running is None:
             return False
         return any(segment.segment_id in chunk_ids for segment in self._running.segments)

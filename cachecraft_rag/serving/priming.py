@@ -47,31 +47,46 @@ class PrimableEngine(Protocol):
         """Builds prompts."""
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Compute a prompt, capture these of its segments, and return when they are stored.
+        """Compute a prompt, capture these of its segments, and return None once they are stored or dropped.
 
-        A capture that the store refuses raises nothing: it is logged and counted.
+        A capture that the store refuses, or cannot take because it is closed, raises nothing: it is logged and counted.
 
         Args:
             prompt: system segment and chunks, without a question.
             captures: indices of segments, ascending, at least one.
-            primed: see `types.variants.Variant`.
+            primed: True if this is priming, and the chunks are captured after their neighbours in the document.
 
         Raises:
             UnsupportedCallError: this engine captures texts only.
+            IndexError: `captures` is empty.
             ForkError: called in a fork of the engine's process.
-            RuntimeError, MemoryError: the model has no memory.
+            UnsupportedModelError: a layer of a model in this process does something that its survey did not show.
+            RuntimeError, MemoryError: the model has no memory or fails; over vLLM, RuntimeError also if the engine is
+                closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
 
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> LookupResult:
         """Return the stored variants of these segments for this model; variants that do not fit are left out.
 
-        Raises UnsupportedCallError if the chunk-caches are a server's, StoreError if the store is closed.
+        Every given segment id is a key of `variants` in the result; its list may be empty. If the catalog of the store
+        cannot be read, a warning is logged, and all lists are empty.
+
+        Args:
+            segments: segments of prompts.
+            session: session whose private variants are found too; None: shared variants only.
+
+        Raises UnsupportedCallError if the chunk-caches are a server's, StoreError if the store is closed, ConfigError
+        if `segments` is anything but a list of segments or `session` is not text, and ForkError in a fork of the
+        process that opened the store.
         """
 
     def disk_space(self) -> DiskSpace:
         """Return the size, the limit and the codec of the store's folder, and the free space of its disk, in bytes.
 
-        Raises StoreError if the store is closed or cannot be read, ServerError if a server has it and does not answer.
+        Raises StoreError if the store is closed, or its folder or catalog cannot be read, and ForkError in a fork of
+        the process that opened the store. If a server has the store: ServerError if it does not answer or its reply is
+        malformed, and ConfigError or ContextLengthError if it refuses the request with status 400.
         """
 
 
@@ -83,16 +98,43 @@ class DocumentPrimer(Protocol):
         """The engine whose questions will reuse the chunk-caches."""
 
     def prime(self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = ...) -> int:
-        """Capture one document's chunks in order, and return the number of captures.
+        """Capture one document's chunks in order; return the number of captures, which are stored by then.
 
-        `captured` is called after each pass with the number of its captures. Raises ContextLengthError, ConfigError,
-        UnsupportedCallError and StoreError as `Primer.prime` does; over a server also ServerError.
+        Chunks that are stored after the same neighbours are skipped: without new captures, 0 is returned.
+
+        Args:
+            chunks: the document's chunks, in the order of the document; may be empty.
+            captured: called after each pass, or after each request to a server, with the number of its captures; what
+                it raises passes.
+
+        Raises:
+            ContextLengthError: a chunk together with the instruction does not fit a pass, or a server finds it too
+                long.
+            ConfigError: the instruction is private; `chunks` are no chunks; or a server refuses a text or cannot use
+                its store.
+            UnsupportedCallError: this is a `Primer`, and the chunk-caches are a server's.
+            StoreError: the store is closed.
+            ServerError: a server does not answer, asks for a key or fails, or its reply is malformed.
+            ForkError: this process is a fork of the one that opened the store.
+            UnsupportedModelError: a layer of a model in this process does something that its survey did not show.
+            RuntimeError, MemoryError: the model has no memory or fails; over vLLM, RuntimeError also if the engine is
+                closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
-        """Return the ids of the variants that `prime` would capture now, with their numbers of tokens.
+        """Return variant id → number of tokens, for the variants that `prime` would capture now; {} if all are stored.
 
-        Raises ContextLengthError, ConfigError and StoreError as `Primer.missing` does; over a server also ServerError.
+        Nothing is computed.
+
+        Raises:
+            ContextLengthError: a chunk together with the instruction does not fit a pass, or a server finds it too
+                long.
+            ConfigError: `chunks` are no chunks, or a server refuses a text or cannot use its store.
+            UnsupportedCallError: this is a `Primer`, and the chunk-caches are a server's.
+            StoreError: the store is closed.
+            ServerError: a server does not answer, asks for a key or fails, or its reply is malformed.
+            ForkError: this process is a fork of the one that opened the store.
         """
 
     def fits(self, chunk: Chunk) -> bool:
@@ -123,7 +165,10 @@ class PrimingEstimate:
 
     @property
     def fits(self) -> bool:
-        """True if all chunk-caches will be kept."""
+        """True if the bytes of the missing chunk-caches fit the rest of the store's limit and the disk's free space.
+
+        Then priming evicts nothing for want of bytes. The limits on the number of variants are not considered.
+        """
         return self.nbytes <= min(self.disk_budget - self.disk_used, self.disk_free)
 
 
@@ -155,23 +200,31 @@ class Primer:
     def prime(
         self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = lambda _count: None
     ) -> int:
-        """Capture one document's chunks in order; returns the number of captures, which are stored by then.
+        """Capture one document's chunks in order; return the number of captures, which are stored by then.
 
         Chunks that are stored after the same neighbours are skipped, so an interrupted run resumes where it stopped.
-        Captures that the store refuses, for example on a full disk, are logged and not counted.
+        Captures that the store refuses, for example on a full disk, are logged and not counted. If the catalog cannot
+        be read, a warning is logged: chunks then count as missing and are computed, and captures do not count as
+        stored.
 
         Args:
             chunks: the document's chunks, in the order of the document; may be empty.
-            captured: called after each pass with the number of its captures; what it raises passes.
+            captured: called after each pass with the number of its captures, which may be 0; what it raises passes.
 
         Raises:
-            ContextLengthError: a single chunk, or the instruction, is longer than the window, see `fits`; nothing is
-                computed then.
+            ContextLengthError: the instruction and one of the chunks together have more tokens than the window, which
+                is at most the model's context; without chunks, the instruction alone has. Nothing is computed then.
             ConfigError: the instruction is private, so captures after it would belong to a session; or `chunks` are no
                 chunks.
             UnsupportedCallError: the chunk-caches are a server's; the engine's own `primer` primes there.
-            StoreError: the store is closed, or its catalog cannot be read.
-            RuntimeError, MemoryError: the model has no memory.
+            StoreError: the store is closed.
+            ForkError: this process is a fork of the one that opened the store.
+            UnsupportedModelError: a layer of a model in this process does something that its survey did not show.
+            RuntimeError, MemoryError: the model has no memory or fails; over vLLM, RuntimeError also if the engine is
+                closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+
+        Exceptions of the primer's `related` pass.
         """
         self._require_shared()
         chunks = checked_chunks(chunks)
@@ -184,13 +237,20 @@ class Primer:
         return total
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
-        """Return the ids of the variants that `prime` would capture now, with their numbers of tokens.
+        """Return variant id → number of tokens, for the variants that `prime` would capture now; {} if all are stored.
 
-        The result is {} if none is missing. A private instruction does not matter, because nothing is captured.
+        Nothing is computed. A private instruction does not matter, because nothing is captured. If the catalog cannot
+        be read, a warning is logged and all variants count as missing.
 
-        Raises ContextLengthError if a single chunk, or the instruction, is longer than the window; ConfigError if
-        `chunks` are no chunks; StoreError if the store is closed; UnsupportedCallError if the chunk-caches are a
-        server's.
+        Raises:
+            ContextLengthError: the instruction and one of the chunks together have more tokens than the window; without
+                chunks, the instruction alone has.
+            ConfigError: `chunks` are no chunks.
+            UnsupportedCallError: the chunk-caches are a server's; the engine's own `primer` asks there.
+            StoreError: the store is closed.
+            ForkError: this process is a fork of the one that opened the store.
+
+        Exceptions of the primer's `related` pass.
         """
         missing: dict[str, int] = {}
         for window, known in self._windows(checked_chunks(chunks)):
@@ -218,9 +278,17 @@ class Primer:
         Returns:
             The number of captures that were stored, 0 to 2.
 
-        Raises ContextLengthError if the chunk alone is longer than the window, ConfigError if the instruction is
-        private, StoreError if the store is closed, UnsupportedCallError if the chunk-caches are a server's, and
-        RuntimeError or MemoryError if the model has no memory.
+        Raises:
+            ContextLengthError: the instruction and the chunk together have more tokens than the window. Nothing is
+                computed then.
+            ConfigError: the instruction is private, so captures after it would belong to a session.
+            UnsupportedCallError: the chunk-caches are a server's.
+            StoreError: the store is closed.
+            ForkError: this process is a fork of the one that opened the store.
+            UnsupportedModelError: a layer of a model in this process does something that its survey did not show.
+            RuntimeError, MemoryError: the model has no memory or fails; over vLLM, RuntimeError also if the engine is
+                closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         self._require_shared()
         segment = self.engine.prompts.chunk_segment(chunk)
@@ -352,8 +420,18 @@ def _tokens(window: Sequence[Segment]) -> int:
 def estimate_priming(primer: DocumentPrimer, texts: Texts) -> PrimingEstimate:
     """Estimate the work of `prime_documents`; nothing is computed. Chunks that do not fit a pass are left out.
 
-    Raises StoreError if the store is closed or cannot be read, ServerError if a server has it and fails, and
-    UnsupportedCallError for a `Primer` over a server's chunk-caches.
+    Args:
+        primer: what would prime the documents.
+        texts: id and chunks of each document; variants that several documents share count once.
+
+    Raises:
+        ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.
+        ConfigError: an item of `texts` holds something other than chunks; or a server refuses a text, cannot use its
+            store, or names a codec that is unknown here.
+        UnsupportedCallError: `primer` is a `Primer` over a server's chunk-caches.
+        StoreError: the store is closed, or its folder or catalog cannot be read.
+        ServerError: a server has the store, and does not answer or fails.
+        ForkError: this process is a fork of the one that opened the store.
     """
     engine = primer.engine
     missing: dict[str, int] = {}
@@ -379,20 +457,28 @@ def prime_documents(
     progress: Callable[[Progress], None] | None = None,
     skipped: Callable[[str], None],
 ) -> int:
-    """Prime documents one after the other, and return the number of captures.
+    """Prime documents one after the other, and return the number of captures, which are stored by then.
 
-    Chunks that are too long are not captured.
+    Chunks that are too long are not captured. What was captured before an error stays.
 
     Args:
         primer: captures them.
         texts: id and chunks of each document.
-        progress: called with the number of captures so far and in all, before the first and after each pass; None:
-            never.
-        skipped: called with a sentence about each document that has chunks that are too long.
+        progress: called with the number of captures so far and in all, before the first and after each pass with
+            captures; None: never. What it raises passes.
+        skipped: called with a sentence about each document that has chunks that are too long; what it raises passes.
 
-    Raises StoreError or ServerError if the store is closed or the server fails, ConfigError if the instruction is
-    private or a server refuses a text, UnsupportedCallError if this engine cannot prime, and RuntimeError or
-    MemoryError if the model has no memory.
+    Raises:
+        ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.
+        ConfigError: the instruction is private, or a server refuses a text or cannot use its store.
+        UnsupportedCallError: this engine cannot prime, because its chunk-caches are a server's.
+        StoreError: the store is closed.
+        ServerError: a server does not answer, asks for a key or fails.
+        ForkError: this process is a fork of the one that opened the store.
+        UnsupportedModelError: a layer of a model in this process does something that its survey did not show.
+        RuntimeError, MemoryError: the model has no memory or fails; over vLLM, RuntimeError also if the engine is
+            closed.
+        CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
     """
     fitting = {}
     for name, chunks in texts:

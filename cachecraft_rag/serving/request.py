@@ -46,7 +46,7 @@ class SegmentReport:
         return self.variant_id is not None or self.reason is Reason.PREFIX_CACHED
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values, for JSON."""
+        """Return field name → plain value, for JSON; `reason` is the text of the `Reason`."""
         return asdict(self) | {"reason": str(self.reason)}
 
     @classmethod
@@ -218,12 +218,14 @@ class RequestProgress:
 
 
 def stats_of(request: Request, progress: RequestProgress, layers: int) -> RequestStats:
-    """Return the statistics of a request so far. Raises nothing.
+    """Return the statistics of a request so far.
 
     Args:
         request: the question with its prompt.
         progress: its progress; the sums are over what it holds by now.
-        layers: number of layers of the model.
+        layers: number of layers of the model, at least 1.
+
+    Raises nothing for a prompt of an engine. Raises ZeroDivisionError for a prompt without tokens, or if `layers` is 0.
     """
     reports = progress.segment_reports()
     lengths = [len(segment.token_ids) for segment in request.prompt.segments]

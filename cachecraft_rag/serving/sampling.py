@@ -171,7 +171,9 @@ class Sampler:
     def draw(self, logits: Tensor) -> int:
         """Return the id of the next token, drawn from its logits `[vocabulary]`; with temperature 0 the likeliest.
 
-        Raises ConfigError if the answer's grammar lets it neither go on nor end.
+        Raises ConfigError if the answer's grammar lets it neither go on nor end, and torch's RuntimeError without
+        memory. With a temperature above 0, logits that hold NaN or +inf, or nothing but -inf, raise RuntimeError too;
+        with temperature 0 they raise nothing.
         """
         if self._constraint is None:
             return self._drawn(logits)

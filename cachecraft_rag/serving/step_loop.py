@@ -183,7 +183,8 @@ class StepLoop:
     def call(self, function: Callable[[], T]) -> T:
         """Call a function in the loop's thread, between two steps; wait, and return its result or raise its error.
 
-        Without a running thread it is called in the caller's.
+        Without a running thread it is called in the caller's. Raises what the function raises, and RuntimeError if the
+        thread has ended meanwhile and the system has no room for another.
         """
         if threading.current_thread() is self._thread:
             return function()
@@ -244,7 +245,10 @@ class StepLoop:
             self.call_soon(lambda: self._watchers.pop(event, None))
 
     def under_way(self, priority: Priority) -> bool:
-        """Return True if work of a priority is under way; exact in the loop's thread, elsewhere a moment old."""
+        """Return True if work of a priority is under way; exact in the loop's thread, elsewhere a moment old.
+
+        Raises nothing.
+        """
         return any(task.priority is priority for task in self._tasks)
 
     def would_join(self, rows: Sequence[int] | NDArray[np.int64]) -> bool:
@@ -275,8 +279,9 @@ class StepLoop:
     def close(self) -> None:
         """Finish the jobs and end the thread; while answers are read it lives on, and is not waited for.
 
-        Waits for jobs that are under way. A second call does nothing. Raises RuntimeError if called in the loop's own
-        thread.
+        Waits for jobs that are under way, without limit. A second call does nothing. A job that fails raises nothing
+        here: its error goes to `LoopTask.ended`. Raises RuntimeError if called in the loop's own thread while no answer
+        is under way.
         """
         answers_under_way = False
         if self._thread is not None:

@@ -46,7 +46,8 @@ class TokenQueue:
     def put(self, piece: AnswerPiece) -> None:
         """Hand over a piece, and wake the task that waits for it.
 
-        Takes no lock and never waits, also beyond `has_room`.
+        Takes no lock and never waits, also beyond `has_room`. Raises nothing but what `on_arrival` raises; a `Reader`
+        sets one that raises nothing.
         """
         self.pieces.put(piece)
         on_arrival = self.on_arrival
@@ -60,7 +61,7 @@ class TokenQueue:
     def text(self) -> str:
         """Take all pieces that have arrived, and return their text; "" if none has.
 
-        For a single reader: another may raise Empty.
+        For a single reader: if another takes a piece meanwhile, it raises `queue.Empty`.
         """
         return "".join(self.pieces.get_nowait().text for _ in range(self.pieces.qsize()))
 
@@ -125,8 +126,9 @@ class Reader(Handle, Iterator[str]):
     async def arrived(self) -> None:
         """Wait in an event loop until the next piece has arrived, or the answer has ended.
 
-        Begins the answer, if nothing was read before. Raises ForkError in a fork of the engine's process, and
-        CancelledError if the task is cancelled; errors of the answer are raised by `__next__`.
+        Begins the answer, if nothing was read before. Raises ForkError in a fork of the engine's process, RuntimeError
+        if the system has no room for the loop's thread, and CancelledError if the task is cancelled; errors of the
+        answer are raised by `__next__`.
         """
         if not self.closed:
             self._start()

@@ -8,7 +8,7 @@ in step.
 
 A variant that cannot be served is a miss with a reason. A store of another version is set aside and built again.
 A capture that cannot be written is dropped with a logged reason. Neither raises an error. Only `open` and the
-administrator's methods (`stats`, `rows`, `evict`, `check`) raise `StoreError`.
+administrator's methods (`stats`, `rows`, `evict`, `check`) raise `StoreError`; after `close` look-ups and loads do too.
 
 Needs POSIX file locks (Linux, macOS) and a local disk: SQLite's WAL does not work over network file systems.
 """

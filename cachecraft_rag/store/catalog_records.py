@@ -85,7 +85,8 @@ class RowFilter:
     def as_sql(self) -> tuple[str, list[str | float]]:
         """Return a condition on variants `v` and scopes `s`, and its parameters; "TRUE" and [] without a choice.
 
-        Of the given parts only: with `? IS NULL OR …` for the others SQLite would use no key and read every row.
+        Of the given parts only: with `? IS NULL OR …` for the others SQLite would use no key and read every row. Raises
+        nothing.
         """
         chunks = None if self.chunk_ids is None else json.dumps(self.chunk_ids)
         parts = (

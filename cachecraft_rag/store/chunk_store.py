@@ -70,7 +70,10 @@ class ChunkCacheStore(Closeable):
     """
 
     def __init__(self, root: Path, config: StoreConfig) -> None:
-        """Use `open`. Raises StoreError and ConfigError as `open` does."""
+        """Use `open`.
+
+        Raises StoreError if the folder or its catalog cannot be used, and ConfigError if the remote cannot be used.
+        """
         self.root = root
         self._home = HomeProcess("chunk-cache store")
         self._memory = Memory(
@@ -127,7 +130,14 @@ class ChunkCacheStore(Closeable):
     def open(cls, root: str | Path, config: StoreConfig | None = None, **settings: Any) -> Self:
         """Open or create the store in the folder `root`; `settings` override fields of `config`.
 
-        Raises StoreError if the folder or its catalog cannot be used, ConfigError for an unknown or invalid setting.
+        Returns:
+            The store, which is to be closed. In a folder that can be written, a store of another version is set aside,
+            and a new one is made in its place.
+
+        Raises:
+            StoreError: the folder or its catalog cannot be used.
+            ConfigError: a setting is unknown or invalid, the URL or the keys of the remote cannot be used, or a package
+                that the codec or the remote needs is not installed.
         """
         check_path("root", root)
         check_kind("config", config, StoreConfig, optional=True)
@@ -151,9 +161,23 @@ class ChunkCacheStore(Closeable):
     ) -> dict[str, list[Variant]]:
         """Return chunk id → variants: shared ones, and private ones of this session. One query, no tensors.
 
-        Every given chunk id is a key of the result. Chunks with too few variants here are looked up on the remote,
-        within its time limit. If the catalog cannot be read, the lists are empty and a warning is logged: the answer is
-        then computed without reuse. Raises StoreError only after `close`.
+        Every given chunk id is a key of the result; its list may be empty. Chunks with too few variants here are looked
+        up on the remote, within its time limit. If the catalog cannot be read or the folder is gone, a warning is
+        logged and nothing is found there: the answer is then computed without reuse. A remote that fails raises nothing
+        either.
+
+        Args:
+            namespace: the tenant.
+            fingerprint: identity of the model.
+            chunk_ids: ids of the chunks.
+            session: session whose private variants are found too; None: shared variants only.
+
+        Raises:
+            StoreError: the store is closed.
+            ForkError: this process is a fork of the one that opened the store.
+            ConfigError: `namespace` or `session` is not text, or not valid Unicode.
+            ValueError: `fingerprint` holds half a surrogate pair (UnicodeEncodeError).
+            TypeError, AttributeError: `chunk_ids` is no list of texts; not every other type is noticed.
         """
         return self.find(namespace, fingerprint, chunk_ids, session=session).variants
 
@@ -166,10 +190,31 @@ class ChunkCacheStore(Closeable):
         session: str | None = None,
         bounds: RowBounds | None = None,
     ) -> LookupResult:
-        """Look up variants, with reasons for refused ones. Raises StoreError only after `close`.
+        """Return the variants of chunks, with reasons for rows that were refused; see `lookup` for the variants.
 
-        With `bounds`, a row that does not fit the model or the chunks is refused, and removed from the catalog or the
-        remote.
+        Damaged rows are refused, and with `bounds` also rows that do not fit the model or the chunks. Refused rows are
+        removed in the background, from the remote or from a catalog that can be written. Rows of a remote that only
+        this process cannot use stay there: they have an unknown codec, or are not signed with its key.
+
+        Args:
+            namespace: the tenant.
+            fingerprint: identity of the model.
+            chunk_ids: ids of the chunks.
+            session: session whose private variants are found too; None: shared variants only.
+            bounds: limits from model and prompt; must know every given chunk. None: any row of the right form is
+                returned.
+
+        Returns:
+            `variants` maps every given chunk id to a list, which may be empty; `refused` maps a chunk id to the reason
+            why a row was refused. `remote` is the outcome of the look-up in a remote, or None if no remote was asked.
+
+        Raises:
+            StoreError: the store is closed. A catalog that cannot be read is logged and raises nothing.
+            ForkError: this process is a fork of the one that opened the store.
+            ConfigError: `namespace` or `session` is not text, or not valid Unicode.
+            ValueError: `fingerprint` holds half a surrogate pair (UnicodeEncodeError).
+            KeyError: a row was found of a chunk that `bounds` does not know.
+            TypeError, AttributeError: `chunk_ids` is no list of texts; not every other type is noticed.
         """
         self._check_open()
         check_text("namespace", namespace)
@@ -233,7 +278,11 @@ class ChunkCacheStore(Closeable):
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """Return variant id → token scores, for every given id; unknown scores if the catalog cannot be read.
 
-        Raises StoreError only after `close`.
+        Unknown scores have `inter` None. For variants of a remote the scores are those of rows that this process has
+        seen.
+
+        Raises StoreError if the store is closed, ForkError in a fork of the process that opened it, and TypeError for
+        an id that JSON cannot hold, such as bytes.
         """
         known: dict[str, TokenScores] = self._asked(
             "No token scores", lambda catalog: catalog.token_scores(variant_ids), instead={}
@@ -251,8 +300,11 @@ class ChunkCacheStore(Closeable):
     def seen_texts(self, names: Sequence[str]) -> set[str]:
         """Note that these texts were seen in prompts; return those that had been seen before.
 
-        Does nothing and returns an empty set if the folder or the catalog cannot be used. Raises StoreError only after
-        `close`.
+        Does nothing and returns an empty set if the folder cannot be written or is gone, or the catalog cannot be used.
+        The latter two are logged.
+
+        Raises StoreError if the store is closed, ForkError in a fork of the process that opened it, and ValueError
+        (UnicodeEncodeError) for a name with half a surrogate pair.
         """
         self._check_open()
         if self._durable.read_only:
@@ -271,7 +323,16 @@ class ChunkCacheStore(Closeable):
     ) -> list[MarkedText]:
         """Return the captured texts that have one of these marks; [] if there are none, or the catalog cannot be read.
 
-        Raises StoreError only after `close`.
+        They are in no order, and any field of a text may be damaged.
+
+        Args:
+            namespace: the tenant.
+            fingerprint: identity of the model.
+            marks: the marks are the keys; the values are not used.
+            session: session whose private texts are found too; None: shared texts only.
+
+        Raises StoreError if the store is closed, ForkError in a fork of the process that opened it, ValueError
+        (UnicodeEncodeError) for a text with half a surrogate pair, and TypeError for marks that JSON cannot hold.
         """
         return self._asked(
             "No text is recognised",
@@ -293,7 +354,9 @@ class ChunkCacheStore(Closeable):
     ) -> list[LoadedVariant | StoredVariant | Unavailable]:
         """Call `open_variant` for each variant, in the same order. Those on the remote are fetched concurrently.
 
-        Raises StoreError only after `close`.
+        Returns [] without variants. Pass each opened variant to `keep` or `lost` afterwards. Raises StoreError if the
+        store is closed, and ForkError in a fork of the process that opened it; a variant that cannot be served raises
+        nothing.
         """
         self._check_open()
         streams: dict[str, RemoteStream | Unavailable] = {}
@@ -309,10 +372,14 @@ class ChunkCacheStore(Closeable):
         """Return the tensor if it is in memory, otherwise the opened variant, or the reason why it cannot be served.
 
         Pass an opened variant to `keep` or `lost` afterwards. A variant whose file is missing or damaged is removed
-        from the catalog in the background. Raises StoreError only after `close`.
+        from the catalog in the background.
 
         Args:
-            stream: the payload, if its transfer from the remote has already begun.
+            variant: a variant from a look-up.
+            stream: the payload, if its transfer from the remote has already begun; or the reason why it cannot begin.
+
+        Raises StoreError if the store is closed, and ForkError in a fork of the process that opened it; a variant that
+        cannot be served raises nothing.
         """
         self._check_open()
         # Memory identifies a variant by its id only; a file carries the full identity.
@@ -370,13 +437,16 @@ class ChunkCacheStore(Closeable):
                 self._writer.keep_copy(replace(stored.variant, home="disk"), encoded)
 
     def keeps(self, stored: StoredVariant) -> bool:
-        """Return True if memory would keep this variant; otherwise the loader may release it once it is placed."""
+        """Return True if memory would keep this variant; otherwise the loader may release it once it is placed.
+
+        False if its tensor is not allocated. Raises nothing.
+        """
         return stored.kv is not None and self._memory.host.admits(stored.kv.nbytes)
 
     def lost(self, variant: Variant, why: Unavailable) -> None:
         """Record that a variant could not be read; a missing or damaged one is removed where it was found.
 
-        It is removed in the background: a failure is logged, not raised.
+        It is removed in the background. Raises nothing, also after `close`: a failure is logged.
         """
         remote = self._remote if variant.home == "remote" else None
         with self._lock:
@@ -404,7 +474,8 @@ class ChunkCacheStore(Closeable):
     def load(self, variant: Variant) -> LoadedVariant | Unavailable:
         """Return the whole tensor from memory, disk or remote (see `keep`), or the reason why it cannot be served.
 
-        Raises StoreError only after `close`.
+        Raises StoreError if the store is closed, and ForkError in a fork of the process that opened it; a variant that
+        cannot be read raises nothing.
         """
         stored = self.open_variant(variant)
         if not isinstance(stored, StoredVariant):
@@ -420,9 +491,10 @@ class ChunkCacheStore(Closeable):
         return LoadedVariant(variant.variant_id, kv, stored.tier)
 
     def read_in_background(self, job: Callable[[], None]) -> bool:
-        """Run a job on one of the reading threads. After `close` the job is dropped, and False is returned.
+        """Run a job on one of the reading threads; return True, or False if the job is dropped.
 
-        An exception of the job is logged, not raised. Raises ForkError in a forked process.
+        After `close` the job is dropped. False also if the system has no room for a thread; another reading thread may
+        then still run the job. An exception of the job is logged, not raised. Raises ForkError in a forked process.
         """
         self._home.require()
         try:
@@ -434,24 +506,31 @@ class ChunkCacheStore(Closeable):
     def put(self, capture: Capture) -> Future[Variant | Unavailable]:
         """Store a chunk-cache in the background, without waiting. The caller must not write to `capture.kv` again.
 
-        Memory holds the tensor at once, but `lookup` returns the variant only after its row is committed. The future
-        returns the stored variant, or the reason why the capture was dropped (also logged). A capture replaces an older
-        one of the same identity atomically. Raises StoreError if the tensor does not have its layout, which is a bug of
-        the caller.
+        Memory holds the tensor at once, but `lookup` returns the variant only after its row is committed. A capture
+        replaces an older one of the same identity atomically.
+
+        Returns:
+            A future of the stored variant, or of the reason why the capture was dropped (also logged). After `close`
+            all captures are dropped.
+
+        Raises:
+            StoreError: the tensor does not have its layout, which is a bug of the caller.
+            ConfigError: `capture` is no `Capture`.
+            ForkError: this process is a fork of the one that opened the store.
         """
         self._home.require()
         check_kind("capture", capture, Capture)
         return self._writer.put(capture)
 
     def count_drop(self, chunk_id: str, code: CaptureDrop, reason: str) -> None:
-        """Count and log a capture that was dropped before `put`."""
+        """Count and log a capture that was dropped before `put`. Raises nothing, also after `close`."""
         self._writer.count_drop(chunk_id, code, reason)
 
     def used(self, variant_id: str, cfo: float, tokens: int) -> None:
         """Record a use, which raises the eviction score, see `eviction.Use`.
 
-        Uses are written in batches in the background; a failure is logged, and the next batch tries again. Raises
-        ZeroDivisionError for 0 `tokens`, ForkError in a forked process.
+        Uses are written in batches in the background; a failure is logged, and the next batch tries again. After
+        `close` nothing is written. Raises ZeroDivisionError for 0 `tokens`, ForkError in a forked process.
         """
         self._home.require()
         use = Use.of(cfo, tokens)
@@ -463,8 +542,9 @@ class ChunkCacheStore(Closeable):
     def stats(self, *, ask_remote: bool = True) -> StoreStats:
         """Return sizes, budgets and counts; with `ask_remote` also the remote's sizes, which takes at most two seconds.
 
-        If the folder was deleted, its sizes are 0, and the counts of this process remain. Raises StoreError if the
-        catalog cannot be read.
+        If the folder was deleted, its sizes are 0, and the counts of this process remain. A remote that does not answer
+        raises nothing: its sizes are None. Raises StoreError if the catalog cannot be read or the store is closed, and
+        ForkError in a fork of the process that opened it.
         """
         self._home.require()
         totals = Totals(0, 0, 0, 0) if self._gone() else self._durable.catalog.totals()
@@ -509,10 +589,19 @@ class ChunkCacheStore(Closeable):
     def rows(
         self, chosen: RowFilter | None = None, *, offset: int = 0, limit: int = 100
     ) -> list[Listed]:
-        """Return a page of all variants, private ones too, highest eviction score first.
+        """Return a page of all variants, private ones too, highest eviction score first; [] after the last one.
 
-        Raises StoreError if the folder or the catalog cannot be read, ConfigError for a negative `offset` or a `limit`
-        below 1.
+        Damaged rows are left out.
+
+        Args:
+            chosen: which rows; None: all.
+            offset: number of rows before the page.
+            limit: most rows of the page.
+
+        Raises:
+            StoreError: the store is closed, its folder is gone, or its catalog cannot be read.
+            ConfigError: `offset` is negative, `limit` is below 1, or `chosen` is no `RowFilter`.
+            ForkError: this process is a fork of the one that opened the store.
         """
         check_kind("chosen", chosen, RowFilter, optional=True)
         check_whole("offset", offset)
@@ -525,8 +614,22 @@ class ChunkCacheStore(Closeable):
     ) -> Evicted:
         """Remove the chosen variants: all, or those with the lowest scores until the files have `down_to_bytes` bytes.
 
-        Raises ConfigError for a negative `down_to_bytes`, and without it for a filter that chooses by nothing;
-        StoreError if the folder is gone or the catalog cannot be written.
+        Captures of the chosen chunk ids that engines are storing end first, so that they are not stored again.
+
+        Args:
+            chosen: which variants; None: any.
+            down_to_bytes: bytes that all files of the store may have afterwards; None: all chosen variants are removed.
+
+        Returns:
+            The number of the variants that were removed, and their bytes on disk; both 0 if none was chosen.
+
+        Raises:
+            ConfigError: `down_to_bytes` is negative, `chosen` is no `RowFilter`, or there is neither `down_to_bytes`
+                nor a filter that chooses by something.
+            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
+            ForkError: this process is a fork of the one that opened the store.
+
+        Exceptions of the functions in `before_removal` pass.
         """
         check_kind("chosen", chosen, RowFilter, optional=True)
         check_whole("down_to_bytes", down_to_bytes, optional=True)
@@ -549,8 +652,19 @@ class ChunkCacheStore(Closeable):
     ) -> CheckReport:
         """Compare rows and files, read every byte, and report flaws; with `repair` fix them.
 
-        Safe while other processes read and write: files that a running writer uses are skipped. `progress` is called
-        after each row. Raises StoreError if the catalog or the folder cannot be read, or with `repair` not be written.
+        Safe while other processes read and write: files that a running writer uses are skipped.
+
+        Args:
+            repair: remove what is damaged or left over.
+            progress: called after each row; None: never.
+
+        Returns:
+            The report; without flaws its `findings` are empty.
+
+        Raises:
+            StoreError: the store is closed; the folder is gone; the catalog or the folder cannot be read, or with
+                `repair` not be written; or `progress` raised OSError. Other exceptions of `progress` pass.
+            ForkError: this process is a fork of the one that opened the store.
         """
         self._require_folder()
         try:
@@ -565,9 +679,9 @@ class ChunkCacheStore(Closeable):
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all captures and uses so far are written, and sent to the remote or dropped there.
 
-        Returns True then, and False after `timeout` seconds; None waits without limit. A capture that could not be
-        written does not raise here: `put` returns its future. Raises ConfigError for a `timeout` below 0 or above a
-        million.
+        Returns True then, and False after `timeout` seconds; None waits without limit. After `close` it returns True. A
+        capture that could not be written does not raise here: `put` returns its future. Raises ConfigError for a
+        `timeout` below 0 or above a million, and ForkError in a fork of the process that opened the store.
         """
         self._home.require()
         check_number("timeout", timeout, most=MOST_SECONDS, optional=True)
@@ -580,7 +694,8 @@ class ChunkCacheStore(Closeable):
     def close(self) -> None:
         """Write waiting captures and uses, then close; a second call does nothing. A remote gets `close_timeout_s`.
 
-        What cannot be written is dropped, with a warning in the log and no error. In a forked process it does nothing.
+        Waits without limit for what is being written. What cannot be written is dropped, with a warning in the log and
+        no error. In a forked process it does nothing. Raises nothing.
         """
         # a fork has no waiting captures, and the files belong to its parent
         if not self._home.here:

@@ -396,11 +396,11 @@ def _is_full(error: sqlite3.Error) -> bool:
 
 
 def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
-    """A connection to a file that this user cannot change, in a folder that may not be written either.
+    """Return a connection to a file that this user cannot change, in a folder that may not be written either.
 
     Where SQLite's helper files are there, another process may be writing: the file is then read along with them. Where
-    they are not, and cannot be made, no process has it open, and it is read as it lies there. Raises sqlite3.Error
-    if the file cannot be opened or read.
+    they are not, and cannot be made, no process has it open, and it is read as it lies there. Raises sqlite3.Error if
+    the file cannot be opened or read, and OSError if the system refuses to look at its journal.
     """
     place = path.absolute().as_uri()
     connect = partial(

@@ -188,9 +188,17 @@ class DurableVariants:
     ) -> Unavailable | None:
         """Store a variant, and evict others if needed; return None, or the reason why it cannot be stored.
 
-        `extra_variant`: see `types.captures.Capture`.
+        Reasons are a read-only or deleted folder, a size beyond the whole byte budget, no room because of other
+        writers, and a chunk that was removed meanwhile.
 
-        Raises OSError or StoreError if the disk or the catalog fails; then no file is left.
+        Args:
+            variant: the variant.
+            encoded: its header and blocks.
+            token_scores: its token scores.
+            extra_variant: see `types.captures.Capture`.
+
+        Raises OSError or StoreError if the disk or the catalog fails; then its file is deleted, now or, if that
+        fails, when the store is opened next.
         """
         if self.read_only:
             return Unavailable(variant.variant_id, CaptureDrop.READ_ONLY, "the store is read-only")

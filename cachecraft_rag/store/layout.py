@@ -158,8 +158,8 @@ class Header:
     def decode(cls, raw: bytes) -> Header:
         """Decode the bytes of `encode`; unknown fields are ignored.
 
-        Raises ValueError with the reason unless this version encodes the same header as exactly `raw`, ConfigError for
-        an unknown codec.
+        Raises ValueError with the reason unless this version encodes the same header as exactly `raw`, also if the
+        codec is unknown or not installed; never ConfigError, which is a ValueError too.
         """
         try:
             metadata = json.loads(raw[8:])["__metadata__"]
@@ -215,7 +215,10 @@ class Encoded:
 def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
     """Return header and blocks of `kv` `[layers, 2, tokens, kv_heads, head_dim]`, contiguous and on the CPU.
 
-    Raises ConfigError if the codec is unknown or not installed, ValueError if it cannot encode the values.
+    Raises:
+        ConfigError: the codec is unknown or not installed.
+        ValueError: the codec cannot encode the values, or `variant` and `layout` contradict each other.
+        RuntimeError: of torch, if there is no memory or `kv` is not contiguous.
     """
     codec = codec_named(variant.codec)
     blocks = tuple(
@@ -450,7 +453,10 @@ def open_source(source: ByteSource, variant: Variant) -> StoredVariant | Unavail
 
 
 def unreadable(variant_id: str, error: Exception) -> Unavailable:
-    """Return the miss for an exception of `StoredVariant`: damage is permanent, an error of the system may pass."""
+    """Return the miss for an exception of `StoredVariant`: damage is permanent, an error of the system may pass.
+
+    Raises nothing.
+    """
     if isinstance(error, ValueError):
         return Damaged(variant_id, LoadFailure.DAMAGED, str(error))
     if isinstance(error, MemoryError):
@@ -460,7 +466,10 @@ def unreadable(variant_id: str, error: Exception) -> Unavailable:
 
 
 def longest_header(variant: Variant, layout: KVLayout) -> int:
-    """Return an upper bound of the header's bytes. Raises ConfigError for an unknown codec."""
+    """Return an upper bound of the header's bytes.
+
+    Raises ConfigError if the codec is unknown or not installed, and ValueError for a variant without tokens.
+    """
     codec = codec_named(variant.codec)
     sums = ((0,) * len(extents(codec, layout, variant.tokens)),) * layout.layers
     known = codec.block_bytes(layout, variant.tokens) is not None
@@ -473,7 +482,10 @@ def longest_header(variant: Variant, layout: KVLayout) -> int:
 
 
 def longest_payload(variant: Variant, layout: KVLayout) -> int:
-    """Return an upper bound of all bytes, header and blocks. Raises ConfigError for an unknown codec."""
+    """Return an upper bound of all bytes, header and blocks.
+
+    Raises ConfigError if the codec is unknown or not installed, and ValueError for a variant without tokens.
+    """
     blocks = layout.layers * codec_named(variant.codec).most_bytes(layout, variant.tokens)
     return longest_header(variant, layout) + blocks
 

@@ -58,7 +58,8 @@ class RowBounds:
     def flaw(self, variant: Variant) -> str:
         """Return the reason why this variant cannot belong to this model, or "".
 
-        Another tokenisation is not a flaw: the planner ignores such a variant.
+        Another tokenisation is not a flaw: the planner ignores such a variant. Raises KeyError if `segments` lacks its
+        chunk.
         """
         tokens, tokens_digest = self.segments[variant.key.chunk_id]
         prefix = variant.key.origin_prefix
@@ -80,7 +81,10 @@ class RowBounds:
 
 
 def row_error(variant: Variant) -> str:
-    """Return why the row is invalid, or "" if it is valid. Every look-up checks every row, so this is fast."""
+    """Return why the row is invalid, or "" if it is valid. Every look-up checks every row, so this is fast.
+
+    Fields of a wrong type raise nothing: they are a reason too.
+    """
     key = variant.key
     tokens = variant.tokens
     nbytes = variant.nbytes
@@ -119,7 +123,10 @@ def row_error(variant: Variant) -> str:
 
 
 def scores_are_wrong(scores: TokenScores, tokens: int) -> bool:
-    """Return True if token scores are not `[tokens]`, or not valid attention: from 0 to the number of tokens."""
+    """Return True if token scores are not `[tokens]`, or not valid attention: from 0 to the number of tokens.
+
+    False if there are no scores. Raises ValueError for scores of 0 tokens.
+    """
     inter = scores.inter
     if inter is None:
         return False

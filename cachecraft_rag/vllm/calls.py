@@ -192,7 +192,8 @@ class Serving(Calls):
     def close(self) -> None:
         """End vLLM's processes; the readers of requests under way get CancelledError. A second call does nothing.
 
-        Raises TimeoutError if vLLM has not ended after 30 seconds, and vLLM's own exceptions.
+        Raises TimeoutError if vLLM has not ended after 30 seconds, and vLLM's own exceptions; the event loop's thread
+        then stays, and a second call does not try again.
         """
         if self._closed:
             return

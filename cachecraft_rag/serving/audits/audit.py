@@ -77,9 +77,10 @@ class Audit:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make an audit from the values of `as_dict`.
+        """Make an audit from the values of `as_dict`; values that can be computed from others are ignored.
 
-        Raises KeyError, TypeError, ValueError or OverflowError (an infinite number) for other values.
+        Raises KeyError if a value is missing, and TypeError, ValueError or OverflowError (an infinite number) for
+        invalid values, such as fewer than 1 token or more differences than tokens.
         """
         tokens = int(values["tokens"])
         differences = tuple(int(place) for place in values["differences"])
@@ -127,7 +128,10 @@ class Audit:
 
     @property
     def agreement(self) -> float:
-        """`agreeing` divided by the number of audited tokens: 0 to 1."""
+        """`agreeing` divided by the number of audited tokens: 0 to 1.
+
+        Raises ZeroDivisionError for an audit of 0 tokens, which `from_dict` refuses.
+        """
         return self.agreeing / self.tokens
 
     @property
@@ -136,7 +140,11 @@ class Audit:
         return self.differences[0] if self.differences else None
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values, for JSON."""
+        """Return field name → plain value, for JSON, and with them `agreement`, `is_same` and `first_difference`.
+
+        `text` is a dict of the fields of `AuditText`, or None. Raises ZeroDivisionError for an audit of 0 tokens, which
+        `from_dict` refuses.
+        """
         derived = {
             "agreement": self.agreement,
             "is_same": self.is_same,

@@ -84,7 +84,14 @@ class AuditLog:
         self._database.close()
 
     def add(self, namespace: str, fingerprint: str, audit: Audit) -> None:
-        """Store a result, and remove the oldest ones beyond the limit. Raises StoreError if it cannot be written."""
+        """Store a result, and remove the oldest ones beyond the limit.
+
+        Raises:
+            StoreError: the file cannot be written, stays locked for the busy timeout, or was closed.
+            ValueError: `namespace`, `fingerprint`, or a name in the result such as its request id holds half a
+                surrogate pair.
+            OverflowError: a number of the result has more than 63 bits.
+        """
         row = (
             audit.request_id,
             audit.created,
@@ -111,7 +118,9 @@ class AuditLog:
     ) -> list[Audit]:
         """Return at most `limit` results (-1: all), the latest first, of one namespace and model; with None: of all.
 
-        The list is empty if there are none. Damaged rows are left out. Raises StoreError if the file cannot be read.
+        The list is empty if there are none. Damaged rows are left out. Raises StoreError if the file cannot be read or
+        was closed, ValueError if `namespace` or `fingerprint` holds half a surrogate pair, and OverflowError for a
+        `limit` of more than 63 bits.
         """
         asked = {"namespace": namespace, "fingerprint": fingerprint, "limit": limit}
         with self._database.reading() as connection:
@@ -132,7 +141,8 @@ def audits_in(
         fingerprint: only results of the model with this fingerprint; None: of all.
         limit: most results; -1: all.
 
-    Raises StoreError if the file is damaged or cannot be read.
+    Raises StoreError if the file is damaged, of another version or cannot be read, ValueError if `namespace` or
+    `fingerprint` holds half a surrogate pair, and OverflowError for a `limit` of more than 63 bits.
     """
     if not os.path.isfile(folder / AUDIT_FILE):
         return []

@@ -114,7 +114,8 @@ class Auditor:
         """Return an empty object that takes up the predictions of an answer; None if the answer is not to be audited.
 
         The request's random id decides which share of the answers is audited. None too for answers with a grammar (the
-        predictions compared are those without it), without reuse, and after `close`. Raises nothing.
+        predictions compared are those without it), without reuse, and after `close`. Raises nothing, except ValueError
+        for an id that does not begin with hexadecimal digits; `Request` makes no such id itself.
         """
         if (
             not self.config.share
@@ -185,7 +186,7 @@ class Auditor:
             self._give_up(AuditDrop.REMOVED)
 
     def running(self, chunk_ids: Collection[str]) -> bool:
-        """Return True if an audit is under way and its prompt has at least one of these chunks."""
+        """Return True if an audit is under way and its prompt has at least one of these chunks. Raises nothing."""
         return self._running is not None and _holds(self._running, set(chunk_ids))
 
     def close(self) -> None:

@@ -159,7 +159,10 @@ class RatioController:
                 self.add(ratio, tokens=tokens, agreeing=agreeing)
 
     def choice(self) -> tuple[float, str]:
-        """Return the recompute ratio of the next answer, and a sentence with the reason. Any thread may call this."""
+        """Return the recompute ratio of the next answer, and a sentence with the reason. Any thread may call this.
+
+        The sentence is such as "r = 0.15: not audited yet, target 0.98". Raises nothing.
+        """
         place = self._place
         return self._ratios[place], self._reason(place)
 

@@ -32,7 +32,16 @@ class Predictions:
 
     @torch.inference_mode()
     def note(self, logits: Tensor) -> None:
-        """Note the prediction for the next token, from its logits `[vocabulary]`; keeps the `KEPT` likeliest tokens."""
+        """Note the prediction for the next token: its likeliest token, and the `KEPT` likeliest with probabilities.
+
+        The tensors stay on the device of the logits. Of a vocabulary with fewer than `KEPT` tokens all are noted.
+
+        Args:
+            logits: `[vocabulary]`, of any floating dtype. Some logits of another shape are noted too, and spoil what
+                `stacked` returns.
+
+        Raises IndexError for a vocabulary without tokens, and torch's RuntimeError without memory.
+        """
         logits = logits.float()
         highest = logits.topk(min(KEPT, len(logits)))
         self.likeliest.append(logits.argmax())  # of equal logits `topk` may put another one first
@@ -42,11 +51,14 @@ class Predictions:
     def stacked(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return what was noted at the places `begin` to `end - 1`, as tensors on the CPU.
 
+        Places where nothing was noted are left out.
+
         Returns:
             The likeliest token ids, int64 `[places]`; the ids of the `KEPT` likeliest tokens, int64 `[places, KEPT]`;
-            and their log-probabilities, float32 `[places, KEPT]`.
+            and their log-probabilities, float32 `[places, KEPT]`. A vocabulary with fewer tokens takes the place of
+            `KEPT`.
 
-        Raises torch's RuntimeError if nothing was noted at these places.
+        Raises torch's RuntimeError if nothing was noted at any of these places, or without memory.
         """
         likeliest = torch.stack(self.likeliest[begin:end]).cpu()
         return (
@@ -79,14 +91,17 @@ def compare(predictions: Predictions, logits: Tensor, *, begin: int) -> list[Com
     than the divergence over the whole vocabulary (the data-processing inequality).
 
     Args:
-        predictions: what was predicted with reuse; must reach as far as `logits`.
-        logits: `[places, vocabulary]` of full prefill at the places from `begin` on, at least one place.
+        predictions: what was predicted with reuse; must reach as far as `logits`. If it reaches a single place beyond
+            `begin` only, that place is compared with all of `logits`, without an error.
+        logits: `[places, vocabulary]` of full prefill at the places from `begin` on, at least one place; of the same
+            vocabulary.
         begin: first place, counted from 0.
 
     Returns:
         The comparison of each place, in order.
 
-    Raises torch's RuntimeError if fewer places were noted than `logits` has.
+    Raises torch's RuntimeError if nothing was noted from `begin` on, if `logits` has no place or more places than were
+    noted (two or more), if its vocabulary is too small for the noted ids, or without memory.
 
     >>> reuse = Predictions()
     >>> reuse.note(torch.tensor([0.0, 1.0, 0.0]))
@@ -133,7 +148,10 @@ def compare_likeliest(reuse: LikeliestTokens, full: LikeliestTokens) -> Compared
 
     The divergence is taken over the tokens known of both, and all other tokens together. Like `compare`'s it is never
     more than the divergence over the whole vocabulary. If reuse's likeliest token is not among those known of full
-    prefill, the margin is taken to the least likely one of these, and so a little less than the true margin.
+    prefill, the margin is taken to the least likely one of these, and so a little less than the true margin. Raises,
+    for a `full` that lacks what its class promises: KeyError if its likeliest token is not among those known, and
+    ValueError if none is known; both only if the likeliest tokens differ. `kl` is infinite where reuse gives a token
+    the probability 0 and full prefill does not.
 
     >>> reuse = LikeliestTokens(5, {5: math.log(0.5), 6: math.log(0.25)})
     >>> full = LikeliestTokens(6, {5: math.log(0.25), 6: math.log(0.5)})

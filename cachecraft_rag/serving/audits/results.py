@@ -98,7 +98,14 @@ class AuditResults:
         return self.controller.choice() if self.controller is not None and is_open else None
 
     def with_ratio(self, request: Request, asked: ReuseConfig) -> Request:
-        """Return a request with the `chosen_ratio` for the settings that were asked for, or else the request itself."""
+        """Return a request with the `chosen_ratio` for the settings that were asked for, or else the request itself.
+
+        With a chosen ratio it is a copy, whose `quality` holds the reason. Raises nothing.
+
+        Args:
+            request: the request.
+            asked: the settings of reuse that the caller asked for, before calibration.
+        """
         chosen = self.chosen_ratio(asked)
         if chosen is None:
             return request
@@ -124,9 +131,10 @@ class AuditResults:
         self._metrics.add(audit)
 
     def write(self, audit: Audit) -> None:
-        """Write a result to disk. Raises nothing if it cannot be written: the result is lost, and a warning is logged.
+        """Write a result to disk. If it cannot be written, raises nothing: it is lost, and a warning is logged.
 
-        After `close`, and once the store's folder is gone, nothing is written.
+        After `close`, and once the store's folder is gone, nothing is written. Raises ValueError for a result with half
+        a surrogate pair in a name such as its request id, and OverflowError for one with a number of more than 63 bits.
         """
         with self._log_lock:
             try:
@@ -141,11 +149,15 @@ class AuditResults:
                 logger.log(level, "The result of an audit was not stored: %s", error)
 
     def drop(self, reason: AuditDrop) -> None:
-        """Count an answer that is not audited, by reason. Only for an engine that audits, see `keep`."""
+        """Count an answer that is not audited, by reason.
+
+        Only for an engine that audits: without a share of answers to audit there are no metrics, and it raises
+        AttributeError.
+        """
         self._metrics.drop(reason)
 
     def close(self) -> None:
-        """Close the file of results; later results stay in memory only. A second call does nothing."""
+        """Close the file of results; later results stay in memory only. A second call does nothing. Raises nothing."""
         with self._log_lock:
             self._log_closed = True
             if self._log is not None:

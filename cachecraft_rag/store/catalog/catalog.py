@@ -166,10 +166,15 @@ class Catalog:
         session: str | None = None,
         payload: Payload = NOTHING,
     ) -> tuple[dict[str, list[Variant]], list[DamagedRow]]:
-        """Variants of the chunks, each with this `payload`, by chunk id; and the damaged rows of these chunks.
+        """Return chunk id → variants of the chunks, each with this `payload`; and the damaged rows of these chunks.
 
         Shared variants and those private to exactly that session. Every asked chunk id is a key of the first part; its
-        list is empty if nothing is stored. Raises StoreError if the catalog cannot be read.
+        list is empty if nothing is stored.
+
+        Raises:
+            StoreError: the catalog cannot be read or is closed.
+            ValueError: `namespace`, `fingerprint` or `session` holds half a surrogate pair (UnicodeEncodeError).
+            TypeError: a chunk id cannot be hashed, or JSON cannot hold it, such as bytes.
         """
         found: dict[str, list[Variant]] = {chunk_id: [] for chunk_id in chunk_ids}
         damaged: list[DamagedRow] = []

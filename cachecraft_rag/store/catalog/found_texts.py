@@ -52,7 +52,8 @@ class FoundTexts:
         """Note that these texts were seen; return those that had been seen before.
 
         `names` are digests that stand for texts, see `prompt.unmarked.candidates_of`. `MOST_SEEN` are remembered.
-        Raises StoreError if the catalog cannot be written.
+        Raises StoreError if the catalog cannot be written. Raises ValueError (UnicodeEncodeError) for a name with half
+        a surrogate pair.
         """
         with self._db.writing() as connection:
             insert = "INSERT OR IGNORE INTO seen_texts (name) VALUES (?)"
@@ -65,7 +66,8 @@ class FoundTexts:
         """Note a mark of a captured text and its place in it, see `Capture.mark`; replaces an earlier place.
 
         Does nothing if no chunk-cache of this namespace and fingerprint was ever stored. Raises StoreError if the
-        catalog cannot be written.
+        catalog cannot be written. Raises ValueError (UnicodeEncodeError) for a text with half a surrogate pair, and
+        OverflowError for a number of more than 63 bits.
         """
         with self._db.writing() as connection:
             number, place = mark
@@ -83,7 +85,8 @@ class FoundTexts:
     ) -> list[MarkedText]:
         """Return the captured texts that have one of these marks, in no order, as far as this session may see them.
 
-        Empty if there are none. Raises StoreError if the catalog cannot be read.
+        Empty if there are none. Raises StoreError if the catalog cannot be read. Raises ValueError (UnicodeEncodeError)
+        for a text with half a surrogate pair, and TypeError for marks that JSON cannot hold.
         """
         with self._db.reading() as connection:
             given = {

@@ -79,7 +79,7 @@ def pack_ids(ids: Sequence[str]) -> bytes | str:
 
 
 def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
-    """The inverse of `pack_ids`. Raises ValueError, TypeError or RecursionError for damaged text."""
+    """Return the ids that `pack_ids` has packed. Raises ValueError, TypeError or RecursionError for damaged text."""
     if isinstance(packed, str):
         return tuple(json.loads(packed))
     text = packed.hex()
@@ -105,7 +105,7 @@ def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow
 
 
 def sum_of(namespace: str, fingerprint: str, row: CatalogRow) -> int:
-    """xxh3 of everything that never changes in a row, as SQLite's signed integer.
+    """Return the xxh3 of everything that never changes in a row, as SQLite's signed integer.
 
     Raises TypeError, ValueError, AttributeError or struct.error for a column of the wrong kind.
     """
@@ -137,7 +137,7 @@ def sum_of_scores(inter: bytes | None) -> int:
 def variant_of_row(
     namespace: str, fingerprint: str, row: CatalogRow, payload: Payload = NOTHING
 ) -> Variant:
-    """The variant of a row; `payload` holds the look-up's facts about its bytes.
+    """Return the variant of a row; `payload` holds the look-up's facts about its bytes.
 
     Raises ValueError when the row is not as it was written.
     """

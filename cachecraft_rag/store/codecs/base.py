@@ -30,7 +30,7 @@ class BlockPart:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Number of its bytes. Raises KeyError for a `dtype` that no codec uses."""
         return _WIDTHS[self.dtype] * math.prod(self.shape)
 
 

@@ -33,7 +33,10 @@ class Raw(Codec):
         return tuple(slice(token * (half + start), token * (half + stop)) for half in (0, tokens))
 
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
-        """Return the memory of `kv` `[2, tokens, kv_heads, head_dim]` as uint8 `[bytes]`: a view, no copy."""
+        """Return the memory of `kv` `[2, tokens, kv_heads, head_dim]` as uint8 `[bytes]`: a view, no copy.
+
+        Raises torch's RuntimeError if `kv` is not contiguous; no values are refused.
+        """
         import torch
 
         return kv.view(-1).view(torch.uint8)

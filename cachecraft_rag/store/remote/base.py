@@ -86,14 +86,21 @@ class Backend(Protocol):
     """
 
     async def lookup(self, places: Sequence[str]) -> list[dict[str, bytes]]:
-        """Return name → row for each place, in as few round trips as possible.
+        """Return name → row for each place, in the order of the places, in as few round trips as possible.
 
-        If a place has more than `MOST_VARIANTS` rows or `LONGEST_ROWS` bytes of rows, some are left out: engines never
-        write that many. A place without rows has an empty dictionary. Raises OSError if the server fails.
+        If a place has more than `MOST_VARIANTS` rows or `LONGEST_ROWS` bytes of rows, some or all are left out: engines
+        never write that many. A place without rows has an empty dictionary. Entries without a payload are left out.
+
+        Raises OSError if the server fails; a shared folder that has vanished counts as that.
         """
 
     async def names(self, place: str) -> list[str]:
-        """Return the names of the entries in a place, [] if it has none. Raises OSError if the server fails."""
+        """Return the names of the complete entries in a place, [] if it has none.
+
+        An entry is complete if it has both a row and a payload. Names include the place, as those of `lookup` do, and
+        are in no order. Of a place with more rows than `lookup` accepts, some or all may be left out. Raises OSError if
+        the server fails.
+        """
 
     def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
         """Yield the payload of an entry in order, in pieces of about PIECE_BYTES; nothing if the entry is missing.
@@ -111,7 +118,10 @@ class Backend(Protocol):
         """Remove an entry, if it exists. Raises OSError if the server fails."""
 
     async def usage(self) -> Usage:
-        """Count the entries on the server. Raises OSError if the server fails."""
+        """Return the number of complete entries on the server, the bytes of all payloads, and its limit, if any.
+
+        Raises OSError if the server fails.
+        """
 
     async def probe(self) -> None:
         """Send the cheapest request that the server answers. Raises OSError if it does not."""

@@ -174,13 +174,20 @@ class RemoteConfig:
         return shown_url(self.url)
 
     def hide(self, error: object) -> str:
-        """Return a library's message without the secrets of the URL."""
+        """Return a library's message, any object, as text without the secrets of the URL.
+
+        A message that may hold parts of them is replaced by a note, see `hidden`.
+        """
         return hidden(str(error), self.url)
 
     def keys(self) -> tuple[bytes, ...]:
-        """Return the accepted keys, of which the first one signs; none if the remote is not signed.
+        """Return the accepted keys, of which the first one signs; `()` if the remote is not signed.
 
-        Raises ConfigError if a key is empty or too short, or if the file cannot be read. The message never holds a key.
+        Each key is the UTF-8 bytes of its text, without white space around it. `key` goes before `key_file`. The
+        environment counts only if neither is given.
+
+        Raises ConfigError if a key is empty, has fewer than 16 characters or some that cannot be printed; or if the
+        file cannot be read, is longer than 64 KiB, is not text, or holds no key. The message never holds a key.
         """
         key = self.key
         path = self.key_file
@@ -207,9 +214,10 @@ class RemoteConfig:
 
 
 def keys_in(path: Path) -> list[str]:
-    """Return the keys in a file, one per line, in order.
+    """Return the keys in a file, one per line, in order, without white space around them; at least one.
 
-    Raises ConfigError if the file cannot be read, is too long or not text, or holds no key.
+    Raises ConfigError if the file cannot be read, is longer than 64 KiB or not text, or holds no key. The keys
+    themselves are not checked.
     """
     try:
         with path.open("rb") as file:

@@ -105,7 +105,10 @@ class ObjectBackend:
             return b""
 
     async def names(self, place: str) -> list[str]:
-        """Return the names of the entries in a place, [] if it has none. Raises OSError if the server fails."""
+        """Return the names of the complete entries in a place, [] if it has none, also if a shared folder has vanished.
+
+        They are not limited in number. Raises OSError if the server fails.
+        """
         return [name for name, entry in (await self._list(place)).items() if len(entry) == 2]
 
     async def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
@@ -178,7 +181,10 @@ class ObjectBackend:
                 await self._answer(self._ask(obstore.delete_async, f"{name}.{kind}"))
 
     async def usage(self) -> Usage:
-        """List and count the entries, without a budget except in a folder. Raises OSError if the server fails."""
+        """Return the number of complete entries, the bytes of their payloads, and the budget of a folder, else None.
+
+        All entries are listed. Raises OSError if the server fails.
+        """
         whole = [entry for entry in (await self._list("")).values() if len(entry) == 2]
         budget = None if self._folder is None else self._config.budget_bytes or _FOLDER_BYTES
         return Usage(len(whole), sum(entry["cache"]["size"] for entry in whole), budget)

@@ -68,9 +68,11 @@ class RedisBackend:
         self._lookup = self._redis.register_script(_LOOKUP)
 
     async def lookup(self, places: Sequence[str]) -> list[dict[str, bytes]]:
-        """Return name → row for each place, in one round trip. Rows without a payload are removed on the server.
+        """Return name → row for each place, in their order and in one round trip.
 
-        Raises OSError if the server fails, as TimeoutError if it is too slow.
+        Rows without a payload are removed on the server. A place with more than 64 rows, or than
+        `RemoteConfig.variants_per_chunk` if that is more, has an empty dictionary; rows beyond 4 MiB of a place are
+        left out. Raises OSError if the server fails, as TimeoutError if it is too slow.
         """
         most = max(MOST_VARIANTS, self._config.variants_per_chunk)
         answer = await self._answer(
@@ -85,7 +87,12 @@ class RedisBackend:
         ]
 
     async def names(self, place: str) -> list[str]:
-        """Return the names of the entries in a place, [] if it has none. Raises OSError if the server fails."""
+        """Return the names of the complete entries in a place, [] if it has none.
+
+        Rows without a payload are removed on the server. [] also for a place with more than 64 rows, or than
+        `RemoteConfig.variants_per_chunk` if that is more. Raises OSError if the server fails, as TimeoutError if it is
+        too slow.
+        """
         (rows,) = await self.lookup([place])
         return list(rows)
 
@@ -134,7 +141,10 @@ class RedisBackend:
             await self._answer(both.execute())
 
     async def usage(self) -> Usage:
-        """Count the entries; `maxmemory` is the budget, None without one. Raises OSError if the server fails."""
+        """Return the number of payloads that have a row, the bytes of all payloads, and `maxmemory`, None without one.
+
+        Raises OSError if the server fails, as TimeoutError if it is too slow.
+        """
 
         async def ask() -> Usage:
             start = f"{self._prefix}data/"

@@ -53,7 +53,10 @@ class Row:
     token_scores: TokenScores
 
     def encode(self) -> bytes:
-        """Return the bytes of the row, without a signature."""
+        """Return the bytes of the row, without a signature.
+
+        Raises TypeError or ValueError for fields that JSON cannot hold, and struct.error if `created` is not a number.
+        """
         variant = self.variant
         values = {
             "layout_version": LAYOUT_VERSION,
@@ -69,7 +72,10 @@ class Row:
 
 
 def name_of(variant: Variant) -> str:
-    """Return the name of row and payload. It includes `created`, so an old row never refers to a newer payload."""
+    """Return the name of row and payload. It includes `created`, so an old row never refers to a newer payload.
+
+    Raises struct.error if `created` is not a number.
+    """
     return f"{place_of(variant.key)}/{variant.variant_id}-{created_hex(variant.created)}"
 
 
@@ -83,7 +89,10 @@ def framed(created: bytes, text: bytes, signature: bytes = b"") -> bytes:
 
 
 def unframed(raw: bytes) -> tuple[bytes, bytes, bytes]:
-    """Take apart a row of `framed`. Raises ValueError if the checksum is wrong."""
+    """Take apart a row of `framed`: return `created`, the JSON, and the signature, b"" without one.
+
+    Raises ValueError if the checksum is wrong.
+    """
     if xxhash.xxh3_64_hexdigest(raw[32:]).encode("ascii") != raw[16:32]:
         raise ValueError("row damaged: checksum")
     text, _, signature = raw[32:].partition(b"\n")

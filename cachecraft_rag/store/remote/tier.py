@@ -104,8 +104,11 @@ class RemoteTier(Closeable):
         """Look up shared variants of these chunks within `bounds`; waits at most `config.lookup_limit_s`.
 
         The result includes reasons for refused rows. These are removed from the remote, except those without a valid
-        signature: an engine with a wrong key must not empty the remote for others. Raises nothing for a remote that is
-        closed, fails or is too slow: the lists are empty, and `remote` of the result says why.
+        signature: an engine with a wrong key must not empty the remote for others. Every given chunk id is a key of
+        `variants`.
+
+        Raises nothing for a remote that is closed, fails or is too slow: the lists are empty, and `remote` of the
+        result says why. Raises KeyError if a row was found of a chunk that `bounds` does not know.
         """
         places = {
             chunk_id: place_of(VariantKey(namespace, fingerprint, chunk_id, ()))

@@ -84,7 +84,16 @@ class PredictedAnswer:
     def note(self, tokens: Sequence[int], logprobs: Sequence[Mapping[int, TokenLogprob]]) -> None:
         """Note new tokens, and the log-probabilities in the place of each.
 
-        Tokens beyond the first 256 of an answer, and tokens without log-probabilities, are left out.
+        Tokens beyond the first 256 of an answer are left out, and so are the last tokens if `logprobs` has fewer
+        entries.
+
+        Args:
+            tokens: ids of the new tokens.
+            logprobs: for each token, token id → log-probability of the likeliest tokens in its place; none may be
+                empty.
+
+        Raises ValueError if an entry of `logprobs` is empty. Its token is noted then and its place is not, so the
+        object must not be used further.
         """
         for token, entries in zip(tokens, logprobs, strict=False):
             if len(self.tokens) == MOST_TOKENS:

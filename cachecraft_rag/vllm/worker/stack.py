@@ -120,11 +120,17 @@ class WorkerStack:
     def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
         """Return cos and sin of one of the model's own rotary modules at these positions, each `[rows, rotary_dim]`.
 
-        The table of layers that do not rotate has a rotary_dim of 0.
+        They are in the stack's dtype and on its device, and fit heads whose dimensions are in the order of all models.
+        The table of layers that do not rotate has a rotary_dim of 0: both results are `[rows, 0]`.
 
         Args:
-            positions: int64 `[rows]`.
+            positions: int64 `[rows]` on the stack's device, below the length of the module's table if it has one.
             kind: number of the table, one of `rotary_kinds`.
+
+        Raises:
+            IndexError: no table has the number `kind`; on a CPU also if a position is beyond the module's table. On a
+                GPU that is an error of the device, which a later call raises as torch's RuntimeError.
+            SurveyError: the module does not give cos and sin; the constructor has refused such a model.
         """
         return self._tables[kind].tables(positions, self.dtype)
 
