@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
 DTYPE = "bfloat16"  # vLLM's kernels for 4-bit weights do not compute in float32
 
 
+def require_kernel(kind: str) -> None:
+    """Skip the test where vLLM's CPU build has no kernel for these weights."""
+    import vllm._custom_ops  # noqa: F401  # loads the kernels for this CPU
+
+    if "int4" in kind and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        pytest.skip("vLLM's CPU build has kernels for 4-bit weights on CPUs with AVX-512 only")
+
+
 def assert_same_prediction(found: Served, plain: Served) -> None:
     """The likeliest first tokens have vLLM's own log probabilities, but for rounding."""
     for token, logprob in list(plain.likeliest.items())[:8]:
@@ -40,6 +49,7 @@ def test_quantised_weights_are_served_from_a_store_of_their_own(
     make_server: Callable[..., Server],
     tmp_path: Path,
 ) -> None:
+    require_kernel(kind)
     plain = save_checkpoint("Llama with llama3 scaling", tmp_path / "plain", byte_tokenizer)
     folder = save_quantised(plain, kind, tmp_path / "quantised")
     options = {"max_model_len": 1024, "dtype": DTYPE}

@@ -90,6 +90,7 @@ OTHERS: dict[str, Any] = {  # a value of each setting that is not its default
     "reuse.early_termination": True,
     "reuse.early_termination_window": 2,
     "reuse.loading": "whole",
+    "reuse.min_prompt_tokens": 700,
     "reuse.refresh_rows": 2,
 }
 REFUSED = {
@@ -422,7 +423,7 @@ def test_a_request_may_bring_what_the_operator_allows() -> None:
     }.items():
         with pytest.raises(ConfigError, match=f"this server sets {name} itself"):
             read({name: other}, "none")
-        if name in ("reuse", "capture", "loading"):
+        if name in ("reuse", "capture", "loading", "min_prompt_tokens"):
             assert read({name: other}, "safe") == replace(default, **{name: other})
         else:
             uncaptured = replace(default, capture=False, **{name: other})
