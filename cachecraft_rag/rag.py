@@ -133,7 +133,10 @@ class Comparison:
         return full_s / reused_s if reused_s and full_s else math.nan
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values, for JSON."""
+        """Return plain values, for JSON: both answers, `is_same`, `agreement` and `speedup`, by these names.
+
+        The answers are "reused" and "full", see `Answer.as_dict`. A speedup that is NaN stays NaN. Raises nothing.
+        """
         return {
             "reused": self.reused.as_dict(),
             "full": self.full.as_dict(),

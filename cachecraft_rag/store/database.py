@@ -155,9 +155,10 @@ class Database:
                     )
 
     def problems(self) -> list[str]:
-        """Return the findings of SQLite's own integrity check; empty when all is well. Reads the whole file.
+        """Return the findings of SQLite's own integrity check as sentences; empty when all is well.
 
-        Raises the kind's error if the check cannot run.
+        It reads the whole file. Raises the kind's error (`Kind.error`: StoreError for the catalog, IndexStoreError for
+        the index) if the database is closed or cannot be read.
         """
         with self._errors():
             self._reopen()

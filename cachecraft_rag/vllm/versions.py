@@ -26,8 +26,8 @@ def is_known_version(version: str) -> bool:
 def require_vllm() -> None:
     """Check that a known version of vLLM is installed, and make vLLM spawn its processes.
 
-    A forked process would inherit the store's locks without the threads that release them. If the environment variable
-    `VLLM_WORKER_MULTIPROC_METHOD` is set already, it stays.
+    A forked process would inherit the store's locks without the threads that release them. The environment variable
+    `VLLM_WORKER_MULTIPROC_METHOD` becomes "spawn", unless it is set already. Imports vLLM.
 
     Raises:
         ConfigError: vLLM cannot be imported, or its version is unknown; says what to install.

@@ -100,7 +100,14 @@ class Connection(Closeable):
         return self.breaker.allows()
 
     def failed(self, kind: str, error: object) -> None:
-        """Count a failed or slow request, see `Breaker.failed`. Logs the first one and each that opens the breaker."""
+        """Count a failed or slow request; logs the first one and each that opens the breaker.
+
+        Returns None and raises nothing. Once the breaker is open, the remote is not asked for a while.
+
+        Args:
+            kind: kind of the request, such as "probe"; failures are counted by kind.
+            error: the error, or a false value for a request that was too slow; the remote's password is hidden.
+        """
         what = self.config.hide(error) or "too slow"
         if self.breaker.failed(kind):
             logger.warning(
