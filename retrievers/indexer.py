@@ -64,6 +64,8 @@ class IndexReport:
     chunks_embedded    chunks that the embedding model encoded
     chunks_reused      chunks of added and updated documents whose vectors were already in the index
     removed_chunk_ids  chunks that are in no document any more; their chunk-caches can be deleted too
+    problems           files that gave no document, with the reasons, sorted by doc_id
+    seconds            elapsed time of the run
     """
 
     added: tuple[str, ...]
@@ -95,7 +97,8 @@ def index_folder(
         path: the folder or the file.
         store: the index.
         embedder: makes the vectors.
-        progress: called after each file and after each batch of embeddings; `done` and `total` count files.
+        progress: called after each file and after each batch of embeddings; `done` and `total` count files. Its errors
+            pass.
         chunk_tokens: most tokens of a chunk, or the embedding model's limit if that is less.
         model: the answering model's tokens, if it is known: they limit a chunk too.
         follow_links: also read targets of links outside the folder; otherwise such a link is a problem.
@@ -107,8 +110,11 @@ def index_folder(
         DocumentError: there is nothing at `path`, or a file of a kind that cannot be indexed.
         IndexStoreError: the index was made with another embedding model, is closed, or cannot be read or written; or
             the embedding model gives a vector that is not finite.
-        ConfigError: `chunk_tokens` or the embedding model's limit leaves no room for text.
+        ConfigError: `chunk_tokens` or the embedding model's limit leaves no room for text (fewer than 16 tokens), which
+            the first document that is split shows.
         ForkError: called in a fork of the process that opened the index or loaded the model.
+        RuntimeError: torch has no memory for the embedding model.
+        TypeError: `path` is no path, or `chunk_tokens` is no number.
     """
     listing = list_files(path, follow_links=follow_links)
     run = _Run(store, embedder, chunk_tokens=chunk_tokens, progress=progress, model=model)
@@ -142,16 +148,25 @@ def index_documents(
         documents: the documents.
         store: the index.
         embedder: makes the vectors.
-        progress: called after each document and after each batch of embeddings.
+        progress: called after each document and after each batch of embeddings. Its errors pass.
         chunk_tokens: most tokens of a chunk, or the embedding model's limit if that is less.
         model: the answering model's tokens, if it is known: they limit a chunk too.
 
     Returns:
-        What was added and updated. A document without text is a problem in it.
+        What was added and updated. A document without text has no chunks; one that cannot be split is a problem in it.
 
-    Raises ConfigError for anything but a `Document` of valid texts, before anything is written. Documents that were
-    written before these stay: DocumentError for a doc_id that belongs to an indexed file, ConfigError for metadata that
-    is not scalar, and IndexStoreError, ConfigError and ForkError as `index_folder` does.
+    Raises:
+        ConfigError: anything but a `Document` with valid texts and a mapping as metadata, before anything is written;
+            metadata that is not scalar; or `chunk_tokens` or the embedding model's limit leaves no room for text (fewer
+            than 16 tokens).
+        DocumentError: a doc_id belongs to an indexed file.
+        IndexStoreError: the index was made with another embedding model, is closed, or cannot be read or written; or
+            the embedding model gives a vector that is not finite.
+        ForkError: called in a fork of the process that opened the index or loaded the model.
+        RuntimeError: torch has no memory for the embedding model.
+        TypeError: `documents` cannot be iterated, or `chunk_tokens` is no number.
+
+    Documents that were written before an error stay.
     """
     given = list(documents)
     for document in given:

@@ -48,8 +48,10 @@ Filter = Mapping[str, Any] | Callable[[dict[str, Any]], bool]
 class CacheCraftEmbeddings(Embeddings):
     """An `Embedder` as LangChain's embeddings, for any vector store; without one, the default `Embedder` is loaded.
 
-    Raises ModelNotFoundError if the model cannot be loaded, ConfigError for a device that torch does not have, and
-    IndexStoreError if the model gives a vector that is not finite.
+    Vectors have unit length and `embedder.dim` numbers, 384 with the default model. Raises ConfigError for an
+    `embedder` of another kind. If the default one is loaded, it raises ModelNotFoundError if its wheel or
+    sentence-transformers is not installed or it cannot be loaded, and IndexStoreError if it gives a vector that is not
+    finite.
     """
 
     def __init__(self, embedder: Embedder | None = None) -> None:
@@ -57,18 +59,20 @@ class CacheCraftEmbeddings(Embeddings):
         self.embedder = embedder or Embedder()
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        """Return a unit vector of each text to be indexed, in their order.
+        """Return a unit vector of each text to be indexed, in their order, as lists of `embedder.dim` numbers.
 
-        Raises IndexStoreError if the model gives a vector that is not finite, TypeError for one text instead of a list,
-        and ForkError in a fork.
+        The list is empty without texts. Raises IndexStoreError if the model gives a vector that is not finite,
+        TypeError for one text instead of a list, AttributeError for an item that is no text, ForkError in a fork of the
+        process that loaded the model, and torch's RuntimeError without memory.
         """
         vectors: list[list[float]] = self.embedder.encode_document(texts).tolist()
         return vectors
 
     def embed_query(self, text: str) -> list[float]:
-        """Return the unit vector of a question.
+        """Return the unit vector of a question, a list of `embedder.dim` numbers.
 
-        Raises IndexStoreError if the model gives a vector that is not finite, and ForkError in a fork.
+        Raises IndexStoreError if the model gives a vector that is not finite, AttributeError for anything but a text,
+        ForkError in a fork of the process that loaded the model, and torch's RuntimeError without memory.
         """
         vector: list[float] = self.embedder.encode_query([text])[0].tolist()
         return vector
@@ -84,7 +88,9 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     embedding  any embeddings; their vectors are normalised to unit length
     caches     chunk-caches to delete with their documents; None: they stay until the store needs the space
 
-    Every method except `close` raises `IndexStoreError` as those of `FaissStore`; errors of `embedding` pass unchanged.
+    Raises `ConfigError` for an argument of another kind. Every method that reads or changes the index raises
+    `IndexStoreError` once the index is closed, or if its database cannot be read or, for a change, written; and
+    `ForkError` in a fork of the process that opened it. Errors of `embedding` pass unchanged.
     """
 
     def __init__(
@@ -106,7 +112,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         *,
         caches: Caches | None = None,
     ) -> Self:
-        """Open the index in a folder, or make it.
+        """Open the index in a folder, or make it. The result closes it with `close`.
 
         LangChain's embeddings have no fingerprint, so class, model name and width are compared.
 
@@ -115,8 +121,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
             embedding: makes the vectors.
             caches: as in this class.
 
-        Raises IndexStoreError if the index was made with other embeddings, is damaged, or its folder cannot be used;
-        ConfigError for an argument of another kind; and what embeddings of another class raise.
+        Raises IndexStoreError if the index was made with other embeddings, is damaged or of a newer version, or its
+        folder cannot be used; ConfigError for an argument of another kind; and what embeddings of another class raise.
         """
         check_path("folder", folder)
         check_kind("embedding", embedding, Embeddings, advice="CacheCraftEmbeddings() is one")
@@ -161,14 +167,16 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         Args:
             texts: one for each document.
             embedding: makes the vectors.
-            metadatas: one for each text.
-            ids: one for each text; None: new ones.
+            metadatas: one for each text; None or an empty list: no metadata.
+            ids: one for each text; None or an empty list: new ones. LangChain leaves out the texts after the last id.
             folder: of the index.
             caches: as in this class.
 
-        Raises IndexStoreError if the index cannot be opened or vectors do not fit it; ConfigError for an option, an id
-        or metadata that cannot be used; StoreError or ServerError if chunk-caches of replaced documents cannot be
-        deleted; and LangChain's ValueError for another number of metadatas or ids.
+        Raises IndexStoreError if the index cannot be opened, or vectors do not fit it; ConfigError for an option, an
+        argument, an id, a text or metadata that cannot be used, and for more ids than texts; StoreError or ServerError
+        if chunk-caches of replaced documents cannot be deleted; ForkError in a fork of the process that opened the
+        store of chunk-caches; ValueError of LangChain for another number of metadatas, and for a text of another type;
+        and what the embeddings raise.
         """
         check_names(kwargs, ("caches", "folder", "ids", "metadatas"))
         with ExitStack() as opened:
@@ -198,7 +206,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
 
     @property
     def embeddings(self) -> Embeddings:
-        """The embeddings that make the vectors."""
+        """The embeddings that make the vectors, as they were given. Raises nothing."""
         return self._embedding
 
     def add_documents(
@@ -206,12 +214,16 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[str]:
         """Add documents, or replace those with the same ids; returns the ids, new ones where none were given.
 
+        Each document is one transaction; those before an error stay. The list is empty without documents.
+
         Args:
             documents: LangChain's documents.
-            ids: one for each document; None: the documents' own.
+            ids: one for each document; None or an empty list: the documents' own.
 
-        Raises ConfigError for metadata that JSON cannot hold, another number of ids or an unknown option;
-        IndexStoreError for vectors that do not fit the index, and if it is closed or cannot be written; and what the
+        Raises ConfigError for metadata that JSON cannot hold, another number of ids, an unknown option, and an id or a
+        text that is not valid Unicode; IndexStoreError for vectors that do not fit the index, and if it is closed or
+        cannot be written; ForkError in a fork of the process that opened the index or the store of chunk-caches;
+        TypeError or ValueError for embeddings that return no numbers or another number of vectors; and what the
         embeddings raise. StoreError or ServerError if chunk-caches of replaced documents cannot be deleted: the
         documents were added then.
         """
@@ -239,9 +251,13 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     def delete(self, ids: list[str] | None = None, **kwargs: object) -> bool:
         """Delete documents, or all of them without `ids`; returns True. Unknown ids are ignored.
 
-        Chunk-caches follow with the next addition, after a minute, or at `close`: an upsert deletes first. Raises
-        ConfigError for an unknown option and for an id that is no valid text, IndexStoreError if the index is closed or
-        cannot be written.
+        Chunk-caches follow with the next addition, after a minute, or at `close`: an upsert deletes first. An empty
+        list of ids deletes nothing. Each document is one transaction.
+
+        Raises ConfigError for an unknown option and for an id that is no valid text, IndexStoreError if the index is
+        closed or damaged or cannot be written, ForkError in a fork of the process that opened it, ValueError for a
+        chunk whose metadata in the database is no JSON, TypeError for `ids` that cannot be iterated, and RuntimeError
+        if the system has no room for the thread that deletes chunk-caches later.
         """
         check_names(kwargs, ())
         index = self.index
@@ -253,9 +269,11 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         return True
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """Return the documents with these ids, in their order; unknown ids are skipped.
+        """Return the documents with these ids, in their order; unknown ids are skipped, so the list may be empty.
 
-        Raises ConfigError for an id that is no text, IndexStoreError if the index is closed or damaged.
+        A document of several chunks that LangChain did not add gives each of them. Raises ConfigError for an id that is
+        no valid text, IndexStoreError if the index is closed or damaged, ValueError for a chunk whose metadata in the
+        database is no JSON, and ForkError in a fork of the process that opened the index.
         """
         chunks_by_id = {name: self.index.chunks_of(name) for name in ids}
         # A chunk that was not added through LangChain has its chunk id as its id.
@@ -267,8 +285,10 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
         """Return the `k` most similar documents, best first; options as in `similarity_search_with_score`.
 
-        Raises ConfigError for an unknown option, a `k` below 1 or an invalid filter, IndexStoreError if the index is
-        closed or damaged, and what the embeddings and a filter that is a function raise.
+        There are fewer if no more documents pass the filter. Raises ConfigError for an unknown option, a `k` below 1 or
+        an invalid filter; IndexStoreError if the index is closed or damaged, or the embeddings are of another width;
+        ValueError for a chunk whose metadata in the database is no JSON; ForkError in a fork of the process that opened
+        the index; and what the embeddings and a filter that is a function raise.
         """
         return [document for document, _ in self.similarity_search_with_score(query, k, **kwargs)]
 
@@ -277,8 +297,11 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[Document]:
         """Return the `k` documents most similar to a vector, best first.
 
-        Options as in `similarity_search_with_score`. Raises `ConfigError` for an unknown option, a `k` below 1 or an
-        invalid filter, `IndexStoreError` for a vector that does not fit and if the index is closed or damaged.
+        Options as in `similarity_search_with_score`. There are fewer if no more documents pass the filter. Raises
+        ConfigError for an unknown option, a `k` below 1 or an invalid filter; IndexStoreError for a vector that does
+        not fit and if the index is closed or damaged; TypeError or ValueError for a vector that holds no numbers;
+        ValueError for a chunk whose metadata in the database is no JSON; ForkError in a fork of the process that opened
+        the index; and what a filter that is a function raises.
         """
         return [document for document, _ in self._search(embedding, k, **kwargs)]
 
@@ -287,14 +310,18 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[tuple[Document, float]]:
         """Return the `k` documents most similar to a question in its conversation, with their cosines, best first.
 
+        There are fewer if no more documents pass the filter.
+
         Args:
             query: the question.
             history: the turns before it, (role, text) each.
             k: most documents, at least 1.
             filter: as in `similarity_search_with_score`.
 
-        Raises ConfigError for a `k` below 1 or an invalid filter, ValueError for a history that is no list of pairs,
-        IndexStoreError if the index is closed or damaged, and what the embeddings raise.
+        Raises ConfigError for a `k` below 1 or an invalid filter; TypeError, ValueError or AttributeError for a history
+        that is no list of pairs of texts; IndexStoreError if the index is closed or damaged, or the embeddings are of
+        another width; ValueError for a chunk whose metadata in the database is no JSON; ForkError in a fork of the
+        process that opened the index; and what the embeddings and a filter that is a function raise.
         """
         check_whole("k", k, least=1)
 
@@ -307,7 +334,9 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     def similarity_search_with_score(
         self, query: str, k: int = 4, *, filter: Filter | None = None, **kwargs: object
     ) -> list[tuple[Document, float]]:
-        """Return the `k` most similar documents with their cosines, best first.
+        """Return the `k` most similar documents with their cosines, -1 to 1, best first.
+
+        The list is empty if no document passes the filter.
 
         Args:
             query: the question.
@@ -315,10 +344,12 @@ class CacheCraftVectorStore(Closeable, VectorStore):
             filter: values that the metadata must have, or comparisons of its scalar values (`{"page": {"$in": [1,
                 2]}}`: `$eq`, `$ne`, `$in`, `$nin`, `$gt`, `$gte`, `$lt`, `$lte`, and `$and`, `$or` over filters), or a
                 predicate on the metadata. It is applied before the search, so there are always `k` hits if `k`
-                documents pass.
+                documents with different texts pass.
 
         Raises ConfigError for an unknown option, a `k` below 1 or an invalid filter; IndexStoreError if the index is
-        closed or damaged; and what the embeddings and a predicate raise.
+        closed or damaged, or the embeddings are of another width; ValueError for a chunk whose metadata in the database
+        is no JSON; ForkError in a fork of the process that opened the index; and what the embeddings and a predicate
+        raise.
         """
         return self._search(self._embedding.embed_query(query), k, filter=filter, **kwargs)
 
@@ -326,6 +357,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
     ) -> list[Document]:
         """Return `k` of the `fetch_k` most similar documents, chosen to be like the query and unlike each other.
+
+        They are in the order of the choice. There are fewer if no more documents pass the filter.
 
         Args:
             query: the question.
@@ -335,8 +368,9 @@ class CacheCraftVectorStore(Closeable, VectorStore):
             kwargs: `filter`, as in `similarity_search_with_score`.
 
         Raises ConfigError for an unknown option, a `k` or `fetch_k` below 1, a `lambda_mult` outside of 0 to 1, or an
-        invalid filter; IndexStoreError if the index is closed or damaged; and what the embeddings and a predicate
-        raise.
+        invalid filter; IndexStoreError if the index is closed or damaged, or the embeddings are of another width;
+        ValueError for a chunk whose metadata in the database is no JSON; ForkError in a fork of the process that opened
+        the index; and what the embeddings and a predicate raise.
         """
         vector = self._embedding.embed_query(query)
         return self.max_marginal_relevance_search_by_vector(
@@ -353,10 +387,21 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         filter: Filter | None = None,
         **kwargs: object,
     ) -> list[Document]:
-        """`max_marginal_relevance_search` for a vector instead of a text.
+        """Return `k` of the `fetch_k` documents most similar to a vector, chosen to be like it and unlike each other.
+
+        They are in the order of the choice. There are fewer if no more documents pass the filter.
+
+        Args:
+            embedding: the vector.
+            k: most documents, at least 1.
+            fetch_k: number of documents to choose from, at least 1.
+            lambda_mult: 1 chooses by similarity to the vector alone, 0 by difference from each other alone.
+            filter: as in `similarity_search_with_score`.
 
         Raises ConfigError for an unknown option, a `k` or `fetch_k` below 1, a `lambda_mult` outside 0 to 1 or an
-        invalid filter; IndexStoreError for a vector that does not fit and if the index is closed or damaged.
+        invalid filter; IndexStoreError for a vector that does not fit and if the index is closed or damaged; TypeError
+        or ValueError for a vector that holds no numbers; ValueError for a chunk whose metadata in the database is no
+        JSON; ForkError in a fork of the process that opened the index; and what a predicate raises.
         """
         check_names(kwargs, ("fetch_k", "filter", "k", "lambda_mult"))
         check_whole("k", k, least=1)
@@ -434,7 +479,7 @@ def _without_notes(metadata: dict[str, object]) -> dict[str, object]:
 
 
 def note(document: Document, notes: Mapping[str, object]) -> None:
-    """Add notes to a document's metadata, in place; comparisons of documents ignore them."""
+    """Add notes to a document's metadata, in place; comparisons of documents ignore them. Raises nothing."""
     document.metadata = NotedMetadata({**document.metadata, **notes})
 
 

@@ -86,8 +86,11 @@ class CacheCraftEmbedding(BaseEmbedding):
     Args:
         model: an `Embedder`, or its `model` argument.
 
-    Raises what `Embedder` raises, and `ConfigError` for an unknown setting. Embedding raises `IndexStoreError` if the
-    model gives a vector that is not finite.
+    Raises `ModelNotFoundError` if the model cannot be loaded, `ConfigError` for an unknown setting or a `model` that is
+    no path, pydantic's ValidationError (a ValueError) for a setting with an invalid value, and `IndexStoreError` if the
+    model gives a vector that is not finite. Embedding raises `IndexStoreError` in that case too, `ForkError` in a fork
+    of the process that loaded the model, and torch's RuntimeError without memory. Vectors have unit length and
+    `embedder.dim` numbers.
     """
 
     _embedder: Embedder = PrivateAttr()
@@ -106,7 +109,7 @@ class CacheCraftEmbedding(BaseEmbedding):
         return "CacheCraftEmbedding"
 
     def to_dict(self, **kwargs: object) -> dict[str, object]:
-        """Return the settings; `model` names what to load, if that is not `model_name`."""
+        """Return the settings; `model` names what to load, if that is not `model_name`. Raises nothing."""
         data: dict[str, object] = super().to_dict(**kwargs)
         source = self._embedder.source
         return data if source == self.model_name else {**data, "model": source}
@@ -119,8 +122,9 @@ class CacheCraftEmbedding(BaseEmbedding):
             data: values of `to_dict`.
             kwargs: settings that override them.
 
-        Raises ModelNotFoundError if the model cannot be loaded, ConfigError for an unknown setting, IndexStoreError if
-        the model gives vectors that are not finite.
+        Raises ModelNotFoundError if the model cannot be loaded, ConfigError for an unknown setting or a `model` that is
+        no path, pydantic's ValidationError (a ValueError) for a setting with an invalid value, IndexStoreError if the
+        model gives vectors that are not finite, and torch's RuntimeError without memory.
         """
         settings = {**data, **kwargs}
         settings.pop("class_name", None)
@@ -132,7 +136,7 @@ class CacheCraftEmbedding(BaseEmbedding):
 
     @property
     def embedder(self) -> Embedder:
-        """The model itself; pass its `fingerprint` to a new `CacheCraftVectorStore` as `embedding`."""
+        """The model itself; pass its `fingerprint` to a new `CacheCraftVectorStore` as `embedding`. Raises nothing."""
         return self._embedder
 
     def _get_query_embedding(self, query: str) -> list[float]:
@@ -164,8 +168,11 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
             width of the vectors is checked, and they cannot, because LlamaIndex does not say which model it uses.
 
     Raises:
-        IndexStoreError: the folder holds an index of another embedding model, or a damaged one. Every method except
-            `close` raises it once the index is closed, or if its database cannot be read or, for a change, written.
+        IndexStoreError: the folder holds an index of another embedding model, or a damaged one. Every method that reads
+            or changes the index raises it once the index is closed, or if its database cannot be read or, for a change,
+            written.
+        ConfigError: an argument of another kind.
+        ForkError: by the same methods, in a fork of the process that opened the index.
     """
 
     stores_text: bool = True
@@ -213,8 +220,8 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
             data: values of `to_dict`.
             kwargs: arguments of the class; `caches` is not kept and may be given.
 
-        Raises IndexStoreError if the folder holds an index of another embedding model or a damaged one, ConfigError for
-        an argument of another kind, and TypeError for an unknown one.
+        Raises IndexStoreError if the folder holds an index of another embedding model, a damaged one or one of a newer
+        version, ConfigError for an argument of another kind, and TypeError for an unknown one.
         """
         constants = ("class_name", "stores_text", "is_embedding_query")
         return cls(
@@ -226,7 +233,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
     @property
     def client(self) -> FaissStore | None:
-        """The `FaissStore` that holds the nodes; None before the first `add` to a new folder."""
+        """The `FaissStore` that holds the nodes; None before the first `add` to a new folder. Raises nothing."""
         return self._store
 
     # --- changes ---
@@ -234,10 +241,13 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def add(self, nodes: Sequence[BaseNode], **kwargs: object) -> list[str]:
         """Add nodes with their embeddings, or replace those with the same ids; returns the node ids, in their order.
 
+        The nodes of each document are one transaction; documents before an error stay. The list is empty without nodes.
+
         Raises IndexStoreError for vectors that do not fit the index, if another model made it, and if it is closed or
-        cannot be written; ConfigError for an unknown option or metadata that cannot be kept; and LlamaIndex's
-        ValueError for a node without an embedding. StoreError or ServerError if chunk-caches of replaced nodes cannot
-        be deleted: the nodes were added then.
+        cannot be written; ConfigError for an unknown option, and for an id or a text that is not valid Unicode;
+        ValueError for a node without an embedding, for embeddings of different widths, and for metadata that pydantic
+        cannot write as JSON; and ForkError in a fork of the process that opened the index or the store of chunk-caches.
+        StoreError or ServerError if chunk-caches of replaced nodes cannot be deleted: the nodes were added then.
         """
         check_names(kwargs, ())
         nodes = list(nodes)
@@ -256,11 +266,14 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         return [node.node_id for node in nodes]
 
     def delete(self, ref_doc_id: str, **delete_kwargs: object) -> None:
-        """Remove a document's nodes; an unknown document is ignored.
+        """Remove a document's nodes; an unknown document is ignored. Returns None.
 
         A chunk that another document has too stays, with its chunk-cache. Chunk-caches follow with the next `add`,
-        after a minute, or at `close`: an upsert deletes first. Raises ConfigError for an unknown option and for an id
-        that is no valid text, IndexStoreError if the index is closed or cannot be written.
+        after a minute, or at `close`: an upsert deletes first. Before the first `add` to a new folder it does nothing.
+
+        Raises ConfigError for an unknown option and for an id that is no valid text, IndexStoreError if the index is
+        closed or cannot be written, ForkError in a fork of the process that opened it, and RuntimeError if the system
+        has no room for the thread that deletes chunk-caches later.
         """
         check_names(delete_kwargs, ())
         if self._store is not None:
@@ -272,12 +285,14 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         filters: MetadataFilters | None = None,
         **delete_kwargs: object,
     ) -> None:
-        """Remove the nodes that have one of the ids (None: any) and pass the filters.
+        """Remove the nodes that have one of the ids (None: any) and pass the filters. Returns None.
 
         No node has one of an empty list of ids. Chunk-caches follow as in `delete`. Raises ConfigError without ids
         unless there are filters, and each group of them has a condition (an empty group passes every node), for an
         unknown option, and for filters that are nested too deep; TypeError or ValueError for values that cannot be
-        compared; and IndexStoreError if the index is closed or cannot be written.
+        compared; TypeError for `node_ids` that cannot be iterated or hold anything that JSON cannot; IndexStoreError if
+        the index is closed or damaged or cannot be written; ForkError in a fork of the process that opened it; and
+        RuntimeError if the system has no room for the thread that deletes chunk-caches later.
         """
         check_names(delete_kwargs, ())
         if node_ids is None and (filters is None or has_empty_group(filters)):
@@ -293,10 +308,11 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
             self._evictions.later(self._store, self._store.delete_keys(chosen or ()).removed)
 
     def clear(self) -> None:
-        """Remove all nodes, and at once their chunk-caches; the index stays open.
+        """Remove all nodes, and at once their chunk-caches; the index stays open. Returns None.
 
-        Raises IndexStoreError if the index is closed or cannot be written; StoreError or ServerError if the
-        chunk-caches cannot be deleted: the nodes were removed then.
+        Raises IndexStoreError if the index is closed or cannot be written, and ForkError in a fork of the process that
+        opened it or the store of chunk-caches; RuntimeError if the system has no room for a thread; StoreError or
+        ServerError if the chunk-caches cannot be deleted: the nodes were removed then.
         """
         if self._store is not None:
             for document in self._store.documents():
@@ -313,10 +329,12 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def get_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
-        """Return the nodes that have one of the ids (None: any) and pass the filters; none without an index.
+        """Return the nodes that have one of the ids (None: any) and pass the filters; an empty list without an index.
 
-        Raises ConfigError for filters that are nested too deep and ids that are no texts, TypeError or ValueError for
-        values that cannot be compared, IndexStoreError if the index is closed or damaged.
+        Unknown ids are ignored. Raises ConfigError for filters that are nested too deep; TypeError for `node_ids` that
+        cannot be iterated or hold anything that JSON cannot; TypeError or ValueError for values that cannot be
+        compared; ValueError for a node whose metadata in the database is no JSON; IndexStoreError if the index is
+        closed or damaged; and ForkError in a fork of the process that opened it.
         """
         if self._store is None:
             return []
@@ -325,7 +343,9 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def query(self, query: VectorStoreQuery, **kwargs: object) -> VectorStoreQueryResult:
         """Return the best nodes, best first, with their scores and ids; an empty result without an index.
 
-        Query modes: the default, by embedding, and `mmr`, near the query and unlike each other.
+        Query modes: the default, by embedding, whose scores are cosines; and `mmr`, near the query and unlike each
+        other. The scores of `mmr` are those of LlamaIndex's choice and no cosines. There are fewer nodes if no more
+        pass the filters.
 
         Args:
             query: LlamaIndex's query; its filters may be nested.
@@ -333,8 +353,11 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
                 choose from (default: four times as many as asked for).
 
         Raises ConfigError for other modes, for a query without an embedding, for an option that is unknown or out of
-        range, and for filters that are nested too deep; IndexStoreError for an embedding of another width, and if the
-        index is closed or damaged; TypeError or ValueError for values of filters that cannot be compared.
+        range, for a `similarity_top_k` below 1 (not with `mmr_prefetch_k`), and for filters that are nested too deep;
+        IndexStoreError for an embedding of another width, and if the index is closed or damaged; TypeError or
+        ValueError for values of filters that cannot be compared, and for an embedding that holds no numbers; ValueError
+        for a node whose metadata in the database is no JSON; and ForkError in a fork of the process that opened the
+        index.
         """
         check_names(kwargs, ("mmr_prefetch_k", "mmr_threshold"))
         if query.mode not in (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR):
@@ -388,10 +411,11 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     # --- life ---
 
     def persist(self, persist_path: str = "", fs: object = None) -> None:
-        """Write the index file into the store's own folder; LlamaIndex's arguments are ignored.
+        """Write the index file into the store's own folder; LlamaIndex's arguments are ignored. Returns None.
 
-        Nothing is lost without it. A file that cannot be written is logged. Raises IndexStoreError if the index is
-        closed or cannot be read.
+        Nothing is lost without it. A file that cannot be written is logged. Does nothing before the first `add` to a
+        new folder, and for a folder that was deleted or cannot be written. Otherwise it raises IndexStoreError if the
+        index is closed or cannot be read, and ForkError in a fork of the process that opened it.
         """
         if self._store is not None:
             self._store.save()
@@ -428,7 +452,10 @@ class ConversationQuery(QueryBundle):
 
     @classmethod
     def of(cls, question: str, history: Sequence[Turn]) -> QueryBundle:
-        """Return the query of a question after these turns; a plain `QueryBundle` for a first question."""
+        """Return the query of a question after these turns; a plain `QueryBundle` for a first question.
+
+        Raises nothing for a history of pairs of texts, (role, text) each.
+        """
         texts = search_texts(question, history)
         if len(texts) == 1:
             return QueryBundle(question)
@@ -445,8 +472,12 @@ class CacheCraftRetriever(BaseRetriever):
         top_k: how many chunks to retrieve.
         filters: which chunks may be retrieved, by their metadata.
 
-    Raises `ConfigError` for a `top_k` below 1. Retrieving raises as `Retriever.retrieve`, and filters what `where_of`
-    says.
+    Raises `ConfigError` for a `top_k` below 1 and for an argument of another kind. Retrieving returns at most `top_k`
+    nodes, best first. It raises `ConfigError` for a question that is no text and for filters that are nested too deep;
+    `IndexStoreError` if the index holds no documents yet, is closed or damaged, or a vector does not fit it;
+    `ForkError` in a fork of the process that opened the index or loaded the embedding model; TypeError or ValueError
+    for values of filters that cannot be compared; ValueError for a chunk whose metadata in the database is no JSON; and
+    torch's RuntimeError without memory.
     """
 
     def __init__(
@@ -504,7 +535,10 @@ def _chunk_of(node: BaseNode) -> Chunk:
 
 
 def without_paths(node: BaseNode) -> BaseNode:
-    """Return the node, or a copy whose text for the model (`MetadataMode.LLM`) leaves out `PATH_KEYS`."""
+    """Return the node, or a copy whose text for the model (`MetadataMode.LLM`) leaves out `PATH_KEYS`.
+
+    Raises nothing.
+    """
     seen = (PATH_KEYS & node.metadata.keys()) - set(node.excluded_llm_metadata_keys)
     if not seen:
         return node
@@ -514,7 +548,10 @@ def without_paths(node: BaseNode) -> BaseNode:
 
 
 def with_notes(node: BaseNode, notes: Mapping[str, object]) -> BaseNode:
-    """Return a copy of a node with more metadata, which neither the model nor the embedding model sees."""
+    """Return a copy of a node with more metadata, which neither the model nor the embedding model sees.
+
+    Raises nothing.
+    """
     hidden_from_llm = dict.fromkeys((*node.excluded_llm_metadata_keys, *notes))
     hidden_from_embedder = dict.fromkeys((*node.excluded_embed_metadata_keys, *notes))
     return node.model_copy(

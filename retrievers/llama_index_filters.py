@@ -33,8 +33,8 @@ def where_of(
         node_ids: ids of nodes; None and an empty list mean any.
         doc_ids: ids of documents; None and an empty list mean any.
 
-    Raises ConfigError for filters that are nested too deep. Values that cannot be compared raise LlamaIndex's own
-    TypeError or ValueError, later, in the search.
+    Raises ConfigError for filters that are nested more than 50 deep. Values that cannot be compared raise LlamaIndex's
+    own TypeError or ValueError, later, in the search.
     """
     parts: list[Where] = [_group(filters)] if filters is not None and filters.filters else []
     nodes = frozenset(node_ids or ())
@@ -49,9 +49,9 @@ def where_of(
 
 
 def has_empty_group(filters: MetadataFilters, *, depth: int = 0) -> bool:
-    """Return True if the filters, or filters nested in them, have no condition.
+    """Return True if the filters, or filters nested in them, have no condition; False else.
 
-    Raises `ConfigError` for filters that are nested too deep.
+    Raises `ConfigError` for filters that are nested more than 50 deep.
     """
     check_depth(depth)
     nested = [part for part in filters.filters if isinstance(part, MetadataFilters)]

@@ -28,7 +28,7 @@ class Retriever:
 
     index     the chunks and their vectors
     embedder  must be the model that the index was made with
-    caches    the chunk-caches of these chunks, to evict what is deleted from the index; None if there are none
+    caches    the chunk-caches of these chunks, to evict what is deleted from the index; None: they are left alone
     """
 
     def __init__(
@@ -48,6 +48,8 @@ class Retriever:
     ) -> list[SearchHit]:
         """Return the `top_k` chunks most similar to the question, best first.
 
+        There are fewer if the index has no more, and the list is empty if no chunk passes the filter.
+
         Args:
             question: the question.
             top_k: most chunks, at least 1.
@@ -59,9 +61,13 @@ class Retriever:
         Raises:
             ConfigError: a question that is not a text, a `top_k` below 1, an invalid filter, or a history that is no
                 list of pairs.
-            IndexStoreError: the index holds no documents yet, is closed or damaged, or the embedding model gives a
-                vector that is not finite.
-            ForkError: called in a fork.
+            IndexStoreError: the index holds no documents yet, is closed or damaged, or was made with vectors of another
+                width; or the embedding model gives a vector that is not finite.
+            ValueError: the metadata of a chunk in the index is no JSON.
+            ForkError: called in a fork of the process that opened the index or loaded the model.
+            RuntimeError: torch has no memory for the embedding model.
+
+        What the filter raises passes if it is a function.
         """
         check_text("question", question, damaged=True)
         check_whole("top_k", top_k, least=1)
@@ -77,32 +83,42 @@ class Retriever:
         return hits
 
     def documents(self) -> list[StoredDocument]:
-        """Return all documents of the index, sorted by `doc_id`, with the number of their chunks.
+        """Return all documents of the index, sorted by `doc_id`, with the number of their chunks; [] without any.
 
         Raises:
-            IndexStoreError: the index is closed or damaged.
+            IndexStoreError: the index is closed or cannot be read.
+            ForkError: called in a fork of the process that opened the index.
         """
         return self.index.documents()
 
     def remove_documents(self, names: Iterable[str]) -> RemovalReport:
         """Remove documents by `doc_id` (or all of a folder: `docs/`), with the chunk-caches of their chunks.
 
-        Files stay where they are, so indexing their folder again brings them back.
+        Files stay where they are, so indexing their folder again brings them back. A chunk that another document has
+        too stays.
+
+        Returns:
+            The doc_ids and chunk ids that were removed, and the number and bytes of their chunk-caches.
 
         Raises:
             DocumentError: a name that no document has; nothing was removed then.
-            ConfigError: a name is empty; nothing was removed then.
+            ConfigError: `names` is a single text or no list, or a name is empty or no text; nothing was removed then.
             IndexStoreError: the index is closed, or cannot be read or written.
             StoreError, ServerError: the documents were removed, but their chunk-caches could not be.
+            ForkError: this process is a fork of the one that opened the index, or the store of chunk-caches. In the
+                second case the documents were removed.
         """
         return remove_documents(self.index, names, caches=self.caches)
 
 
 def open_index(root: str | os.PathLike[str], embedder: Embedder) -> FaissStore:
-    """Open the retrieval index inside the store folder `root`, or make it.
+    """Open the retrieval index inside the store folder `root`, or make it; the caller closes it.
 
     Raises:
-        IndexStoreError: it was made with another embedding model, is damaged, or its folder cannot be used.
+        IndexStoreError: it was made with another embedding model, is damaged or of a newer version, or its folder
+            cannot be used.
+        TypeError: `root` is no path.
+        ConfigError: `root` holds a NUL, or letters that no path can hold.
     """
     return FaissStore.open(
         Path(root) / INDEX_FOLDER, dim=embedder.dim, embedder_fingerprint=embedder.fingerprint

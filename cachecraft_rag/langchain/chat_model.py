@@ -59,7 +59,7 @@ _SAMPLING = {"max_tokens", "temperature", "top_p", "seed"}
 
 
 class ChatCacheCraft(Closeable, BaseChatModel):
-    """A chat model over an engine. The documents to answer from are an argument of the call, not part of a message:
+    """A chat model over an engine. The documents to answer from are an argument of the call, not part of a message.
 
     >>> chat = ChatCacheCraft.from_pretrained("demo")  # doctest: +SKIP
     >>> chat.invoke("How do I descale the kettle?", documents=retriever.invoke("descale kettle"))  # doctest: +SKIP
@@ -80,10 +80,22 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     reuse        how chunk-caches are reused; None: as the engine is configured
     max_tokens, temperature, top_p, seed, stop  see `SamplingParams`
 
-    All but `engine` and `reuse` may also be given with a call. Raises `ConfigError` for an unknown setting, for
-    messages that hold more than text and for a conversation whose last message is neither the user's nor a tool's. A
-    call also raises ContextLengthError, UnsupportedCallError, BusyError, WaitTimeoutError, StoreError or ServerError as
-    `AnswerEngine.stream` does, by the call or by a piece.
+    All but `engine` and `reuse` may also be given with a call. Raises `ConfigError` for an unknown setting and for an
+    engine of another kind. A call raises, by the call or by a piece:
+
+    ConfigError: a setting of the call is unknown or invalid, `documents` are no documents, a message holds more than
+    text or is of an unknown kind, the last message is neither the user's nor a tool's, the question is empty, a tool or
+    a schema cannot be used, or a server refuses the request.
+    UnsupportedCallError: the engine does not support tools.
+    ContextLengthError: question, history and answer do not fit the model's context.
+    BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+    StoreError: the store of the engine is closed.
+    ServerError: a server that makes the answer, or whose chat template is used, fails.
+    UnsupportedModelError: a layer of the model does something that its survey did not show.
+    ForkError: this process is a fork of the one that made the engine.
+    RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if the engine
+    is closed.
+    CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -125,11 +137,16 @@ class ChatCacheCraft(Closeable, BaseChatModel):
             model: Hugging Face name or folder, or "demo".
             store: folder of the chunk-caches.
             config: how to open the engine.
-            settings: fields of this class, and options of `EngineConfig`, which override `config`.
+            settings: fields of this class, and options of `EngineConfig`, which override `config`. Settings of a
+                server's model (`api_key`, `timeout` …) are ignored.
 
         Raises:
-            ConfigError: an unknown setting, before anything is loaded; or an invalid value.
-            ModelNotFoundError, UnsupportedModelError, StoreError: as `Engine.from_pretrained`.
+            ConfigError: an unknown setting, before anything is loaded; an invalid value; a dtype or device that is not
+                available; or a chat template that cannot be cut into segments.
+            ModelNotFoundError: nothing of that name can be loaded, or a file of it is damaged.
+            UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
+            StoreError: the store folder or its catalog cannot be used.
+            torch.OutOfMemoryError: the GPU has no memory for the model.
         """
         check_settings(settings, cls)
         names = EngineConfig.option_names() - cls.model_fields.keys()
@@ -145,7 +162,8 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     def close(self) -> None:
         """Close the engine that `from_pretrained` opened, which writes pending captures; a second call does nothing.
 
-        An engine that was passed in stays open and its pending captures are not written here: close it yourself.
+        An engine that was passed in stays open and its pending captures are not written here: close it yourself. Raises
+        nothing, and does nothing in a fork of the process.
         """
         self._opened.close()
 
@@ -160,11 +178,14 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
         Args:
             tools: in any form that LangChain takes.
-            tool_choice: "auto" or None, "none", "any" (a call of one of them) or the name of one; a call that is asked
-                for is sure to come, with arguments of its schema, unless `max_tokens` ends it. Needs the extra
-                "structured" then.
+            tool_choice: "auto", None or False, "none", "any", "required" or True (a call of one of them), or the name
+                of one, also in OpenAI's dict; a call that is asked for is sure to come, with arguments of its schema,
+                unless `max_tokens` ends it. Needs the extra "structured" then.
+            kwargs: settings of the calls.
 
-        Raises ConfigError for another `tool_choice`, and LangChain's ValueError for a tool in another form.
+        Raises ConfigError for another `tool_choice`, and LangChain's ValueError for a tool in another form. A call
+        raises ConfigError for a tool whose name or parameters cannot be used, for a missing extra, and if the chat
+        template fails at the tools; and UnsupportedCallError if the engine does not support tools.
         """
         made = [convert_to_openai_tool(tool) for tool in tools]
         return self.bind(tools=made, tool_choice=_choice_of(tool_choice, made), **kwargs)
@@ -179,6 +200,9 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         **kwargs: object,
     ) -> Runnable[LanguageModelInput, dict[str, object] | BaseModel]:
         """Return the model with answers that keep to a schema: a pydantic model, a TypedDict or a JSON schema.
+
+        The result returns an object of a pydantic model, else a dict. With `include_raw` it returns a dict of the
+        message ("raw"), the object or None ("parsed"), and the error of the parser or None ("parsing_error").
 
         Each token is drawn among those that lead to JSON of the schema, whatever `method` and `strict` say. Raises
         ConfigError for an unknown `method`, and LangChain's ValueError for a schema in another form. A call raises
@@ -205,13 +229,15 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
     @property
     def model_name(self) -> str:
-        """Name of the model, as the engine was opened with it."""
+        """Name of the model, as the engine was opened with it. Raises nothing."""
         return self.engine.decoder.name
 
     def get_token_ids(self, text: str) -> list[int]:
         """Return the model's token ids of a text, without special tokens; LangChain trims messages by their number.
 
-        LangChain's default would download GPT-2's tokenizer.
+        The list is empty for "". LangChain's default would download GPT-2's tokenizer. Names of special tokens in the
+        text are read as ordinary characters. Raises the tokenizer's TypeError for text with half a surrogate pair, and
+        its ValueError for another object, such as a number.
         """
         tokenizer = self.engine.decoder.tokenizer
         ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=False)[
@@ -459,7 +485,11 @@ def _rest_of(calls: CallReader, generation: Generation) -> ChatGenerationChunk:
 
 
 def check_settings(settings: Mapping[str, object], *classes: type[BaseModel]) -> None:
-    """Raise ConfigError for a setting that is neither an option of `EngineConfig` nor a field of one of the classes."""
+    """Raise ConfigError for a setting that is neither an option of `EngineConfig` nor a field of one of the classes.
+
+    Returns None else. Settings of a server's model (`api_key`, `timeout` …) pass, because `ChatCacheCraft` ignores
+    them.
+    """
     fields = {name for owner in classes for name in owner.model_fields} - {"engine", "llm"}
     known = {"store", "config"} | EngineConfig.option_names() | fields
     if unknown := settings.keys() - known - _SERVER_SETTINGS:
@@ -471,7 +501,7 @@ def check_settings(settings: Mapping[str, object], *classes: type[BaseModel]) ->
 def documents_of(given: Any, name: str) -> list[Document]:
     """Return the documents passed as argument `name`, as a list; a single document becomes a list of one.
 
-    Raises ConfigError for anything else, also for a text.
+    The list is empty if nothing is in it. Raises ConfigError for anything else, also for a text and for None.
     """
     documents = (
         list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
@@ -487,8 +517,8 @@ def documents_of(given: Any, name: str) -> list[Document]:
 def history_of(input: Mapping[str, object], key: str) -> list[BaseMessage]:
     """Return the messages under `key` of a chain's input, as a list; [] if there is no such key or nothing under it.
 
-    Raises ConfigError for anything but a list, and LangChain's own ValueError or NotImplementedError for an item that
-    is not a message.
+    Raises ConfigError for anything but an iterable of messages, and LangChain's own ValueError or NotImplementedError
+    for an item that is not a message.
     """
     given = input.get(key) or []
     # LangChain would turn each letter, key or field of these into a message.
@@ -502,7 +532,8 @@ def history_of(input: Mapping[str, object], key: str) -> list[BaseMessage]:
 def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:
     """Return the earlier turns, and the question, which is "" after a tool's result.
 
-    System messages open the first turn; neighbours of the same role are joined.
+    System messages open the first turn; neighbours of the same role are joined. Without messages there is no turn, and
+    the question is "".
 
     Raises ConfigError for roles and contents that the model cannot read, for a call of a tool without a result, and if
     the last message is the assistant's.

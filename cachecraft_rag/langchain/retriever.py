@@ -32,8 +32,9 @@ class ConversationRetriever(RunnableSerializable[dict[str, object], list[Documen
 
     `metadata["cachecraft_searched"]` of a follow-up's documents has what was searched for.
 
-    Raises ConfigError for an unknown setting. A call raises it for an input without a question, or of another form, and
-    for a history with more than text; errors of the retriever pass unchanged.
+    Raises ConfigError for an unknown setting, and for a `retriever` of another kind. A call raises it for an input
+    without a question, or of another form, and for a history with more than text; errors of the retriever pass
+    unchanged.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -52,20 +53,52 @@ class ConversationRetriever(RunnableSerializable[dict[str, object], list[Documen
     ) -> list[Document]:
         """Return the documents for the last message of a conversation, best first.
 
+        The list is empty if the retriever finds nothing. Documents of a follow-up are copies.
+
         Args:
             input: the question and the history, under this class's keys.
             config: LangChain's.
-            kwargs: go to the retriever of a first question.
+            kwargs: go to the retriever, except for a follow-up that is searched for by vector.
 
-        Raises ConfigError for an input without a question or of another form, and for a history that is not a list of
-        messages of text; errors of the retriever pass.
+        Raises:
+            ConfigError: the input has no question or is of another form, the history is no list of messages, or one of
+                its messages holds more than text or is of an unknown kind. For a follow-up in a `CacheCraftVectorStore`
+                also a `k` below 1 or an invalid filter in `search_kwargs`.
+            ValueError, NotImplementedError: an item of the history is no message; LangChain's own.
+            IndexStoreError, ForkError: the index of a `CacheCraftVectorStore` is closed or damaged, or its vectors are
+                of another width; or this process is a fork of the one that opened it.
+            TypeError: for a follow-up in a `CacheCraftVectorStore`, `search_kwargs` have another option than `k` and
+                `filter`.
+
+        Errors of the retriever and of its embeddings pass unchanged.
         """
         return self._call_with_config(self._retrieve, input, config, run_type="retriever", **kwargs)
 
     async def ainvoke(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
     ) -> list[Document]:
-        """Return what `invoke` returns, through the retriever's own asynchronous calls; the same errors."""
+        """Return the documents for the last message of a conversation, best first, without blocking the event loop.
+
+        The retriever's own asynchronous calls are used; a search by vector runs in a thread. The list is empty if the
+        retriever finds nothing. Documents of a follow-up are copies.
+
+        Args:
+            input: the question and the history, under this class's keys.
+            config: LangChain's.
+            kwargs: go to the retriever, except for a follow-up that is searched for by vector.
+
+        Raises:
+            ConfigError: the input has no question or is of another form, the history is no list of messages, or one of
+                its messages holds more than text or is of an unknown kind. For a follow-up in a `CacheCraftVectorStore`
+                also a `k` below 1 or an invalid filter in `search_kwargs`.
+            ValueError, NotImplementedError: an item of the history is no message; LangChain's own.
+            IndexStoreError, ForkError: the index of a `CacheCraftVectorStore` is closed or damaged, or its vectors are
+                of another width; or this process is a fork of the one that opened it.
+            TypeError: for a follow-up in a `CacheCraftVectorStore`, `search_kwargs` have another option than `k` and
+                `filter`.
+
+        Errors of the retriever and of its embeddings pass unchanged.
+        """
         return await self._acall_with_config(
             self._aretrieve, input, config, run_type="retriever", **kwargs
         )

@@ -80,7 +80,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         memory: where turns are kept; by default a buffer of a quarter of the model's context.
         chat_history: earlier turns, with the default memory.
 
-    Raises ConfigError for a memory together with a history.
+    Raises ConfigError for a memory together with a history, and for an argument of another kind.
     """
 
     def __init__(
@@ -124,7 +124,12 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         Raises:
             ConfigError: an unknown option, or one that has no meaning here (`chat_mode`, `system_prompt` …); a
                 retriever instead of an index; `memory` and `chat_history` together; or an invalid value.
-            ModelNotFoundError, UnsupportedModelError, StoreError: without `engine`, if none can be opened.
+            ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
+            UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
+            StoreError: without `engine`, if the store folder or its catalog cannot be used.
+            torch.OutOfMemoryError: without `engine`, if the GPU has no memory for the model.
+
+        Other errors of `index.as_retriever` pass.
         """
         _refuse(options)
         _check_memory(memory, chat_history)
@@ -151,7 +156,10 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         Raises:
             ConfigError: an index instead of a retriever, an option that is unknown or has no meaning here, `memory` and
                 `chat_history` together, or an invalid value.
-            ModelNotFoundError, UnsupportedModelError, StoreError: without `engine`, if none can be opened.
+            ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
+            UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
+            StoreError: without `engine`, if the store folder or its catalog cannot be used.
+            torch.OutOfMemoryError: without `engine`, if the GPU has no memory for the model.
         """
         _refuse(options)
         _check_memory(memory, chat_history)
@@ -160,7 +168,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
 
     @property
     def engine(self) -> AnswerEngine:
-        """The engine that answers."""
+        """The engine that answers. Raises nothing."""
         return self._query_engine.engine
 
     @property
@@ -172,13 +180,14 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         return self.memory.get_all()
 
     def reset(self) -> None:
-        """Forget the conversation; chunk-caches stay. Errors of the memory pass."""
+        """Forget the conversation; chunk-caches stay. Returns None. Errors of the memory pass."""
         self.memory.reset()
 
     def close(self) -> None:
         """Close the engine that this class opened, which writes its pending captures; a second call does nothing.
 
-        An engine that was passed in stays open and its pending captures are not written here: close it yourself.
+        An engine that was passed in stays open and its pending captures are not written here: close it yourself. Raises
+        nothing, and does nothing in a fork of the process.
         """
         self._query_engine.close()
 
@@ -188,14 +197,30 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     ) -> AgentChatResponse:
         """Retrieve, answer, and remember both messages of the turn.
 
+        An answer without text is not remembered, nor its question.
+
         Args:
             message: the user's message.
             chat_history: replaces what the memory holds; None: it stays.
 
-        Returns the whole answer with its source nodes, and the statistics under `metadata["cachecraft"]`.
+        Returns:
+            The whole answer with its source nodes, and the statistics under `metadata["cachecraft"]`.
 
-        Raises ConfigError, ContextLengthError, BusyError, WaitTimeoutError, StoreError or ServerError as
-        `AnswerEngine.stream` does, and what the retriever raises; then the turn is not remembered.
+        Raises:
+            ConfigError: the message is empty or no text, the model's chat template fails at the conversation, or a
+                server refuses the request.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+
+        Errors of the memory and of the retriever pass. After an error the turn is not remembered; `chat_history` has
+        replaced the memory.
         """
         if chat_history is not None:
             self.memory.set(chat_history)
@@ -210,7 +235,33 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     async def achat(
         self, message: str, chat_history: list[ChatMessage] | None = None
     ) -> AgentChatResponse:
-        """`chat` with the model in a thread: the same result and errors."""
+        """Retrieve, answer, and remember both messages of the turn, without blocking the event loop.
+
+        An answer without text is not remembered, nor its question. A cancelled task ends the answer.
+
+        Args:
+            message: the user's message.
+            chat_history: replaces what the memory holds; None: it stays.
+
+        Returns:
+            The whole answer with its source nodes, and the statistics under `metadata["cachecraft"]`.
+
+        Raises:
+            ConfigError: the message is empty or no text, the model's chat template fails at the conversation, or a
+                server refuses the request.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+
+        Errors of the memory and of the retriever pass. After an error the turn is not remembered; `chat_history` has
+        replaced the memory.
+        """
         if chat_history is not None:
             await self.memory.aset(chat_history)
         turn = _Turn(self._checked(message), await self.memory.aget(input=message))
@@ -226,8 +277,28 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     ) -> CacheCraftStreamingChatResponse:
         """Retrieve, then answer piece by piece: `for piece in response.response_gen`.
 
-        Raises ConfigError or ContextLengthError for a message that cannot be answered, and what the retriever raises.
-        Errors of the answer itself, such as BusyError, StoreError or ServerError, are raised by its pieces.
+        Args:
+            message: the user's message.
+            chat_history: replaces what the memory holds; None: it stays.
+
+        Returns:
+            The response with its source nodes. Its `metadata["cachecraft"]` is there, and the turn is remembered, once
+            the stream has ended; the model starts with the first piece.
+
+        Raises, by this call for a message that cannot be answered, else by a piece:
+            ConfigError: the message is empty or no text, the model's chat template fails at the conversation, or a
+                server refuses the request.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+
+        Errors of the memory and of the retriever pass.
         """
         if chat_history is not None:
             self.memory.set(chat_history)
@@ -242,10 +313,32 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     async def astream_chat(
         self, message: str, chat_history: list[ChatMessage] | None = None
     ) -> CacheCraftStreamingChatResponse:
-        """`stream_chat` with the model in a thread: `async for piece in response.async_response_gen()`.
+        """Retrieve, then answer piece by piece: `async for piece in response.async_response_gen()`.
 
-        Raises ConfigError or ContextLengthError for a message that cannot be answered, and what the retriever raises.
-        Errors of the answer itself, such as BusyError, StoreError or ServerError, are raised by its pieces.
+        The prompt is tokenised in a thread, and neither this call nor the pieces block the event loop.
+
+        Args:
+            message: the user's message.
+            chat_history: replaces what the memory holds; None: it stays.
+
+        Returns:
+            The response with its source nodes. Its `metadata["cachecraft"]` is there, and the turn is remembered, once
+            the stream has ended; the model starts with the first piece.
+
+        Raises, by this call for a message that cannot be answered, else by a piece:
+            ConfigError: the message is empty or no text, the model's chat template fails at the conversation, or a
+                server refuses the request.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+
+        Errors of the memory and of the retriever pass.
         """
         if chat_history is not None:
             await self.memory.aset(chat_history)

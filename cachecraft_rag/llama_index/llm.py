@@ -123,8 +123,8 @@ class CacheCraftLLM(CustomLLM):
             engine: the engine that answers.
             kwargs: `sampling`, `callback_manager` and other arguments of the class.
 
-        Raises ConfigError without an engine, because a dict cannot hold one, and for sampling or an engine of another
-        type.
+        Raises ConfigError without an engine, because a dict cannot hold one, for an engine, a sampling or a session of
+        another type, and for a `max_tokens` below 1; TypeError for an unknown argument.
         """
         if engine is None:
             raise ConfigError(
@@ -140,7 +140,7 @@ class CacheCraftLLM(CustomLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """The model's name, its context and its longest answer (both in tokens), for LlamaIndex."""
+        """The model's name, its context and its longest answer (both in tokens), for LlamaIndex. Raises nothing."""
         return LLMMetadata(
             context_window=self.context_window,
             num_output=self.num_output,
@@ -172,11 +172,19 @@ class CacheCraftLLM(CustomLLM):
             max_tokens: longest answer; None: as `sampling` says.
             config: reuse settings of this answer; None: the engine's.
 
-        Raises, by this call or by a piece: ConfigError: an unknown option, `documents` that are not texts, another
-        number of `document_ids`; or the question, the history, a tool or a schema cannot be used. ContextLengthError:
-        question, history and answer do not fit the model's context. UnsupportedCallError: the engine does not support
-        tools. BusyError, WaitTimeoutError: too many requests wait, or this one waited too long. StoreError,
-        ServerError: the store is closed, or the server that makes the answer fails.
+        Raises, by this call or by a piece:
+            ConfigError: an unknown option; `documents` that are not texts, or another number of `document_ids`; the
+                question is empty; the history or a schema cannot be used; or a server refuses the request.
+            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         if unknown:
             raise ConfigError(
@@ -223,12 +231,24 @@ class CacheCraftLLM(CustomLLM):
         Args:
             output_cls: the pydantic model; its JSON schema is added to the prompt, and the answer is kept to it.
             prompt: LlamaIndex's template of the messages.
-            llm_kwargs: options of `begin`.
-            prompt_args: values of the template's variables.
+            llm_kwargs: options of `begin`, apart from `history`.
+            prompt_args: values of the template's variables. One without a value stays in the text, or LlamaIndex raises
+                KeyError, which depends on its version.
 
-        Raises ConfigError if the model has no JSON schema, no answer can be kept to it, the answer ends early
-        (`max_tokens`) or the extra "structured" is missing; ContextLengthError, BusyError, WaitTimeoutError, StoreError
-        and ServerError as `begin` does; and KeyError for a variable of the template without a value.
+        Raises:
+            ConfigError: the model has no JSON schema, no answer can be kept to it, the answer ends early
+                (`max_tokens`), the extra "structured" is missing, the last message is not the user's, an option is
+                unknown or invalid, or a server refuses the request.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+            IndexError: the template has no messages.
         """
         messages, options = self._structured(output_cls, prompt, llm_kwargs, prompt_args)
         return validated(output_cls, self.chat(messages, **options).message.content)
@@ -240,11 +260,29 @@ class CacheCraftLLM(CustomLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: object,
     ) -> Model:
-        """Return an answer as an object of a pydantic model, as `structured_predict` does, with the model in a thread.
+        """Return an answer as an object of a pydantic model, without blocking the event loop.
 
-        Raises ConfigError if the model has no JSON schema or the answer does not keep to it, for example because it
-        ends early; ContextLengthError, BusyError, WaitTimeoutError, StoreError and ServerError as `begin` does; and
-        KeyError for a variable of the template without a value.
+        Args:
+            output_cls: the pydantic model; its JSON schema is added to the prompt, and the answer is kept to it.
+            prompt: LlamaIndex's template of the messages.
+            llm_kwargs: options of `begin`, apart from `history`.
+            prompt_args: values of the template's variables. One without a value stays in the text, or LlamaIndex raises
+                KeyError, which depends on its version.
+
+        Raises:
+            ConfigError: the model has no JSON schema, no answer can be kept to it, the answer ends early
+                (`max_tokens`), the extra "structured" is missing, the last message is not the user's, an option is
+                unknown or invalid, or a server refuses the request.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+            IndexError: the template has no messages.
         """
         messages, options = self._structured(output_cls, prompt, llm_kwargs, prompt_args)
         return validated(output_cls, (await self.achat(messages, **options)).message.content)
@@ -267,10 +305,9 @@ class CacheCraftLLM(CustomLLM):
     def keeping_to(
         self, output_cls: type[BaseModel], sampling: SamplingParams | None = None
     ) -> SamplingParams:
-        """Return sampling that keeps an answer to a pydantic model: the given one, or that of the class, with its
-        schema.
+        """Return sampling that keeps an answer to a pydantic model: `sampling`, or that of the class, with its schema.
 
-        Raises ConfigError if the model has no JSON schema.
+        Raises ConfigError if `output_cls` has no JSON schema, such as a class that is no pydantic model.
         """
         return replace(sampling or self._sampling, json_schema=output_cls)
 
@@ -278,13 +315,26 @@ class CacheCraftLLM(CustomLLM):
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Answer a prompt without documents, unless they are given; return the text and the statistics in `raw`.
 
+        `raw["usage"]` has the numbers of tokens, `raw["cachecraft"]` is `RequestStats.as_dict()`.
+
         Args:
             prompt: the question.
             formatted: LlamaIndex's; has no effect.
             kwargs: options of `begin`.
 
-        Raises ConfigError, ContextLengthError, UnsupportedCallError, BusyError, WaitTimeoutError, StoreError or
-        ServerError as `begin` does.
+        Raises:
+            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
+                question, the history or a schema cannot be used; or a server refuses the request.
+            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         return last_of(responses_of(self.begin(prompt, **kwargs)))
 
@@ -292,10 +342,28 @@ class CacheCraftLLM(CustomLLM):
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
-        """Answer piece by piece; keyword arguments as in `begin`.
+        """Return a generator of the answer: one response for each piece, then one with the statistics in `raw`.
 
-        Raises ConfigError, ContextLengthError, StoreError and the others that `begin` lists, by this call or by a
-        piece.
+        Each response has the text so far (`text`) and the new piece (`delta`), which is "" in the last one.
+
+        Args:
+            prompt: the question.
+            formatted: LlamaIndex's; has no effect.
+            kwargs: options of `begin`.
+
+        Raises, by this call or by a piece:
+            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
+                question, the history or a schema cannot be used; or a server refuses the request.
+            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         return responses_of(self.begin(prompt, **kwargs))
 
@@ -303,27 +371,86 @@ class CacheCraftLLM(CustomLLM):
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
-        """`complete` with the model in a thread: the same result and errors."""
+        """Answer a prompt without blocking the event loop; return the text and the statistics in `raw`.
+
+        There are no documents unless they are given. `raw["usage"]` has the numbers of tokens, `raw["cachecraft"]` is
+        `RequestStats.as_dict()`. A cancelled task ends the answer.
+
+        Args:
+            prompt: the question.
+            formatted: LlamaIndex's; has no effect.
+            kwargs: options of `begin`.
+
+        Raises:
+            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
+                question, the history or a schema cannot be used; or a server refuses the request.
+            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+        """
         return await alast_of(aresponses_of(await asyncio.to_thread(self.begin, prompt, **kwargs)))
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        """`stream_complete` with the model in a thread: the same pieces and errors."""
+        """Return an asynchronous generator of the answer: one response for each piece, then one with `raw`.
+
+        Each response has the text so far (`text`) and the new piece (`delta`), which is "" in the last one. `raw` has
+        the statistics. The prompt is tokenised in a thread.
+
+        Args:
+            prompt: the question.
+            formatted: LlamaIndex's; has no effect.
+            kwargs: options of `begin`.
+
+        Raises, by this call or by a piece:
+            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
+                question, the history or a schema cannot be used; or a server refuses the request.
+            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+        """
         return aresponses_of(await asyncio.to_thread(self.begin, prompt, **kwargs))
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponse:
         """Answer the last message; return the whole answer, with the statistics in `raw`.
 
+        `raw["usage"]` has the numbers of tokens, `raw["cachecraft"]` is `RequestStats.as_dict()`.
+
         Args:
             messages: the conversation; the last message is the user's.
             kwargs: options of `begin`, apart from `history`.
 
-        Raises ConfigError if the last message is not the user's or an option is unknown, ContextLengthError if the
-        conversation does not fit the model, and UnsupportedCallError, BusyError, WaitTimeoutError, StoreError or
-        ServerError as `begin` does.
+        Raises:
+            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
+                last message is not the user's; the question, the history or a schema cannot be used; or a server
+                refuses the request.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+            TypeError: `history` is among the options.
         """
         return completion_response_to_chat_response(
             last_of(responses_of(self._begin_chat(messages, kwargs)))
@@ -331,10 +458,29 @@ class CacheCraftLLM(CustomLLM):
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponseGen:
-        """Answer the last message piece by piece; arguments as in `chat`.
+        """Return a generator of the answer to the last message: one response for each piece, then one with `raw`.
 
-        Raises ConfigError, ContextLengthError, StoreError and the others that `begin` lists, by this call or by a
-        piece.
+        Each response has the text so far (`message.content`) and the new piece (`delta`), which is "" in the last one.
+        `raw` has the statistics.
+
+        Args:
+            messages: the conversation; the last message is the user's.
+            kwargs: options of `begin`, apart from `history`.
+
+        Raises, by this call or by a piece:
+            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
+                last message is not the user's; the question, the history or a schema cannot be used; or a server
+                refuses the request.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+            TypeError: `history` is among the options.
         """
         return stream_completion_response_to_chat_response(
             responses_of(self._begin_chat(messages, kwargs))
@@ -342,7 +488,30 @@ class CacheCraftLLM(CustomLLM):
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponse:
-        """`chat` with the model in a thread: the same result and errors."""
+        """Answer the last message without blocking the event loop; return the answer, with the statistics in `raw`.
+
+        `raw["usage"]` has the numbers of tokens, `raw["cachecraft"]` is `RequestStats.as_dict()`. A cancelled task ends
+        the answer.
+
+        Args:
+            messages: the conversation; the last message is the user's.
+            kwargs: options of `begin`, apart from `history`.
+
+        Raises:
+            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
+                last message is not the user's; the question, the history or a schema cannot be used; or a server
+                refuses the request.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+            TypeError: `history` is among the options.
+        """
         generation = await asyncio.to_thread(self._begin_chat, messages, kwargs)
         return completion_response_to_chat_response(await alast_of(aresponses_of(generation)))
 
@@ -350,7 +519,31 @@ class CacheCraftLLM(CustomLLM):
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: object
     ) -> ChatResponseAsyncGen:
-        """`stream_chat` with the model in a thread: the same pieces and errors."""
+        """Return an asynchronous generator of the answer to the last message, without blocking the event loop.
+
+        It yields one response for each piece, then one with the statistics in `raw`. Each response has the text so far
+        (`message.content`) and the new piece (`delta`), which is "" in the last one. The prompt is tokenised in a
+        thread.
+
+        Args:
+            messages: the conversation; the last message is the user's.
+            kwargs: options of `begin`, apart from `history`.
+
+        Raises, by this call or by a piece:
+            ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
+                last message is not the user's; the question, the history or a schema cannot be used; or a server
+                refuses the request.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+            TypeError: `history` is among the options.
+        """
         generation = await asyncio.to_thread(self._begin_chat, messages, kwargs)
         return astream_completion_response_to_chat_response(aresponses_of(generation))
 
@@ -396,7 +589,8 @@ def question_of(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
 def validated(output_cls: type[Model], text: str | None) -> Model:
     """Return an answer as an object of a pydantic model.
 
-    Raises ConfigError if there is no text, or it is not JSON of the model, for example because the answer ended early.
+    Raises ConfigError if there is no text, or it is not JSON of the model, for example because the answer ended early;
+    AttributeError if `output_cls` is no pydantic model.
     """
     try:
         return output_cls.model_validate_json(text or "")
@@ -414,7 +608,19 @@ def _raw(stats: RequestStats) -> dict[str, object]:
 def responses_of(generation: Generation) -> CompletionResponseGen:
     """Yield one response per piece, then one without a piece that has the statistics in `raw`; then close the answer.
 
-    Errors of the answer's pieces pass, such as BusyError, StoreError or ServerError; no last response comes then.
+    Each has the text so far. If a piece raises, the answer is closed and the last response is left out.
+
+    Raises:
+        ConfigError: an answer that keeps to a schema can neither go on nor end, or a server refuses the request.
+        ContextLengthError: question, history and answer do not fit the model's context.
+        BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+        StoreError: the store of the engine is closed.
+        ServerError: a server that makes the answer, or whose chat template is used, fails.
+        UnsupportedModelError: a layer of the model does something that its survey did not show.
+        ForkError: this process is a fork of the one that made the engine.
+        RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if the
+            engine is closed.
+        CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
     """
     try:
         for piece in generation:
@@ -425,7 +631,23 @@ def responses_of(generation: Generation) -> CompletionResponseGen:
 
 
 async def aresponses_of(generation: Generation) -> CompletionResponseAsyncGen:
-    """Yield the responses of `responses_of` without blocking the event loop; the same errors pass."""
+    """Yield one response per piece without blocking the event loop, then one without a piece that has `raw`.
+
+    Each has the text so far; `raw` has the statistics. The answer is closed at the end. If a piece raises, the last
+    response is left out.
+
+    Raises:
+        ConfigError: an answer that keeps to a schema can neither go on nor end, or a server refuses the request.
+        ContextLengthError: question, history and answer do not fit the model's context.
+        BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+        StoreError: the store of the engine is closed.
+        ServerError: a server that makes the answer, or whose chat template is used, fails.
+        UnsupportedModelError: a layer of the model does something that its survey did not show.
+        ForkError: this process is a fork of the one that made the engine.
+        RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if the
+            engine is closed.
+        CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+    """
     async with aclosing(generation):
         async for piece in generation:
             yield CompletionResponse(text=generation.text, delta=piece)
@@ -435,14 +657,19 @@ async def aresponses_of(generation: Generation) -> CompletionResponseAsyncGen:
 def last_of(responses: CompletionResponseGen) -> CompletionResponse:
     """Return the last response: the whole text and the statistics.
 
-    Errors of the responses pass; ValueError if there are none.
+    Reads all of them. Errors of the responses pass, of `responses_of` for example BusyError, StoreError or ServerError.
+    Raises ValueError without any response.
     """
     *_, last = responses
     return last
 
 
 async def alast_of(responses: CompletionResponseAsyncGen) -> CompletionResponse:
-    """Return the last response of an asynchronous generator. Errors of the responses pass; IndexError without any."""
+    """Return the last response of an asynchronous generator: the whole text and the statistics.
+
+    Reads all of them and closes the generator. Errors of the responses pass, of `aresponses_of` for example BusyError,
+    StoreError or ServerError. Raises IndexError without any response.
+    """
     async with aclosing(responses):
         return [response async for response in responses][-1]
 
@@ -468,10 +695,31 @@ def observed(
     generation: Generation,
     documents: Mapping[str, object],
 ) -> CompletionResponseGen | ChatResponseGen:
-    """The responses of an answer with LlamaIndex's events of an LLM call, to a prompt or to messages.
+    """Return a generator of an answer's responses, with LlamaIndex's events of an LLM call.
+
+    They are completions for a prompt, and chat responses for messages: one for each piece, then one with the statistics
+    in `raw`. The event of the call's begin is sent now, the others while the responses are read.
 
     The answer ends with its reader: LlamaIndex's wrapper does not close it, and event handlers may keep its frames
-    alive.
+    alive. So the generator closes the answer at its end, and when it is closed after its first response.
+
+    Args:
+        llm: whose callbacks receive the events.
+        asked: the prompt, or the messages.
+        generation: the answer; the model starts with its first piece.
+        documents: options of the call, as the events name them.
+
+    Errors of event handlers pass. The responses raise:
+        ConfigError: an answer that keeps to a schema can neither go on nor end, or a server refuses the request.
+        ContextLengthError: question, history and answer do not fit the model's context.
+        BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+        StoreError: the store of the engine is closed.
+        ServerError: a server that makes the answer, or whose chat template is used, fails.
+        UnsupportedModelError: a layer of the model does something that its survey did not show.
+        ForkError: this process is a fork of the one that made the engine.
+        RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if the
+            engine is closed.
+        CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
     """
     completions = responses_of(generation)
     is_completion = isinstance(asked, str)
@@ -516,7 +764,30 @@ async def aobserved(
     generation: Generation,
     documents: Mapping[str, object],
 ) -> AsyncGenerator[CompletionResponse, None] | AsyncGenerator[ChatResponse, None]:
-    """`observed` for an event loop."""
+    """Return an asynchronous generator of an answer's responses, with LlamaIndex's events of an LLM call.
+
+    They are completions for a prompt, and chat responses for messages: one for each piece, then one with the statistics
+    in `raw`. The event of the call's begin is sent by this coroutine, the others while the responses are read. The
+    generator closes the answer at its end, and when it is closed after its first response.
+
+    Args:
+        llm: whose callbacks receive the events.
+        asked: the prompt, or the messages.
+        generation: the answer; the model starts with its first piece.
+        documents: options of the call, as the events name them.
+
+    Errors of event handlers pass. The responses raise:
+        ConfigError: an answer that keeps to a schema can neither go on nor end, or a server refuses the request.
+        ContextLengthError: question, history and answer do not fit the model's context.
+        BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+        StoreError: the store of the engine is closed.
+        ServerError: a server that makes the answer, or whose chat template is used, fails.
+        UnsupportedModelError: a layer of the model does something that its survey did not show.
+        ForkError: this process is a fork of the one that made the engine.
+        RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if the
+            engine is closed.
+        CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+    """
     completions = aresponses_of(generation)
     is_completion = isinstance(asked, str)
     responses = (

@@ -115,7 +115,12 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         Raises:
             ConfigError: a retriever instead of an index, an option that is unknown or about LlamaIndex's own LLM and
                 prompts, settings of an engine beside an open one, or an invalid value.
-            ModelNotFoundError, UnsupportedModelError, StoreError: without `engine`, as `Engine.from_pretrained`.
+            ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
+            UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
+            StoreError: without `engine`, if the store folder or its catalog cannot be used.
+            torch.OutOfMemoryError: without `engine`, if the GPU has no memory for the model.
+
+        Other errors of `index.as_retriever` than its TypeError pass.
         """
         if isinstance(index, BaseRetriever):
             raise ConfigError(
@@ -170,9 +175,10 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         callback_manager: CallbackManager | None = None,
         **engine_options: Any,
     ) -> Self:
-        """Over any LlamaIndex retriever.
+        """Return a query engine over any LlamaIndex retriever.
 
         Args:
+            retriever: finds the chunks.
             engine: an open one, instead of `model`, `store`, `config` and `engine_options`; you close it yourself.
             model, store, config: as in `Engine.from_pretrained`; "demo" and "chunk-caches" by default.
             node_postprocessors, callback_manager: LlamaIndex's own.
@@ -183,8 +189,12 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
 
         Raises:
             ConfigError: an index instead of a retriever, settings of an engine beside an open one, another
-                `response_mode`, or as `CacheCraftSynthesizer`.
-            ModelNotFoundError, UnsupportedModelError, StoreError: without `engine`, as `Engine.from_pretrained`.
+                `response_mode`, an `output_cls` or a template that cannot be used, an unknown option, or an invalid
+                value.
+            ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
+            UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
+            StoreError: without `engine`, if the store folder or its catalog cannot be used.
+            torch.OutOfMemoryError: without `engine`, if the GPU has no memory for the model.
         """
         if isinstance(retriever, BaseIndex):
             raise ConfigError("this is an index and not a retriever: write from_index(index, …)")
@@ -221,15 +231,26 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
 
     @classmethod
     def from_args(cls, retriever: BaseRetriever, **options: Any) -> Self:  # type: ignore[override]
-        """Return what `from_defaults` does: LlamaIndex's own method would require OpenAI.
+        """Return a query engine over any LlamaIndex retriever: LlamaIndex's own method would require OpenAI.
 
-        Raises ConfigError, ModelNotFoundError, UnsupportedModelError and StoreError as `from_defaults` does.
+        Args:
+            retriever: finds the chunks.
+            options: those of `from_defaults`, by name.
+
+        Raises:
+            ConfigError: an index instead of a retriever, settings of an engine beside an open one, another
+                `response_mode`, an `output_cls` or a template that cannot be used, an unknown option, or an invalid
+                value.
+            ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
+            UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
+            StoreError: without `engine`, if the store folder or its catalog cannot be used.
+            torch.OutOfMemoryError: without `engine`, if the GPU has no memory for the model.
         """
         return cls.from_defaults(retriever, **options)
 
     @property
     def engine(self) -> AnswerEngine:
-        """The engine that answers."""
+        """The engine that answers. Raises nothing."""
         return self.synthesizer.engine
 
     def _query(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
@@ -248,7 +269,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
     def with_retriever(self, retriever: BaseRetriever) -> CacheCraftQueryEngine:
         """Return a copy with another retriever; both share the engine, so close only one of them.
 
-        The retriever is not checked.
+        The retriever is not checked. Raises nothing.
         """
         return type(self)(
             retriever, self.synthesizer, self._node_postprocessors, self.callback_manager
@@ -257,6 +278,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
     def close(self) -> None:
         """Close the engine that this class opened, which writes its pending captures; a second call does nothing.
 
-        An engine that was passed in stays open and its pending captures are not written here: close it yourself.
+        An engine that was passed in stays open and its pending captures are not written here: close it yourself. Raises
+        nothing, and does nothing in a fork of the process.
         """
         self.synthesizer.close()

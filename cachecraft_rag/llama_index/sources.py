@@ -53,16 +53,16 @@ class Sources:
             self.chunk_ids[node.node_id] = chunk_id
 
     def documents(self) -> DocumentOptions:
-        """Return the texts and noted chunk ids as options of `CacheCraftLLM.begin`."""
+        """Return copies of the texts and noted chunk ids as options of `CacheCraftLLM.begin`. Raises nothing."""
         return {"documents": list(self.texts), "document_ids": list(self.noted_ids)}
 
     def note_outcomes(self, statistics: Mapping[str, Any]) -> None:
-        """Put each passage's outcome into its node's metadata; None for a passage without one.
+        """Put each passage's outcome into its node's metadata; None for a passage without one. Returns None.
 
         Args:
-            statistics: values of `RequestStats.as_dict()`.
+            statistics: values of `RequestStats.as_dict()`; without "chunks" every node gets None.
 
-        Raises KeyError for a chunk without an id among them.
+        Raises KeyError for a chunk without an id among them, and for a node whose metadata has lost its chunk id.
         """
         outcomes = {chunk["chunk_id"]: chunk for chunk in statistics.get("chunks", ())}
         for scored in self.nodes:

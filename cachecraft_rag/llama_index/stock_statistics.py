@@ -54,14 +54,17 @@ class _StockStatistics(BaseEventHandler):
 
 
 def observe_synthesizers() -> None:
-    """Make LlamaIndex's synthesizers report to this module; a second call changes nothing."""
+    """Make LlamaIndex's synthesizers report to this module; a second call changes nothing. Raises nothing."""
     dispatcher = get_dispatcher(_SYNTHESIZERS)
     if not any(isinstance(handler, _StockStatistics) for handler in dispatcher.event_handlers):
         dispatcher.add_event_handler(_StockStatistics())
 
 
 def note_answer(generation: Generation) -> None:
-    """Note an answer for the response that LlamaIndex is making in this task; does nothing if it makes no response."""
+    """Note an answer for the response that LlamaIndex is making in this task; does nothing if it makes no response.
+
+    Of more than 64 answers for one response the last ones are kept. Returns None, raises nothing.
+    """
     answers = _answers.get()
     if answers is not None:
         answers.append(generation)

@@ -96,7 +96,9 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         text_qa_template: LlamaIndex's, with {context_str} first and {query_str} after it. Text before the chunks
             belongs in the engine's instruction (`system`).
 
-    Raises ConfigError for an `output_cls` or a template that cannot be used.
+    Raises ConfigError for an `output_cls` or a template that cannot be used, a `max_tokens` below 1, and an argument of
+    another kind. `update_prompts` raises it for another prompt than `text_qa_template`, and for a template that cannot
+    be used.
     """
 
     def __init__(
@@ -165,8 +167,12 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         The other arguments are those of the class.
 
         Raises:
-            ConfigError: an unknown or invalid option.
-            ModelNotFoundError, UnsupportedModelError, StoreError: as `Engine.from_pretrained`.
+            ConfigError: an unknown option, an invalid value, an `output_cls` or a template that cannot be used, a dtype
+                or device that is not available, or a chat template that cannot be cut into segments.
+            ModelNotFoundError: nothing of that name can be loaded, or a file of it is damaged.
+            UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
+            StoreError: the store folder or its catalog cannot be used.
+            torch.OutOfMemoryError: the GPU has no memory for the model.
         """
         with ExitStack() as opened:
             engine = opened.enter_context(
@@ -189,7 +195,8 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     def close(self) -> None:
         """Close the engine that `from_pretrained` opened, which writes pending captures; a second call does nothing.
 
-        An engine that was passed in stays open and its pending captures are not written here: close it yourself.
+        An engine that was passed in stays open and its pending captures are not written here: close it yourself. Raises
+        nothing, and does nothing in a fork of the process.
         """
         self._opened.close()
 
@@ -201,14 +208,28 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         Args:
             query: the question.
             nodes: the passages, best first; without nodes the answer is `empty_response`, or LlamaIndex's "Empty
-                Response".
+                Response", and has no statistics.
             settings: options of `get_response`.
 
-        Returns LlamaIndex's response, with copies of the nodes as sources and the statistics under
-        `metadata["cachecraft"]`; a streaming response if this synthesizer streams.
+        Returns:
+            LlamaIndex's response, with copies of the nodes as sources and the statistics under
+            `metadata["cachecraft"]`; a streaming response if this synthesizer streams, a `PydanticResponse` with
+            `output_cls`. The statistics of a stream are there once it has ended.
 
-        Raises ConfigError, ContextLengthError, BusyError, WaitTimeoutError, StoreError or ServerError as `get_response`
-        does, from a stream by its pieces.
+        Raises, for a stream by this call or by a piece:
+            ConfigError: the question or an option of `get_response` cannot be used; with `output_cls`, the answer ends
+                early or no answer can be kept to the class, or the extra "structured" is missing; or a server refuses
+                the request.
+            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         sources = Sources(nodes)
         settings["document_ids"] = sources.noted_ids
@@ -221,7 +242,36 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     async def asynthesize(
         self, query: QueryTextType, nodes: list[NodeWithScore], *args: object, **settings: object
     ) -> RESPONSE_TYPE:
-        """`synthesize` with the model in threads: the same result and errors."""
+        """Answer from nodes as LlamaIndex's synthesizers do, without blocking the event loop.
+
+        The model does not see the nodes' `file_path`.
+
+        Args:
+            query: the question.
+            nodes: the passages, best first; without nodes the answer is `empty_response`, or LlamaIndex's "Empty
+                Response", and has no statistics.
+            settings: options of `aget_response`.
+
+        Returns:
+            LlamaIndex's response, with copies of the nodes as sources and the statistics under
+            `metadata["cachecraft"]`; an `AsyncStreamingResponse` if this synthesizer streams, a `PydanticResponse` with
+            `output_cls`. The statistics of a stream are there once it has ended.
+
+        Raises, for a stream by this call or by a piece:
+            ConfigError: the question or an option of `aget_response` cannot be used; with `output_cls`, the answer ends
+                early or no answer can be kept to the class, or the extra "structured" is missing; or a server refuses
+                the request.
+            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+        """
         sources = Sources(nodes)
         settings["document_ids"] = sources.noted_ids
         token = _record.set(_AnswerRecord(sources))
@@ -235,16 +285,27 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     ) -> RESPONSE_TEXT_TYPE:
         """Answer from texts: return a string, or a generator of pieces if this synthesizer streams.
 
-        With `output_cls` it returns an object of that class.
+        With `output_cls` it returns an object of that class. The statistics are in the `AnswerStatsEvent`.
 
         Args:
             query_str: the question.
-            text_chunks: the passages, best first.
-            response_kwargs: options of `CacheCraftLLM.begin`.
+            text_chunks: the passages, best first; empty ones are left out.
+            response_kwargs: options of `CacheCraftLLM.begin`, apart from `documents`.
 
-        Raises ConfigError, ContextLengthError, BusyError, WaitTimeoutError, StoreError or ServerError as
-        `CacheCraftLLM.begin` does, from a stream by its pieces; and with `output_cls` ConfigError if the answer ends
-        early.
+        Raises, for a stream by this call or by a piece:
+            ConfigError: `text_chunks` is a single text, or holds anything but texts; the question or an option cannot
+                be used; with `output_cls`, the answer ends early or no answer can be kept to the class, or the extra
+                "structured" is missing; or a server refuses the request.
+            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
         question, asked = self._asked(query_str, text_chunks, response_kwargs)
         answer: RESPONSE_TEXT_TYPE
@@ -261,7 +322,31 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
     async def aget_response(
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: object
     ) -> RESPONSE_TEXT_TYPE:
-        """`get_response` with the model in threads, and the same errors; a stream is an asynchronous generator."""
+        """Answer from texts without blocking the event loop: return a string, or an asynchronous generator of pieces.
+
+        It is a generator if this synthesizer streams, and an object of `output_cls` if there is such a class. The
+        statistics are in the `AnswerStatsEvent`.
+
+        Args:
+            query_str: the question.
+            text_chunks: the passages, best first; empty ones are left out.
+            response_kwargs: options of `CacheCraftLLM.begin`, apart from `documents`.
+
+        Raises, for a stream by this call or by a piece:
+            ConfigError: `text_chunks` is a single text, or holds anything but texts; the question or an option cannot
+                be used; with `output_cls`, the answer ends early or no answer can be kept to the class, or the extra
+                "structured" is missing; or a server refuses the request.
+            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError: the store of the engine is closed.
+            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
+                the engine is closed.
+            CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
+        """
         question, asked = self._asked(query_str, text_chunks, response_kwargs)
         answer: RESPONSE_TEXT_TYPE
         if self._streaming:

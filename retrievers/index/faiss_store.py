@@ -81,7 +81,8 @@ class FaissStore(Closeable):
     as a whole or not at all. `dim` is the width of the vectors, `embedder` the fingerprint of the model that made them.
 
     Every method except `close` raises `IndexStoreError` once the store is closed, or if its database cannot be read or,
-    for a change, written. `save` does not for a folder that was deleted or cannot be written: it does nothing then.
+    for a change, written. It raises `ForkError` in a fork of the process that opened the store. `save` raises neither
+    for a folder that was deleted or cannot be written: it does nothing then.
     """
 
     def __init__(self, folder: Path, db: Database, settings: Mapping[str, str]) -> None:
@@ -107,15 +108,17 @@ class FaissStore(Closeable):
     ) -> Self:
         """Open the store in a folder; it is made if it is missing and both `dim` and the fingerprint are given.
 
-        Without them an existing store is opened as it is, which is enough to read and to delete.
+        Without them an existing store is opened as it is, which is enough to read and to delete. One that this user
+        cannot write is opened for reading. The index file is not read yet.
 
         Args:
             folder: holds the database and the index file.
             dim: length of the vectors.
             embedder_fingerprint: `name@digest` of the embedding model; only the digest counts.
 
-        Raises IndexStoreError if there is no store, if it was made with another embedding model, if its database is
-        damaged or of a newer version, or if the folder cannot be used; ConfigError for a folder that is no path.
+        Raises IndexStoreError if there is no store, if it was made with another embedding model or another `dim`, if
+        its database is damaged, of a newer version or locked by another process for 30 seconds, or if the folder cannot
+        be used; ConfigError for a folder that is no path.
         """
         check_path("folder", folder)
         path = Path(folder).absolute()  # for as long as it is open, wherever the process goes
@@ -147,11 +150,13 @@ class FaissStore(Closeable):
             content_digest: noted, so that an unchanged document is not indexed again.
             root: label of the folder that the document came from; "": none.
 
-        Returns the ids of the chunks that are new to the store, and of those that left it.
+        Returns the ids of the chunks that are new to the store, and of those that left it; both are empty if neither
+        changed.
 
-        Raises IndexStoreError for vectors of another shape, that are not finite, too large or no numbers, and if the
-        index is closed or cannot be written; ConfigError for metadata that is not scalar, and for a `doc_id` or a
-        chunk's text that is not valid Unicode; ForkError in a fork. Nothing is changed then.
+        Raises IndexStoreError for vectors of another shape or number, that are not finite, too large or no numbers, and
+        if the index is closed or cannot be written; ConfigError for metadata that is not scalar, and for a `doc_id` or
+        a chunk's text that is not valid Unicode; TypeError for metadata whose keys cannot be sorted; UnicodeEncodeError
+        for a `content_digest` or a `root` with half a surrogate pair; ForkError in a fork. Nothing is changed then.
         """
         check_text("doc_id", doc_id)
         matrix = self._checked(vectors, len(chunks))
@@ -188,10 +193,13 @@ class FaissStore(Closeable):
             keys: the caller's names for these places, one each, no two alike; a place that has one of them already, in
                 whatever document, is replaced. None: no names.
 
-        Returns the ids of the chunks that are new to the store, and of those that left it.
+        Returns the ids of the chunks that are new to the store, and of those that left it. A chunk that was replaced by
+        itself is in neither.
 
-        Raises ConfigError for keys that are not one valid text for each chunk, or not unique; else IndexStoreError,
-        ConfigError and ForkError as `upsert` does. Nothing is changed then.
+        Raises ConfigError for keys that are not one valid text for each chunk, or not unique, for metadata that is not
+        scalar, and for a `doc_id` or a chunk's text that is not valid Unicode; IndexStoreError for vectors of another
+        shape or number, that are not finite, too large or no numbers, and if the index is closed or cannot be written;
+        TypeError for metadata whose keys cannot be sorted; ForkError in a fork. Nothing is changed then.
         """
         check_text("doc_id", doc_id)
         matrix = self._checked(vectors, len(chunks))
@@ -217,10 +225,10 @@ class FaissStore(Closeable):
         )
 
     def set_digest(self, doc_id: str, content_digest: str) -> None:
-        """Change a document's content digest; its chunks stay. An unknown document is ignored.
+        """Change a document's content digest; its chunks stay. An unknown document is ignored. Return None.
 
-        Raises ConfigError for a `doc_id` that is not valid Unicode, IndexStoreError if the index is closed or cannot be
-        written, and ForkError in a fork.
+        Raises ConfigError for a `doc_id` that is not valid Unicode, UnicodeEncodeError for such a digest,
+        IndexStoreError if the index is closed or cannot be written, and ForkError in a fork.
         """
         check_text("doc_id", doc_id)
         with self._opened().writing() as db:
@@ -231,8 +239,9 @@ class FaissStore(Closeable):
     def delete_document(self, doc_id: str) -> Change:
         """Remove a document and those of its chunks that no other document has; return the ids of the removed chunks.
 
-        For an unknown document nothing is removed, and nothing raised. Raises ConfigError for a `doc_id` that is not
-        valid Unicode, IndexStoreError if the index is closed or cannot be written, and ForkError in a fork.
+        They are in `Change.removed`; `added` is empty. For an unknown document nothing is removed, and nothing raised.
+        Raises ConfigError for a `doc_id` that is not valid Unicode, IndexStoreError if the index is closed or cannot be
+        written, and ForkError in a fork.
         """
         check_text("doc_id", doc_id)
         with self._opened().writing() as db:
@@ -248,8 +257,10 @@ class FaissStore(Closeable):
     def delete_chunks(self, chunk_ids: Iterable[str]) -> Change:
         """Remove chunks from every document that has them; return the ids of those that were there.
 
-        The documents stay, with their content digests, so an unchanged file does not bring the chunks back. Raises
-        IndexStoreError if the index is closed or cannot be written, and ForkError in a fork.
+        They are in `Change.removed`; `added` is empty, and unknown ids are ignored. The documents stay, with their
+        content digests, so an unchanged file does not bring the chunks back. Raises IndexStoreError if the index is
+        closed or cannot be written, ForkError in a fork, and TypeError for `chunk_ids` that cannot be iterated or hold
+        anything that JSON cannot.
         """
         with self._opened().writing() as db:
             chosen = "SELECT number FROM chunks WHERE chunk_id IN ({})"
@@ -261,8 +272,9 @@ class FaissStore(Closeable):
     def delete_keys(self, keys: Iterable[str]) -> Change:
         """Remove the places with these keys, and the documents that have none left; unknown keys are ignored.
 
-        Returns the ids of the chunks that left the store. Raises IndexStoreError if the index is closed or cannot be
-        written, and ForkError in a fork.
+        Returns the ids of the chunks that left the store in `Change.removed`; `added` is empty. Raises IndexStoreError
+        if the index is closed or cannot be written, ForkError in a fork, and TypeError for `keys` that cannot be
+        iterated or hold anything that JSON cannot.
         """
         with self._opened().writing() as db:
             return self._changed(db, (), self._drop_places(db, keys))
@@ -273,6 +285,8 @@ class FaissStore(Closeable):
         self, vector: ArrayLike, k: int, *, where: Where | None = None, exact: bool = False
     ) -> list[SearchHit]:
         """Return the `k` most similar chunks, or as many as there are; by falling score, equal scores by chunk id.
+
+        The list is empty if the store holds no chunk, or none that passes the filter.
 
         Args:
             vector: `[dim]`, of unit length for cosine scores.
@@ -285,7 +299,8 @@ class FaissStore(Closeable):
                 so.
 
         Raises ConfigError for a `k` below 1 or an invalid filter; IndexStoreError for a vector that does not fit, and
-        if the index is closed or damaged; ForkError in a fork.
+        if the index is closed or damaged; ValueError for a chunk whose metadata in the database is no JSON; ForkError
+        in a fork; and what a filter that is a function raises.
         """
         check_whole("k", k, least=1)
         check_where(where)
@@ -303,10 +318,11 @@ class FaissStore(Closeable):
         return sorted(hits, key=lambda hit: (-hit.score, hit.chunk_id))[:k]
 
     def get(self, chunk_ids: Iterable[str]) -> list[Chunk]:
-        """Return the chunks of these ids, in this order, with the metadata of their first owner.
+        """Return the chunks of these ids, in this order, with the metadata of their first owner; [] without ids.
 
-        Raises IndexStoreError if one of them is not in the store, and if the index is closed or damaged; ForkError in a
-        fork.
+        Raises IndexStoreError if one of them is not in the store, and if the index is closed or damaged; ValueError for
+        a chunk whose metadata in the database is no JSON; ForkError in a fork; and TypeError for `chunk_ids` that
+        cannot be iterated or hold anything that JSON cannot.
         """
         chunk_ids = list(chunk_ids)
         with self._opened().snapshot() as db:
@@ -327,12 +343,15 @@ class FaissStore(Closeable):
     ) -> list[Chunk]:
         """Return the chunks of all places that have one of the keys, each with its own metadata, sorted by document.
 
+        The list is empty if there is no such place. Unknown keys are ignored.
+
         Args:
             keys: names of places, see `add`; None: all places, also those without a name.
             where: as in `search`.
 
-        Raises ConfigError for an invalid filter, IndexStoreError if the index is closed or damaged, ForkError in a
-        fork, and what the filter raises if it is a function.
+        Raises ConfigError for an invalid filter, IndexStoreError if the index is closed or damaged, ValueError for a
+        chunk whose metadata in the database is no JSON, ForkError in a fork, TypeError for `keys` that cannot be
+        iterated or hold anything that JSON cannot, and what the filter raises if it is a function.
         """
         check_where(where)
         with self._opened().snapshot() as db:
@@ -346,8 +365,9 @@ class FaissStore(Closeable):
     def known_vectors(self, chunk_ids: Iterable[str]) -> dict[str, NDArray[np.float32]]:
         """Return the vectors, float32 `[dim]` each, of the chunks that are in the store, by chunk id.
 
-        Chunks that are not in the store are left out. Raises IndexStoreError if the index is closed or cannot be read,
-        and ForkError in a fork.
+        Chunks that are not in the store are left out. The arrays cannot be written. Raises IndexStoreError if the index
+        is closed or cannot be read, ForkError in a fork, and TypeError for `chunk_ids` that cannot be iterated or hold
+        anything that JSON cannot.
         """
         with self._opened().snapshot() as db:
             rows = _by_list(
@@ -358,11 +378,12 @@ class FaissStore(Closeable):
     def similar(self, chunk_id: str, k: int) -> list[Chunk]:
         """Return the `k` other chunks whose vectors are most similar to this chunk's, best first.
 
-        There are fewer if the store has no more.
+        There are fewer if the store has no more, and the list is empty for a `k` of 0.
 
         Raises:
             IndexStoreError: the chunk is not in the store, or the index is closed or damaged.
             ConfigError: `k` is below 0.
+            ValueError: the metadata of a chunk in the database is no JSON.
             ForkError: called in a fork.
         """
         vector = self.known_vectors([chunk_id]).get(chunk_id)
@@ -378,14 +399,14 @@ class FaissStore(Closeable):
         """Return the chunks of a document in the order of its text; an empty list for an unknown document.
 
         Raises ConfigError for a `doc_id` that is not valid Unicode, IndexStoreError if the index is closed or damaged,
-        and ForkError in a fork.
+        ValueError for a chunk whose metadata in the database is no JSON, and ForkError in a fork.
         """
         check_text("doc_id", doc_id)
         with self._opened().snapshot() as db:
             return [chunk_of(*row) for row in db.execute(_PLACES.format("doc_id = ?"), (doc_id,))]
 
     def documents(self) -> list[StoredDocument]:
-        """Return all documents with the numbers of their chunks, sorted by `doc_id`.
+        """Return all documents with the numbers of their chunks, sorted by `doc_id`; an empty list without any.
 
         Raises IndexStoreError if the index is closed or cannot be read, and ForkError in a fork.
         """
@@ -411,12 +432,12 @@ class FaissStore(Closeable):
     # --- life ---
 
     def save(self) -> None:
-        """Write the index file, so that the next process starts faster.
+        """Write the index file, so that the next process starts faster; return None.
 
         Nothing is lost without it: every change is on the disk when the method that makes it returns. A file that
         cannot be written raises nothing: a warning is logged. A store that may only be read, or whose folder was
-        deleted, is left alone. Raises IndexStoreError if the index is closed or its database cannot be read, and
-        ForkError in a fork.
+        deleted, is left alone, also if it is closed or in a fork. Otherwise it raises IndexStoreError if the index is
+        closed or its database cannot be read, and ForkError in a fork.
         """
         # deleted meanwhile: nothing of it comes back
         if self._db.read_only or not self.folder.is_dir():

@@ -89,8 +89,8 @@ def check_depth(depth: int) -> None:
 def encoded(metadata: Metadata) -> str:
     """Return metadata as JSON with sorted keys: the same text for values that are equal and of the same type.
 
-    NaN and infinities are written as Python does, which is not JSON. Raises `ConfigError` unless each value is a text,
-    a number, True, False or None.
+    NaN and infinities are written as Python does, which is not JSON. Raises ConfigError unless each value is a text, a
+    number, True, False or None, and TypeError for keys that cannot be sorted, such as a text beside a number.
 
     >>> encoded({"page": 3, "format": "text"})
     '{"format":"text","page":3}'
@@ -104,13 +104,13 @@ def encoded(metadata: Metadata) -> str:
 
 
 def accepts(where: Where | None, metadata: Metadata) -> bool:
-    """Return True if metadata passes a filter; everything passes None.
+    """Return True if metadata passes a filter, else False; everything passes None.
 
     Args:
         where: a filter that `check_where` accepts.
         metadata: of a chunk's place.
 
-    Raises what the filter raises if it is a function.
+    Raises what the filter, or a filter in it, raises if it is a function, and nothing else.
 
     >>> [accepts({"page": 1}, metadata) for metadata in ({"page": 1, "format": "text"}, {"page": True}, {})]
     [True, False, False]
@@ -137,7 +137,9 @@ def _passes(metadata: Metadata, key: str, wanted: Any) -> bool:
 def fragments(where: Where) -> list[str]:
     """Return substrings of the JSON of all metadata that the filter accepts; rows without them need not be parsed.
 
-    Only for texts, whose JSON is unique here; numbers such as 1 and 1.0 are equal but spelled differently.
+    Only for texts and None, whose JSON is unique here; numbers such as 1 and 1.0 are equal but spelled differently. The
+    list is empty for a function, and for a filter without such values. Raises nothing for a filter that `check_where`
+    accepts.
 
     >>> fragments({"format": "text", "page": 3})
     ['"format":"text"']

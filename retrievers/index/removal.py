@@ -37,7 +37,8 @@ def remove_documents(
 ) -> RemovalReport:
     """Remove documents by `doc_id`, or all below a folder by its label and a slash (`docs/`).
 
-    A chunk that another document has too stays, with its chunk-caches.
+    A chunk that another document has too stays, with its chunk-caches. Each document is one transaction: if the index
+    fails, those before it stay removed, and no chunk-cache was deleted.
 
     Args:
         index: the index to remove them from.
@@ -45,13 +46,15 @@ def remove_documents(
         caches: where the chunk-caches are; None: they are left alone.
 
     Returns:
-        What was removed.
+        The removal: its fields are empty and 0 without names.
 
     Raises:
         DocumentError: a name that no document has; nothing was removed then.
-        ConfigError: a name that is empty or no text; nothing was removed then.
+        ConfigError: `names` is a single text or no list, or a name is empty or no text; nothing was removed then.
         IndexStoreError: the index is closed, or cannot be read or written.
         StoreError, ServerError: the documents were removed, but their chunk-caches could not be.
+        ForkError: this process is a fork of the one that opened the index, or the store of chunk-caches. In the second
+            case the documents were removed.
     """
     known = [document.doc_id for document in index.documents()]
     chosen: dict[str, None] = {}
@@ -73,8 +76,9 @@ def remove_documents(
 def evict_chunks(caches: Caches | None, chunk_ids: Iterable[str]) -> tuple[int, int]:
     """Delete the chunk-caches of these chunks; return their number, and their bytes on disk.
 
-    Both are 0 without `caches` or chunks. Raises StoreError if the store is closed, its folder is gone or its catalog
-    cannot be written, ServerError if the chunk-caches are a server's and it fails.
+    Both are 0 without `caches` or chunks, and nothing is raised then. Raises StoreError if the store is closed, its
+    folder is gone or its catalog cannot be read or written, ServerError if the chunk-caches are a server's and it
+    fails, and ForkError in a fork of the process that opened the store.
     """
     chosen = tuple(chunk_ids)
     if caches is None or not chosen:
@@ -98,9 +102,10 @@ class Evictions:
         self._timer: threading.Timer | None = None
 
     def later(self, index: FaissStore, chunk_ids: Iterable[str]) -> None:
-        """Delete the chunk-caches of these chunks unless the next addition brings them back. Returns at once.
+        """Delete the chunk-caches of these chunks unless the next addition brings them back. Return None at once.
 
-        Errors are only logged. Does nothing without chunk-caches.
+        They are deleted after `grace_s` seconds in another thread, or when the program ends; errors of that are only
+        logged. Does nothing without chunk-caches. Raises RuntimeError if the system has no room for a thread.
         """
         with self._lock:
             self._waiting |= dict.fromkeys(chunk_ids if self._caches is not None else ())
@@ -114,8 +119,9 @@ class Evictions:
     def settle(self, index: FaissStore, chunk_ids: Iterable[str] = ()) -> None:
         """Delete the chunk-caches of these and of all waiting chunks that are not in the index; return None.
 
-        Raises StoreError or ServerError if the chunk-caches cannot be deleted, IndexStoreError if the index is closed;
-        the chunks no longer wait then.
+        Does nothing without chunk-caches or chunks. In each of the following cases the chunks no longer wait. Raises
+        StoreError or ServerError if the chunk-caches cannot be deleted, IndexStoreError if the index is closed or
+        cannot be read, and ForkError in a fork of the process that opened the index or the store of chunk-caches.
         """
         with self._lock:
             gone = self._waiting | dict.fromkeys(chunk_ids)
@@ -128,9 +134,10 @@ class Evictions:
         evict_chunks(self._caches, (chunk_id for chunk_id in gone if chunk_id not in present))
 
     def finish(self, index: FaissStore) -> None:
-        """Delete the chunk-caches of all waiting chunks that are not in the index, as `settle` does; raises nothing.
+        """Delete the chunk-caches of all waiting chunks that are not in the index; return None and raise nothing.
 
-        If the index or the store of chunk-caches fails or is closed, the chunk-caches stay, with a warning in the log.
+        If the index or the store of chunk-caches fails, is closed or was opened by the process that this one is a fork
+        of, the chunk-caches stay, with a warning in the log.
         """
         try:
             self.settle(index)

@@ -57,6 +57,8 @@ def open_database(
 ) -> tuple[Database, dict[str, str]]:
     """Open the index's database, update its schema or set it up; return it with its settings by name.
 
+    The settings are texts: `store`, `dim`, `embedder`, `generation` and `stamp`.
+
     Args:
         folder: holds the database.
         dim: length of the vectors; None: as the index says.
@@ -64,7 +66,8 @@ def open_database(
         wait_s: longest wait for another process's transaction, in seconds.
 
     Raises IndexStoreError for a database that is damaged, of a newer version, or made with another embedding model; for
-    a new one without `dim` and `fingerprint`; and if the folder cannot be used.
+    a new one without `dim` and `fingerprint`; and if the folder cannot be used, or another process keeps the database
+    locked for longer than `wait_s`.
     """
     try:
         db = Database(folder / DATABASE, kind=_KIND, busy_timeout_s=wait_s)
@@ -145,14 +148,14 @@ def same_model(fingerprint: str, other: str) -> bool:
 
 
 def model_name(fingerprint: str) -> str:
-    """Return the model's name in a fingerprint `name@digest`, or the fingerprint itself if it has no name."""
+    """Return the model's name in a fingerprint `name@digest`; the whole text if it has no name. Raises nothing."""
     return fingerprint.rpartition("@")[0] or fingerprint
 
 
 def chunk_of(chunk_id: str, text: str, metadata: str) -> Chunk:
-    """Return a row as a chunk.
+    """Return a row as a chunk, its metadata read from JSON.
 
-    Raises IndexStoreError if its text does not match its id, ValueError for damaged metadata.
+    Raises IndexStoreError if its text does not match its id, and ValueError for metadata that is no JSON.
     """
     chunk = Chunk(text, json.loads(metadata), chunk_id)
     if chunk.stale_id:
@@ -161,7 +164,7 @@ def chunk_of(chunk_id: str, text: str, metadata: str) -> Chunk:
 
 
 def verify(chunk_id: str, text: str) -> None:
-    """Raise `IndexStoreError` if a row's text does not match its id."""
+    """Raise `IndexStoreError` if a row's text does not match its id; return None else."""
     if chunk_id_of(text) != chunk_id:
         raise IndexStoreError(_changed_row(chunk_id))
 

@@ -39,7 +39,8 @@ logger = logging.getLogger("cachecraft_rag.retrievers.index.vector_index")
 class VectorIndex:
     """Vectors under int64 numbers. Not thread safe.
 
-    `stamp` is the random name of the state of the database that they mirror.
+    `stamp` is the random name of the state of the database that they mirror. Raises ImportError if FAISS is not
+    installed.
     """
 
     def __init__(self, dim: int) -> None:
@@ -53,21 +54,24 @@ class VectorIndex:
         self.stamp = ""
 
     def numbers(self) -> NDArray[np.int64]:
-        """Return the numbers of all vectors, int64 `[n]`, ascending."""
+        """Return the numbers of all vectors, int64 `[n]`, ascending; an empty array without vectors. Raises nothing."""
         ids: NDArray[np.int64] = self._faiss.vector_to_array(self._index.id_map)
         return np.sort(ids)
 
     def add(self, numbers: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """Add vectors, float32 `[n, dim]`, with their numbers, int64 `[n]`.
+        """Add vectors, float32 `[n, dim]`, with their numbers, int64 `[n]`; return None.
 
-        None of the numbers may be there already: FAISS would silently keep both. Raises AssertionError for another
-        shape.
+        None of the numbers may be there already: FAISS would silently keep both. Raises AssertionError for vectors of
+        another width and for another count of numbers, and ValueError for vectors that are no matrix.
         """
         for index in self._both():
             index.add_with_ids(np.ascontiguousarray(vectors), numbers)
 
     def remove(self, numbers: NDArray[np.int64]) -> None:
-        """Remove the vectors with these numbers, int64 `[n]`; numbers that are not there are ignored."""
+        """Remove the vectors with these numbers, int64 `[n]`; return None.
+
+        Numbers that are not there are ignored. Raises nothing.
+        """
         if len(numbers):
             selector = self._faiss.IDSelectorBatch(numbers)
             for index in self._both():
@@ -85,17 +89,21 @@ class VectorIndex:
         *,
         exact: bool = False,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return numbers, int64 `[hits]`, and scores, float32 `[hits]`, of the `k` best, best first.
+        """Return numbers, int64 `[hits]`, and scores, float32 `[hits]`, of the `k` best and possibly more, best first.
 
-        *All that tie with the last one are returned too*, so there may be more than `k`: the caller breaks ties. Both
-        are empty without vectors.
+        All that tie with the last of the `k` are returned too, so the caller breaks ties and cuts the list. Where all
+        vectors are compared, numbers with lower scores may follow: in all at most `k` + 8, or twice as many as score at
+        least as high as the `k`-th. Where 4-bit copies name the candidates, no number with a lower score follows. There
+        are fewer than `k` if there are not enough vectors, and both arrays are empty without any.
 
         Args:
             query: float32 `[dim]`.
-            k: at least 1.
+            k: at least 1, which is not checked. With 0 all vectors, or all candidates, are returned. A negative `k`
+                returns a number of them that has no meaning, or raises AssertionError or IndexError.
             allowed: only these numbers are looked at, and all of them (a filter before the search, so it loses
-                nothing); None: all numbers.
-            exact: all vectors are compared, however many there are.
+                nothing); None: all numbers. Numbers without a vector are ignored.
+            exact: all vectors are compared, however many there are. That is so for fewer than `COARSE_FROM` vectors
+                (half of that while there are copies), with `allowed`, and for an odd number of dimensions in any case.
 
         Raises AssertionError for a query of another width.
         """
@@ -169,7 +177,10 @@ class VectorIndex:
         return numbers[:kept], scores[:kept]
 
     def save(self, path: Path, *, store: str) -> None:
-        """Write the index file of a store, in place of an older one. Raises OSError if it cannot be written.
+        """Write the index file of a store, in place of an older one; return None.
+
+        Temporary files of killed processes beside it, older than an hour, are removed. Its folder is made if it is
+        missing. Raises OSError if the file cannot be written.
 
         Args:
             path: the file.

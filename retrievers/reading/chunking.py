@@ -56,7 +56,7 @@ def split(
 
     Each chunk's metadata is the document's, and `source` (the `doc_id`), `heading` (the path), `ordinal`, `start` and
     `end` (character offsets of its text in the document), and `page` (from 1) if the document has pages. The same
-    document always gives the same chunks; a document without text gives none.
+    document always gives the same chunks; a document without text gives an empty list.
 
     Args:
         document: the document.
@@ -64,7 +64,8 @@ def split(
         limit: most tokens of a chunk.
         model: bounds a chunk by another model's tokens too.
 
-    Raises ConfigError for a limit below `SMALLEST_LIMIT`.
+    Raises ConfigError for a limit below `SMALLEST_LIMIT`. What `count_tokens` and `model.count` raise passes; neither
+    is given half a surrogate pair.
     """
     if limit < SMALLEST_LIMIT:
         raise ConfigError(

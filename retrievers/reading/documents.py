@@ -118,8 +118,10 @@ def list_files(path: str | os.PathLike[str], *, follow_links: bool = False) -> L
     to a place in the folder; a link out of the folder is a problem, unless `follow_links`. Each folder is entered once,
     under its own name rather than a link's, so loops end. What cannot be opened is a problem, too.
 
+    Both parts of the result are sorted by `doc_id`, and empty for an empty folder. Nothing is read.
+
     Raises DocumentError if there is nothing at `path`, it cannot be reached, or it is a file of a kind that is not
-    read.
+    read; and TypeError if `path` is no path.
     """
     root = Path(path)
     require_readable(root)
@@ -166,10 +168,13 @@ def require_known_kind(path: Path, nbytes: int) -> None:
 def read_text(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
     """Return the text in the bytes of a file, and the document's metadata.
 
-    A parser of an untrusted document may take hours or all memory: `limited_reader` calls this within limits.
+    The text may be empty. The metadata has `format` ("markdown" or "text"), and where they are known `title`, `pages`,
+    and `encoding` if it is not UTF-8. A parser of an untrusted document may take hours or all memory: `limited_reader`
+    calls this within limits.
 
-    Raises DocumentError if the bytes cannot be read, MissingReaderError if the package that reads this kind of file is
-    not installed, and KeyError for a kind of file that is not read.
+    Raises DocumentError if the bytes cannot be read (MemoryError is then its cause if the parser has no memory),
+    MissingReaderError if the package that reads this kind of file is not installed, and KeyError for a kind of file
+    that is not read.
     """
     parser = _PARSERS[path.suffix.lower()]
     with parsing(shown(path)):
@@ -178,7 +183,7 @@ def read_text(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
 
 
 def document_of(file: SourceFile, text: str, metadata: dict[str, Scalar]) -> Document:
-    """Return the document of a file. Raises `DocumentError` if its text is empty."""
+    """Return the document of a file, with these text and metadata. Raises DocumentError if the text is blank."""
     if not text.strip():
         advice = "add some or remove it"
         if "pages" in metadata:
@@ -192,7 +197,8 @@ def parsing(name: str) -> Iterator[None]:
     """Turn any exception of a parser into a `DocumentError` that names the document.
 
     Parsers are third-party code and documents are untrusted: one page must not end a run, whether it triggers a bug, a
-    parser's limit, Python's recursion limit or a MemoryError. Our own errors pass unchanged.
+    parser's limit, Python's recursion limit or a MemoryError. Our own errors (`CacheCraftError`, such as ConfigError)
+    and MissingReaderError pass unchanged, and so do KeyboardInterrupt and SystemExit. The block gets None.
     """
     try:
         yield
@@ -207,17 +213,23 @@ def parsing(name: str) -> Iterator[None]:
 
 
 def inaccessible(path: Path, error: OSError) -> str:
-    """Return the message for a file or folder that exists but cannot be opened."""
+    """Return the message for a file or folder that exists but cannot be opened.
+
+    Raises nothing for a path of this system.
+    """
     return f"{shown(path)}: cannot be opened ({error.strerror or error}); check its permissions and the disk"
 
 
 def too_large(path: Path) -> str:
-    """Return the message for a file above `LARGEST_FILE`."""
+    """Return the message for a file above `LARGEST_FILE`. Raises nothing for a path of this system."""
     return f"{shown(path)}: is larger than {LARGEST_FILE >> 20} MiB; split it or leave it out"
 
 
 def shown(path: Path) -> str:
-    """Return a path as valid Unicode, for messages; see `printable`. Raises nothing."""
+    """Return a path as valid Unicode, for messages; see `printable`.
+
+    Raises nothing for a path of this system, and UnicodeEncodeError for half a surrogate pair that stands for no byte.
+    """
     return printable(str(path))
 
 
@@ -231,7 +243,10 @@ def _unsupported(path: Path) -> str:
 
 
 def printable(name: str) -> str:
-    r"""Return a file name as valid Unicode, which the database needs: bytes that are not UTF-8 become `\xNN`."""
+    r"""Return a file name as valid Unicode, which the database needs: bytes that are not UTF-8 become `\xNN`.
+
+    Raises nothing for a name of this system, and UnicodeEncodeError for half a surrogate pair that stands for no byte.
+    """
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 

@@ -59,11 +59,11 @@ class ReadingBudget:
     memory_per_byte: int = 10
 
     def seconds_for(self, nbytes: int) -> int:
-        """Return the CPU time of a file of this size, in whole seconds."""
+        """Return the CPU time of a file of `nbytes` bytes, in whole seconds. Raises nothing."""
         return self.cpu_seconds + self.cpu_seconds_per_mib * nbytes // (1 << 20)
 
     def memory_for(self, nbytes: int) -> int:
-        """Return the memory of a file of this size, in bytes."""
+        """Return the memory of a file of `nbytes` bytes, in bytes. Raises nothing."""
         return self.memory_bytes + self.memory_per_byte * nbytes
 
 
@@ -84,15 +84,18 @@ class LimitedReader(Closeable):
     def read(self, file: SourceFile, data: bytes) -> Document:
         """Return the document in the bytes of a file, read within the budget.
 
+        Text, Markdown, reStructuredText and HTML are read in this process, and have no budget; so is every file if
+        `sys.executable` is empty or the module of the reading process is missing.
+
         Args:
             file: path and doc_id.
             data: the file's bytes.
 
         Raises:
-            DocumentError: the file is of a kind that is not read or too large, holds no readable text, or exceeds the
-                budget.
+            DocumentError: the file is of a kind that is not read or larger than `LARGEST_FILE`, holds no readable text,
+                or exceeds the budget; or its parser crashed.
             ReaderStartError: the reading process cannot be started; it is a DocumentError, too.
-            MissingReaderError: the package that reads this kind of file is not installed.
+            MissingReaderError: the package that reads this kind of file is not installed; it is an ImportError.
         """
         require_known_kind(file.path, len(data))
         suffix = file.path.suffix.lower()
@@ -171,7 +174,15 @@ class LimitedReader(Closeable):
 def parse_document(file: SourceFile, data: bytes) -> Document:
     """Read a single document in a process that ends with it; for several, use one `LimitedReader`.
 
-    Raises DocumentError, ReaderStartError or MissingReaderError as `LimitedReader.read` does.
+    Args:
+        file: path and doc_id.
+        data: the file's bytes.
+
+    Raises:
+        DocumentError: the file is of a kind that is not read or larger than `LARGEST_FILE`, holds no readable text, or
+            exceeds the budget of `ReadingBudget()`; or its parser crashed.
+        ReaderStartError: the reading process cannot be started; it is a DocumentError, too.
+        MissingReaderError: the package that reads this kind of file is not installed; it is an ImportError.
     """
     with LimitedReader() as reader:
         return reader.read(file, data)

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 def rst_to_markdown(text: str) -> str:
     """Return reStructuredText with its underlined titles as `#` lines; the rest is unchanged.
 
-    Levels follow the order in which styles of underline (and overline) first appear, as in docutils.
+    Levels follow the order in which styles of underline (and overline) first appear, as in docutils; the seventh and
+    all later ones become `######`. A line that Markdown would take for a heading or a fence begins with a backslash.
+    Raises nothing.
 
     >>> print(rst_to_markdown("Kettle\\n======\\n\\nCare\\n----\\nRinse it."))
     # Kettle
@@ -62,7 +64,8 @@ class MarkupError(ValueError):
 def html_to_markdown(html: str) -> tuple[str, str]:
     """Return the visible text of a page and its title ("" if it has none).
 
-    Raises `MarkupError` for a page whose tags are nested so deep that parsing would take minutes.
+    Both are "" for a page of comments alone. Half a surrogate pair is read as "?". Raises `MarkupError` for a page
+    whose tags are nested so deep that parsing would take minutes.
 
     >>> html_to_markdown("<title>K2</title><h1>Kettle</h1><nav>Home</nav><p>Rinse <b>it</b>.</p>")
     ('# Kettle\\n\\nRinse it.', 'K2')

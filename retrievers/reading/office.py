@@ -35,7 +35,7 @@ class MissingReaderError(ImportError):
 
 
 def require_docx_reader() -> None:
-    """Raise `MissingReaderError` if mammoth, which reads Word files, is not installed."""
+    """Raise `MissingReaderError` if mammoth, which reads Word files, is not installed; return None else."""
     if not find_spec("mammoth"):
         raise MissingReaderError(
             "Word files need the package mammoth; type: pip install 'cachecraft-rag[docx]'"
@@ -44,6 +44,8 @@ def require_docx_reader() -> None:
 
 def docx_to_markdown(data: bytes, *, most_bytes: int) -> str:
     """Return the text of a Word file, its headings and lists as Markdown. Pictures are left out.
+
+    It is "" for a file without text.
 
     Args:
         data: the file's bytes.
@@ -84,11 +86,15 @@ def docx_to_markdown(data: bytes, *, most_bytes: int) -> str:
 def table_to_text(text: str, *, separator: str | None = None) -> str:
     """Return a table with a heading row as paragraphs, one a row; an empty cell is left out.
 
+    A table of one row gives its cells with commas between them, and one without rows "". A column name above 200
+    characters is shortened, and stands once at the beginning as a whole.
+
     Args:
         text: the table.
         separator: the sign between the cells; None: whichever of comma, semicolon, tab and bar the table uses.
 
-    Raises FormatError for a table that cannot be read.
+    Raises FormatError for a table that cannot be read, and if the result would be longer than ten times the text plus
+    1,048,576 characters; TypeError for a separator that is not one character.
 
     >>> print(table_to_text("name;litres\\nWren K2;1.7\\nOtter C6;"))
     name: Wren K2
@@ -168,7 +174,11 @@ def _cells(names: list[str], row: list[str]) -> Iterator[str]:
 def json_to_text(text: str) -> str:
     """Return JSON as `path: value` lines; the entries of a list at the top, and of JSON Lines, are paragraphs.
 
-    Raises FormatError for other text.
+    Values that are null or "" are left out, so the text may be "".
+
+    Raises FormatError for other text, for JSON that is nested too deep, and if the result would be longer than ten
+    times the text plus 1,048,576 characters. JSON Lines that are nested too deep raise RecursionError, and so may JSON
+    of a depth near Python's limit.
 
     >>> print(json_to_text('[{"name": "K2", "size": {"litres": 1.7}}, {"name": "C6", "parts": ["lid", "jug"]}]'))
     name: K2

@@ -19,7 +19,13 @@ from cachecraft_rag.types.documents import Scalar
 
 
 def main() -> None:
-    """Read documents until the input ends."""
+    """Read documents from the standard input and answer each on the standard output; return None when the input ends.
+
+    Errors of a document are in its answer. Raises ValueError for a header that is no JSON, KeyError for one that lacks
+    a field or names a kind of file that is not read, BrokenPipeError if the answers are not read any more, and
+    MissingReaderError if the package that reads the file is not installed. MemoryError passes if there is no memory for
+    the bytes of a document or for its answer.
+    """
     documents = sys.stdin.buffer
     answers = sys.stdout.buffer
     sys.stdout = sys.stderr  # a parser that prints must not write into the answers
