@@ -481,9 +481,18 @@ class CacheCraft(Retriever, Closeable):
                 name, such as `max_tokens=60` or `temperature=0.7`.
 
         Raises:
-            ConfigError: an option or the filter is unknown or invalid; else as in `Engine.stream`.
-            ContextLengthError, UnsupportedCallError: as in `Engine.stream`.
+            ConfigError: an option or the filter is unknown or invalid; the question is empty, the history does not
+                alternate, or a tool or a `json_schema` cannot be used. By a piece, if a server refuses the request.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            UnsupportedCallError: this engine does not support tools.
             IndexStoreError: the index holds no documents yet, is closed or damaged.
+            StoreError: the store is closed; by this call or by the first piece.
+            ServerError: the model is in a server that fails; by a piece, or by this call for a chat template of the
+                server that takes too much time or memory.
+            BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
+            ForkError: this process is a fork of the one that made the engine or the index.
+            RuntimeError, MemoryError: by a piece, if the model fails, such as torch without memory. Over vLLM also
+                CancelledError if the engine was closed meanwhile, and vLLM's own exceptions.
         """
         check_names(answering, AnsweringOptions.__annotations__)
         check_flag("search_history", search_history)
@@ -515,6 +524,9 @@ class CacheCraft(Retriever, Closeable):
             IndexStoreError: the index holds no documents yet, is closed or damaged.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long.
             StoreError, ServerError: the store is closed, or the server that makes the answer fails.
+            ForkError: this process is a fork of the one that made the engine or the index.
+            RuntimeError, MemoryError: the model fails, such as torch without memory. Over vLLM also CancelledError if
+                the engine was closed meanwhile, and vLLM's own exceptions.
         """
         return self.stream(question, **options).answer()
 
@@ -527,7 +539,19 @@ class CacheCraft(Retriever, Closeable):
         Args:
             options: `config` holds the settings of reuse; its `capture` is taken as False.
 
-        Raises ConfigError, ContextLengthError, IndexStoreError and the others that `ask` lists.
+        Returns:
+            Both answers, and how they compare.
+
+        Raises:
+            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            UnsupportedCallError: this engine does not support tools.
+            IndexStoreError: the index holds no documents yet, is closed or damaged.
+            BusyError, WaitTimeoutError: too many requests wait, or one of these waited too long.
+            StoreError, ServerError: the store is closed, or the server that makes the answers fails.
+            ForkError: this process is a fork of the one that made the engine or the index.
+            RuntimeError, MemoryError: the model fails, such as torch without memory. Over vLLM also CancelledError if
+                the engine was closed meanwhile, and vLLM's own exceptions.
         """
         given = options.get("config")
         check_kind("config", given, ReuseConfig, optional=True, advice="write ReuseConfig(…)")
@@ -547,9 +571,20 @@ class CacheCraft(Retriever, Closeable):
         return AsyncAnswerStream(partial(self.stream, question, **options))
 
     async def aask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
-        """`ask` without blocking the event loop; it raises the same errors.
+        """Retrieve and answer without blocking the event loop; options and result as in `ask`.
 
         A cancelled task stops the model after the current token.
+
+        Raises:
+            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            UnsupportedCallError: this engine does not support tools.
+            IndexStoreError: the index holds no documents yet, is closed or damaged.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long.
+            StoreError, ServerError: the store is closed, or the server that makes the answer fails.
+            ForkError: this process is a fork of the one that made the engine or the index.
+            RuntimeError, MemoryError: the model fails, such as torch without memory. Over vLLM also CancelledError if
+                the engine was closed meanwhile, and vLLM's own exceptions.
         """
         stream = self.astream(question, **options)
         async for _ in stream:
