@@ -420,7 +420,8 @@ class AnswerEngine(ABC):
     def disk_space(self) -> DiskSpace:
         """Return the space of the folder where captures are stored, in bytes, and the codec of the store.
 
-        Raises StoreError if the folder or its catalog cannot be read, and ForkError in a fork of the process.
+        Raises StoreError if the store is closed, or the folder or its catalog cannot be read, and ForkError in a fork
+        of the process. An engine over HTTP raises ServerError if the server fails, and ConfigError if it refuses.
         """
         assert isinstance(self.store, ChunkCacheStore), "engines over HTTP ask the server"
         stats = self.store.stats()

@@ -178,7 +178,8 @@ class AdmissionQueue:
         """Return True if a waiting request may plan and load now, before its turn.
 
         That is so while less than `preload_bytes` are loaded ahead, and the requests between the next one and it have
-        asked for room. The next request plans and loads in any case. While there is room, it raises ValueError for a
+        asked for room. The next request gets False too once so much is loaded; its caller lets it plan and load in
+        any case. While there is room, it raises ValueError for a
         request that does not wait.
         """
         if not self.preloading_bytes < self._preload_bytes:

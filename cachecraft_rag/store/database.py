@@ -155,10 +155,10 @@ class Database:
                     )
 
     def problems(self) -> list[str]:
-        """Return the findings of SQLite's own integrity check as sentences; empty when all is well.
+        """Return at most 100 findings of SQLite's `PRAGMA quick_check` as sentences; empty when all is well.
 
-        It reads the whole file. Raises the kind's error (`Kind.error`: StoreError for the catalog, IndexStoreError for
-        the index) if the database is closed or cannot be read.
+        It reads the whole file, but does not compare indexes with their tables. Raises the kind's error (`Kind.error`:
+        StoreError for the catalog, IndexStoreError for the index) if the file cannot be read.
         """
         with self._errors():
             self._reopen()

@@ -50,7 +50,8 @@ def remove_documents(
 
     Raises:
         DocumentError: a name that no document has; nothing was removed then.
-        ConfigError: `names` is a single text or no list, or a name is empty or no text; nothing was removed then.
+        ConfigError: `names` is a single text or no list, or a name is empty or no text; nothing was removed then. Or a
+            server refuses to remove chunk-caches, once the documents were removed.
         IndexStoreError: the index is closed, or cannot be read or written.
         StoreError, ServerError: the documents were removed, but their chunk-caches could not be.
         ForkError: this process is a fork of the one that opened the index, or the store of chunk-caches. In the second

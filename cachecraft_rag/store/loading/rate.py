@@ -40,7 +40,7 @@ class Meter:
 
     @property
     def warm(self) -> bool:
-        """True if the rate is reliable: known from an earlier request, or measured for long enough."""
+        """True if the rate is reliable: known from an earlier request, or measured for about 0.1 seconds."""
         with self._lock:
             self._advance()
             return self._known or self._seconds >= _ENOUGH_S

@@ -106,7 +106,7 @@ class Connection(Closeable):
 
         Args:
             kind: kind of the request, such as "probe"; failures are counted by kind.
-            error: the error, or a false value for a request that was too slow; the remote's password is hidden.
+            error: the error; one without a text is logged as "too slow". The remote's password is hidden.
         """
         what = self.config.hide(error) or "too slow"
         if self.breaker.failed(kind):

@@ -167,7 +167,8 @@ class ServerEngine(AnswerEngine):
     def predicted_answer(self, request: Request) -> PredictedAnswer | None:
         """Return an object that notes what is predicted along an answer; None if it is not to be audited.
 
-        Each answer is drawn by chance, with the share of audits.
+        Answers without reuse or with a grammar are never audited, and none is after `close`. The others are drawn by
+        chance, with the share of audits.
         """
         return self._backend.audits.recorder(request)
 
