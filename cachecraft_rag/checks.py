@@ -26,7 +26,7 @@ _SHOWN = 120  # characters of a wrong value in a message
 def shown(value: object) -> str:
     """Return a short and printable form of a wrong value, for a message: at most 120 characters and an ellipsis.
 
-    A value whose `repr` raises ValueError or RecursionError is named by its class.
+    A value whose `repr` raises ValueError or RecursionError is named by its class; other exceptions of `repr` pass.
 
     >>> shown("2GB"), shown(10**5000)
     ("'2GB'", 'a number of 16610 bits')
@@ -145,7 +145,7 @@ def check_path(name: str, value: object) -> None:
     """Require a path as text or a path object. It need not exist.
 
     Raises ConfigError for another type (bytes too, whose encoding is unknown), an empty path, one with a NUL, and one
-    that cannot be encoded.
+    that cannot be encoded. What the `__fspath__` of a path object raises passes.
     """
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str):
@@ -217,7 +217,8 @@ def check_mapping(name: str, value: object) -> None:
 def listed(name: str, given: Iterable[T]) -> list[T]:
     """Return a list of the items, because a generator yields them only once.
 
-    Raises ConfigError for a single text or bytes, and for a value that cannot be iterated.
+    The list is a new one; it is empty without items. Raises ConfigError for a single text or bytes, and for a value
+    that cannot be iterated. What the iteration raises passes.
     """
     if not isinstance(given, Iterable) or isinstance(given, str | bytes):
         raise _wrong(name, "a list", given, "put a single one into a list")

@@ -53,8 +53,13 @@ class AnswerStream(Iterator[str]):
     """An answer as an iterator of text pieces. `sources` is complete from the start, `text` and `stats` at the end.
 
     The model runs while pieces are read. The first piece raises BusyError or WaitTimeoutError if the engine is too busy
-    (`EngineConfig.max_waiting`, `wait_timeout_s`), StoreError if its store is closed, and any piece ServerError if a
-    server makes the answer and fails.
+    (`EngineConfig.max_waiting`, `wait_timeout_s`), and StoreError if its store is closed. Any piece raises ServerError
+    if a server makes the answer and fails; ConfigError if an answer that keeps to a schema can neither go on nor end,
+    or a server refuses the request (ContextLengthError because of the model's context); UnsupportedModelError if a
+    layer of the model does something that its survey did not show; ForkError in a fork of the engine's process; and
+    RuntimeError or MemoryError if the model fails, such as torch without memory. Over vLLM, a piece raises ConfigError
+    for a setting of reuse that vLLM does not support, RuntimeError if the engine is closed, CancelledError if it was
+    closed meanwhile, and vLLM's own exceptions.
     """
 
     def __init__(
@@ -70,29 +75,59 @@ class AnswerStream(Iterator[str]):
     async def anext(self) -> str:
         """Return the next piece without blocking the event loop.
 
-        Raises StopAsyncIteration at the end; else as for pieces.
+        If the task is cancelled, CancelledError is raised and the answer ends.
+
+        Raises:
+            StopAsyncIteration: the answer has ended, or was closed.
+            BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
+            StoreError: by the first piece, if the store is closed.
+            ServerError: a server makes the answer and fails.
+            ConfigError: an answer that keeps to a schema can neither go on nor end, a server refuses the request, or
+                vLLM does not support a setting of reuse.
+            ContextLengthError: a server refuses the request because of the model's context.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory. Over vLLM, RuntimeError if the
+                engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
         """
         return await anext(self._generation)
 
     @property
     def text(self) -> str:
-        """The text so far."""
+        """The text of the pieces that were read so far; "" before the first one."""
         return self._generation.text
 
     @property
     def stats(self) -> RequestStats:
-        """Statistics so far; complete once the stream has ended."""
+        """Statistics so far, computed at each access; complete once the stream has ended.
+
+        `finish` is None while the answer goes on, and `ttft_s` is 0.0 before the first token. Raises nothing.
+        """
         return replace(self._generation.stats, searched=self._searched)
 
     def close(self) -> None:
-        """Stop generating; the text so far stays. A second call does nothing."""
+        """Stop generating; the text so far stays. A second call does nothing.
+
+        Raises nothing, except RuntimeError if the answer is to be counted in a new thread and the system has no room
+        for one.
+        """
         self._generation.close()
 
     def answer(self) -> Answer:
         """Read the rest and return the whole answer, with the pieces that were read before.
 
-        After the end or `close` it returns the answer so far. Raises the errors of the pieces that are left: BusyError,
-        WaitTimeoutError, ConfigError, StoreError or ServerError, see `AnswerEngine.stream`.
+        After the end or `close` it returns the answer so far, and raises nothing.
+
+        Raises:
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+            StoreError, ServerError: the store is closed, or the server that makes the answer fails.
+            ConfigError: an answer that keeps to a schema can neither go on nor end, a server refuses the request, or
+                vLLM does not support a setting of reuse.
+            ContextLengthError: a server refuses the request because of the model's context.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            ForkError: this process is a fork of the one that made the engine.
+            RuntimeError, MemoryError: the model fails, such as torch without memory. Over vLLM, RuntimeError if the
+                engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
         """
         for _ in self:
             pass
@@ -121,7 +156,7 @@ class Comparison:
 
         This compares texts; `Audit.agreement` compares the likeliest token at each place.
 
-        Twice the longest common subsequence, divided by the words of both answers.
+        Twice the longest common subsequence, divided by the words of both answers. It is 1.0 if neither has a word.
         """
         return word_agreement(self.reused.text, self.full.text)
 
@@ -148,6 +183,9 @@ class Comparison:
 
 def word_agreement(text: str, other_text: str) -> float:
     """Return the share of words that two texts have in the same order, 0 to 1.
+
+    It is twice the length of the longest common subsequence of their words, divided by the number of words of both
+    texts. Words are what white space separates. It is 1.0 if neither text has a word, and 0.0 if only one has none.
 
     >>> word_agreement("every eight weeks", "every eight weeks")
     1.0
@@ -187,10 +225,19 @@ class AskOptions(AnsweringOptions, total=False):
 class AsyncAnswerStream(AsyncIterator[str]):
     """An answer as an asynchronous iterator of text pieces; retrieval runs in a thread.
 
-    `sources` is complete once the first piece is there, `text` and `stats` at the end. Errors of `CacheCraft.stream`
-    (ConfigError, ContextLengthError, IndexStoreError …) are raised by the first piece, those of the answer (StoreError,
-    ServerError …) by the piece that fails. After a `break` out of `async for`,
-    `await stream.aclose()` stops the model.
+    `sources` is complete once the first piece is there, `text` and `stats` at the end. After a `break` out of
+    `async for`, `await stream.aclose()` stops the model.
+
+    The first piece raises ConfigError for an option, a filter, a question, a history, a tool or a schema that cannot be
+    used; ContextLengthError if the prompt does not fit the model's context; UnsupportedCallError if the engine does not
+    support tools; IndexStoreError if the index holds no documents yet, is closed or damaged; BusyError or
+    WaitTimeoutError if the engine is too busy; and StoreError if its store is closed. Any piece raises ServerError if a
+    server makes the answer and fails; ConfigError if an answer that keeps to a schema can neither go on nor end, or a
+    server refuses the request (ContextLengthError because of the model's context); UnsupportedModelError if a layer of
+    the model does something that its survey did not show; ForkError in a fork of the process of the engine or the
+    index; and RuntimeError or MemoryError if a model fails, such as torch without memory. Over vLLM, a piece raises
+    RuntimeError if the engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions. No piece
+    follows one that raised an error.
     """
 
     def __init__(self, begin: Callable[[], AnswerStream]) -> None:
@@ -209,21 +256,26 @@ class AsyncAnswerStream(AsyncIterator[str]):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The retrieved chunks; empty before the first piece."""
+        """The retrieved chunks, best first; () before the first piece, or if none was retrieved."""
         return self._begun.sources if self._begun is not None else ()
 
     @property
     def text(self) -> str:
-        """The text so far."""
+        """The text of the pieces that were read so far; "" before the first one."""
         return self._begun.text if self._begun is not None else ""
 
     @property
     def stats(self) -> RequestStats | None:
-        """Statistics so far; None before the first piece."""
+        """Statistics so far, complete once the stream has ended; None before the first piece."""
         return self._begun.stats if self._begun is not None else None
 
     async def aclose(self) -> None:
-        """Stop generating; no piece follows, and a second call does nothing."""
+        """Stop generating; no further piece follows, and a second call does nothing. It does not wait for the model.
+
+        It does not stop an answer whose first piece another task is waiting for while the chunks are retrieved: call it
+        again after that piece. Raises nothing, except RuntimeError if the answer is to be counted in a new thread and
+        the system has no room for one.
+        """
         self._closed = True
         if self._begun is not None:
             self._begun.close()
@@ -267,8 +319,22 @@ class CacheCraft(Retriever, Closeable):
             options: single options of `EngineConfig` by name; they override `config`. With vLLM also `server`:
                 arguments of its engine.
 
+        Returns:
+            An object that answers questions; close it. If an error is raised, all that was opened is closed.
+
         Raises:
-            ModelNotFoundError, UnsupportedModelError, IndexStoreError, StoreError, ConfigError: each says what to do.
+            ModelNotFoundError: the model or the embedding model cannot be loaded, or a file of the model is damaged.
+            UnsupportedModelError: chunk-caches cannot be reused with this model, or it fails the self-check.
+            IndexStoreError: the index in `store` was made with another embedding model, is damaged or of a newer
+                version, or its folder cannot be used; or the embedding model gives a vector that is not finite.
+            StoreError: the chunk-caches in `store` cannot be opened.
+            ConfigError: an argument has a wrong type, an option is unknown or out of range, a dtype or device is not
+                available, a quality target could not act, the model's chat template cannot be used, or a package that
+                an option needs is not installed. Over vLLM also if vLLM is missing or its version is unknown, or for a
+                setting that it decides itself.
+            RuntimeError, MemoryError: there is no memory for a model, such as torch.OutOfMemoryError on a GPU.
+            TimeoutError, OSError: over vLLM, if it does not start within ten minutes, or the converted demo model
+                cannot be written; also vLLM's own exceptions.
         """
         check_path("embeddings", embeddings)
         check_choice("backend", backend, ("transformers", "vllm"))
@@ -304,11 +370,21 @@ class CacheCraft(Retriever, Closeable):
             options: model, system, api_key, admin_key, timeout_s, total_timeout_s: see
                 `client.http.HTTPEngine.connect`.
 
+        Returns:
+            An object that answers questions; close it. If an error is raised, all that was opened is closed.
+
         Raises:
-            ServerError: nothing answers there, or something else does, or a server of another version.
+            ServerError: nothing answers there, or something else does, or a server of another version or with another
+                model; it asks for a key; or its reply is malformed.
             ModelNotFoundError: the embedding model cannot be loaded.
-            IndexStoreError: the index in `store` is of another embedding model, or damaged.
-            ConfigError: an option is unknown, or an argument is out of range.
+            IndexStoreError: the index in `store` is of another embedding model, damaged or of a newer version, or its
+                folder cannot be used; or the embedding model gives a vector that is not finite.
+            ConfigError: an option is unknown, an argument has a wrong type or is out of range, the URL or a key is
+                invalid, the environment names certificates or a proxy that cannot be used, or the server answers with
+                status 400 (ContextLengthError if its message names a context).
+            TypeError: `store` is no path.
+            OSError: the server's tokenizer cannot be written to a temporary folder.
+            RuntimeError: torch has no memory for the embedding model.
         """
         from cachecraft_rag.client.http import HTTPEngine
 
@@ -322,13 +398,29 @@ class CacheCraft(Retriever, Closeable):
     ) -> Self:
         """Open what a settings' file and the environment say, see `engine.settings.load_settings`.
 
+        All settings are checked. Those of `top_k`, `threads`, `metrics_port` and of sampling have no effect here.
+
         Args:
             path: the file; None: `cachecraft.toml` in the working directory, if it is there.
             backend: as in `from_pretrained`.
             options: as in `from_pretrained`, with `model`, `store` and `embeddings`; they override the settings.
 
+        Returns:
+            An object that answers questions; close it. If an error is raised, all that was opened is closed.
+
         Raises:
-            ConfigError: names file or variable, key, and what to do; else as `from_pretrained`.
+            ConfigError: the file is missing or cannot be read, or a key or a value is wrong: the message names file or
+                variable, and key. Also if an argument has a wrong type, an option is unknown or out of range, a dtype
+                or device is not available, a quality target could not act, the model's chat template cannot be used, or
+                vLLM or another package that is needed is not installed.
+            ModelNotFoundError: the model or the embedding model cannot be loaded, or a file of the model is damaged.
+            UnsupportedModelError: chunk-caches cannot be reused with this model, or it fails the self-check.
+            IndexStoreError: the index in the store folder was made with another embedding model, is damaged or of a
+                newer version, or its folder cannot be used; or the embedding model gives a vector that is not finite.
+            StoreError: the chunk-caches in the store folder cannot be opened.
+            RuntimeError, MemoryError: there is no memory for a model, such as torch.OutOfMemoryError on a GPU.
+            TimeoutError, OSError: over vLLM, if it does not start within ten minutes, or the converted demo model
+                cannot be written; also vLLM's own exceptions.
         """
         settings = load_settings(path)
         arguments: dict[str, Any] = {
@@ -354,18 +446,36 @@ class CacheCraft(Retriever, Closeable):
         another document has the same chunk.
 
         Args:
+            documents: path of a folder or a file, or `Document` objects.
             prime: also compute the chunk-caches of all documents, so that the first question is fast too (see `prime`).
             progress: called after each file and each batch of embeddings, where it counts files, and then by `prime`,
                 where it counts chunk-caches.
             follow_links: also read targets of links outside the folder; otherwise such links are reported as problems.
 
+        Returns:
+            The doc_ids that were added, updated, unchanged and removed, and the problems. It does not count the
+            chunk-caches that `prime` computes.
+
         Raises:
             DocumentError: there is nothing at the path, or a file of a kind that cannot be indexed, or a document in
                 memory has the id of an indexed file. A single unreadable file is a problem in the report instead.
-            ConfigError: `documents` in memory are not `Document` objects of valid texts, or their metadata holds
-                something other than texts, numbers, True, False and None; with `prime` also as there.
-            IndexStoreError: the index is closed, or cannot be read or written.
+            ConfigError: an argument has a wrong type; `documents` in memory are not `Document` objects of valid texts,
+                or their metadata holds something other than texts, numbers, True, False and None; the embedding model
+                reads fewer than 16 tokens; or a server refuses to evict. With `prime` also if the engine's
+                instruction is private (`private_system`), or a server refuses a text.
+            IndexStoreError: the index is closed, was made with another embedding model, or cannot be read or written;
+                or the embedding model gives a vector that is not finite.
             StoreError, ServerError: chunk-caches of removed documents could not be deleted, or others not be primed.
+            ForkError: this process is a fork of the one that opened the index or the store, or loaded a model.
+            RuntimeError: torch has no memory for the embedding model; with `prime` also if the model fails, and over
+                vLLM if the engine is closed.
+            ContextLengthError, UnsupportedModelError, MemoryError: with `prime`, if the instruction alone is longer
+                than a pass or a server finds a chunk too long; a layer of the model does something that its survey did
+                not show; or there is no memory. Over vLLM also CancelledError if the engine was closed meanwhile, and
+                vLLM's own exceptions.
+
+        Exceptions of `progress` pass. Documents that were written, and chunk-caches that were captured before an error,
+        stay.
         """
         check_flag("prime", prime)
         check_flag("follow_links", follow_links)
@@ -412,14 +522,23 @@ class CacheCraft(Retriever, Closeable):
                 it is logged.
 
         Returns:
-            Number of captured chunk-caches. Those that are stored already are not captured again.
+            Number of captured chunk-caches; 0 if none was missing, or the index holds no documents. Those that are
+            stored already are not captured again.
 
         Raises:
             StoreError, ServerError: the store is closed, or the server fails. What was captured before stays.
             IndexStoreError: the index is closed or damaged.
-            ConfigError: the engine's instruction is private (`private_system`), or a server refuses a text;
-                ContextLengthError if it finds one too long.
+            ConfigError: an argument has a wrong type, the engine's instruction is private (`private_system`), or a
+                server refuses a text or cannot use its store.
+            ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.
             UnsupportedCallError: `alone` with the model in a server.
+            ForkError: this process is a fork of the one that opened the index or the store, or made the engine.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            RuntimeError, MemoryError: the model fails, such as torch without memory. Over vLLM, RuntimeError if the
+                engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
+            ValueError: the metadata of a chunk in the index is no JSON.
+
+        Exceptions of `progress` and `skipped` pass.
         """
         check_callable("progress", progress)
         check_callable("skipped", skipped, optional=False)
@@ -433,9 +552,21 @@ class CacheCraft(Retriever, Closeable):
     def estimate_priming(self, *, alone: bool = False) -> PrimingEstimate:
         """Return the number, tokens and size of what `prime` would compute and store now; nothing is computed.
 
-        Raises StoreError if the store is closed or its folder cannot be read, ServerError if the server fails,
-        IndexStoreError if the index is closed or damaged, ConfigError if a server refuses a text, UnsupportedCallError
-        for `alone` with the model in a server.
+        The result also has the space of the store's disk, in bytes. Its `captures`, `tokens` and `nbytes` are 0 if all
+        chunk-caches are stored.
+
+        Args:
+            alone: estimate `prime(alone=True)`.
+
+        Raises:
+            StoreError: the store is closed, or its folder or catalog cannot be read.
+            ServerError: the server fails.
+            IndexStoreError: the index is closed or damaged.
+            ConfigError: a server refuses a text, cannot use its store, or names a codec that is unknown here.
+            ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.
+            UnsupportedCallError: `alone` with the model in a server.
+            ForkError: this process is a fork of the one that opened the index or the store.
+            ValueError: the metadata of a chunk in the index is no JSON.
         """
         from cachecraft_rag.serving.priming import estimate_priming
 
@@ -472,7 +603,11 @@ class CacheCraft(Retriever, Closeable):
     ) -> AnswerStream:
         """Retrieve, then stream the answer.
 
+        The chunks are retrieved and the prompt is checked now. The model runs when the first piece is requested.
+        Nothing is retrieved for an empty question, which may only follow the result of a tool.
+
         Args:
+            question: the question; not empty, unless the history ends with the result of a tool.
             top_k: how many chunks to retrieve.
             where: filter of chunks by their metadata (see `FaissStore.search`).
             search_history: retrieve with the questions in `history` too (see `Retriever.retrieve`), so that a follow-up
@@ -480,19 +615,32 @@ class CacheCraft(Retriever, Closeable):
             answering: history, session, sampling, config: see `Engine.stream`. And fields of `SamplingParams` by
                 name, such as `max_tokens=60` or `temperature=0.7`.
 
+        Returns:
+            The answer as an iterator of pieces of text. Its `sources` are complete now, and () without any.
+
         Raises:
             ConfigError: an option or the filter is unknown or invalid; the question is empty, the history does not
-                alternate, or a tool or a `json_schema` cannot be used. By a piece, if a server refuses the request.
-            ContextLengthError: question, history and answer do not fit the model's context.
+                alternate, or a tool or a `json_schema` cannot be used. By a piece, if an answer that keeps to the
+                schema can neither go on nor end, a server refuses the request, or vLLM does not support a setting of
+                reuse.
+            ContextLengthError: question, history and answer do not fit the model's context; by a piece, if a server
+                finds that.
             UnsupportedCallError: this engine does not support tools.
-            IndexStoreError: the index holds no documents yet, is closed or damaged.
+            IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
+                vector that is not finite.
             StoreError: the store is closed; by this call or by the first piece.
             ServerError: the model is in a server that fails; by a piece, or by this call for a chat template of the
                 server that takes too much time or memory.
             BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
-            ForkError: this process is a fork of the one that made the engine or the index.
-            RuntimeError, MemoryError: by a piece, if the model fails, such as torch without memory. Over vLLM also
-                CancelledError if the engine was closed meanwhile, and vLLM's own exceptions.
+            ForkError: this process is a fork of the one that made the engine or the index, or loaded the embedding
+                model; by this call or by a piece.
+            UnsupportedModelError: by a piece, if a layer of the model does something that its survey did not show.
+            RuntimeError, MemoryError: by a piece, if the model fails, such as torch without memory; RuntimeError by
+                this call, if torch has no memory for the embedding model. Over vLLM, a piece also raises RuntimeError
+                if the engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
+            ValueError: the metadata of a chunk in the index is no JSON.
+
+        Exceptions of a filter that is a function pass.
         """
         check_names(answering, AnsweringOptions.__annotations__)
         check_flag("search_history", search_history)
@@ -517,16 +665,26 @@ class CacheCraft(Retriever, Closeable):
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """Retrieve and answer; options as in `stream`.
 
+        Returns:
+            The whole answer: its text ("" if the model ended it at once), its chunks and its statistics.
+
         Raises:
-            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used.
+            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, or a
+                server refuses the request.
             ContextLengthError: question, history and answer do not fit the model's context.
             UnsupportedCallError: this engine does not support tools.
-            IndexStoreError: the index holds no documents yet, is closed or damaged.
+            IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
+                vector that is not finite.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long.
             StoreError, ServerError: the store is closed, or the server that makes the answer fails.
-            ForkError: this process is a fork of the one that made the engine or the index.
-            RuntimeError, MemoryError: the model fails, such as torch without memory. Over vLLM also CancelledError if
-                the engine was closed meanwhile, and vLLM's own exceptions.
+            ForkError: this process is a fork of the one that made the engine or the index, or loaded the embedding
+                model.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            RuntimeError, MemoryError: a model fails, such as torch without memory. Over vLLM, RuntimeError also if the
+                engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
+            ValueError: the metadata of a chunk in the index is no JSON.
+
+        Exceptions of a filter that is a function pass.
         """
         return self.stream(question, **options).answer()
 
@@ -543,15 +701,22 @@ class CacheCraft(Retriever, Closeable):
             Both answers, and how they compare.
 
         Raises:
-            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used.
+            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, or a
+                server refuses the request.
             ContextLengthError: question, history and answer do not fit the model's context.
             UnsupportedCallError: this engine does not support tools.
-            IndexStoreError: the index holds no documents yet, is closed or damaged.
+            IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
+                vector that is not finite.
             BusyError, WaitTimeoutError: too many requests wait, or one of these waited too long.
             StoreError, ServerError: the store is closed, or the server that makes the answers fails.
-            ForkError: this process is a fork of the one that made the engine or the index.
-            RuntimeError, MemoryError: the model fails, such as torch without memory. Over vLLM also CancelledError if
-                the engine was closed meanwhile, and vLLM's own exceptions.
+            ForkError: this process is a fork of the one that made the engine or the index, or loaded the embedding
+                model.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            RuntimeError, MemoryError: a model fails, such as torch without memory. Over vLLM, RuntimeError also if the
+                engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
+            ValueError: the metadata of a chunk in the index is no JSON.
+
+        Exceptions of a filter that is a function pass.
         """
         given = options.get("config")
         check_kind("config", given, ReuseConfig, optional=True, advice="write ReuseConfig(…)")
@@ -567,24 +732,63 @@ class CacheCraft(Retriever, Closeable):
         return Comparison(reused, self.ask(question, **full_options))
 
     def astream(self, question: str, **options: Unpack[AskOptions]) -> AsyncAnswerStream:
-        """`stream` for `async for`; nothing happens, and nothing is raised, before the first piece is asked for."""
+        """Return the answer for `async for`, with the options of `stream`; the chunks are retrieved in a thread.
+
+        This call only keeps the question and the options. Nothing happens, and nothing is raised, before the first
+        piece is asked for. All errors are raised by a piece.
+
+        Returns:
+            The answer as an asynchronous iterator of pieces of text. Its `stats` are None before the first piece.
+
+        Raises:
+            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, or a
+                server refuses the request.
+            ContextLengthError: question, history and answer do not fit the model's context.
+            UnsupportedCallError: this engine does not support tools.
+            IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
+                vector that is not finite.
+            BusyError, WaitTimeoutError: too many requests wait, or this one waited too long.
+            StoreError, ServerError: the store is closed, or the server that makes the answer fails.
+            ForkError: this process is a fork of the one that made the engine or the index, or loaded the embedding
+                model.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            RuntimeError, MemoryError: a model fails, such as torch without memory. Over vLLM, RuntimeError also if the
+                engine is closed, and vLLM's own exceptions.
+            CancelledError: the task is cancelled, which ends the answer; over vLLM also if the engine was closed
+                meanwhile.
+            ValueError: the metadata of a chunk in the index is no JSON.
+
+        Exceptions of a filter that is a function pass.
+        """
         return AsyncAnswerStream(partial(self.stream, question, **options))
 
     async def aask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
-        """Retrieve and answer without blocking the event loop; options and result as in `ask`.
+        """Retrieve and answer without blocking the event loop; options as in `stream`.
 
-        A cancelled task stops the model after the current token.
+        A cancelled task stops the model after the current token. A retrieval that is under way then ends in its thread,
+        and no answer follows.
+
+        Returns:
+            The whole answer: its text ("" if the model ended it at once), its chunks and its statistics.
 
         Raises:
-            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used.
+            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, or a
+                server refuses the request.
             ContextLengthError: question, history and answer do not fit the model's context.
             UnsupportedCallError: this engine does not support tools.
-            IndexStoreError: the index holds no documents yet, is closed or damaged.
+            IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
+                vector that is not finite.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long.
             StoreError, ServerError: the store is closed, or the server that makes the answer fails.
-            ForkError: this process is a fork of the one that made the engine or the index.
-            RuntimeError, MemoryError: the model fails, such as torch without memory. Over vLLM also CancelledError if
-                the engine was closed meanwhile, and vLLM's own exceptions.
+            ForkError: this process is a fork of the one that made the engine or the index, or loaded the embedding
+                model.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            RuntimeError, MemoryError: a model fails, such as torch without memory. Over vLLM, RuntimeError also if the
+                engine is closed, and vLLM's own exceptions.
+            CancelledError: the task is cancelled; over vLLM also if the engine was closed meanwhile.
+            ValueError: the metadata of a chunk in the index is no JSON.
+
+        Exceptions of a filter that is a function pass.
         """
         stream = self.astream(question, **options)
         async for _ in stream:
@@ -596,7 +800,8 @@ class CacheCraft(Retriever, Closeable):
         """Write pending captures and close the engine, and the index if this class opened it.
 
         The engine is closed also if it was passed to the constructor; the index is closed if `from_pretrained`,
-        `from_settings` or `connect` opened it. A second call does nothing.
+        `from_settings` or `connect` opened it. A second call does nothing, and neither does a call in a fork of the
+        process.
 
         Raises TimeoutError if the engine started vLLM and vLLM has not ended after 30 seconds, and vLLM's own
         exceptions; the index is closed even then. Raises nothing for other engines.

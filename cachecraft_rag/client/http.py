@@ -151,7 +151,7 @@ class HTTPEngine(AnswerEngine):
         return engine
 
     def primer(self, *, related: Related | None = None) -> DocumentPrimer:
-        """Return the `ServerPrimer` of this engine; nothing is sent yet.
+        """Return the `ServerPrimer` of this engine; nothing is sent yet, and nothing is raised.
 
         Args:
             related: returns the chunks of other documents that a chunk is likely to be retrieved with, best first; a
@@ -162,8 +162,9 @@ class HTTPEngine(AnswerEngine):
     def disk_space(self) -> DiskSpace:
         """Return the space of the server's store, in bytes, and its codec.
 
-        Raises ServerError if the server does not answer in time, asks for a key, or its reply is malformed; ConfigError
-        if it refuses the request with status 400, such as when it cannot read its store.
+        Raises ServerError if the server does not answer in time, asks for a key or fails, its reply is malformed, or
+        this engine is closed; ConfigError or ContextLengthError if it refuses the request with status 400, such as when
+        it cannot read its store.
         """
         reply = self._link.call(_PRIME, {"documents": [], "estimate": True})
         with checked_reply(self._link.url, "the size of its store"):
@@ -180,11 +181,12 @@ class HTTPEngine(AnswerEngine):
     def audit_of(self, request_id: str) -> Audit | None:
         """Return the audit of an answer, by the `request_id` of its statistics.
 
-        Returns None if the server audits nothing (`cachecraft serve --audit`), not yet, or if the answer is not one of
-        the last 1,000 of this engine.
+        Returns None if the server has not audited the answer (`cachecraft serve --audit`), or not yet. If the answer is
+        not one of the last 1,000 of this engine, it returns None without asking the server.
 
-        Raises ServerError if the server does not answer in time, asks for a key, or its reply is malformed; ConfigError
-        or ContextLengthError if it refuses the request with status 400.
+        Raises ServerError if the server does not answer in time, asks for a key or fails, its reply is malformed, the
+        answer is not among the last 1,000 that it remembers, or this engine is closed; ConfigError or
+        ContextLengthError if it refuses the request with status 400.
         """
         asked = self._answered.get(request_id)
         if asked is None:
@@ -313,6 +315,7 @@ class ServerPrimer:
                 closed. There is no time limit while the server computes.
             ConfigError: the server refuses a text, or cannot use its store.
             ContextLengthError: a chunk is too long for the model.
+            AttributeError: an item of `chunks` is no chunk.
 
         Exceptions of `captured` and of the primer's `related` pass.
         """
@@ -326,13 +329,16 @@ class ServerPrimer:
         return total
 
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
-        """Return variant id → number of tokens of the variants that `prime` would capture now; maybe empty.
+        """Return variant id → number of tokens of the variants that `prime` would capture now; {} if all are stored.
+
+        Nothing is computed.
 
         Raises:
             ServerError: the server does not answer in time, asks for a key or fails, its reply is malformed, or the
                 engine is closed.
             ConfigError: the server refuses a text, or cannot use its store.
             ContextLengthError: a chunk is too long for the model.
+            AttributeError: an item of `chunks` is no chunk.
 
         Exceptions of the primer's `related` pass.
         """
@@ -346,7 +352,8 @@ class ServerPrimer:
     def fits(self, chunk: Chunk) -> bool:
         """Return True if a pass has room for the chunk after the instruction, otherwise it cannot be primed.
 
-        The server's tokenizer counts here; nothing is sent, so nothing is raised for a server that fails.
+        The server's tokenizer counts here; nothing is sent, so nothing is raised for a server that fails. Raises
+        ContextLengthError if the instruction alone is longer than a pass.
         """
         return Primer(self.engine).fits(chunk)
 
@@ -371,9 +378,10 @@ class ServerCaches(Caches):
 
         Raises:
             UnsupportedCallError: `chosen` is missing (None), or filters by anything but chunk ids.
-            ServerError: the server does not answer in time, asks for an admin key, or its reply is malformed; or the
-                engine is closed.
-            ConfigError: the server refuses the ids, or cannot use its store.
+            ServerError: the server does not answer in time, asks for an admin key or fails, or its reply is malformed;
+                or the engine is closed.
+            ConfigError, ContextLengthError: the server answers with status 400: it refuses the ids, or cannot use its
+                store. It is a ContextLengthError if the message names a context.
         """
         if (
             chosen is None
@@ -392,7 +400,7 @@ def request_sized(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
     """Divide chunks, in order, into parts that the server takes in one request to prime: yield each as a list.
 
     A part has at most `MOST_DOCUMENTS` chunks with together at most `MOST_PRIMED` characters, or one longer chunk.
-    Yields nothing without chunks.
+    Yields nothing without chunks. Raises AttributeError for an item that is no chunk.
 
     >>> [len(part) for part in request_sized([Chunk("a")] * (MOST_DOCUMENTS + 1))]
     [1000, 1]

@@ -136,7 +136,10 @@ class Link:
             ) from error
 
     def close(self) -> None:
-        """Close the connections; requests under way fail with ServerError. A second call does nothing."""
+        """Close the connections; requests under way fail with ServerError. A second call does nothing.
+
+        Raises nothing.
+        """
         self._client.close()
 
     def facts(self) -> Mapping[str, object]:

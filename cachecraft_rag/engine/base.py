@@ -83,6 +83,7 @@ class Capturer(Protocol):
 
         Raises:
             IndexError: `captures` is empty; in this process also if it is not ascending, or goes beyond the prompt.
+            UnsupportedModelError: in this process, a layer of the model does something that its survey did not show.
             RuntimeError: torch has no memory for the pass, or the model fails; over vLLM, the engine is closed.
             MemoryError: there is no memory for the keys and values.
             CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
@@ -177,18 +178,23 @@ class AnswerEngine(ABC):
             The answer as an iterator of pieces of text; its `text` and `stats` are complete once it has ended.
 
         Raises:
-            ContextLengthError: question, history and answer do not fit the model's context.
+            ContextLengthError: question, history and answer do not fit the model's context; by a piece, if a server
+                finds that.
             ConfigError: an argument has a wrong type, the question is empty, the history does not alternate, a tool or
                 a `json_schema` cannot be used, or an HTTP header cannot hold `session`; by a piece, if an answer that
-                keeps to the schema can neither go on nor end, or if a server refuses the request.
+                keeps to the schema can neither go on nor end, if a server refuses the request, or if vLLM does not
+                support a setting of reuse.
             UnsupportedCallError: this engine does not support tools, see `capabilities`.
             BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
             StoreError: the store of this engine is closed; by this call or by the first piece.
             ServerError: the chat template that a server sent takes too much time or memory; by a piece, if a server
                 makes the answer and fails.
             ForkError: this process is a fork of the one that made the engine; by this call or by a piece.
-            RuntimeError, MemoryError: by a piece, if the model fails, such as torch without memory. Over vLLM also
-                CancelledError if the engine was closed meanwhile, and vLLM's own exceptions.
+            UnsupportedModelError: by a piece, if a layer of a model in this process does something that its survey did
+                not show.
+            RuntimeError, MemoryError: by a piece, if the model fails, such as torch without memory. Over vLLM,
+                RuntimeError also if the engine is closed, CancelledError if it was closed meanwhile, and vLLM's own
+                exceptions.
         """
         check_kind(
             "sampling",
@@ -233,9 +239,23 @@ class AnswerEngine(ABC):
             The answer as an iterator of pieces of text, as `stream` does.
 
         Raises:
-            ContextLengthError, ConfigError, UnsupportedCallError, StoreError, ServerError, ForkError: as `stream` does:
-                by this call or by a piece.
-            BusyError, WaitTimeoutError, RuntimeError, MemoryError: as `stream` does: by a piece.
+            ContextLengthError: prompt, history and answer do not fit the model's context; by a piece, if a server finds
+                that.
+            ConfigError: an argument has a wrong type, the prompt is empty, the history does not alternate, a tool or a
+                `json_schema` cannot be used, or an HTTP header cannot hold `session`; by a piece, if an answer that
+                keeps to the schema can neither go on nor end, if a server refuses the request, or if vLLM does not
+                support a setting of reuse.
+            UnsupportedCallError: this engine does not support tools, see `capabilities`.
+            BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
+            StoreError: the store of this engine is closed; by this call or by the first piece.
+            ServerError: the chat template that a server sent takes too much time or memory; by a piece, if a server
+                makes the answer and fails.
+            ForkError: this process is a fork of the one that made the engine; by this call or by a piece.
+            UnsupportedModelError: by a piece, if a layer of a model in this process does something that its survey did
+                not show.
+            RuntimeError, MemoryError: by a piece, if the model fails, such as torch without memory. Over vLLM,
+                RuntimeError also if the engine is closed, CancelledError if it was closed meanwhile, and vLLM's own
+                exceptions.
             TypeError: an option that `stream` does not have.
         """
         return self.stream(prompt, (), **options)
@@ -243,8 +263,9 @@ class AnswerEngine(ABC):
     def prompts_with(self, tools: Sequence[Tool]) -> PromptBuilder:
         """Return the prompt builder for these tools; without tools it is `prompts`. The last 16 are kept.
 
-        Raises ConfigError for an invalid tool, or if the chat template cannot be used with these tools; ServerError if
-        a server sent the template, and it takes too much time or memory.
+        Raises ConfigError for an invalid tool, for a private instruction whose tools hold the model's control tokens,
+        or if the chat template cannot be used with these tools; ServerError if a server sent the template, and it takes
+        too much time or memory; and OSError if a server sent it, and no process can be started to render it.
         """
         if not tools:
             return self.prompts
@@ -313,7 +334,12 @@ class AnswerEngine(ABC):
         return self._prepared(request, asked)
 
     def for_prompt(self, config: ReuseConfig, prompt: Prompt) -> ReuseConfig:
-        """Return the settings for a prompt: these, or if it is too short, ones that reuse and capture nothing."""
+        """Return the settings for a prompt: these, or if it is too short, ones that reuse and capture nothing.
+
+        A prompt is too short if it has fewer tokens than `ReuseConfig.min_prompt_tokens`, or than the engine's
+        `min_prompt_tokens` if the settings leave that open. Settings without reuse are returned unchanged. Raises
+        nothing.
+        """
         return config.for_prompt(prompt.bounds[-1], measured=self.min_prompt_tokens)
 
     def _prepared(self, request: Request, asked: Question) -> Request:
@@ -328,7 +354,7 @@ class AnswerEngine(ABC):
         """Return the calibration that decides how much is recomputed with these settings.
 
         Returns None if the engine has no calibration, if the settings have a `recompute_ratio` or an `alpha`, or if the
-        calibration was made with other settings (`Calibration.fits`).
+        calibration was made with other settings (`Calibration.fits`). Raises nothing.
         """
         calibration = self.calibration
         is_open = config.recompute_ratio is None and config.alpha is None
@@ -337,7 +363,10 @@ class AnswerEngine(ABC):
         return calibration
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        """Return these settings with the calibrated α for them; the same object if `calibration_for` finds none."""
+        """Return these settings with the calibrated α for them; the same object if `calibration_for` finds none.
+
+        `VLLMEngine` always returns a copy, which does not search unmarked text. Raises nothing.
+        """
         calibration = self.calibration_for(config)
         return config if calibration is None else replace(config, alpha=calibration.alpha)
 
@@ -368,6 +397,7 @@ class AnswerEngine(ABC):
         Raises:
             UnsupportedCallError: this engine captures texts only, see `capabilities`.
             IndexError: `captures` is empty; in this process also if it is not ascending, or goes beyond the prompt.
+            UnsupportedModelError: in this process, a layer of the model does something that its survey did not show.
             RuntimeError: torch has no memory for the pass, or the model fails; over vLLM, the engine is closed.
             MemoryError: there is no memory for the keys and values.
             CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.

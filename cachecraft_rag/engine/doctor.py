@@ -92,6 +92,7 @@ def examine(engine: Engine, *, check: bool = True) -> Facts:
 
     Raises:
         StoreError: the store is closed, or its folder or catalog cannot be read.
+        UnsupportedModelError: a layer of the model does something that its survey did not show.
         RuntimeError, MemoryError: the model fails, such as torch without memory.
         ForkError: this process is a fork of the one that opened the store.
     """
@@ -130,7 +131,8 @@ def compute_speed(decoder: Decoder) -> float:
     """Measure a prefill of up to 256 random tokens, and return its speed in tokens per second.
 
     Of two prefills the second counts, because the first warms up. Raises torch's RuntimeError or MemoryError if the
-    model fails, such as without memory.
+    model fails, such as without memory, and UnsupportedModelError if a layer does something that its survey did not
+    show.
     """
     tokens = min(MEASURED_TOKENS, decoder.context_length)
     ids = torch.randint(0, int(decoder.model.config.vocab_size), (tokens,)).tolist()

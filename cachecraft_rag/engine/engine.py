@@ -237,7 +237,7 @@ class Engine(AnswerEngine):
             StoreError: the store folder or its catalog cannot be used.
             ConfigError: an unknown option, a value out of range, a dtype or device that is not available, a quality
                 target that could not act, or a chat template that cannot be cut into segments.
-            torch.OutOfMemoryError: the GPU has no memory for the model.
+            RuntimeError, MemoryError: there is no memory for the model, such as torch.OutOfMemoryError on a GPU.
         """
         check_text("model", model, empty=False)
         check_path("store", store)
@@ -283,6 +283,9 @@ class Engine(AnswerEngine):
             max_new_tokens: longest answer, in tokens.
             config: settings of reuse for this question; None = the engine's.
 
+        Returns:
+            The greedy answer, and the predictions for each token of the target: float32 `[target, vocabulary]`.
+
         Raises:
             ConfigError: a target without tokens, with more than `max_new_tokens`, or with unknown ones; an empty
                 question, or an argument of a wrong type.
@@ -291,6 +294,7 @@ class Engine(AnswerEngine):
             WaitTimeoutError: the request waited longer for its turn than `EngineConfig.wait_timeout_s`.
             StoreError: the store is closed.
             ForkError: this process is a fork of the one that made the engine.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
             RuntimeError, MemoryError: the model fails, such as torch without memory.
         """
         target = None if target is None else listed("target", target)
@@ -343,6 +347,7 @@ class Engine(AnswerEngine):
         Raises:
             ConfigError: `timeout` is out of range.
             ForkError: this process is a fork of the one that made the engine.
+            RuntimeError: the system has no room for a thread.
         """
         self._home.require()
         check_number("timeout", timeout, most=MOST_SECONDS, optional=True)
