@@ -23,7 +23,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 # Each worker goes on with tests of the other's files once it has done its own.
 TESTS_WORKERS ?= 2
 PARALLEL := -n $(TESTS_WORKERS) --dist worksteal
-# `make test-all COVERAGE=` runs the same tests without measuring it, which takes less time.
+# `make test-all COVERAGE=` runs the same tests without measuring it.
 COVERAGE ?= --cov --cov-report=term:skip-covered
 
 .PHONY: help demo demo-vllm app screenshots test test-all test-vllm test-gpu lint lint-deploy docs fuzz kernels bench eval clean

@@ -106,7 +106,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--eager",
         action="store_true",
-        help="start vLLM without compiling and CUDA graphs, which takes a minute less",
+        help="start vLLM without compiling and without CUDA graphs",
     )
     parser.add_argument("--tiny", action="store_true", help="a toy model, also without a GPU")
     return parser.parse_args(argv)
@@ -154,16 +154,11 @@ def setting_of(given: argparse.Namespace) -> Setting:
 def decoder_of(setting: Setting, *, layers: int | None = None, dtype: str | None = None) -> Any:
     """A model of this shape with random weights, made on the device."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     from cachecraft_rag.model.decoder import Decoder
 
-    config = LlamaConfig(
-        **setting.shape | ({"num_hidden_layers": layers} if layers else {}),
-        max_position_embeddings=131072,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=False,
-    )
+    config = config_of(setting.shape | ({"num_hidden_layers": layers} if layers else {}))
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype or setting.dtype))
     torch.manual_seed(0)
@@ -173,6 +168,19 @@ def decoder_of(setting: Setting, *, layers: int | None = None, dtype: str | None
     finally:
         torch.set_default_dtype(before)
     return Decoder(model, byte_tokenizer(), name="random weights", fingerprint="2-" + "0" * 32)
+
+
+def config_of(shape: dict[str, int], **settings: Any) -> Any:
+    """The config of a model of this shape."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        **shape,
+        **settings,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=False,
+    )
 
 
 def byte_tokenizer() -> Any:
@@ -608,27 +616,22 @@ def requests(setting: Setting, decoder: Any, tokens: int) -> dict[str, Any]:
 
 
 def vllm_requests(setting: Setting, decoder: Any, *, eager: bool) -> Iterator[dict[str, Any]]:
-    """Rows of `gpu_vllm`, once the model of the other parts has left the GPU."""
+    """A row for each prompt length, once the model of the other parts has left the GPU; see `gpu_vllm`."""
     import gc
 
     import torch
 
-    from benchmarks.gpu_vllm import VLLMSetting, vllm_rows
+    from benchmarks import gpu_vllm
 
     decoder.cache_clear()
     gc.collect()
     if setting.on_gpu:
         torch.cuda.empty_cache()
-    wanted = VLLMSetting(
-        shape=setting.shape,
-        dtype=setting.dtype,
-        lengths=[max(tokens, 512) for tokens in setting.lengths],
-        chunk=setting.chunk,
-        share=setting.share,
-        repeats=setting.repeats,
-        eager=eager or not setting.on_gpu,
-    )
-    return vllm_rows(wanted, byte_tokenizer())
+    # the instruction and the template alone are some 130 tokens
+    lengths = [max(tokens, 512) for tokens in setting.lengths]
+    wanted = replace(setting, lengths=lengths)
+    with gpu_vllm.started(wanted, eager=eager or not setting.on_gpu) as engine:
+        yield from by_length(wanted, lambda: engine, gpu_vllm.requests)
 
 
 def profile_rows(setting: Setting, decoder: Any, tokens: int) -> list[dict[str, Any]]:

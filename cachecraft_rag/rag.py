@@ -101,7 +101,7 @@ class AnswerStream(Iterator[str]):
     def stats(self) -> RequestStats:
         """Statistics so far, computed at each access; complete once the stream has ended.
 
-        `finish` is None while the answer goes on, and `ttft_s` is 0.0 before the first token. Raises nothing.
+        `finish` has no value while the answer goes on, and `ttft_s` is 0.0 before the first token. Raises nothing.
         """
         return replace(self._generation.stats, searched=self._searched)
 
@@ -243,16 +243,23 @@ class AsyncAnswerStream(AsyncIterator[str]):
     def __init__(self, begin: Callable[[], AnswerStream]) -> None:
         self._begin = begin
         self._begun: AnswerStream | None = None
+        self._has_failed = False  # while it begins, too: nothing follows unless it has begun
         self._closed = False
 
     async def __anext__(self) -> str:
-        if self._closed:
+        if self._has_ended():
             raise StopAsyncIteration
         if self._begun is None:
-            self._closed = True  # unless it begins
+            self._has_failed = True
             self._begun = await asyncio.to_thread(self._begin)
-            self._closed = False
+            self._has_failed = False
+            if self._closed:  # meanwhile, by another task
+                self._begun.close()
+                raise StopAsyncIteration
         return await self._begun.anext()
+
+    def _has_ended(self) -> bool:
+        return self._closed or self._has_failed
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -272,9 +279,8 @@ class AsyncAnswerStream(AsyncIterator[str]):
     async def aclose(self) -> None:
         """Stop generating; no further piece follows, and a second call does nothing. It does not wait for the model.
 
-        It does not stop an answer whose first piece another task is waiting for while the chunks are retrieved: call it
-        again after that piece. Raises nothing, except RuntimeError if the answer is to be counted in a new thread and
-        the system has no room for one.
+        A task that waits for the first piece gets none, once the chunks are retrieved. Raises nothing, except
+        RuntimeError if the answer is to be counted in a new thread and the system has no room for one.
         """
         self._closed = True
         if self._begun is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -94,6 +95,34 @@ def test_an_async_answer_that_is_left_early_frees_the_engine(rag: CacheCraft) ->
         assert (await rag.aask(QUESTION, max_tokens=2)).stats.tokens_generated == 2
 
     asyncio.run(leave())
+
+
+def test_an_async_answer_closed_before_its_first_piece_has_none(
+    rag: CacheCraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retrieving, closed = threading.Event(), threading.Event()
+    retrieve = rag.retrieve
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        retrieving.set()
+        assert closed.wait(60)
+        return retrieve(*arguments, **options)
+
+    monkeypatch.setattr(rag, "retrieve", slow)
+
+    async def close_while_it_begins() -> None:
+        stream = rag.astream(QUESTION, max_tokens=500)
+        first = asyncio.create_task(anext(stream, None))
+        assert await asyncio.to_thread(retrieving.wait, 60)
+        await stream.aclose()
+        closed.set()
+        assert await first is None
+        assert await anext(stream, None) is None
+        assert stream.text == ""
+        assert stream.stats is not None
+        assert stream.stats.ttft_s == 0.0  # the model has not run
+
+    asyncio.run(close_while_it_begins())
 
 
 def test_the_estimate_of_priming_is_what_priming_writes(rag: CacheCraft) -> None:

@@ -19,6 +19,7 @@ from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ServerError, UnsupportedCallError
 from cachecraft_rag.model.facts import DiskSpace
 from cachecraft_rag.observability.stats import RequestStats
+from cachecraft_rag.prompt.builder import checked_chunks
 from cachecraft_rag.serving.answer_text import answer_text
 from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.priming import DocumentPrimer, Primer, Related
@@ -313,14 +314,13 @@ class ServerPrimer:
         Raises:
             ServerError: the server does not answer, asks for a key or fails, its reply is malformed, or the engine is
                 closed. There is no time limit while the server computes.
-            ConfigError: the server refuses a text, or cannot use its store.
+            ConfigError: an item of `chunks` is no chunk; or the server refuses a text, or cannot use its store.
             ContextLengthError: a chunk is too long for the model.
-            AttributeError: an item of `chunks` is no chunk.
 
         Exceptions of `captured` and of the primer's `related` pass.
         """
         total = 0
-        for part in request_sized(chunks):
+        for part in request_sized(checked_chunks(chunks)):
             reply = self._link.call(_PRIME, self._body(part), patient=True)
             with checked_reply(self._link.url, "a number of captures"):
                 count = replies.whole_of(replies.mapping_of(reply)["captured"])
@@ -336,14 +336,13 @@ class ServerPrimer:
         Raises:
             ServerError: the server does not answer in time, asks for a key or fails, its reply is malformed, or the
                 engine is closed.
-            ConfigError: the server refuses a text, or cannot use its store.
+            ConfigError: an item of `chunks` is no chunk; or the server refuses a text, or cannot use its store.
             ContextLengthError: a chunk is too long for the model.
-            AttributeError: an item of `chunks` is no chunk.
 
         Exceptions of the primer's `related` pass.
         """
         missing: dict[str, int] = {}
-        for part in request_sized(chunks):
+        for part in request_sized(checked_chunks(chunks)):
             reply = self._link.call(_PRIME, self._body(part) | {"estimate": True})
             with checked_reply(self._link.url, "an estimate"):
                 missing |= replies.missing_variants(reply)

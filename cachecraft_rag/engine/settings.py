@@ -163,9 +163,12 @@ class KnownKey:
         return text
 
     def checked(self, value: object) -> object:
-        """Return the value in the type of its dataclass: sizes with a unit as bytes, lists as tuples or frozensets.
+        """Return the value in the type of its dataclass: a size as bytes, and a list as a tuple or a frozenset.
 
-        Raises ConfigError if its type or its range is wrong.
+        A size may be a text: a number with a unit such as "2 GiB", a number alone, which counts bytes, or "inf" or
+        "none" for no limit. All other values are returned as they are.
+
+        Raises ConfigError if its type or its range is wrong, or the text of a size cannot be read.
         """
         if self.is_size and isinstance(value, str):
             value = math.inf if value in ("inf", "none") else size_of(value)

@@ -113,6 +113,7 @@ class ReuseConfig:
             "drift": 0.0,
             "early_termination": True,
             "loading": "cake",
+            "min_prompt_tokens": 0,
         }
         return cls(**published | changes)
 
@@ -133,12 +134,12 @@ class ReuseConfig:
     def deterministic(cls, **changes: object) -> Self:
         """Return settings with which a request changes no stored chunk-cache and makes no decision by time.
 
-        Nothing is captured, and every stored chunk-cache is loaded, also where computing would be faster. With
-        `EngineConfig(new_variants="off")`, one request at a time and greedy sampling, the same question over the same
-        primed store gives the same answer each time.
+        Nothing is captured, and every stored chunk-cache is loaded, also where computing would be faster and in prompts
+        of any length. With `EngineConfig(new_variants="off")`, one request at a time and greedy sampling, the same
+        question over the same primed store gives the same answer each time.
 
         Args:
-            changes: settings with other values. They may also undo the two above.
+            changes: settings with other values. They may also undo the three above.
 
         Raises:
             ConfigError: a value is unknown, out of range or of a wrong type.
@@ -148,7 +149,11 @@ class ReuseConfig:
         >>> config.capture, config.loading, config.recompute_ratio
         (False, 'layerwise', 0.3)
         """
-        fixed: dict[str, Any] = {"capture": False, "loading": "layerwise"}
+        fixed: dict[str, Any] = {
+            "capture": False,
+            "loading": "layerwise",
+            "min_prompt_tokens": 0,
+        }
         return cls(**fixed | changes)
 
     def __post_init__(self) -> None:

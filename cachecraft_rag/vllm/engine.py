@@ -53,6 +53,7 @@ from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.settings import OFF, ConnectorSettings, check_config
 from cachecraft_rag.vllm.shortest_prompt import (
     LONGEST_OVER,
+    MEASURED_RATIO,
     Times,
     lengths_up_to,
     prompts_of,
@@ -247,7 +248,11 @@ class VLLMBackend:
         chunk_ids = tuple(segment.segment_id for segment in prompt.segments[:-1])
         captured = RowFilter(chunk_ids=chunk_ids)
         full = ReuseConfig.full_prefill()
-        reuse = replace(self._reuse, capture=False)
+        # CFO says nothing about random tokens
+        ratio = self._reuse.recompute_ratio
+        reuse = replace(
+            self._reuse, capture=False, recompute_ratio=MEASURED_RATIO if ratio is None else ratio
+        )
         seconds: dict[ReuseConfig, list[float]] = {full: [], reuse: []}
         try:
             self.capture(other, range(len(other.segments)), primed=True)

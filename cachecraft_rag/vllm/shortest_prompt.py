@@ -22,6 +22,7 @@ SHORTEST = 1024  # tokens of the first prompt that is measured
 LONGEST = 32768  # and of the last one
 CHUNK = 512  # tokens of each of its chunks
 LONGEST_OVER = 128  # most tokens that a prompt has beyond its length, and those of the answer
+MEASURED_RATIO = 0.15  # part of their tokens that is recomputed if the settings name none
 _AROUND = 64  # tokens of the instruction and of the question together
 _GAIN = 0.95  # share of full prefill's time that reuse must stay below to count as sooner
 
@@ -64,29 +65,35 @@ def shortest_prompt(lengths: Sequence[int], measure: Callable[[int], Times | Non
     >>> shortest_prompt([1024, 2048], lambda tokens: Times(1.0, 1.5 if tokens < 2000 else 0.5))
     2048
     """
-    measured = 0
-    for place, tokens in enumerate(lengths):
+    measured: dict[int, str] = {}
+    is_sooner = False
+    for tokens in lengths:
         times = measure(tokens)
         if times is None:
             break
-        measured = tokens
-        if times.reused_s < _GAIN * times.full_s:
-            logger.info(
-                "Prompts of %d tokens take %.0f ms in full and %.0f ms with reuse%s",
-                tokens,
-                1000 * times.full_s,
-                1000 * times.reused_s,
-                "" if place == 0 else "; shorter ones are computed in full (min_prompt_tokens)",
-            )
-            return tokens if place > 0 else 0
+        measured[tokens] = f"{1000 * times.full_s:.0f} / {1000 * times.reused_s:.0f}"
+        is_sooner = times.reused_s < _GAIN * times.full_s
+        if is_sooner:
+            break
     if not measured:
         return 0
-    logger.warning(
-        "Reuse is no faster than computing for prompts of up to %d tokens here, so those are computed in full. Set "
-        "min_prompt_tokens to reuse chunk-caches all the same.",
-        measured,
+
+    last = max(measured)
+    logger.info(
+        "Tokens of a prompt: milliseconds in full / with reuse: %s",
+        ", ".join(f"{tokens}: {pair}" for tokens, pair in measured.items()),
     )
-    return measured + 1
+    if not is_sooner:
+        logger.warning(
+            "Reuse is no faster than computing for prompts of up to %d tokens here, so those are computed in full. "
+            "Set min_prompt_tokens to reuse chunk-caches all the same.",
+            last,
+        )
+        return last + 1
+    if len(measured) == 1:
+        return 0
+    logger.info("Prompts of fewer than %d tokens are computed in full (min_prompt_tokens)", last)
+    return last
 
 
 def prompts_of(tokens: int, *, vocabulary: int) -> tuple[Prompt, Prompt]:
@@ -99,9 +106,7 @@ def prompts_of(tokens: int, *, vocabulary: int) -> tuple[Prompt, Prompt]:
         vocabulary: number of token ids of the model.
     """
     dice = random.Random(tokens)
-    start = secrets.token_hex(
-        8
-    )  # other servers on the same store or remote have names of their own
+    start = secrets.token_hex(8)  # other servers on the same store use other names
 
     def segment(kind: str, length: int, number: int) -> Segment:
         ids = tuple(dice.randrange(vocabulary) for _ in range(length))

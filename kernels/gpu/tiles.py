@@ -187,7 +187,20 @@ def load_pairs(
 ):
     """Load a tile of pairs: a row and one of the query heads that share a key/value head.
 
-    Returns the row, the query head and the position of each pair, all `[BLOCK_M]`, and its query `[BLOCK_M, BLOCK_D]`.
+    Returns the row and the query head of each pair, both `[BLOCK_M]` as they come from `pair`, its position, int32
+    `[BLOCK_M]`, and its query `[BLOCK_M, BLOCK_D]` in the dtype of `q`. Pairs that are not live have the position -1
+    and a query of zeros; so have the dimensions from HEAD_DIM to BLOCK_D.
+
+    Args:
+        q: queries, read at `row · q_row + query head · q_head + dimension`.
+        positions: position of each row in the prompt.
+        pair: `[BLOCK_M]`, numbers of pairs: row · GROUP + number of the query head in its group.
+        live: `[BLOCK_M]`, False for pairs beyond the last row.
+        head: number of the key/value head.
+        q_row, q_head: numbers from a row, and from a head, to the next.
+        GROUP: query heads that share a key/value head.
+        HEAD_DIM: dimensions of a head.
+        BLOCK_D: HEAD_DIM rounded up to a power of two.
     """
     row = pair // GROUP
     query_head = head * GROUP + pair % GROUP

@@ -56,6 +56,16 @@ def test_half_a_surrogate_pair_is_sent_as_a_question_mark(url: str, bodies: dict
     assert bodies[PRIME]["documents"] == [mended]
 
 
+def test_a_text_in_place_of_a_chunk_is_not_sent(url: str, bodies: dict[str, Any]) -> None:
+    with HTTPEngine.connect(url) as engine:
+        primer = engine.primer()
+        with pytest.raises(ConfigError, match=r"write Chunk\(text\)"):
+            primer.prime(["a text"])  # type: ignore[list-item]
+        with pytest.raises(ConfigError, match=r"write Chunk\(text\)"):
+            primer.missing(["a text"])  # type: ignore[list-item]
+    assert PRIME not in bodies
+
+
 @pytest.mark.parametrize(
     ("variable", "value"), [("SSL_CERT_FILE", "/nowhere.pem"), ("HTTP_PROXY", "gopher://proxy")]
 )

@@ -33,7 +33,7 @@ def test_a_model_that_requires_a_login_is_left_to_its_loader(
     answer: Callable[[type[HfHubHTTPError]], None], kind: type[HfHubHTTPError]
 ) -> None:
     answer(kind)
-    require_hub(["owner/gated"])
+    require_hub(["owner/gated"])  # raises nothing
 
 
 def test_a_model_that_the_hub_does_not_have_is_named(

@@ -533,6 +533,11 @@ def test_the_papers_settings_have_no_rule_for_the_last_chunk() -> None:
     assert ReuseConfig.paper().nearest_share == 0.0
 
 
+def test_presets_for_comparisons_reuse_in_prompts_of_any_length() -> None:
+    assert ReuseConfig.paper().min_prompt_tokens == 0
+    assert ReuseConfig.deterministic().min_prompt_tokens == 0
+
+
 def test_tokens_that_are_computed_anyway_are_not_recomputed_in_full() -> None:
     config = ReuseConfig(recompute_ratio=0.1, nearest_share=1.0)
     plan = make_plan(prompt_of("a", "b"), moved("a", "b"), config)

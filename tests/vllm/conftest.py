@@ -137,6 +137,7 @@ class Server:
     def __init__(
         self, model: Path, store: Path, *, caches: dict[str, Any] | None = None, **options: Any
     ) -> None:
+        import torch
         from vllm import LLM
 
         from cachecraft_rag.engine.config import EngineConfig
@@ -164,6 +165,8 @@ class Server:
             "kv_transfer_config": settings.transfer_config(),
             "disable_log_stats": True,
         }
+        if torch.cuda.is_available():
+            given |= {"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 1 << 30}
         self.llm: Any = LLM(model=str(model), **(given | served.arguments | options))
 
     def ask(self, asks: list[Ask | list[int]], *, tokens: int = 16, **options: Any) -> list[Served]:

@@ -47,6 +47,8 @@ CASES: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "another variant": (KETTLE, [1, 0, 5], {}),
 }
 TOKENS = 16
+# On a GPU vLLM's attention multiplies fp32 numbers with less precision.
+LOGPROBS_APART = 3e-3 if torch.cuda.is_available() else 1e-3
 
 
 @dataclass
@@ -128,7 +130,7 @@ def assert_equal(found: Any, one: Expected, layers: int) -> None:
     # vLLM computes the last token itself
     assert found.report["row_layers"] == one.row_layers - layers
     assert found.tokens == one.tokens
-    assert found.logprobs == pytest.approx(one.logprobs, abs=1e-3)
+    assert found.logprobs == pytest.approx(one.logprobs, abs=LOGPROBS_APART)
 
 
 def asks_of(cases: dict[str, Expected]) -> list[Ask]:
@@ -217,7 +219,7 @@ def test_both_ends_of_a_slow_disk_give_full_prefills_tokens(
         computed = [one for one in segments if one["not_loaded"] or one["outcome"] == "computed"]
         assert computed or multiple > 0.5
         assert found.tokens == full.tokens
-        assert found.logprobs == pytest.approx(full.logprobs, abs=1e-3)
+        assert found.logprobs == pytest.approx(full.logprobs, abs=LOGPROBS_APART)
 
 
 def counts_compiled() -> Callable[[Any], int]:

@@ -40,6 +40,13 @@ def test_reuse_that_pays_at_once_is_never_withheld() -> None:
     assert times_of({1024: (0.1, 0.05), 2048: (0.2, 0.1)}) == (0, [1024])
 
 
+def test_the_log_names_all_times(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "cachecraft_rag.vllm"):
+        times_of({1024: (0.05, 0.09), 2048: (0.2, 0.1)})
+    assert "1024: 50 / 90, 2048: 200 / 100" in caplog.text
+    assert "fewer than 2048 tokens" in caplog.text
+
+
 def test_without_any_gain_longer_prompts_are_reused_and_a_warning_says_what_to_set(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
