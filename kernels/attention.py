@@ -39,9 +39,9 @@ def attention(
         `[rows, heads, head_dim]`.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together, with Triton; a wrong number of sinks, with the compiled
-            kernels.
-        RuntimeError: torch's own, for shapes that do not fit together or without memory.
+        ValueError: a wrong number of sinks; with Triton also other shapes or dtypes that do not fit together.
+        RuntimeError: torch's own, for shapes that do not fit together or without memory. The compiled kernels do not
+            check shapes.
         MemoryError: no room for the scratch memory of the compiled kernels.
     """
     if uses_triton(q):

@@ -46,8 +46,9 @@ def attention_mass(
     Returns:
         float32 `[rows, segments]` and float32 `[keys]`.
 
-    Raises ValueError (Triton, and a wrong number of sinks with the compiled kernels) or torch's RuntimeError for shapes
-    or dtypes that do not fit together; RuntimeError or MemoryError without memory.
+    Raises ValueError for a wrong number of sinks. Other shapes or dtypes that do not fit together raise ValueError with
+    Triton and torch's RuntimeError with torch; the compiled kernels do not check them. RuntimeError or MemoryError
+    without memory.
 
     >>> q, k, rows = torch.zeros(3, 1, 8), torch.zeros(3, 1, 8), torch.arange(3)  # every key in sight weighs the same
     >>> mass, received = attention_mass(q, k, Visibility(rows), torch.tensor([0, 3]), scale=1.0)
@@ -96,8 +97,9 @@ def segment_mass(
     Returns:
         float32 `[rows, segments]`.
 
-    Raises ValueError (Triton, and a wrong number of sinks with the compiled kernels) or torch's RuntimeError for shapes
-    or dtypes that do not fit together; RuntimeError or MemoryError without memory.
+    Raises ValueError for a wrong number of sinks. Other shapes or dtypes that do not fit together raise ValueError with
+    Triton and torch's RuntimeError with torch; the compiled kernels do not check them. RuntimeError or MemoryError
+    without memory.
     """
     if uses_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu

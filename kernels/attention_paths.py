@@ -122,8 +122,8 @@ def attend(
     """Compute `attention` of several rows by this path.
 
     torch's own kernel knows neither soft caps nor sinks: with them, it is replaced by explicit products. Returns
-    `[rows, heads, head_dim]`. Raises torch's RuntimeError for shapes that do not fit together or without memory; with
-    the compiled kernels ValueError for a wrong number of sinks, and MemoryError.
+    `[rows, heads, head_dim]`. Raises ValueError for a wrong number of sinks, torch's RuntimeError for other shapes that
+    do not fit together or without memory, and MemoryError with the compiled kernels, which do not check shapes.
     """
     run = kernels_for(q, k, v) if path.kind == "compiled" else None
     if run is not None and calls.attends(q, k, v):

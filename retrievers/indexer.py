@@ -144,6 +144,8 @@ def index_documents(
 ) -> IndexReport:
     """Add or update documents in memory; none is removed. Their doc_ids are used unchanged.
 
+    Of several documents with the same doc_id the last one stays.
+
     Args:
         documents: the documents.
         store: the index.
@@ -156,9 +158,9 @@ def index_documents(
         What was added and updated. A document without text has no chunks; one that cannot be split is a problem in it.
 
     Raises:
-        ConfigError: anything but a `Document` with valid texts and a mapping as metadata, before anything is written;
-            metadata that is not scalar; or `chunk_tokens` or the embedding model's limit leaves no room for text (fewer
-            than 16 tokens).
+        ConfigError: an item is no `Document`, its text is no str, its doc_id is no valid Unicode, or its metadata no
+            mapping, before anything is written; a value of the metadata is not scalar; or a document must be split, and
+            `chunk_tokens` or the embedding model's limit leaves no room for text (fewer than 16 tokens).
         DocumentError: a doc_id belongs to an indexed file.
         IndexStoreError: the index was made with another embedding model, is closed, or cannot be read or written; or
             the embedding model gives a vector that is not finite.

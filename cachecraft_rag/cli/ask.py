@@ -308,7 +308,11 @@ class AskingOptions:
     server: str | None = None
 
     def is_brief(self, settings: Settings) -> bool:
-        """Return True if answers end after their first sentence: by --brief, else for a local demo model."""
+        """Return True if answers end after their first sentence.
+
+        --brief and --no-brief decide. Without them answers are brief if the demo model runs in this process, not in a
+        server.
+        """
         if self.brief is not None:
             return self.brief
         return self.server is None and settings["model"] == "demo"

@@ -56,7 +56,8 @@ class KVBuffer:
             chunk: `[2, tokens, all kv_heads, head_dim]`, raw keys, then values, on any device.
             start: position of the first token; `start + tokens` is at most the capacity.
 
-        Raises ValueError (Triton) or torch's RuntimeError if the shapes do not fit; RuntimeError without memory.
+        Raises ValueError if the chunk reaches beyond the capacity. Other shapes that do not fit raise ValueError with
+        Triton and torch's RuntimeError with torch; the compiled kernels do not check them. RuntimeError without memory.
         """
         own_heads = self._on_device(self._ranks.own_heads(chunk))
         cos, sin = self.rotary.of_layer(layer)
@@ -65,11 +66,12 @@ class KVBuffer:
     def place_resident(self, layer: int, resident: ResidentKV) -> None:
         """Write one layer of a chunk-cache in memory at its place. Call it for each layer, beginning with the first.
 
-        A chunk-cache on this GPU is placed in all layers at the first call: one launch per layer would take longer
-        than the work. One in main memory is copied to a GPU in groups of layers, the next group while the layers of the
-        current one are computed. There is one launch for each kind of layer.
+        On a CPU each call places one layer. A chunk-cache on this GPU is placed in all layers at the first call,
+        because launching a kernel for each layer would take longer than placing them. One in main memory is copied to a
+        GPU in groups of layers: each group at the call of its first layer, while the next group is being copied.
 
-        Raises ValueError (Triton) or torch's RuntimeError if the shapes do not fit; RuntimeError without memory.
+        Raises ValueError if the chunk reaches beyond the capacity. Other shapes that do not fit raise ValueError with
+        Triton and torch's RuntimeError with torch; the compiled kernels do not check them. RuntimeError without memory.
         """
         if self._is_on_this_gpu(resident.kv):
             if layer == 0:

@@ -177,17 +177,24 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         """Return the model with tools, which it calls in the form of its chat template.
 
         Args:
-            tools: in any form that LangChain takes.
-            tool_choice: "auto", None or False, "none", "any", "required" or True (a call of one of them), or the name
-                of one, also in OpenAI's dict; a call that is asked for is sure to come, with arguments of its schema,
-                unless `max_tokens` ends it. Needs the extra "structured" then.
+            tools: functions, in any form that LangChain takes.
+            tool_choice: "auto", None or False: the model decides. "none": no call. "any", "required" or True: one of
+                the tools is called. The name of a tool: this one is called. OpenAI's and Anthropic's dicts of these are
+                taken too. A call that was asked for is sure to come, with arguments of the tool's schema, unless
+                `max_tokens` ends the answer; this needs the extra "structured".
             kwargs: settings of the calls.
 
-        Raises ConfigError for another `tool_choice`, and LangChain's ValueError for a tool in another form. A call
-        raises ConfigError for a tool whose name or parameters cannot be used, for a missing extra, and if the chat
-        template fails at the tools; and UnsupportedCallError if the engine does not support tools.
+        Raises:
+            ConfigError: another `tool_choice`, or a tool that only a provider's server can run, such as
+                `{"type": "web_search"}`.
+            ValueError: a tool in another form. This is LangChain's error; for a function it raises other ones too, such
+                as pydantic's for an argument whose type has no JSON schema.
+
+        When the bound model is called, it raises ConfigError for a tool whose name or parameters cannot be used, for a
+        missing extra, and if the chat template fails at the tools; and UnsupportedCallError if the engine does not
+        support tools.
         """
-        made = [convert_to_openai_tool(tool) for tool in tools]
+        made = [_function_tool(tool) for tool in tools]
         return self.bind(tools=made, tool_choice=_choice_of(tool_choice, made), **kwargs)
 
     def with_structured_output(
@@ -456,13 +463,24 @@ class _Call:
         }
 
 
+def _function_tool(tool: Any) -> dict[str, Any]:
+    """Return a tool in OpenAI's form. Raises ConfigError if it is no function, and what LangChain raises."""
+    made = convert_to_openai_tool(tool)
+    if not isinstance(made.get("function"), dict):
+        raise ConfigError(
+            f"a tool of type {made.get('type')!r} runs on a provider's server; pass a function instead"
+        )
+    return made
+
+
 def _choice_of(
     choice: str | bool | dict[str, Any] | None, tools: Sequence[Mapping[str, Any]]
 ) -> str:
     """Return "auto", "none", "any" or the name of a tool. Raises ConfigError for anything else."""
     if isinstance(choice, dict):
         function = choice.get("function", choice)
-        choice = function.get("name") if isinstance(function, dict) else function
+        name = function.get("name") if isinstance(function, dict) else function
+        choice = choice.get("type", choice) if name is None else name  # Anthropic's {"type": "any"}
     names = {None: "auto", False: "auto", True: "any", "required": "any"}
     name = names.get(choice, choice) if isinstance(choice, str | bool | None) else choice
     known = ["auto", "none", "any", *(tool["function"]["name"] for tool in tools)]

@@ -459,7 +459,8 @@ def chunk_bound_of(name: str) -> ModelTokens:
     """Return `Decoder.chunk_bound` of a model that is not loaded: only its config and its tokenizer are read.
 
     Args:
-        name: Hugging Face name or folder, or "demo".
+        name: Hugging Face name or folder, or "demo". Its first use also converts or downloads the demo model's weights,
+            see `demo_model_folder`.
 
     Raises:
         ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing or

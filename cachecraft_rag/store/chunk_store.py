@@ -591,7 +591,7 @@ class ChunkCacheStore(Closeable):
     ) -> list[Listed]:
         """Return a page of all variants, private ones too, highest eviction score first; [] after the last one.
 
-        Damaged rows are left out.
+        Damaged rows count towards `offset` and `limit` but are left out, so any page may be shorter than `limit`.
 
         Args:
             chosen: which rows; None: all.

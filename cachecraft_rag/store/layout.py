@@ -453,9 +453,10 @@ def open_source(source: ByteSource, variant: Variant) -> StoredVariant | Unavail
 
 
 def unreadable(variant_id: str, error: Exception) -> Unavailable:
-    """Return the miss for an exception of `StoredVariant`: damage is permanent, an error of the system may pass.
+    """Return the miss for an exception of `StoredVariant`.
 
-    Raises nothing.
+    For ValueError, which means damage, it is a `Damaged`, and the file is of no more use. Any other exception is one of
+    the system, and reading may succeed later. Raises nothing.
     """
     if isinstance(error, ValueError):
         return Damaged(variant_id, LoadFailure.DAMAGED, str(error))

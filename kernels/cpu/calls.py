@@ -123,9 +123,10 @@ class LayerRow:
 
 
 def layer(run: Kernels, call: LayerCall, hidden: Tensor, rows: Sequence[LayerRow]) -> Tensor:
-    """Return the output of a decoder layer for a few rows, `[1, rows, hidden]`, and write their keys and values.
+    """Return a decoder layer's output, `[1, rows, hidden]` in the dtype of `hidden`; write the rows' keys and values.
 
-    The addresses and shapes are not checked. Raises ValueError for no rows, MemoryError without scratch memory.
+    Any number of rows may be given; it is made for the few of decode steps. The addresses and shapes are not checked.
+    Raises ValueError for no rows, MemoryError without scratch memory.
     """
     hidden = hidden.clone(memory_format=torch.contiguous_format)
     count = len(rows)

@@ -158,7 +158,12 @@ def require_readable(path: Path) -> None:
 
 
 def require_known_kind(path: Path, nbytes: int) -> None:
-    """Raise DocumentError for a kind of file that is not read, or for too large a file; return None else."""
+    """Raise DocumentError for a suffix that is not in `SUFFIXES`, or for more bytes than `LARGEST_FILE`.
+
+    Args:
+        path: the file, which is not opened.
+        nbytes: its size.
+    """
     if path.suffix.lower() not in _PARSERS:
         raise DocumentError(_unsupported(path))
     if nbytes > LARGEST_FILE:

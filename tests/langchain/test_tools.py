@@ -115,11 +115,37 @@ def test_without_a_choice_the_model_may_answer_in_text(chat: ChatCacheCraft) -> 
 
 @pytest.mark.parametrize(
     "choice",
-    ["other", {"type": "function", "function": {"name": "other"}}, {"function": "other"}, 5],
+    [
+        "other",
+        {"type": "function", "function": {"name": "other"}},
+        {"function": "other"},
+        {"type": "allowed_tools", "mode": "auto", "tools": []},
+        {},
+        5,
+    ],
 )
 def test_a_choice_must_be_one_of_the_tools(chat: ChatCacheCraft, choice: Any) -> None:
     with pytest.raises(ConfigError, match="litres, weeks"):
         chat.bind_tools([litres, weeks], tool_choice=choice)
+
+
+@pytest.mark.parametrize(
+    ("choice", "name"),
+    [
+        ({"type": "tool", "name": "weeks"}, "weeks"),
+        ({"type": "any"}, "any"),
+        ({"type": "none"}, "none"),
+        ({"type": "auto"}, "auto"),
+    ],
+)
+def test_choices_in_anthropics_form(chat: ChatCacheCraft, choice: Any, name: str) -> None:
+    bound: Any = chat.bind_tools([litres, weeks], tool_choice=choice)
+    assert bound.kwargs["tool_choice"] == name
+
+
+def test_a_tool_of_a_providers_server_is_refused(chat: ChatCacheCraft) -> None:
+    with pytest.raises(ConfigError, match=r"web_search.*pass a function"):
+        chat.bind_tools([weeks, {"type": "web_search"}])
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])

@@ -206,8 +206,9 @@ class Catalog:
         return found
 
     def rows(self, chosen: RowFilter, *, offset: int = 0, limit: int = 100) -> list[Listed]:
-        """Return a page of rows, the highest eviction score first, without damaged ones; empty after the last row.
+        """Return a page of rows, the highest eviction score first; empty after the last row.
 
+        Damaged rows count towards `offset` and `limit` but are left out, so any page may be shorter than `limit`.
         Raises StoreError if the catalog cannot be read.
         """
         condition, parameters = chosen.as_sql()
@@ -303,9 +304,10 @@ class Catalog:
         return self._db.problems()
 
     def check_sums(self, *, repair: bool) -> str:
-        """Compare the stored sums over all rows with the rows; return the flaw, or "". With `repair`, count again.
+        """Compare the stored sums over all rows with the rows; return what is wrong, or "" if they agree.
 
-        Raises StoreError if the catalog cannot be read, or with `repair` not be changed.
+        With `repair` wrong sums are corrected, and what was wrong is returned all the same. Raises StoreError if the
+        catalog cannot be read, or with `repair` not be changed.
         """
         with self._db.snapshot() as connection:
             stored = fetched(connection, _STORED_SUMS, ())

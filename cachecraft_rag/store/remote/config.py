@@ -209,7 +209,7 @@ class RemoteConfig:
 
     @property
     def lookup_limit_s(self) -> float:
-        """`lookup_timeout_s`, or its default for this kind of remote, in seconds."""
+        """`lookup_timeout_s`, in seconds; without one 0.1 for Redis (redis://, rediss://, unix://), else 0.5."""
         return self.lookup_timeout_s or (0.1 if self.scheme in REDIS_SCHEMES else 0.5)
 
 
