@@ -35,8 +35,8 @@ T = TypeVar("T")
 class BackgroundWriter:
     """One thread that changes the catalog, the disk and the remote, one job after the other.
 
-    Any thread may call any method; no call waits. A capture that cannot be written is dropped, and the reason is
-    counted.
+    Any thread may call any method. Only `shut_down` waits, and `write_uses`, which writes in the caller's thread. A
+    capture that cannot be written is dropped, and the reason is counted.
 
     Args:
         queue_bytes: most bytes of waiting captures and copies; further ones are dropped.
@@ -75,8 +75,9 @@ class BackgroundWriter:
     def put(self, capture: Capture) -> Future[Variant | Unavailable]:
         """Queue a capture; return a future of the stored variant, or of the reason why the capture is dropped.
 
-        A drop is counted and logged. Raises StoreError if the tensor does not have its layout; an error of the disk or
-        the catalog is a drop and not raised.
+        A drop is counted and logged. Raises StoreError if the tensor does not have its layout, see `variant_of`. An
+        error of the disk or the catalog is a drop and not raised. If encoding fails for lack of memory, the future
+        raises that error.
         """
         variant = self._variant_of(capture)
         ticket = next(self._tickets)
@@ -137,16 +138,17 @@ class BackgroundWriter:
             raise
 
     def discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
-        """Remove the row and the file of a variant that can never be served; does nothing if the store is closed.
+        """Remove the row and the file of a variant that can never be served, in the background.
 
-        If the catalog cannot be changed, the row stays and a warning is logged.
+        Does nothing if the store is closed or read-only, or its folder is gone. If the catalog cannot be changed, the
+        row stays and a warning is logged.
         """
         self.submit(partial(self._discard, file, chunk_id, reason))
 
     def submit(
         self, job: Callable[[], T], *, ended: Callable[[Future[T]], object] | None = None
     ) -> Future[T] | None:
-        """Submit a job to the thread; return None if the store is closed.
+        """Submit a job to the thread; return the future of its result, or None if the store is closed.
 
         When the interpreter exits, the thread accepts no more jobs, but an engine that was never closed still submits
         its captures: then the job runs in the caller's thread, and this raises what the job raises. Otherwise an
@@ -172,7 +174,10 @@ class BackgroundWriter:
             return future
 
     def shut_down(self) -> None:
-        """Refuse new jobs, and wait for the others. Raises nothing for a job that fails: it is logged."""
+        """Refuse new jobs, and wait for the others; a second call does nothing.
+
+        Raises nothing for a job that fails: it is logged.
+        """
         with self._lock:
             self._closed = True
         self._thread.shut_down()
@@ -200,7 +205,10 @@ class BackgroundWriter:
                     )
 
     def counts(self) -> tuple[int, dict[str, int]]:
-        """Return the waiting bytes, and outcome → number of captures: "stored" or a `CaptureDrop`."""
+        """Return the bytes of waiting captures and copies, and outcome → number of captures.
+
+        The outcomes are "stored" and each `CaptureDrop`; those without captures are left out.
+        """
         with self._lock:
             return self._queued_bytes(), dict(self._captures)
 
@@ -336,13 +344,19 @@ def _closed(variant: Variant) -> Unavailable:
 
 
 def log_mistake(future: Future[T]) -> None:
-    """Log an exception of a background job, whose future no caller may look at: it is a bug."""
+    """Log the exception of a background job, whose future no caller may look at: it is a bug.
+
+    Waits for a future that is not done. Does nothing for a result or a cancelled future.
+    """
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.error("A background job failed", exc_info=error)
 
 
 def variant_of(capture: Capture, *, codec: str, created: float) -> Variant:
-    """Return the variant that the catalog will list. Raises StoreError if the tensor does not have its layout."""
+    """Return the variant that the catalog will list, without any use, and with `inter` rounded to float32.
+
+    Raises StoreError if the tensor does not have its layout, has no token, is not contiguous or is not on the CPU.
+    """
     kv = capture.kv
     layout = capture.layout
     tokens = kv.shape[2] if kv.dim() == 5 else 0

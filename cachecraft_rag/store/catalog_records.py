@@ -15,7 +15,8 @@ from cachecraft_rag.types.variants import Variant
 class FileRef:
     """One file of one variant: `created` distinguishes the file of a replaced variant from its successor's.
 
-    evicted  reason why its row has gone, if it has
+    file_bytes  bytes of the file; 0 also where they are not known
+    evicted     reason why its row has gone; None if it has not
     """
 
     variant_id: str
@@ -62,9 +63,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class RowFilter:
-    """Rows that an administrator chooses; None leaves a part open, an empty list of chunk ids chooses no rows.
+    """Rows that an administrator chooses: those that satisfy all fields. None leaves a field open.
 
-    `created_before` is in seconds since the epoch, `chunk_prefix` how a chunk id begins: tables show no more of it.
+    An empty list of chunk ids chooses no rows. `created_before` is in seconds since the epoch. `chunk_prefix` is how a
+    chunk id begins: tables show no more of it. Raises ConfigError for a field of a wrong type.
     """
 
     namespace: str | None = None

@@ -132,10 +132,10 @@ class ChunkCacheStore(Closeable):
 
         Returns:
             The store, which is to be closed. In a folder that can be written, a store of another version is set aside,
-            and a new one is made in its place.
+            and a new one is made in its place. A store that cannot be written is opened all the same, see `read_only`.
 
         Raises:
-            StoreError: the folder or its catalog cannot be used.
+            StoreError: the folder or its catalog cannot be used, or it is of another version and cannot be written.
             ConfigError: a setting is unknown or invalid, the URL or the keys of the remote cannot be used, or a package
                 that the codec or the remote needs is not installed.
         """
@@ -146,7 +146,7 @@ class ChunkCacheStore(Closeable):
 
     @property
     def read_only(self) -> bool:
-        """True if the folder cannot be written: its contents are reused, and nothing is added."""
+        """True if the store could not be written when it was opened: its contents are reused, and nothing is added."""
         return self._durable.read_only
 
     # -- the request's path -------------------------------------------------------------------------------------------
@@ -161,10 +161,10 @@ class ChunkCacheStore(Closeable):
     ) -> dict[str, list[Variant]]:
         """Return chunk id → variants: shared ones, and private ones of this session. One query, no tensors.
 
-        Every given chunk id is a key of the result; its list may be empty. Chunks with too few variants here are looked
-        up on the remote, within its time limit. If the catalog cannot be read or the folder is gone, a warning is
-        logged and nothing is found there: the answer is then computed without reuse. A remote that fails raises nothing
-        either.
+        Every given chunk id is a key of the result; its list may be empty. Damaged variants are left out, see `find`.
+        Chunks with too few variants here are looked up on the remote, within its time limit. If the catalog cannot be
+        read or the folder is gone, a warning is logged and nothing is found there: the answer is then computed without
+        reuse. A remote that fails raises nothing either.
 
         Args:
             namespace: the tenant.
@@ -300,8 +300,8 @@ class ChunkCacheStore(Closeable):
     def seen_texts(self, names: Sequence[str]) -> set[str]:
         """Note that these texts were seen in prompts; return those that had been seen before.
 
-        Does nothing and returns an empty set if the folder cannot be written or is gone, or the catalog cannot be used.
-        The latter two are logged.
+        A name that stands twice in `names` counts as seen before. Does nothing and returns an empty set if the folder
+        cannot be written or is gone, or the catalog cannot be used. The latter two are logged.
 
         Raises StoreError if the store is closed, ForkError in a fork of the process that opened it, and ValueError
         (UnicodeEncodeError) for a name with half a surrogate pair.
@@ -371,8 +371,9 @@ class ChunkCacheStore(Closeable):
     ) -> LoadedVariant | StoredVariant | Unavailable:
         """Return the tensor if it is in memory, otherwise the opened variant, or the reason why it cannot be served.
 
-        Pass an opened variant to `keep` or `lost` afterwards. A variant whose file is missing or damaged is removed
-        from the catalog in the background.
+        Of an opened variant the header is verified and the tensor is allocated, but not filled; read it, then pass it
+        to `keep` or `lost`. A variant whose bytes are missing or damaged is removed where it was found, from the
+        catalog or the remote, in the background.
 
         Args:
             variant: a variant from a look-up.
@@ -421,9 +422,11 @@ class ChunkCacheStore(Closeable):
         return to_host(kv, pinned=self._memory.host.admits(kv.nbytes))
 
     def keep(self, stored: StoredVariant, *, whole: bool = True) -> None:
-        """Record a load. A variant that was read as a `whole` is kept in memory, a remote one on disk too.
+        """Record a load and close the variant; if it was read as a `whole`, keep it.
 
-        Raises nothing, also after `close`: a copy that cannot be written is logged.
+        Memory keeps a tensor that fits its budget. A variant from the remote is also written to disk, in the
+        background, if the queue of writes has room. Raises nothing, also after `close`: a copy that cannot be written
+        is logged.
         """
         stored.close()
         self._count_load(stored.tier)
@@ -437,16 +440,17 @@ class ChunkCacheStore(Closeable):
                 self._writer.keep_copy(replace(stored.variant, home="disk"), encoded)
 
     def keeps(self, stored: StoredVariant) -> bool:
-        """Return True if memory would keep this variant; otherwise the loader may release it once it is placed.
+        """Return True if main memory would keep this variant; otherwise the loader may release it once it is placed.
 
         False if its tensor is not allocated. Raises nothing.
         """
         return stored.kv is not None and self._memory.host.admits(stored.kv.nbytes)
 
     def lost(self, variant: Variant, why: Unavailable) -> None:
-        """Record that a variant could not be read; a missing or damaged one is removed where it was found.
+        """Record that a variant could not be read; one whose reason is `Damaged` is removed where it was found.
 
-        It is removed in the background. Raises nothing, also after `close`: a failure is logged.
+        It is removed in the background, from the remote or from a catalog that can be written. Raises nothing, also
+        after `close`: a failure is logged.
         """
         remote = self._remote if variant.home == "remote" else None
         with self._lock:
@@ -506,15 +510,16 @@ class ChunkCacheStore(Closeable):
     def put(self, capture: Capture) -> Future[Variant | Unavailable]:
         """Store a chunk-cache in the background, without waiting. The caller must not write to `capture.kv` again.
 
-        Memory holds the tensor at once, but `lookup` returns the variant only after its row is committed. A capture
-        replaces an older one of the same identity atomically.
+        Memory holds a tensor that fits its budget at once, but `lookup` returns the variant only after its row is
+        committed. A capture replaces an older one of the same identity atomically.
 
         Returns:
             A future of the stored variant, or of the reason why the capture was dropped (also logged). After `close`
-            all captures are dropped.
+            all captures are dropped. If encoding fails for lack of memory, the future raises that error.
 
         Raises:
-            StoreError: the tensor does not have its layout, which is a bug of the caller.
+            StoreError: the tensor does not have its layout, has no token, is not contiguous or is not on the CPU, which
+                is a bug of the caller.
             ConfigError: `capture` is no `Capture`.
             ForkError: this process is a fork of the one that opened the store.
         """
@@ -527,8 +532,9 @@ class ChunkCacheStore(Closeable):
         self._writer.count_drop(chunk_id, code, reason)
 
     def used(self, variant_id: str, cfo: float, tokens: int) -> None:
-        """Record a use, which raises the eviction score, see `eviction.Use`.
+        """Record a use, which raises the eviction score, see `eviction.Use`; a variant that is gone is passed over.
 
+        `cfo` is the share of the chunk that had to be computed again, and `tokens` is the chunk's number of tokens.
         Uses are written in batches in the background; a failure is logged, and the next batch tries again. After
         `close` nothing is written. Raises ZeroDivisionError for 0 `tokens`, ForkError in a forked process.
         """
@@ -618,7 +624,8 @@ class ChunkCacheStore(Closeable):
 
         Args:
             chosen: which variants; None: any.
-            down_to_bytes: bytes that all files of the store may have afterwards; None: all chosen variants are removed.
+            down_to_bytes: bytes that all files of the store may have afterwards; more are left if the variants that are
+                not chosen have more. None: all chosen variants are removed.
 
         Returns:
             The number of the variants that were removed, and their bytes on disk; both 0 if none was chosen.
@@ -626,7 +633,8 @@ class ChunkCacheStore(Closeable):
         Raises:
             ConfigError: `down_to_bytes` is negative, `chosen` is no `RowFilter`, or there is neither `down_to_bytes`
                 nor a filter that chooses by something.
-            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
+            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written, also if no
+                variant is chosen.
             ForkError: this process is a fork of the one that opened the store.
 
         Exceptions of the functions in `before_removal` pass.
@@ -656,14 +664,15 @@ class ChunkCacheStore(Closeable):
 
         Args:
             repair: remove what is damaged or left over.
-            progress: called after each row; None: never.
+            progress: called after each row with the number of rows so far and in all; its text is "". None: never.
 
         Returns:
-            The report; without flaws its `findings` are empty.
+            The report; without flaws its `findings` are empty. Files that cannot be deleted are logged.
 
         Raises:
-            StoreError: the store is closed; the folder is gone; the catalog or the folder cannot be read, or with
-                `repair` not be written; or `progress` raised OSError. Other exceptions of `progress` pass.
+            StoreError: the store is closed; the folder is gone; the catalog cannot be read, or with `repair` not be
+                written; another process keeps it locked; the system refuses to look at a file; or `progress` raised
+                OSError. Other exceptions of `progress` pass.
             ForkError: this process is a fork of the one that opened the store.
         """
         self._require_folder()

@@ -23,7 +23,8 @@ class StoreConfig:
     """Settings of a store.
 
     The first four are stored with the folder. None keeps the stored value, by default `DEFAULT_LIMITS` and "saving", so
-    a command that only reads a store does not change it. The others apply to this process.
+    a command that only reads a store does not change it. The others apply to this process. Raises ConfigError for a
+    value out of range, an unknown codec, policy or remote, or a codec whose package is not installed.
 
     disk_bytes          limit of all files together, kept with the store
     max_variants        most variants of all chunks together, kept with the store; N×M of Cache-Craft §3.3
@@ -35,12 +36,12 @@ class StoreConfig:
     host_bytes          bytes of chunk-caches in main memory; 0 switches the host tier off
     device, device_bytes  torch's name of the model's device, and bytes of chunk-caches on it; None: main memory only
     queue_bytes         most bytes of captures that wait to be written; further captures are dropped
-    readers             number of threads that read files, shared by all requests
+    readers             number of threads that read files, from 1 to 1024, shared by all requests
     read_bytes_per_s    limit on the rate of reading files, for a disk that other programs need too
     codec               codec of new captures: raw (exact), int8 or entropy (smaller). Stored chunk-caches keep theirs,
                         and the instruction is always raw, because all chunks are computed after it. Memory keeps a
                         capture as it was computed, so a lossy codec takes effect once it has left memory
-    busy_timeout_s      longest wait of a background write for another process's transaction, in seconds
+    busy_timeout_s      longest wait for another process's transaction on the catalog, in seconds
     remote              remote that is shared with other engines: a URL or a `RemoteConfig`
     """
 
@@ -59,7 +60,7 @@ class StoreConfig:
     remote: RemoteConfig | str | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges, the codec and the remote's URL; raises ConfigError."""
+        """Check the ranges, the codec and the remote's URL; a URL becomes a `RemoteConfig`. Raises ConfigError."""
         for name in DEFAULT_LIMITS:
             check_whole(name, getattr(self, name), least=1, optional=True)
         check_whole("queue_bytes", self.queue_bytes, least=1)
@@ -82,14 +83,14 @@ class StoreConfig:
 
     @property
     def given_limits(self) -> dict[str, int]:
-        """Return the limits set by the caller, which are stored with the folder."""
+        """Return name → limit for those of the three limits that the caller has set; the folder stores them."""
         given = {name: getattr(self, name) for name in DEFAULT_LIMITS}
         return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """State of the whole store, including other processes, and counts of this process.
+    """State of the whole store, including other processes, and counts of this process. Counts of 0 may be left out.
 
     disk_bytes  bytes of files with a row, and of files that are being written or deleted
     lookups     outcome → number of chunks: "found", "not_stored", or "refused" (the row did not pass the checks)

@@ -39,7 +39,8 @@ class Kind:
     what        name of the file at this path, in messages
     message     meaning of an error of SQLite, and what to do about it
     newest      version that the last migration makes; a file from before the first cannot be brought up to date
-    other_version, disk_full  raised for these two failures, the first unless the file cannot be written
+    other_version, disk_full  raised instead of `error` for these two failures, the first only for a file that can be
+                written; None: `error`
     """
 
     migrations: Sequence[Sequence[str]]
@@ -64,7 +65,8 @@ class Database:
     def __init__(self, path: Path, *, kind: Kind, busy_timeout_s: float) -> None:
         """Open or create it and update its schema; one that this user cannot change is opened as it is.
 
-        Raises the kind's error, and OSError where its folder cannot be made.
+        Raises the kind's error (`Kind.error`, `Kind.other_version` or `Kind.disk_full`), and OSError if its folder
+        cannot be made or the system refuses to look at its journal.
         """
         self.path = path
         self.read_only = os.path.isfile(path) and not can_be_written(path)
@@ -92,7 +94,10 @@ class Database:
                 raise
 
     def close(self) -> None:
-        """Close both connections; a second call does nothing. All other calls then raise the kind's error."""
+        """Close both connections; a second call does nothing.
+
+        All other calls but `problems` then raise the kind's error.
+        """
         with self._open_lock:
             self._closed = True
         with self._read_lock:
@@ -103,7 +108,7 @@ class Database:
                 self._writer.close()
 
     def reading(self) -> Block:
-        """Borrow the connection that reads, for this thread alone while the block runs.
+        """Return a block that lends the connection that reads, for this thread alone while the block runs.
 
         The block raises the kind's error (`Kind.error`: StoreError for the catalog) if the database cannot be read or
         is closed, also for an error of SQLite within the block. Other errors of the block pass unchanged.
@@ -111,18 +116,20 @@ class Database:
         return Block(self._reading(""))
 
     def snapshot(self) -> Block:
-        """Read in one transaction: everything in the block is of one moment.
+        """Return a block that reads in one transaction: everything in the block is of one moment.
 
-        The block raises the kind's error if the database cannot be read or is closed, as in `reading`.
+        The block raises the kind's error if the database cannot be read or is closed, as in `reading`, and if this
+        thread is in a `snapshot` already.
         """
         return Block(self._reading("BEGIN DEFERRED"))
 
     def writing(self) -> Block:
-        """Borrow the connection that writes, in a transaction: committed at the end, rolled back on any error.
+        """Return a block that lends the connection that writes, in a transaction.
 
-        No other writer, in any process, gets in between. Raises the kind's error at once for a read-only file, and in
-        the block if the database cannot be written, stays locked by another process for the busy timeout, or is closed.
-        On a full disk it is `Kind.disk_full`, where the kind has one.
+        The transaction is committed at the end, and rolled back on any error. No other writer, in any process, gets in
+        between. This call raises the kind's error for a read-only file. The block raises it if the database cannot be
+        written, stays locked by another process for the busy timeout, or is closed, and if this thread is in such a
+        block already. On a full disk it is `Kind.disk_full`, where the kind has one.
         """
         if self.read_only:
             raise self._error(
@@ -158,7 +165,8 @@ class Database:
         """Return at most 100 findings of SQLite's `PRAGMA quick_check` as sentences; empty when all is well.
 
         It reads the whole file, but does not compare indexes with their tables. Raises the kind's error (`Kind.error`:
-        StoreError for the catalog, IndexStoreError for the index) if the file cannot be read.
+        StoreError for the catalog, IndexStoreError for the index) if the file cannot be read. After `close` it
+        opens the file once more for the check.
         """
         with self._errors():
             self._reopen()
@@ -401,7 +409,8 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
 
     Where SQLite's helper files are there, another process may be writing: the file is then read along with them. Where
     they are not, and cannot be made, no process has it open, and it is read as it lies there. Raises sqlite3.Error if
-    the file cannot be opened or read, and OSError if the system refuses to look at its journal.
+    the file cannot be opened or read, or the first query does. Raises OSError if the system refuses to look at its
+    journal.
     """
     place = path.absolute().as_uri()
     connect = partial(

@@ -53,7 +53,12 @@ logger = logging.getLogger("cachecraft_rag.store")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One flaw: its place, the reason, and the action that was taken (or would be, with `repair=True`)."""
+    """One flaw: its kind, its place, the reason in words, and the action in words.
+
+    The action is the one that the check took, or would take with `repair`. For a flaw that a check never repairs it is
+    advice, or says that the file was left alone. A file that the system refused to delete is reported as removed too;
+    a warning in the log names it.
+    """
 
     kind: FindingKind
     path: Path
@@ -63,7 +68,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """Result of a check: rows, files and bytes that were read, and the findings."""
+    """Result of a check.
+
+    rows      number of rows, damaged ones included
+    files     number of files in the folder of chunk-caches, temporary and foreign ones included
+    nbytes    bytes of these files
+    repaired  True if the check was asked to repair, also if nothing had to be repaired
+    findings  the flaws; empty without any
+    """
 
     rows: int
     files: int
@@ -85,12 +97,15 @@ class Caches(Protocol):
     """Chunk-caches that can be evicted: `ChunkCacheStore` or `client.http.ServerCaches`."""
 
     def evict(self, chosen: RowFilter | None = None) -> Evicted:
-        """Remove the chosen chunk-caches; return their number, and their bytes on disk.
+        """Remove the chosen chunk-caches; return their number and their bytes on disk, both 0 if none was chosen.
 
         Raises:
-            StoreError: the store's folder is gone, or its catalog cannot be written.
+            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
             ServerError: no server answers, it asks for a key, or its reply is malformed.
-            ConfigError, UnsupportedCallError: no filter, an empty one, or one that this store does not support.
+            ConfigError: a store is asked with no filter, or one without any choice; or a server refuses the request
+                with status 400.
+            ContextLengthError: a server refuses the request with status 400, and its message names a context.
+            UnsupportedCallError: a server is asked without a filter by chunk ids alone.
         """
 
 
@@ -98,7 +113,7 @@ class DurableVariants:
     """The catalog and the disk tier of one store folder, changed only in an order that survives a kill.
 
     Every method may be called from any thread. `on_removed(variant_id, created)` is called for every variant whose row
-    was removed, so that memory can drop it.
+    was removed, so that memory can drop it. After `close` the methods that use the catalog raise StoreError.
     """
 
     def __init__(
@@ -160,7 +175,7 @@ class DurableVariants:
         self.catalog.close()
 
     def gone(self) -> bool:
-        """Return True if the folder was deleted or replaced since it was opened; then the store stays unusable.
+        """Return True if the folder was deleted or replaced since it was opened; the store then stays unusable.
 
         Also True, but only for now, if the system cannot look at the folder; raises nothing. SQLite continues with a
         deleted file without noticing, and new files would be in a folder without a catalog.
@@ -174,7 +189,7 @@ class DurableVariants:
         return self._gone
 
     def evictions(self) -> dict[EvictionReason, int]:
-        """Return the number of rows that this process has removed, by reason; reasons without any are left out."""
+        """Return reason → number of rows that this process has removed; reasons without any are left out."""
         with self._lock:
             return dict(self._evictions)
 
@@ -245,8 +260,8 @@ class DurableVariants:
     def discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
         """Remove the row and the file of a variant that can never be served, with a warning.
 
-        Does nothing if the row was evicted or replaced after the look-up, if another thread has removed it, or if the
-        store is read-only. Raises StoreError if the catalog cannot be changed.
+        Does nothing if the row was evicted or replaced after the look-up, if another thread has removed it, if the
+        store is read-only, or if its folder is gone. Raises StoreError if the catalog cannot be changed.
         """
         if self.read_only or self.gone():
             return
@@ -260,7 +275,9 @@ class DurableVariants:
         Args:
             down_to_bytes: only as many rows as leave at most so many bytes of files; None: all chosen rows.
 
-        Raises StoreError if the catalog cannot be read or changed.
+        Returns the number of rows that were removed and the bytes of their files, both 0 if none was. Raises StoreError
+        if the catalog cannot be read or changed. On a full disk the files are deleted and counted, and their rows stay
+        as misses.
         """
         files = self.catalog.chosen(chosen, down_to_bytes=down_to_bytes)
         gone = self._evict(files, EvictionReason.ADMINISTRATOR, forget=chosen.chunk_ids or ())
@@ -327,7 +344,7 @@ class DurableVariants:
 
         Memory drops them too (`on_removed`); evictions are counted and logged. A file that cannot be deleted stays in
         `files_at_risk` until the store is opened again. Files that were deleted and cannot be settled are settled by a
-        later call or then.
+        later call, or when the store is opened again.
         """
         files = list(files)
         with self._lock:
@@ -367,8 +384,8 @@ class DurableVariants:
     def check(self, *, repair: bool, progress: Callable[[Progress], None] | None) -> CheckReport:
         """Compare rows and files and read every byte; see `ChunkCacheStore.check`.
 
-        Raises StoreError if the catalog cannot be read, or with `repair` not be changed; OSError if the system refuses
-        to look at a file or at a writer's lock; and what `progress` raises.
+        Raises StoreError if the catalog cannot be read, stays locked by another process, or with `repair` cannot be
+        changed; OSError if the system refuses to look at a file or at a writer's lock; and what `progress` raises.
         """
         if repair and self.read_only:
             raise StoreError(
@@ -516,7 +533,7 @@ def _locked(folder: Path, how: int) -> Iterator[None]:
 
 
 def too_large(variant: Variant, nbytes: int, limits: Limits) -> Unavailable:
-    """Return the reason why a capture of this size is not stored; the size itself is not checked."""
+    """Return the reason why a capture of this size is not stored (`TOO_LARGE`); the size itself is not checked."""
     why = f"larger than the whole byte budget: {nbytes} of {limits.disk_bytes} bytes"
     return Unavailable(variant.variant_id, CaptureDrop.TOO_LARGE, why)
 

@@ -33,9 +33,9 @@ class Use(NamedTuple):
 
     @classmethod
     def of(cls, cfo: float, tokens: int) -> Use:
-        """Return a use of a chunk of `tokens` tokens. NaN (which SQLite refuses) and CFO above 1 count as 1.
+        """Return a use of a chunk of `tokens` tokens. A CFO below 0 counts as 0, one above 1 or NaN counts as 1.
 
-        Raises ZeroDivisionError for 0 tokens.
+        SQLite refuses NaN. Raises ZeroDivisionError for 0 tokens.
         """
         cfo = max(cfo, 0.0) if cfo <= 1.0 else 1.0
         return cls(1.0 / max(cfo, 1.0 / tokens), 1.0 - cfo)
@@ -199,7 +199,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 
 def policy_named(name: str) -> Policy:
-    """Return the policy of that name. Raises ConfigError with the known names for another one."""
+    """Return the policy of that name. Raises ConfigError, with the known names, if it is unknown."""
     try:
         return POLICIES[name]
     except KeyError:

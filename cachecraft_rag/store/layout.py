@@ -156,10 +156,10 @@ class Header:
 
     @classmethod
     def decode(cls, raw: bytes) -> Header:
-        """Decode the bytes of `encode`; unknown fields are ignored.
+        """Return the header in the bytes of `encode`; unknown fields are ignored.
 
-        Raises ValueError with the reason unless this version encodes the same header as exactly `raw`, also if the
-        codec is unknown or not installed; never ConfigError, which is a ValueError too.
+        Raises ValueError if any byte of `raw` differs from what this version would write, and if the codec is unknown
+        or not installed. It is never the subclass ConfigError.
         """
         try:
             metadata = json.loads(raw[8:])["__metadata__"]
@@ -249,7 +249,11 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def extents(codec: Codec, layout: KVLayout, tokens: int) -> list[tuple[int, int]]:
-    """Return (first token, end) of each piece of a layer that can be read and verified alone."""
+    """Return (first token, end) of each piece of a layer that can be read and verified alone, in order.
+
+    Each piece has `EXTENT_TOKENS` tokens, and the last one what is left. Of a codec whose blocks can only be decoded as
+    a whole it is one piece.
+    """
     if not codec.run(layout, tokens, 0, tokens):  # can only be decoded as a whole
         return [(0, tokens)]
     return [
@@ -265,16 +269,20 @@ class ByteSource(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes. Raises OSError if it cannot be asked for, such as after `close`."""
+        """Number of bytes. A file raises OSError if the system refuses to look at it, or after `close`."""
 
     def read(self, buffer: memoryview, at: int) -> None:
         """Fill `buffer` from offset `at` on; any thread may call it.
 
-        Raises OSError, also for too few bytes; ValueError if the bytes are not those that were signed.
+        Raises OSError if the bytes cannot be read, if there are too few, after `close`, and if a `sequential` source is
+        not read in order. Raises ValueError if the bytes are not those that were signed.
         """
 
     def close(self) -> None:
-        """Release the bytes. A read in another thread ends soon, with OSError or with its bytes."""
+        """Release the bytes; a second call does nothing.
+
+        A read in another thread ends soon, with OSError or with its bytes.
+        """
 
 
 class StoredVariant:
@@ -282,9 +290,10 @@ class StoredVariant:
 
     Attributes:
         variant: its row in the catalog.
-        kv: `[layers, 2, tokens, kv_heads, head_dim]`, allocated by `allocate` and filled by `read`; None after
-            `release`.
+        kv: `[layers, 2, tokens, kv_heads, head_dim]`, allocated by `allocate` and filled by `read`; None before
+            `allocate` and after `release`.
         source: source of its bytes.
+        tier: where its bytes are: "disk" or "remote".
         extents: the smallest pieces for `read`, see `extents`; a single one if the bytes must be read in order.
         token_bytes: stored bytes of a token in all layers, on average.
         sequential: True if layers must be read in order, each as a whole.
@@ -334,7 +343,10 @@ class StoredVariant:
         self.token_bytes = (needed - self._begin) / header.tokens
 
     def allocate(self, *, pinned: bool = False) -> None:
-        """Allocate `kv`, uninitialised, page-locked if `pinned`. Raises MemoryError if there is no room for it."""
+        """Allocate `kv`, uninitialised, page-locked if `pinned`; a second call replaces it.
+
+        Raises MemoryError if there is no room for it, or if the system grants no page-locked memory.
+        """
         import torch
 
         from cachecraft_rag.kernels.memory import empty
@@ -344,11 +356,14 @@ class StoredVariant:
         self.kv = empty(shape, dtype, pinned=pinned)
 
     def release(self) -> None:
-        """Free `kv`."""
+        """Set `kv` to None; its memory is freed once nothing else refers to it."""
         self.kv = None
 
     def own(self, layer: int, start: int, stop: int) -> torch.Tensor:
-        """Return a range of tokens of a layer of `kv`, `[2, stop - start, kv_heads, head_dim]`."""
+        """Return a range of tokens of a layer of `kv`, `[2, stop - start, kv_heads, head_dim]`: a view, no copy.
+
+        Raises AssertionError before `allocate` and after `release`.
+        """
         assert self.kv is not None, "it was allocated, and is not released"
         return self.kv[layer, :, start:stop]
 
@@ -376,10 +391,16 @@ class StoredVariant:
         """Fill `kv[layer, :, start:stop]` and verify it; both ends must be borders of `extents`.
 
         Args:
-            out: tensor to fill instead, `[2, stop - start, kv_heads, head_dim]`.
+            out: tensor to fill instead, contiguous, `[2, stop - start, kv_heads, head_dim]`; None: `kv`.
 
-        Raises OSError if the bytes cannot be read, ValueError if they are damaged, and torch's RuntimeError without
-        memory: then no values may be used.
+        Raises:
+            OSError: the bytes cannot be read, also after `close`, or the layers of a `sequential` one are not read in
+                order.
+            ValueError: the bytes are damaged.
+            RuntimeError, MemoryError: of torch and NumPy, if memory is short.
+            AssertionError: there is neither `out` nor an allocated `kv`.
+
+        After an error no value of the range may be used.
         """
         import torch
 
@@ -420,10 +441,10 @@ class StoredVariant:
             raise ValueError(f"data damaged: layer {layer} holds numbers that no model produces")
 
     def read_all(self) -> torch.Tensor:
-        """Read every layer, in order, and return `kv`, `[layers, 2, tokens, kv_heads, head_dim]`. Needs `allocate`.
+        """Read every layer, in order, and return `kv`, `[layers, 2, tokens, kv_heads, head_dim]`, not a copy.
 
-        Raises OSError if the bytes cannot be read, ValueError if they are damaged, and torch's RuntimeError without
-        memory.
+        Raises the same exceptions as `read`: OSError, ValueError, RuntimeError, MemoryError, and AssertionError if `kv`
+        was not allocated.
         """
         for layer in range(self._header.layout.layers):
             self.read(layer, 0, self._header.tokens)
@@ -431,15 +452,19 @@ class StoredVariant:
         return self.kv
 
     def close(self) -> None:
-        """Release the bytes. A read in another thread ends soon, with OSError or with its bytes."""
+        """Release the bytes, but not `kv`; a second call does nothing.
+
+        A read in another thread ends soon, with OSError or with its bytes.
+        """
         self.source.close()
 
 
 def open_source(source: ByteSource, variant: Variant) -> StoredVariant | Unavailable:
     """Return the open variant with a verified header, or the reason why not; then the source is closed.
 
-    An unknown codec does not count as damage, because a missing package may provide it. Raises nothing for bytes that
-    are missing, damaged or cannot be read.
+    The reason is a `Damaged` if the bytes are damaged or of another variant, so that they are of no use to anyone. An
+    unknown codec does not count as damage, because a missing package may provide it. Raises nothing for bytes that are
+    missing, damaged or cannot be read.
     """
     opened: StoredVariant | Unavailable
     try:
@@ -469,7 +494,8 @@ def unreadable(variant_id: str, error: Exception) -> Unavailable:
 def longest_header(variant: Variant, layout: KVLayout) -> int:
     """Return an upper bound of the header's bytes.
 
-    Raises ConfigError if the codec is unknown or not installed, and ValueError for a variant without tokens.
+    Raises ConfigError if the codec is unknown or not installed, and ValueError for a variant without tokens or a layout
+    with a number below 1 or an unknown dtype.
     """
     codec = codec_named(variant.codec)
     sums = ((0,) * len(extents(codec, layout, variant.tokens)),) * layout.layers
@@ -485,18 +511,19 @@ def longest_header(variant: Variant, layout: KVLayout) -> int:
 def longest_payload(variant: Variant, layout: KVLayout) -> int:
     """Return an upper bound of all bytes, header and blocks.
 
-    Raises ConfigError if the codec is unknown or not installed, and ValueError for a variant without tokens.
+    Raises ConfigError if the codec is unknown or not installed, and ValueError for a variant without tokens or a layout
+    with a number below 1 or an unknown dtype.
     """
     blocks = layout.layers * codec_named(variant.codec).most_bytes(layout, variant.tokens)
     return longest_header(variant, layout) + blocks
 
 
 def in_range(values: torch.Tensor) -> bool:
-    """Return True if all values, of any shape, are finite and none is larger than a key or value can be.
+    """Return True if all values, of any shape, are finite and none is larger than a key or value can be, 1e9 in size.
 
-    Compares bits, which sort like the values: positive numbers as signed, negative ones as unsigned integers. So NumPy
-    needs a single pass without a copy; torch would divide it among threads, which wait for each other. Raises
-    ValueError for a tensor without values.
+    `values` is on the CPU, and of dtype float32, bfloat16 or float16. Compares bits, which sort like the values:
+    positive numbers as signed, negative ones as unsigned integers. So NumPy needs a single pass without a copy; torch
+    would divide it among threads, which wait for each other. Raises ValueError for a tensor without values.
 
     >>> import torch
     >>> [in_range(torch.tensor([1.0, value])) for value in (-1e9, 2e9, float("-inf"), float("nan"))]

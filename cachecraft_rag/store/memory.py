@@ -103,8 +103,8 @@ class MemoryTier:
     def add(self, variant: Variant, kv: torch.Tensor) -> bool:
         """Hold `kv` `[layers, 2, tokens, kv_heads, head_dim]`, not a copy; return False if it exceeds the budget alone.
 
-        An older tensor of the same variant is replaced. The caller must not write to `kv` again. Raises what `on_leave`
-        raises.
+        Otherwise it returns True: an older tensor of the same variant is replaced, and others leave if there is no
+        room. The caller must not write to `kv` again. Raises what `on_leave` raises.
         """
         held = _Held(variant, kv, kv.nbytes, _uses(variant))
         if not self.admits(held.nbytes):
@@ -133,7 +133,7 @@ class MemoryTier:
         return True
 
     def read(self, variant: Variant) -> LoadedVariant | None:
-        """Return the tensor itself, not a copy; None if it is not held."""
+        """Return the tensor of this very capture itself, not a copy; None if it is not held."""
         with self._lock:
             held = self._held.get(variant.variant_id)
         if held is None or held.variant.created != variant.created:
@@ -201,11 +201,11 @@ class Memory:
         self.device = MemoryTier(budget, name="device", on_leave=self._demote)
 
     def follow(self, policy: Policy) -> None:
-        """Use this policy for eviction scores from now on."""
+        """Use this policy for eviction scores from now on. Scores that are there stay until the next use."""
         self.host.policy = self.device.policy = policy
 
     def read(self, variant: Variant) -> LoadedVariant | None:
-        """Return the tensor from the faster tier that has it, or None."""
+        """Return the tensor of this very capture from the faster tier that holds it; None if neither does."""
         return self.device.read(variant) or self.host.read(variant)
 
     def _demote(self, variant: Variant, kv: torch.Tensor) -> None:
@@ -216,7 +216,8 @@ class Memory:
     def promote(self, held: LoadedVariant, variant: Variant) -> None:
         """Copy a tensor from the host to the device; does nothing without a device tier, or if it is there already.
 
-        Raises torch's RuntimeError if the device or main memory has no room.
+        A copy that exceeds the device's budget alone is not kept. Tensors that leave the device for it are copied to
+        the host tier. Raises torch's RuntimeError if the device or main memory has no room.
         """
         if self.device.budget_bytes and held.tier == "host" and variant not in self.device:
             self.device.add(variant, held.kv.to(self._place))

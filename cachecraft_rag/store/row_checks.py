@@ -14,7 +14,8 @@ from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.types.variants import Variant
 
-MOST_VARIANTS = 64  # variants of one chunk that a look-up accepts; stores keep 5, remotes 8
+# Variants of one chunk that a look-up on a remote accepts; remotes keep 8 by default.
+MOST_VARIANTS = 64
 _MOST_COUNT = 1 << 62  # tokens or bytes
 _LATEST = 1e11  # seconds since the epoch: the year 5138
 _MOST_USES = 1e15  # largest f_r; one use adds at most the chunk's number of tokens
@@ -25,9 +26,10 @@ _ROUNDING = 1.001  # tolerance for sums of attention, which is at most 1 per tok
 class LookupResult:
     """Result of a look-up.
 
-    variants  chunk id → variants, for every given id
-    refused   chunk id → reason why a stored variant was refused
-    remote    outcome of the remote look-up: "answered", or the reason why not; None if the remote was not asked
+    variants  chunk id → variants, for every given id; a list may be empty
+    refused   chunk id → reason why a stored variant was refused; other variants of the chunk may have been found
+    remote    outcome of the remote look-up: "answered", "left alone", "too slow" or "failed"; None if the look-up did
+              not need the remote, or there is none
     """
 
     variants: dict[str, list[Variant]]
@@ -35,7 +37,10 @@ class LookupResult:
     remote: str | None = None
 
     def outcomes(self) -> dict[str, int]:
-        """Return outcome → number of chunks: "found", "not_stored" and, if there are any, "refused"."""
+        """Return outcome → number of chunks: "found", "not_stored" and, if there are any, "refused".
+
+        A chunk counts as "refused" only if no other variant of it was found.
+        """
         hits = sum(map(bool, self.variants.values()))
         refused = sum(name in self.refused for name, offers in self.variants.items() if not offers)
         counts = {"found": hits, "not_stored": len(self.variants) - hits - refused}
@@ -125,7 +130,7 @@ def row_error(variant: Variant) -> str:
 def scores_are_wrong(scores: TokenScores, tokens: int) -> bool:
     """Return True if token scores are not `[tokens]`, or not valid attention: from 0 to the number of tokens.
 
-    False if there are no scores. Raises ValueError for scores of 0 tokens.
+    False if there are no scores. Raises ValueError if `tokens` is 0 and the scores are an empty array.
     """
     inter = scores.inter
     if inter is None:

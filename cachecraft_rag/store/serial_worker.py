@@ -68,14 +68,16 @@ class SerialWorker:
     def end(self) -> None:
         """End the thread once its jobs are done, without waiting. Takes no lock: finalizers may call this.
 
-        Raises nothing, also if the thread has ended or was never started.
+        Afterwards `submit` raises WorkerEndedError, as soon as a started thread has ended. Raises nothing, also if the
+        thread has ended or was never started.
         """
         self._jobs.put(None)
 
     def shut_down(self) -> None:
         """Finish all jobs, and end the thread; wait for both. A second call does nothing.
 
-        Raises nothing for a job that fails: its future holds the exception.
+        A call in that thread does not wait. Afterwards `submit` raises WorkerEndedError. Raises nothing for a job that
+        fails: its future holds the exception.
         """
         self.end()
         # A thread whose start was interrupted may still begin; the first one does the jobs.

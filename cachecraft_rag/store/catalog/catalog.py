@@ -124,12 +124,19 @@ class _Candidate(NamedTuple):
 
 
 class Catalog:
-    """The rows of a chunk-cache store. Any thread may call any method; failures of SQLite are `StoreError`."""
+    """The rows of a chunk-cache store. Any thread may call any method.
+
+    Failures of SQLite are `StoreError`. On a full disk a method that changes the catalog raises its subclass
+    `DiskFullError`. A catalog that cannot be written (`read_only`) can be read, and every change raises StoreError.
+    """
 
     def __init__(
         self, path: Path, *, busy_timeout_s: float = 5.0, policy: Policy | None = None
     ) -> None:
-        """Open or create the catalog at `path`. Raises StoreError, with advice, when that is not possible, and OSError.
+        """Open or create the catalog at `path`.
+
+        Raises StoreError, with advice, if that is not possible: OtherVersionError for a catalog of another version that
+        can be written. Raises OSError if its folder cannot be made, or the system refuses to look at its journal.
 
         `policy` makes the eviction scores; None is that of the last opening that named one. All processes on a folder
         should have the same.
@@ -152,7 +159,7 @@ class Catalog:
             raise
 
     def close(self) -> None:
-        """Close the file; a second call does nothing. Every other call then raises StoreError."""
+        """Close the file; a second call does nothing. Every other call but `problems` then raises StoreError."""
         self._db.close()
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -222,7 +229,7 @@ class Catalog:
         return [row for row in rows if isinstance(row, Listed)]
 
     def scan(self, page: int = 500) -> Iterator[Listed | DamagedRow]:
-        """Yield every row once, in the order of variant ids, its token scores verified.
+        """Yield every row once, in the order of variant ids, its token scores verified; `page` rows per query.
 
         Rows that are added or removed meanwhile may or may not be seen. A damaged row is yielded as a `DamagedRow`.
         Raises StoreError, while it is iterated over, if the catalog cannot be read.
@@ -274,7 +281,8 @@ class Catalog:
     def at_risk(self) -> dict[str, list[FileRef]]:
         """Return writer → files that may exist without a row, because it is (or was) about to create or delete them.
 
-        Raises StoreError if the catalog cannot be read.
+        Empty if there are none. The `file_bytes` of a file are those reserved for it. Raises StoreError if the catalog
+        cannot be read.
         """
         found: dict[str, list[FileRef]] = {}
         with self._db.reading() as connection:
@@ -284,9 +292,11 @@ class Catalog:
         return found
 
     def chosen(self, chosen: RowFilter, *, down_to_bytes: int | None = None) -> list[FileRef]:
-        """Return files of the chosen rows, lowest score first: all, or as many as leave `down_to_bytes` of all files.
+        """Return files of the chosen rows, lowest score first: all, or only the first ones with `down_to_bytes`.
 
-        Raises StoreError if the catalog cannot be read.
+        These are as many as leave at most `down_to_bytes` bytes of files with a row in the whole catalog, or all chosen
+        ones if these are too few. Empty if no row is chosen or none has to go. Raises StoreError if the catalog cannot
+        be read.
         """
         condition, parameters = chosen.as_sql()
         query = f"""{_ROW} AS v JOIN scopes AS s USING (scope) WHERE {condition} ORDER BY v.score, v.created"""
@@ -297,9 +307,9 @@ class Catalog:
             return [row.file for row in _until(connection.execute(query, parameters), excess)[0]]
 
     def problems(self) -> list[str]:
-        """Return the findings of SQLite's own integrity check, empty if there are none. Reads the whole catalog.
+        """Return at most 100 findings of SQLite's own integrity check, empty if there are none.
 
-        Raises StoreError if the check cannot run.
+        It reads the whole catalog. Raises StoreError if the check cannot run; after `close` it still runs.
         """
         return self._db.problems()
 
@@ -335,12 +345,12 @@ class Catalog:
     def reserve(
         self, variant: Variant, *, file_bytes: int, writer: str, limits: Limits
     ) -> list[FileRef] | None:
-        """Reserve room for a file before it is created; returns [] if there is room.
+        """Reserve room for a file before it is created; return [] if there is room.
 
-        Else it returns files whose rows went to make room. The caller deletes those, calls `settle` and asks again:
-        a file that is not deleted yet still counts, or a second writer would fill the room before it is free. None,
-        with nothing changed, when even an empty catalog would leave no room because of other writers. Raises StoreError
-        if the catalog cannot be changed.
+        Otherwise nothing is reserved, and the result lists files whose rows were removed to make room. The caller
+        deletes those, calls `settle` and asks again: a file that is not deleted yet still counts, or a second writer
+        would fill the room before it is free. Returns None, with nothing changed, if even an empty catalog would leave
+        no room because of other writers. Raises StoreError if the catalog cannot be changed.
         """
         with self._db.writing() as connection:
             excess = _state(connection)[2] + file_bytes - limits.disk_bytes
@@ -364,11 +374,13 @@ class Catalog:
         limits: Limits,
         extra_variant: bool = False,
     ) -> list[FileRef] | None:
-        """Make a written file count: its row, in place of an older one of the same identity, whose f_r it inherits.
+        """Insert the row of a written file, in place of an older one of the same identity, whose f_r it inherits.
 
-        Returns the files whose rows gave way (the older one, and those beyond the number of variants); the caller
-        deletes them and calls `settle`. None, with nothing changed, for an `extra_variant` of a chunk with no variant
-        left and none evicted: it was removed. Raises StoreError if the catalog cannot be changed.
+        The first variant of a chunk that was evicted inherits the f_r that the catalog remembers of the chunk. Returns
+        the files whose rows were removed for it, [] without any: the older one, and those beyond the limits on the
+        number of variants. The caller deletes them and calls `settle`. Returns None, with nothing changed, for an
+        `extra_variant` of a chunk that has no variant left and is not remembered as evicted: the chunk was removed on
+        purpose. Raises StoreError if the catalog cannot be changed.
         """
         key = variant.key
         with self._db.writing() as connection:
@@ -457,7 +469,7 @@ class Catalog:
             )
 
     def limits(self) -> dict[str, int]:
-        """Return name → stored limit; unknown names and damaged values are left out.
+        """Return name → stored limit, {} if none is stored; unknown names and damaged values are left out.
 
         Raises StoreError if the catalog cannot be read.
         """
@@ -471,7 +483,10 @@ class Catalog:
         }
 
     def set_limits(self, limits: Mapping[str, int]) -> None:
-        """Store these limits, if they are new. Raises StoreError if the catalog cannot be read or changed."""
+        """Store these limits, if they differ from those stored; other limits stay.
+
+        Raises StoreError if the catalog cannot be read, or would have to be changed and cannot be.
+        """
         if limits.items() - self.limits().items():
             with self._db.writing() as connection:
                 connection.executemany("INSERT OR REPLACE INTO limits VALUES (?,?)", limits.items())
@@ -479,7 +494,8 @@ class Catalog:
     def over(self, limits: Limits) -> tuple[list[FileRef], EvictionReason]:
         """Return files beyond the byte budget or the number of variants, lowest score first, and the limit exceeded.
 
-        No files if neither is exceeded. Raises StoreError if the catalog cannot be read.
+        If both limits are exceeded, the result is the longer list, with its limit. If neither is, it is no files and
+        `BUDGET`. Raises StoreError if the catalog cannot be read.
         """
         with self._db.reading() as connection:
             _, variants, nbytes = _state(connection)
@@ -529,7 +545,8 @@ class Catalog:
     def standstill(self) -> Iterator[None]:
         """Keep every other writer, in any process, from adding or removing rows while the block runs. Keep it short.
 
-        Raises StoreError if the catalog cannot be written, or another process holds its lock for too long.
+        Raises StoreError if the catalog cannot be written, another process holds its lock for longer than the busy
+        timeout, or this thread changes the catalog within the block.
         """
         with self._db.writing():
             yield

@@ -51,9 +51,9 @@ class FoundTexts:
     def seen(self, names: Sequence[str]) -> set[str]:
         """Note that these texts were seen; return those that had been seen before.
 
-        `names` are digests that stand for texts, see `prompt.unmarked.candidates_of`. `MOST_SEEN` are remembered.
-        Raises StoreError if the catalog cannot be written. Raises ValueError (UnicodeEncodeError) for a name with half
-        a surrogate pair.
+        `names` are digests that stand for texts, see `prompt.unmarked.candidates_of`. A name that stands twice in
+        `names` counts as seen before. The newest `MOST_SEEN` are remembered. Raises StoreError if the catalog cannot be
+        written. Raises ValueError (UnicodeEncodeError) for a name with half a surrogate pair.
         """
         with self._db.writing() as connection:
             insert = "INSERT OR IGNORE INTO seen_texts (name) VALUES (?)"

@@ -79,7 +79,10 @@ def pack_ids(ids: Sequence[str]) -> bytes | str:
 
 
 def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
-    """Return the ids that `pack_ids` has packed. Raises ValueError, TypeError or RecursionError for damaged text."""
+    """Return the ids that `pack_ids` has packed, () without any.
+
+    Raises ValueError, TypeError or RecursionError for damaged text. Damaged bytes give other ids and raise nothing.
+    """
     if isinstance(packed, str):
         return tuple(json.loads(packed))
     text = packed.hex()
@@ -89,7 +92,11 @@ def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
 
 
 def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow:
-    """Return the row of a variant. Raises TypeError, ValueError, AttributeError or struct.error for wrong types."""
+    """Return the row of a variant, with its checksum; `file_bytes` are those of its file, `frequency` is its f_r.
+
+    Raises TypeError, ValueError, AttributeError or struct.error for fields of a wrong type, and OverflowError or
+    struct.error for numbers out of range.
+    """
     key = variant.key
     row = CatalogRow(
         chunk_id=key.chunk_id,
@@ -107,7 +114,8 @@ def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow
 def sum_of(namespace: str, fingerprint: str, row: CatalogRow) -> int:
     """Return the xxh3 of everything that never changes in a row, as SQLite's signed integer.
 
-    Raises TypeError, ValueError, AttributeError or struct.error for a column of the wrong kind.
+    Raises TypeError, ValueError, AttributeError or struct.error for a column of the wrong kind, and OverflowError or
+    struct.error for a number out of range.
     """
     ids = row.origin_prefix
     owner = "shared" if row.session is None else "of " + row.session

@@ -53,27 +53,31 @@ class Codec(ABC):
 
     @classmethod
     def typical_bytes(cls, layout: KVLayout, tokens: int) -> int:
-        """Return the bytes of a layer's block, about. Override it wherever `block_bytes` returns None.
+        """Return the approximate number of bytes of a layer's block; by default the exact one of `block_bytes`.
 
-        A class method, so that the packages of a codec need not be installed to look at sizes.
+        Override it wherever `block_bytes` returns None: the default is 0 then. It is a class method, so that the
+        packages of a codec need not be installed to look at sizes.
         """
         return cls().block_bytes(layout, tokens) or 0
 
     def most_bytes(self, layout: KVLayout, tokens: int) -> int:
         """Return the bytes of the largest block that `encode` may return; a larger one is damaged.
 
-        Override it wherever `block_bytes` returns None.
+        Override it wherever `block_bytes` returns None: the default is 0 then.
         """
         return self.block_bytes(layout, tokens) or 0
 
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
-        """Return the tensors in a block of `nbytes`, in order; by default bytes that only the codec understands."""
+        """Return the tensors in a block of `nbytes`, in order.
+
+        By default it is a single one, of bytes that only the codec understands.
+        """
         return (BlockPart("", "U8", (nbytes,)),)
 
     def run(self, layout: KVLayout, tokens: int, start: int, stop: int) -> tuple[slice, ...]:
         """Return the slices of a block that, joined, are a block of the tokens from `start` up to `stop`.
 
-        Empty if a block can only be decoded as a whole.
+        `stop` is exclusive. Empty if a block can only be decoded as a whole, as by default.
         """
         return ()
 
@@ -114,9 +118,10 @@ def stretches(out: Tensor) -> Iterator[slice]:
 
 
 def finish(work: Tensor, out: Tensor) -> None:
-    """Copy decoded float32 values to `out`, of equal shape and of any dtype; it may be the same tensor.
+    """Copy decoded float32 values to `out`, of equal shape and of any float dtype; it may be the same tensor.
 
-    Values near the end of the dtype's range may have been rounded beyond it, and must not become infinite.
+    Values beyond the range of that dtype become its largest value, in `work` too: rounding may have led beyond it, and
+    no value must become infinite. NaN stays NaN.
     """
     import torch
 

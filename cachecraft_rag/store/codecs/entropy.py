@@ -59,12 +59,12 @@ class Entropy(Codec):
 
     @classmethod
     def typical_bytes(cls, layout: KVLayout, tokens: int) -> int:
-        """Return a quarter of the bytes of a layer in bfloat16."""
+        """Return a quarter of the bytes of a layer in bfloat16: the ratio that was measured."""
         values = 2 * tokens * layout.kv_heads * layout.head_dim
         return round(values * 2 / _SMALLER)
 
     def most_bytes(self, layout: KVLayout, tokens: int) -> int:
-        """Return the bytes of steps and anchor, and of two frames of noise.
+        """Return an upper bound: the bytes of steps, anchor and length, and of two frames of noise.
 
         zstandard makes noise longer by less than a 128th and 1 KiB.
         """
@@ -103,7 +103,7 @@ class Entropy(Codec):
     def decode(self, block: Tensor, *, out: Tensor) -> None:
         """Fill `out` `[2, tokens, kv_heads, head_dim]` from a block, uint8 `[bytes]`; see `Codec.decode`.
 
-        Raises ValueError for a block that was not encoded from that shape.
+        Raises ValueError for a block that is too short, holds another number of values, or is not zstandard's.
         """
         import torch
 

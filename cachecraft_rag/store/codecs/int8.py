@@ -21,7 +21,7 @@ _SCALE_BYTES = 2
 
 
 class Int8(Codec):
-    """A value's error is at most half its scale, which is 1/127 of the largest of its head; see `Codec`."""
+    """A value's error is at most half its scale, which is 1/127 of the largest of its token and head; see `Codec`."""
 
     name = "int8"
 

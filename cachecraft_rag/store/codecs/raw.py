@@ -44,7 +44,7 @@ class Raw(Codec):
     def decode(self, block: Tensor, *, out: Tensor) -> None:
         """Copy a block, uint8 `[bytes]`, to `out` `[2, tokens, kv_heads, head_dim]`; `in_place` avoids the copy.
 
-        Raises ValueError for a block of another length.
+        Raises ValueError for a block of another length, and torch's RuntimeError if `out` is not contiguous.
         """
         import torch
 

@@ -32,7 +32,7 @@ class Throttle:
     """A token bucket that keeps the reads of all threads below a rate; without a rate it costs nothing.
 
     Attributes:
-        bytes_per_s: rate limit; any thread may change it at any time.
+        bytes_per_s: rate limit in bytes per second, above 0; infinity: no limit. Any thread may change it at any time.
     """
 
     def __init__(self, bytes_per_s: float = math.inf) -> None:
@@ -42,7 +42,11 @@ class Throttle:
         self._filled = time.perf_counter()
 
     def pieces(self, buffer: memoryview) -> Iterator[tuple[memoryview, int]]:
-        """Yield `buffer` in pieces with their offsets, each as soon as the rate allows it."""
+        """Yield `buffer` in pieces of at most 64 KiB with their offsets, each as soon as the rate allows it.
+
+        The iteration waits until then. Without a rate the whole buffer is yielded at once, as a single piece. With a
+        rate, an empty buffer yields nothing.
+        """
         if self.bytes_per_s == math.inf:
             yield buffer, 0
             return
@@ -136,7 +140,11 @@ class DiskTier:
         return path.with_name(f".{path.name}.{writer}.tmp")
 
     def write(self, variant: Variant, encoded: Encoded, *, writer: str) -> None:
-        """Write the file completely and sync it, or raise OSError. `writer` marks the temporary file."""
+        """Write the file completely and sync it; a file of the same id and time is replaced.
+
+        `writer` marks the temporary file. Raises OSError if the system refuses a step. There is no new file then,
+        unless only the last step failed, which syncs the folder.
+        """
         path = self.path(variant.variant_id, variant.created)
         temporary = self._temporary(path, writer)
         self._make_folder(path.parent)
@@ -161,7 +169,8 @@ class DiskTier:
     def open(self, variant: Variant) -> StoredVariant | Unavailable:
         """Open the file and verify its header. A file that can never be read is `Damaged`.
 
-        Raises nothing for a missing, unreadable or damaged file or a missing codec: the result is the reason.
+        The opened variant is to be closed. Raises nothing for a missing, unreadable or damaged file or a missing codec:
+        the result is the reason.
         """
         try:
             source = _File(self.path(variant.variant_id, variant.created), self.throttle)
@@ -175,8 +184,8 @@ class DiskTier:
     def read(self, variant: Variant) -> LoadedVariant | Unavailable:
         """Return the whole tensor, with every byte verified.
 
-        Unavailable with the reason if the file is missing, unreadable or damaged, or if memory is short; raises nothing
-        for these.
+        Unavailable with the reason if the file is missing, unreadable or damaged, if its codec is not installed, or if
+        memory is short; raises nothing for these.
         """
         stored = self.open(variant)
         if isinstance(stored, Unavailable):
@@ -202,9 +211,10 @@ class DiskTier:
         return [part for part in (self._temporary(path, writer), path) if part.exists()]
 
     def scan(self) -> Iterator[tuple[Path, FileRef]]:
-        """Yield every file below the root, temporary ones too; foreign ones have no id. The files may change.
+        """Yield the path of every file below the root, temporary ones too, and what its name and its size say of it.
 
-        Raises OSError if the system refuses to look at a file. A folder that cannot be listed is left out.
+        A foreign file has the id "" and the time 0.0. The files may change meanwhile. Raises OSError if the system
+        refuses to look at a file. A folder that cannot be listed is left out, the root too.
         """
         for folder, _, names in os.walk(self.root):
             for name in names:

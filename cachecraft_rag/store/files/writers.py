@@ -28,7 +28,8 @@ class Writers:
     def enter(self) -> None:
         """Count as alive from now on. Called before the first write, because readers need no file.
 
-        Raises OSError if the folder or the lock file cannot be made, or the file system has no locks.
+        A second call before `leave` does nothing. Raises OSError if the folder or the lock file cannot be made, or the
+        file system has no locks.
         """
         with self._lock:
             if self._descriptor >= 0:
@@ -49,9 +50,10 @@ class Writers:
         return self.folder / f"{token}.lock"
 
     def is_alive(self, token: str) -> bool:
-        """Return True if the writer of this token still runs. False is final: tokens are never used twice.
+        """Return True if the writer of this token still runs; always True for this store's own token.
 
-        Raises OSError if its lock file cannot be opened.
+        False is final for a writer that has been alive: tokens are never used twice. Raises OSError if its lock file
+        cannot be opened, or the file system has no locks.
         """
         if token == self.token:
             return True
@@ -73,14 +75,18 @@ class Writers:
     def remove_stale_locks(self) -> None:
         """Delete the lock files of killed writers. To be called after their other files are removed.
 
-        Raises OSError if one cannot be opened or deleted. Files that another process has deleted do not count.
+        Raises OSError if one cannot be opened, locked or deleted. Files that another process has deleted are passed
+        over.
         """
         for path in self.folder.glob("*.lock"):
             if not self.is_alive(path.stem):
                 path.unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """Count as ended from now on; a lock file that cannot be deleted is left to the next opening."""
+        """Count as ended from now on, and do nothing if not entered.
+
+        A lock file that cannot be deleted is left to the next opening.
+        """
         with self._lock:
             if self._descriptor >= 0:
                 with suppress(OSError):

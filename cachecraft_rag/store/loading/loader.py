@@ -33,8 +33,8 @@ class Loader:
         Args:
             stored: opened variants and the positions they take in the prompt, in prompt order.
 
-        Raises nothing for a closed store: all extents then fail with `LoadFailure.CLOSED`. Raises ForkError in a forked
-        process.
+        Raises nothing for a closed store, or if the system has no room for a thread: all extents then fail with
+        `LoadFailure.CLOSED`. Raises ForkError in a forked process.
         """
         extents = [
             Extent(variant, start, first, last, kept=self._store.keeps(variant))

@@ -83,7 +83,10 @@ class Extent:
         return range(self.start + self.first + self.taken, self.start + self.last)
 
     def adjoins(self, other: Extent) -> bool:
-        """Return True if both are one range of a chunk, none of it is computed, and they have equally many layers."""
+        """Return True if both are neighbours in one chunk and have equally many layers, and none of the later is taken.
+
+        The first tokens of the earlier one may be taken, that is, computed instead of loaded.
+        """
         if self.stored is not other.stored or self.layers != other.layers:
             return False
         return (other.last == self.first and not self.taken) or (
@@ -114,7 +117,7 @@ class PendingLoads:
                  prompt is computed. Both begin at the end of the prompt
     reads        number of finished reads; while it does not change, loading makes no progress
     waited_s     seconds spent in `wait`
-    on_change    called by readers after each read, successful or not
+    on_change    called by readers after each read, successful or not, and by `fail`
     """
 
     layers: int
@@ -168,9 +171,11 @@ class PendingLoads:
     # -- for the threads that read ------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Read until no extent is left; several threads may run this at the same time.
+        """Read until no extent is left, or until `close`; several threads may run this at the same time.
 
-        Raises nothing for a chunk-cache that cannot be read, or memory that is short: its extents become `lost`.
+        Extents that other threads are reading are left to them. A chunk-cache that cannot be read, or memory that is
+        short, raises nothing: the incomplete extents become `lost`. Raises what `on_change` raises, and what the sink
+        of `send_to` raises, except OSError, ValueError, RuntimeError and MemoryError, which make extents `lost` too.
         """
         scratch: Tensor | None = None
         for number in itertools.count():
@@ -237,7 +242,10 @@ class PendingLoads:
                     sink.place(job.layer, out[:, first - begin : last - begin], first)
 
     def fail(self, code: LoadFailure, reason: str) -> None:
-        """Mark all incomplete extents as failed, and call `on_change`. To be called while no extent is being read."""
+        """Mark all incomplete extents as failed, and call `on_change`. To be called while no extent is being read.
+
+        Raises what `on_change` raises.
+        """
         with self._lock:
             for extents in self._by_chunk.values():
                 stored = extents[0].stored
@@ -374,7 +382,8 @@ class PendingLoads:
     def take(self, tokens: float) -> list[int]:
         """Take up to this many tokens from the first incomplete extents to compute them; return their positions.
 
-        Empty if no extent is incomplete.
+        `tokens` is rounded to a whole number; infinity takes all. Fewer positions are returned if fewer are left, and
+        [] if no extent is incomplete.
         """
         positions: list[int] = []
         wanted = round(tokens) if tokens < math.inf else self._tokens
@@ -410,19 +419,20 @@ class PendingLoads:
         return positions
 
     def is_complete(self) -> bool:
-        """Return True if no extent is left to be read."""
+        """Return True if no extent is left to be read: each one is loaded, lost or taken."""
         with self._lock:
             return not self._left
 
     def incomplete(self) -> list[int]:
-        """Return the positions that are neither loaded completely nor computed."""
+        """Return the positions that are still to be loaded: neither loaded completely, nor lost, nor computed."""
         with self._lock:
             return [position for extent in self._incomplete() for position in extent.positions]
 
     def left(self) -> tuple[list[int], list[int], float]:
         """Return `incomplete`, the number of these positions up to the end of each extent, and `bytes_left`.
 
-        All three are from the same moment.
+        The second list has a number for each incomplete extent, in which those of the extents before are counted too.
+        All three are from the same moment; without incomplete extents they are [], [] and 0.
         """
         with self._lock:
             borders = itertools.accumulate(len(extent.positions) for extent in self._incomplete())
@@ -464,8 +474,9 @@ class PendingLoads:
         return self._by_chunk[id(stored)]
 
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `ready()`, which is called after each read; return True then, False after `timeout` seconds.
+        """Wait until `ready()` is true; return True then, False after `timeout` seconds.
 
+        `ready` is called at once, and again after each read, `fail` and `close`. `close` alone does not end the wait.
         `timeout` None waits without limit. Raises what `ready` raises.
         """
         started = time.perf_counter()
@@ -476,10 +487,12 @@ class PendingLoads:
             self.waited_s += time.perf_counter() - started
 
     def place(self, layer: int, sink: KVSink, *, below: int | None = None) -> None:
-        """Put one layer of the loaded extents into `sink`.
+        """Put one layer into `sink`, of the extents that have loaded it. Tokens that are computed are left out.
 
-        With `below`, only complete extents before this position are placed. Raises what `sink.place` raises, such as
-        torch's RuntimeError; extents that failed to load are left out.
+        Chunk-caches that readers place themselves (see `send_to`) are left out too, except layers that were loaded
+        before `send_to`: all of these are placed in the sink given there. With `below`, only complete extents that end
+        at or before this position are placed, and none again after its last layer. Raises what `place` of the sink
+        raises, such as torch's RuntimeError.
         """
         self._place_waiting()
         with self._lock:

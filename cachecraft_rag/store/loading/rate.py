@@ -89,7 +89,8 @@ class Meter:
         """Load rate in bytes per second.
 
         It is the rate at the latest arrival, or the rate that would result if all current reads ended now, whichever is
-        lower. Before the first arrival it is an upper bound, and 0 if no read has begun either.
+        lower. Before the first arrival the rate of the earlier request takes its place. If that is unknown too, the
+        result is an upper bound, and 0 if no read has begun.
         """
         with self._lock:
             self._advance()

@@ -64,7 +64,7 @@ class Usage:
 async def answer_of(
     asking: Awaitable[T], failure: Callable[[Exception], OSError], *errors: type[Exception]
 ) -> T:
-    """Await a library's answer; replace exceptions in `errors` and `ODD_ANSWERS` by `failure(exception)`.
+    """Return a library's answer; replace exceptions in `errors` and `ODD_ANSWERS` by `failure(exception)`.
 
     The replacement, an OSError, is raised outside the handler: the library's message may hold a secret, and must not be
     among the causes. Other exceptions, such as CancelledError, pass unchanged.

@@ -40,7 +40,10 @@ class Breaker:
         return self._state == "closed"
 
     def take_probe(self) -> bool:
-        """Return True once when the cool-down is over: the caller probes and reports the outcome of "probe"."""
+        """Return True once when the cool-down is over: the caller probes and reports the outcome of "probe".
+
+        Otherwise it returns False, also while a probe is running and while the breaker is closed.
+        """
         with self._lock:
             due = self._state == "open" and self._clock() - self._since >= self._pause_s
             if due:
@@ -48,7 +51,7 @@ class Breaker:
             return due
 
     def succeeded(self, kind: str) -> None:
-        """Record a request of this kind that succeeded."""
+        """Record a request of this kind that succeeded. The kind "probe" closes the breaker if it is probing."""
         with self._lock:
             if kind != "probe":
                 if self._failures.pop(kind, 0) and not self._failures:
@@ -59,7 +62,10 @@ class Breaker:
                     self._failures[failed] = min(count, self._limit - 1)
 
     def failed(self, kind: str) -> bool:
-        """Record a failed or slow request of this kind; return True if that has just opened the breaker."""
+        """Record a failed or slow request of this kind; return True if that has just opened a closed breaker.
+
+        The kind "probe" opens a probing breaker again, for twice as long, and returns False.
+        """
         with self._lock:
             if kind != "probe":
                 self._failures[kind] += 1

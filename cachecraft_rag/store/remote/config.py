@@ -84,7 +84,8 @@ class RemoteConfig:
                         s3://, gs://, az:// or file:// (object stores), or memory:// (within one process). Credentials
                         are in it or in the environment, as the libraries know them
     budget_bytes        most bytes in a folder (file://), by default 20 GiB; the least recently read chunk-caches are
-                        removed first. Redis is limited by its `maxmemory`, a bucket by its life-cycle rules
+                        removed first. memory:// has no limit and ignores it. Redis is limited by its `maxmemory`, a
+                        bucket by its life-cycle rules
     variants_per_chunk  most variants of one chunk; the oldest are removed first
     ask_below           the remote is asked for chunks with fewer variants than this in the local store; with 1, an
                         engine that has a variant of every chunk never waits for the remote
@@ -101,6 +102,9 @@ class RemoteConfig:
                         By default the key of `key_file`, or of the environment (CACHECRAFT_REMOTE_KEY,
                         CACHECRAFT_REMOTE_KEY_FILE); without a key, chunk-caches are not signed
     key_file            file with one key per line, shared by all engines: the first one signs, all are accepted
+
+    Raises ConfigError for a URL that is not one of these, for a value out of range, and for `budget_bytes` with a URL
+    other than file:// and memory://. The keys are checked when they are used, see `keys`.
     """
 
     url: str = field(repr=False)
@@ -170,7 +174,7 @@ class RemoteConfig:
 
     @property
     def shown(self) -> str:
-        """URL for messages and logs, without its secrets."""
+        """URL for messages and logs, without its secrets, see `shown_url`."""
         return shown_url(self.url)
 
     def hide(self, error: object) -> str:
@@ -184,10 +188,11 @@ class RemoteConfig:
         """Return the accepted keys, of which the first one signs; `()` if the remote is not signed.
 
         Each key is the UTF-8 bytes of its text, without white space around it. `key` goes before `key_file`. The
-        environment counts only if neither is given.
+        environment counts only if neither is given, and its key goes before its file. A file is read at each call.
 
-        Raises ConfigError if a key is empty, has fewer than 16 characters or some that cannot be printed; or if the
-        file cannot be read, is longer than 64 KiB, is not text, or holds no key. The message never holds a key.
+        Raises ConfigError if a key or the name of the file is empty; if a key has fewer than 16 characters or some that
+        cannot be printed; or if the file cannot be read, has more than 65,536 characters, is not text, or holds no key.
+        The message never holds a key.
         """
         key = self.key
         path = self.key_file
@@ -216,8 +221,8 @@ class RemoteConfig:
 def keys_in(path: Path) -> list[str]:
     """Return the keys in a file, one per line, in order, without white space around them; at least one.
 
-    Raises ConfigError if the file cannot be read, is longer than 64 KiB or not text, or holds no key. The keys
-    themselves are not checked.
+    Raises ConfigError if the file cannot be read, has more than 65,536 characters, is not text, or holds no key. Only
+    the first 65,537 bytes are read. The keys themselves are not checked.
     """
     try:
         with path.open("rb") as file:

@@ -72,8 +72,8 @@ class Connection(Closeable):
     def in_background(self, coroutine: Coroutine[object, object, None]) -> None:
         """Run a coroutine without waiting for it; drop it while the remote may not be asked, or after `begin_close`.
 
-        It may take `RemoteConfig.put_timeout_s`. Raises nothing: an OSError of the coroutine, a time-out or a closed
-        loop is only logged.
+        It is cancelled after `RemoteConfig.put_timeout_s` seconds. Raises nothing: an OSError of the coroutine, a
+        time-out or a closed loop is only logged.
         """
         if self._closing or not self.allows():
             coroutine.close()
@@ -129,7 +129,8 @@ class Connection(Closeable):
     def close(self) -> None:
         """Cancel all transfers and end the loop, which takes at most some seconds. To be called once.
 
-        An OSError of the server is logged. A second call raises RuntimeError once the loop is closed.
+        An OSError of the server is logged. Afterwards `submit` raises RuntimeError, and so does a second call, once the
+        loop is closed. A loop that hangs for more than two seconds stays open.
         """
         self._closing = True
         asyncio.run_coroutine_threadsafe(self._wind_up(), self._loop)

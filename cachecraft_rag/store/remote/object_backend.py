@@ -74,9 +74,11 @@ class ObjectBackend:
         raise ValueError(why)
 
     async def lookup(self, places: Sequence[str]) -> list[dict[str, bytes]]:
-        """Return name → row for each place, in two round trips for all places at the same time.
+        """Return name → row for each place, in their order, in two round trips for all places at the same time.
 
-        Raises OSError if the server fails, or FileNotFoundError if the shared folder has vanished.
+        Of a place only the first 64 complete entries count, or `RemoteConfig.variants_per_chunk` if that is more; rows
+        beyond 4 MiB of a place, and entries removed meanwhile, are left out. Raises OSError if the server fails, or
+        FileNotFoundError if the shared folder has vanished.
         """
         await self._require_folder()
         return await asyncio.gather(*(self._rows(place) for place in places))
@@ -135,7 +137,8 @@ class ObjectBackend:
     async def write(self, parcel: Parcel) -> bool:
         """Send the payload, then the row; return True. In a folder, return False if it exceeds the whole budget.
 
-        Raises OSError if the server fails, FileNotFoundError if the shared folder has vanished.
+        In a folder, the entries that were read least recently are removed before, as far as the budget needs it. Raises
+        OSError if the server fails, FileNotFoundError if the shared folder has vanished.
         """
         await self._require_folder()
         if self._folder is not None:
@@ -183,14 +186,17 @@ class ObjectBackend:
     async def usage(self) -> Usage:
         """Return the number of complete entries, the bytes of their payloads, and the budget of a folder, else None.
 
-        All entries are listed. Raises OSError if the server fails.
+        All entries are listed; a shared folder that has vanished has none. Raises OSError if the server fails.
         """
         whole = [entry for entry in (await self._list("")).values() if len(entry) == 2]
         budget = None if self._folder is None else self._config.budget_bytes or _FOLDER_BYTES
         return Usage(len(whole), sum(entry["cache"]["size"] for entry in whole), budget)
 
     async def probe(self) -> None:
-        """List a place that does not exist. Raises OSError if the server does not answer."""
+        """List a place that does not exist. Raises OSError if the server does not answer.
+
+        A shared folder that has vanished raises nothing.
+        """
         await self._list("probe")
 
     async def close(self) -> None:

@@ -18,7 +18,9 @@ class Outbox:
     """Takes parcels from any thread without waiting; the connection's event loop sends one after the other.
 
     Attributes:
-        captures: outcome → number of parcels: "sent", "already there", "no room", or the reason why not sent.
+        queued_bytes: bytes of the parcels that wait or are being sent.
+        captures: outcome → number of parcels: "sent", "already there", "no room", "too many are waiting", "too slow",
+            "the remote is left alone" or "failed".
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -33,7 +35,8 @@ class Outbox:
     def offer(self, parcel: Parcel) -> bool:
         """Queue a parcel; return False if it is dropped, because too many are waiting or the connection is closed.
 
-        Raises nothing: a transfer that fails is counted in `captures` and logged.
+        True means queued, not sent. A drop because of a closed connection is not counted. Raises nothing: a transfer
+        that fails is counted in `captures` and logged.
         """
         with self._lock:
             if self.queued_bytes + parcel.nbytes > self._config.queue_bytes:
@@ -50,7 +53,10 @@ class Outbox:
         return True
 
     def flush(self, timeout_s: float | None) -> bool:
-        """Wait until all parcels so far are sent or dropped; return True then, False after `timeout_s` seconds."""
+        """Wait until all parcels so far are sent or dropped; return True then, False after `timeout_s` seconds.
+
+        None waits without limit.
+        """
         return not wait(self._under_way.copy(), timeout_s).not_done
 
     async def _send(self, parcel: Parcel) -> None:

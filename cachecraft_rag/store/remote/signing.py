@@ -23,17 +23,20 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class Signer:
-    """Signs with the first of its keys and believes all of them, so that keys can be changed one engine at a time."""
+    """Signs with the first of its keys and believes all of them, so that keys can be changed one engine at a time.
+
+    Without keys `sign` and `seal` raise IndexError.
+    """
 
     keys: Sequence[bytes] = field(repr=False)
 
     def sign(self, row: bytes) -> bytes:
-        """Return the row with its signature. Raises ValueError if the bytes are no framed row."""
+        """Return the row with its signature; an earlier one is replaced. Raises ValueError if its checksum is wrong."""
         created, text, _ = unframed(row)
         return framed(created, text, _row_mac(self.keys[0], created, text))
 
     def is_signed(self, row: bytes) -> bool:
-        """Return True if one of the keys signed this row. Raises ValueError when the row is damaged."""
+        """Return True if one of the keys signed this row. Raises ValueError if the checksum of the row is wrong."""
         created, text, signature = unframed(row)
         return any(
             hmac.compare_digest(_row_mac(key, created, text), signature) for key in self.keys

@@ -43,7 +43,8 @@ class RemoteStream(Closeable):
         """Begin to fetch. Raises RuntimeError when the tier is closed.
 
         `submit` hands a coroutine to the tier's event loop. `ended` is called once with the outcome, unless the stream
-        is closed before. `confirms` verifies each slice of `SLICE_BYTES` by its number before any of it is handed out.
+        is closed before, or a signature does not match. `confirms` verifies each slice of `SLICE_BYTES` by its number
+        before any of it is handed out.
         """
         self._confirms = confirms
         self._slices = 0
@@ -72,7 +73,10 @@ class RemoteStream(Closeable):
         self.read_into(buffer)
 
     def encoded(self) -> Encoded | None:
-        """Return the whole payload in the buffers that were filled, without copies; None until it is complete."""
+        """Return the whole payload in the buffers that were filled; None until all of it was read.
+
+        Only the first buffer is copied, so the caller must not write to the others.
+        """
         return (
             Encoded(bytes(self._parts[0]), tuple(self._parts[1:]))
             if self._taken == self.nbytes
@@ -82,8 +86,9 @@ class RemoteStream(Closeable):
     def read_into(self, buffer: memoryview) -> None:
         """Fill the whole buffer (bytes, writable) with the next bytes.
 
-        Raises TimeoutError if the remote pauses for too long; OSError if it fails, has too few bytes, or the stream is
-        closed; ValueError if the signature does not match. After an error the stream cannot be read any further.
+        Raises TimeoutError if the remote pauses for too long, FileNotFoundError if it has no such payload, and OSError
+        if it fails, has too few bytes, or the stream or the remote tier is closed. Raises ValueError if the signature
+        does not match. After an error the stream cannot be read any further.
         """
         if self._taken + buffer.nbytes > self.nbytes:
             self._fail(
@@ -106,7 +111,10 @@ class RemoteStream(Closeable):
             self._end("whole")
 
     def close(self) -> None:
-        """Cancel the transfer at once. A read in another thread ends with OSError; a second call does nothing."""
+        """Cancel the transfer at once; a second call does nothing.
+
+        A read in another thread ends with OSError, or with bytes that had arrived.
+        """
         with self._lock:
             self._pieces = None  # the loop closes a generator without references
             under_way = self._next

@@ -41,11 +41,14 @@ STATS_S = 2.0  # time limit of statistics for an administrator, in seconds
 
 @dataclass(frozen=True, slots=True)
 class RemoteStats:
-    """Contents of the remote (None: no answer in time), and counts of this process.
+    """Contents of the remote (None: not asked, or no answer in time), and counts of this process.
 
+    url       URL without its secrets
     breaker   "closed": in use; "open": not asked after repeated failures; "probing": being tried again
     opened    how often the breaker has opened
+    variants  number of chunk-caches on the remote, those of other engines included; `nbytes` are their bytes
     budget    the remote's own limit in bytes; None if it has no limit or does not report one
+    queued_bytes  bytes of chunk-caches that wait to be sent
     lookups   outcome → number of look-ups: "answered", "failed", "too slow", "left alone"
     reads     outcome → number of payloads: "whole", "gone", "short", "failed"; those closed early do not count
     captures  outcome → number of chunk-caches: "sent", "already there", "no room", or the reason why not sent
@@ -66,7 +69,7 @@ class RemoteStats:
 class RemoteTier(Closeable):
     """Shared chunk-caches on a server, by identity.
 
-    Any thread may call any method; only `close` waits long.
+    Any thread may call any method; only `flush` and `close` wait long.
     """
 
     def __init__(
@@ -157,7 +160,11 @@ class RemoteTier(Closeable):
         return lookup
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Return variant id → token scores from rows already seen, for every given id."""
+        """Return variant id → token scores from rows already seen, for every given id.
+
+        Scores that are not known, or no longer, have `inter` None: the last 20,000 variants are remembered. The arrays
+        are copies.
+        """
         with self._lock:
             return {
                 variant_id: _copied(self._scores.get(variant_id, TokenScores()))
@@ -194,9 +201,10 @@ class RemoteTier(Closeable):
             return Unavailable(name, LoadFailure.CLOSED, "the remote tier is closed")
 
     def put(self, variant: Variant, encoded: Encoded, token_scores: TokenScores) -> bool:
-        """Send a shared variant in the background; return False if it is dropped. Private ones are never sent.
+        """Send a shared variant in the background; return True if it is queued, False if it is dropped.
 
-        The blocks of `encoded` must not change after this call. They are signed in the caller's thread. A transfer that
+        Private variants are never sent. A variant is also dropped after `close`, and if too many bytes are waiting. The
+        blocks of `encoded` must not change after this call. They are signed in the caller's thread. A transfer that
         fails is counted and logged, not raised.
         """
         if variant.session is not None or self._closed:
@@ -212,7 +220,10 @@ class RemoteTier(Closeable):
         return self._outbox.offer(Parcel(name_of(variant), signed, payload, foreign))
 
     def remove(self, variant: Variant) -> None:
-        """Remove a variant whose payload turned out to be damaged, in the background; a failure is only logged."""
+        """Remove a variant whose payload turned out to be damaged, in the background; a failure is only logged.
+
+        Does nothing after `close`, and while the remote is not asked after repeated failures.
+        """
         self._connection.in_background(self._connection.backend.remove(name_of(variant)))
 
     # -- administration -----------------------------------------------------------------------------------------------
