@@ -36,10 +36,11 @@ def attention(
         paths: the fastest ways to attend on this CPU.
 
     Returns:
-        `[rows, heads, head_dim]`.
+        `[rows, heads, head_dim]` in the dtype of `q`. A row that sees no key gets zeros or NaN.
 
     Raises:
         ValueError: a wrong number of sinks; with Triton also other shapes or dtypes that do not fit together.
+        KeyError: on a CPU, `paths` names a path that is not in `attention_paths.PATHS`.
         RuntimeError: torch's own, for shapes that do not fit together or without memory. The compiled kernels do not
             check shapes.
         MemoryError: no room for the scratch memory of the compiled kernels.
@@ -91,8 +92,8 @@ def attention_with_mass(
     Returns:
         `[rows, heads, head_dim]`, and float32 `[rows, segments]`, the first result of `attention_mass`.
 
-    Raises ValueError, RuntimeError and MemoryError as `attention` does: for shapes or dtypes that do not fit together,
-    or without memory.
+    Raises ValueError, KeyError, RuntimeError and MemoryError as `attention` does: for shapes or dtypes that do not fit
+    together, for an unknown path on a CPU, or without memory.
     """
     if uses_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu

@@ -44,7 +44,7 @@ def attention_mass(
         scale, softcap, sinks: as in `attention`.
 
     Returns:
-        float32 `[rows, segments]` and float32 `[keys]`.
+        float32 `[rows, segments]` and float32 `[keys]`; 0 for an empty segment and for a key that no row sees.
 
     Raises ValueError for a wrong number of sinks. Other shapes or dtypes that do not fit together raise ValueError with
     Triton and torch's RuntimeError with torch; the compiled kernels do not check them. RuntimeError or MemoryError

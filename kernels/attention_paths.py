@@ -66,7 +66,10 @@ PATHS: Mapping[str, AttentionPath] = MappingProxyType(
 
 
 def paths_for(shape: ShapeClass) -> list[str]:
-    """Return the names of the paths for a class of shapes. The first is the default if none is measured."""
+    """Return the names of the paths for a class of shapes. The first is the default if none is measured.
+
+    "compiled" is among them, as the last one, only where this process has compiled kernels (`library.kernels`).
+    """
     compiled = ["compiled"] if kernels() is not None else []
     if shape == "front":
         return ["causal", "blocks", "large blocks", "folded blocks of 288", *compiled]
@@ -85,7 +88,9 @@ class AttentionPaths:
     names: Mapping[ShapeClass, str] = field(default_factory=dict)
 
     def of(self, visible: Visibility) -> AttentionPath:
-        """Return the path for these rows. Raises KeyError if its name is not in `PATHS`.
+        """Return the path for these rows; the first of `paths_for` if `names` has none for their class.
+
+        Raises KeyError if its name is not in `PATHS`.
 
         >>> AttentionPaths().of(Visibility(torch.tensor([0, 1, 2]))).kind
         'causal'
@@ -100,7 +105,10 @@ UNMEASURED = AttentionPaths()
 
 
 def shape_class(visible: Visibility) -> ShapeClass:
-    """Return the class of these rows."""
+    """Return the class of these rows: "front", "few" or "some", see `AttentionPaths`.
+
+    Rows with a window or with absent keys are never "front". Without rows the class is "few".
+    """
     rows = len(visible.positions)
     sees_all_before = visible.window is None and visible.absent is None
     if sees_all_before and rows and int(visible.positions[-1]) == rows - 1:
@@ -122,8 +130,11 @@ def attend(
     """Compute `attention` of several rows by this path.
 
     torch's own kernel knows neither soft caps nor sinks: with them, it is replaced by explicit products. Returns
-    `[rows, heads, head_dim]`. Raises ValueError for a wrong number of sinks, torch's RuntimeError for other shapes that
-    do not fit together or without memory, and MemoryError with the compiled kernels, which do not check shapes.
+    `[rows, heads, head_dim]` in the dtype of `q`. A "causal" path is right only for the first rows of a prompt, which
+    is not checked.
+
+    Raises ValueError for a wrong number of sinks, and torch's RuntimeError for other shapes that do not fit together or
+    without memory. The compiled kernels do not check other shapes, and raise MemoryError without memory.
     """
     run = kernels_for(q, k, v) if path.kind == "compiled" else None
     if run is not None and calls.attends(q, k, v):
@@ -182,7 +193,8 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float)
     """Attend in one block with torch's kernel.
 
     `q` and the result are `[kv_heads, group, rows, head_dim]`, keys and values `[keys, kv_heads, head_dim]`. The mask
-    `[rows, keys]` is added to the scores; None = every key is visible.
+    `[rows, keys]` is added to the scores; None = every key is visible. Raises torch's RuntimeError for shapes or dtypes
+    that do not fit together, or without memory.
     """
     group = q.shape[1]
     return scaled_dot_product_attention(
@@ -191,9 +203,10 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float)
 
 
 def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
-    """Compute the result of `fused` with the group's heads as rows; the mask is repeated for each head.
+    """Compute the result of `fused` with the group's heads as rows.
 
-    Shapes as in `fused`.
+    The mask is `[group · rows, keys]`: the caller repeats it for each head of the group, see `row_blocks.additive`.
+    Other shapes and errors are as in `fused`.
     """
     kv_heads, group, rows, head_dim = q.shape
     folded_q = q.reshape(1, kv_heads, group * rows, head_dim)
@@ -205,7 +218,10 @@ def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    """Attend from a prompt's first rows to the keys up to each, as many keys as rows; shapes as in `fused`."""
+    """Attend from a prompt's first rows to the keys up to each, as many keys as rows.
+
+    Shapes and errors are as in `fused`.
+    """
     group = q.shape[1]
     return scaled_dot_product_attention(
         q, _expanded(k, group), _expanded(v, group), is_causal=True, scale=scale
@@ -223,6 +239,8 @@ def products(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend in one block by two matrix products around a softmax; shapes as in `fused`, returns float32.
+
+    Raises ValueError for a wrong number of sinks, torch's RuntimeError for other shapes or without memory.
 
     Rejected: products in half precision, which round every score.
     """

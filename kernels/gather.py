@@ -27,8 +27,10 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
         cos: `[keys, rotary_dim]`, for all positions.
         sin: like `cos`.
 
-    Raises ValueError (Triton) or torch's RuntimeError if shapes do not fit together. The compiled kernels do not check
-    them.
+    Raises:
+        ValueError: the chunk does not lie within the buffer's positions; with Triton also other shapes or strides that
+            do not fit together.
+        RuntimeError: torch's own, for other shapes that do not fit together. The compiled kernels do not check them.
     """
     if uses_triton(merged):
         place_all(merged[None], chunk[None], start, cos=cos, sin=sin, layers=[0])
@@ -55,9 +57,11 @@ def place_all(
         start: as in `place`.
         cos: as in `place`.
         sin: as in `place`.
-        layers: numbers of the layers to place, ascending.
+        layers: numbers of the layers to place, ascending; without any, nothing is written.
 
-    Raises ValueError (Triton) or torch's RuntimeError if shapes do not fit together.
+    Raises:
+        ValueError, RuntimeError: as in `place`.
+        IndexError: on a CPU, there is no such layer. With Triton the numbers are not checked.
     """
     if uses_triton(merged):
         from cachecraft_rag.kernels.gpu.place import place as place_on_gpu
@@ -77,7 +81,9 @@ def scatter_rows(merged: Tensor, keys: Tensor, values: Tensor, positions: Tensor
         values: `[rows, kv_heads, head_dim]`.
         positions: int64 `[rows]`, without repeats.
 
-    Raises torch's IndexError for a position beyond the buffer, on a CPU; RuntimeError for other dtypes.
+    Raises torch's RuntimeError for heads, dtypes or devices that do not fit, and IndexError for another number of rows
+    than positions. On a CPU, a negative position or one beyond the buffer raises IndexError too. On a GPU it is
+    reported later, as a RuntimeError.
     """
     merged[0].index_copy_(0, positions, keys)
     merged[1].index_copy_(0, positions, values)

@@ -34,7 +34,9 @@ def empty(
         pinned: use page-locked main memory. Copies from it to a GPU are faster and run beside computing.
 
     Raises:
-        MemoryError: there is not enough memory.
+        MemoryError: there is not enough memory, or torch cannot allocate such memory at all: page-locked memory, or
+            memory of a GPU, on a machine without a GPU.
+        AssertionError: torch's own, for a CUDA device with a torch that was built without CUDA.
     """
     if pinned or torch.device(device).type != "cpu":
         try:
@@ -88,7 +90,8 @@ class Recycler:
     ) -> Tensor:
         """Return an uninitialised tensor. On a CPU it may use the memory of an earlier, unused tensor.
 
-        Raises MemoryError if there is not enough memory.
+        The memory of an earlier tensor is unused once that tensor and all its views are gone. Any thread may call this
+        method. Raises MemoryError and AssertionError as the function `empty` does.
         """
         if torch.device(device).type != "cpu":
             return empty(shape, dtype, device)

@@ -25,10 +25,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
         out: where to write, same shape and dtype as `x`, not overlapping it; None = a new tensor.
 
     Returns:
-        `out`, `[tokens, heads, head_dim]`.
+        `out` or the new tensor, `[tokens, heads, head_dim]`.
 
-    Raises ValueError (Triton) or torch's RuntimeError if shapes do not fit together. The compiled kernels do not check
-    them.
+    If shapes do not fit together, or rotary_dim is odd, raises ValueError with Triton and torch's RuntimeError with
+    torch. The compiled kernels do not check them.
 
     >>> x = torch.tensor([[[1.0, 0.0]]])  # a token, a head, two dimensions
     >>> turn = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]])  # cos and sin of 90 degrees

@@ -35,7 +35,9 @@ class RowBlock:
 
 
 def row_blocks(visible: Visibility, block_rows: int = BLOCK_ROWS) -> tuple[RowBlock, ...]:
-    """Cut sorted rows into blocks and prepare their masks, once per pass and shared by all its layers.
+    """Return sorted rows in blocks of at most `block_rows`, with their masks; () without rows.
+
+    Call it as `visible.prepared(row_blocks)`: then the layers of a pass share one result.
 
     >>> [(b.start, b.stop, b.last_key, b.hidden) for b in row_blocks(Visibility(torch.tensor([4])))]
     [(0, 1, 5, None)]
@@ -93,6 +95,8 @@ def masked_scores(
         scale: factor on the scores.
         softcap: see `attention.attention`.
 
+    A hidden key has the score -inf. Raises torch's RuntimeError for shapes that do not fit together, or without memory.
+
     A matrix product in bf16 would round them to 8 bits, and a weight grows with the exponential of its score.
     """
     kv_heads, group, rows, head_dim = q.shape
@@ -121,6 +125,11 @@ def softmax_with_sinks(scores: Tensor, group: int, sinks: Tensor | None) -> Tens
         scores: float32 `[kv_heads, group · rows, keys]`, masked.
         group: query heads of a key/value head.
         sinks: float32 `[heads]`, the score of each head's sink; None: no sinks.
+
+    Returns:
+        float32 `[kv_heads, group · rows, keys]`. Without sinks, a row that sees no key of the block gets NaN.
+
+    Raises ValueError for a wrong number of sinks, torch's RuntimeError without memory.
 
     >>> softmax_with_sinks(torch.zeros(1, 1, 1), 1, torch.zeros(1)).tolist()
     [[[0.5]]]

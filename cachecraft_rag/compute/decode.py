@@ -43,7 +43,9 @@ def extend(stack: Stack, buffer: KVBuffer, tokens: Sequence[int], position: int)
     Returns:
         Their hidden states `[streams, tokens, hidden]`.
 
-    Raises what the model or a kernel raises, such as torch's RuntimeError without memory.
+    Raises what the model or a kernel raises, such as torch's RuntimeError without memory or without tokens. On a CPU,
+    raises IndexError for a token id that the model does not have, and for a position beyond the buffer. On a GPU torch
+    reports both later, as a RuntimeError.
     """
     positions = np.arange(position, position + len(tokens))
     return _compute(stack, [_row_pass(stack, buffer, tokens, positions)])
@@ -51,12 +53,16 @@ def extend(stack: Stack, buffer: KVBuffer, tokens: Sequence[int], position: int)
 
 @torch.inference_mode()
 def extend_all(stack: Stack, steps: Sequence[DecodeStep]) -> Tensor:
-    """Compute one step of each of several answers in one pass.
+    """Compute one step of each of several answers in one pass, and write its keys and values to the steps' buffers.
+
+    Stale tokens that a step refreshes are computed and written too. They are not in the result.
 
     Returns:
-        Hidden states `[streams, steps, hidden]`.
+        Hidden states `[streams, steps, hidden]` of the steps' tokens, in the order of `steps`.
 
-    Raises what the model or a kernel raises, such as torch's RuntimeError without memory; IndexError for no steps.
+    Raises what the model or a kernel raises, such as torch's RuntimeError without memory. Raises IndexError for no
+    steps, and for token ids and positions as in `extend`. Raises AssertionError for a step whose `refresh` began
+    another step that was not computed.
     """
     passes = [_step_pass(stack, step) for step in steps]
     hidden = _compute(stack, passes)

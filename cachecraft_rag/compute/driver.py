@@ -62,7 +62,8 @@ def run(
         turn: makes the context in which a step that computes is run.
 
     Raises what the generator, a called function, the model or the work of a `Future` raises, such as torch's
-    RuntimeError without memory or CancelledError.
+    RuntimeError without memory or CancelledError. Raises AssertionError for a `DecodeStep` and for `Until`: only
+    `serving.step_loop` runs these.
     """
     outcome: object = None
     try:
@@ -90,14 +91,17 @@ def run(
 def prefill(stack: Stack, job: PrefillJob) -> PrefillResult:
     """Run a job that has nothing to load, up to its last step, in this thread.
 
-    Raises what the model or a kernel raises, such as torch's RuntimeError; MemoryError without room for the keys and
-    values.
+    Raises what the model or a kernel raises, such as torch's RuntimeError, or IndexError for a token id that the model
+    does not have; MemoryError without room for the keys and values.
     """
     return run(stack, prefill_steps(stack, job))
 
 
 def prefill_steps(stack: Stack, job: PrefillJob) -> Work[PrefillResult]:
-    """Return the steps of a job that has nothing to load. Raises MemoryError without room for its keys and values."""
+    """Return the steps of a job that has nothing to load, see `OverlappedPrefill.steps`.
+
+    Raises MemoryError without room for its keys and values.
+    """
     no_loads = PendingLoads.of_nothing(stack.layout.layers)
     speed = ComputeSpeed(stack.keys_per_row)
     return OverlappedPrefill(stack, job, no_loads, speed).steps()

@@ -53,11 +53,13 @@ class KVBuffer:
         """Write one layer of a chunk-cache at its new position: rotate the raw keys, and copy the values.
 
         Args:
+            layer: index of the layer.
             chunk: `[2, tokens, all kv_heads, head_dim]`, raw keys, then values, on any device.
             start: position of the first token; `start + tokens` is at most the capacity.
 
-        Raises ValueError if the chunk reaches beyond the capacity. Other shapes that do not fit raise ValueError with
-        Triton and torch's RuntimeError with torch; the compiled kernels do not check them. RuntimeError without memory.
+        Raises IndexError for an unknown layer, and ValueError if the chunk reaches beyond the capacity. Other shapes
+        that do not fit raise ValueError with Triton and torch's RuntimeError with torch; the compiled kernels do not
+        check them. RuntimeError without memory.
         """
         own_heads = self._on_device(self._ranks.own_heads(chunk))
         cos, sin = self.rotary.of_layer(layer)

@@ -72,9 +72,9 @@ Steps = Generator[Step, bool, PrefillResult]
 
 
 def passes_measure(device: torch.device) -> bool:
-    """Return True if passes measure the attention of captures themselves, which a GPU does in its attention kernel.
+    """Return True if passes measure the attention of captures themselves: on a CUDA device, in its attention kernel.
 
-    Otherwise captures keep their queries, and are described later.
+    On other devices, captures keep their queries and are described later.
     """
     return device.type == "cuda"
 
@@ -135,11 +135,11 @@ class OverlappedPrefill:
 
         Yields a `Wait` wherever it would wait and a `Forward` for each layer. Before each pass it yields a `Wait` that
         is not `in_pass`: the steps up to the next such `Wait` require the driver's lock. The generator returns the
-        result.
+        result. Call this method once for each object.
 
-        Raises, while it runs, what the model or a kernel raises, such as torch's RuntimeError or MemoryError
-        without memory; with several ranks AnotherRankFailedError and RanksApartError. Chunk-caches
-        that fail to load raise nothing: their tokens are computed.
+        Raises, while the generator runs, what the model or a kernel raises, such as torch's RuntimeError or MemoryError
+        without memory, and what `ProbeRequest.choose` raises; with several ranks AnotherRankFailedError and
+        RanksApartError. Chunk-caches that fail to load raise nothing: their tokens are computed.
         """
         first_look = self._strategy.first_look(self._split())
         if first_look.enough != "nothing":

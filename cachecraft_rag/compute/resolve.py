@@ -48,7 +48,7 @@ class Resolved:
 
     @property
     def to_load(self) -> list[tuple[StoredVariant, int]]:
-        """Chunk-caches still to be loaded and their first positions, in prompt order."""
+        """Chunk-caches that have to be loaded and their first positions, in prompt order; [] without any."""
         bounds = self.job.rows.bounds
         return [(variant, bounds[index]) for index, variant in self.stored.items()]
 
@@ -82,9 +82,10 @@ def resolve(
     Returns:
         The plan of the variants that could be opened. The caller closes it.
 
-    Raises StoreError if the store is closed; with several ranks AnotherRankFailedError if another rank has given up,
-    RanksApartError if one does not answer in time. Variants that cannot be opened raise nothing: the plan goes without
-    them.
+    Raises StoreError if the store is closed, ForkError in a fork of the process that opened it, and ValueError as
+    `make_plan` and `with_selection` do for damaged variants. With several ranks, raises AnotherRankFailedError if
+    another rank has given up, and RanksApartError if another rank does not answer in time. Variants that cannot be
+    opened raise nothing: the plan goes without them. If anything is raised, the opened variants are closed.
     """
     opened: dict[str, LoadedVariant | StoredVariant] = {}
     lost: dict[str, str] = {}
@@ -179,6 +180,12 @@ def rows_of(plan: Plan, bounds: Sequence[int]) -> Rows:
     """Return the rows that are computed regardless of loading.
 
     These are all tokens of segments without a chunk-cache, and the chosen tokens of the other segments.
+
+    Args:
+        plan: the plan of a prompt.
+        bounds: `[segments + 1]`, segment bounds of the prompt.
+
+    Raises IndexError if the plan has more segments than `bounds`.
     """
     new: list[int] = []
     recomputed: list[int] = []

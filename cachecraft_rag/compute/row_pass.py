@@ -145,7 +145,11 @@ class RowPass:
         self._locate_drift()
 
     def layer_launched(self, hidden: Tensor) -> None:
-        """Take the output of the layer that was just launched, `[streams, rows, hidden]`, as input of the next one."""
+        """Take the output of the layer that was just launched, `[streams, rows, hidden]`, as input of the next layer.
+
+        On a GPU, blocks while too many layers are not computed yet, and raises torch's RuntimeError if a kernel has
+        failed.
+        """
         self.hidden = hidden
         self.layer += 1
         self._in_flight.add()
@@ -158,7 +162,7 @@ class RowPass:
         self._in_flight.wait()
 
     def join(self, other: RowPass) -> None:
-        """Add the rows of another pass of the same prompt.
+        """Add the rows of another pass of the same prompt. The recorder, observer and drift of this pass stay in use.
 
         Raises AssertionError unless both have reached the same layer; MemoryError without room for new captures.
         """
@@ -169,7 +173,7 @@ class RowPass:
         self.hidden = torch.cat((self.hidden, other.hidden), dim=1)[:, self._on_device(order)]
 
     def keep(self, chosen: NDArray[np.bool_]) -> None:
-        """Keep these rows only, bool `[rows]`."""
+        """Keep only the rows for which `chosen`, bool `[rows]`, is True; the others end before the next layer."""
         kept = np.flatnonzero(chosen)
         self._set_rows(self.positions[kept])
         self.hidden = self.hidden[:, self._on_device(kept)]
@@ -245,12 +249,20 @@ class RowPass:
 
     @property
     def plain(self) -> bool:
-        """True if its rows only write their keys and values and attend to earlier positions."""
+        """True if its rows only write their keys and values and attend to earlier positions.
+
+        False with a drift correction, an observer, a recorder, absent positions or a timer other than `untimed`.
+        """
         extras = (self._drift, self._observer, self.recorder, self.absent)
         return self.timer is untimed and all(extra is None for extra in extras)
 
     def addresses(self, layer: int) -> list[LayerRow]:
-        """Return the memory addresses of each row's keys, values, cos and sin in one layer."""
+        """Return each row's position and memory addresses in one layer, in the order of `positions`.
+
+        The addresses of keys and values are those of the request's buffer, the same for all rows. All addresses are
+        valid until the rows of this pass change or the pass is dropped. Raises IndexError for a layer that does not
+        exist.
+        """
         kv = self._buffer.kv
         item_bytes = kv.element_size()
         keys = kv.data_ptr() + layer * kv.stride(0) * item_bytes
@@ -297,7 +309,10 @@ class _JointPass:
 
 
 def plain_rows(layer_pass: LayerPass, layer: int) -> list[LayerRow]:
-    """Return the rows of a pass, or of several joint passes, if all of them are `plain`; else an empty list."""
+    """Return the rows of a pass, or of several joint passes, if all of them are `plain`; else an empty list.
+
+    The list is also empty for a `layer_pass` of another class, and without rows.
+    """
     passes = [layer_pass] if isinstance(layer_pass, RowPass) else getattr(layer_pass, "passes", [])
     if not all(row_pass.plain for row_pass in passes):
         return []
@@ -309,7 +324,8 @@ def advance(stack: Stack, passes: Sequence[RowPass]) -> None:
     """Run the next layer as one forward of all passes, which must have reached the same layer.
 
     The passes may belong to different requests. Raises what the model or a kernel raises, such as torch's RuntimeError
-    without memory; RuntimeError too if the layer failed before and cannot be repeated (`RowPass.attend`).
+    without memory. Raises RuntimeError if the layer failed before and cannot be repeated (`RowPass.attend`), and
+    IndexError without passes or after the last layer.
     """
     layer = passes[0].layer
     if len(passes) == 1:

@@ -52,7 +52,7 @@ class Rows:
     ) -> Self:
         """Return the rows of a prompt with these segments. Positions neither new nor recomputed are stored.
 
-        Raises IndexError for a position beyond the prompt.
+        A position that is both new and recomputed counts as new. Raises IndexError for a position beyond the prompt.
 
         >>> rows = Rows.of([0, 2, 5], new=[3, 4], recomputed=[0])
         >>> rows.open().tolist(), rows.segment.tolist()
@@ -84,7 +84,7 @@ class Rows:
     def open(self, below: int | None = None) -> NDArray[np.int64]:
         """Return the positions that are still to be computed, int64 `[rows]`, ascending.
 
-        With `below` only those before this position.
+        These are the positions that are not stored and not done. With `below` only those before this position.
         """
         is_row = self.reason[:below] != RowReason.STORED
         return np.flatnonzero(is_row & ~self.done[:below])
@@ -94,7 +94,10 @@ class Rows:
         return slice(self.bounds[segment], self.bounds[segment + 1])
 
     def offsets(self, segment: int, *reasons: RowReason) -> NDArray[np.int64]:
-        """Return the offsets of a segment's tokens that have one of these reasons: int64, ascending, from its start."""
+        """Return the offsets of a segment's tokens that have one of these reasons: int64, ascending, from its start.
+
+        The array is empty if there are no such tokens. Raises IndexError if there is no such segment.
+        """
         return np.flatnonzero(np.isin(self.reason[self.span(segment)], reasons))
 
 

@@ -139,7 +139,11 @@ class Stack(Protocol):
         """The ranks that run this model."""
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return the first layer's input `[streams, rows, hidden]` for token ids, int64 `[rows]`."""
+        """Return the first layer's input `[streams, rows, hidden]` for token ids, int64 `[rows]`.
+
+        Raises IndexError for an id that the model does not have, on a CPU; on a GPU torch reports it later, as a
+        RuntimeError.
+        """
 
     @property
     def rotary_kinds(self) -> Sequence[int]:
@@ -148,7 +152,8 @@ class Stack(Protocol):
     def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
         """Return cos and sin of one rotary table at these positions, int64 `[rows]`; each is `[rows, rotary_dim]`.
 
-        The table of layers that do not rotate has a rotary_dim of 0.
+        The table of layers that do not rotate has a rotary_dim of 0. Raises IndexError for a table that the model does
+        not have.
         """
 
     def layer(
@@ -183,17 +188,20 @@ class RotaryTables:
         return cls(kinds, [stack.rope(positions, kind) for kind in range(max(kinds) + 1)])
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of one layer, each `[positions, rotary_dim]`."""
+        """Return cos and sin of one layer, each `[positions, rotary_dim]`. Raises IndexError for an unknown layer."""
         return self.tables[self.kinds[layer]]
 
     def rows(self, positions: Tensor) -> RotaryTables:
-        """Return the tables' rows at these indices, int64 `[rows]`: each table is then `[rows, rotary_dim]`."""
+        """Return the tables' rows at these indices, int64 `[rows]`: each table is then `[rows, rotary_dim]`.
+
+        Raises IndexError for an index beyond the tables, on a CPU; on a GPU torch reports it later, as a RuntimeError.
+        """
         return RotaryTables(
             self.kinds, [(cos[positions], sin[positions]) for cos, sin in self.tables]
         )
 
     def layers(self, kind: int) -> list[int]:
-        """Return the layers of one kind, ascending.
+        """Return the layers of one kind, ascending; [] if there are none.
 
         >>> RotaryTables([0, 1, 0], []).layers(0)
         [0, 2]
@@ -204,7 +212,8 @@ class RotaryTables:
 def keys_per_row_of(config: PretrainedConfig) -> float:
     """Return `Stack.keys_per_row` of a Hugging Face config; of a mixture of experts, for those that one token uses.
 
-    Raises AttributeError for a config without hidden_size, num_attention_heads or intermediate_size.
+    Raises AttributeError for a config without hidden_size, without num_attention_heads, or with neither
+    intermediate_size nor moe_intermediate_size.
     """
     # Gemma 4: its layers differ
     last_layer = [config, *(getattr(config, "per_layer_config", None) or ())][-1]

@@ -31,12 +31,12 @@ _BLOCK = nullcontext()
 
 
 def untimed(_part: Part) -> AbstractContextManager[None]:
-    """A timer that measures nothing."""
+    """Return a context that measures nothing: a `Timer` where no times are wanted."""
     return _BLOCK
 
 
 def within(timer: Timer, part: Part) -> Timer:
-    """Return a timer that counts every part as `part`."""
+    """Return a timer that counts every part as `part`; `untimed` stays as it is."""
     if timer is untimed:
         return untimed
     return lambda _part: timer(part)
@@ -67,7 +67,7 @@ class PartTimer:
 
     @property
     def total(self) -> float:
-        """Sum of all parts, in seconds."""
+        """Sum of all parts, in seconds. The time since the last begin or end of a part is not counted yet."""
         return sum(self.seconds.values())
 
     def _count_until_now(self) -> None:

@@ -54,9 +54,9 @@ def measured_paths(
 ) -> AttentionPaths:
     """Return the fastest path of each class of shapes, from the file in `folder` or measured now.
 
-    Measuring takes a fraction of a second. If the file cannot be read or written, or holds damaged JSON, nothing is
-    raised: paths are measured again each time. Time is CPU time of the process, because other programs disturb the time
-    of day.
+    Measuring takes a fraction of a second, and its result is added to the file. A file that cannot be read or holds
+    damaged JSON is replaced. A file that cannot be written raises nothing: paths are measured again at each call. Time
+    is CPU time of the process, because other programs disturb the time of day.
 
     Args:
         dtype: dtype of queries, keys and values.
@@ -66,8 +66,8 @@ def measured_paths(
         folder: the file's folder; None = `cache_folder()`.
         clock: returns a time in seconds.
 
-    Raises RuntimeError if torch has no memory, or if `$CACHECRAFT_CACHE` begins with the home folder of an unknown user
-    ("~name").
+    Raises torch's RuntimeError or MemoryError without memory, and RuntimeError if `$CACHECRAFT_CACHE` begins with the
+    home folder of an unknown user ("~name").
     """
     file = (folder or cache_folder()) / FILE_NAME
     key = machine_key(dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim)

@@ -217,6 +217,8 @@ class Decoder:
             UnsupportedModelError: the model has no raw keys to store; the message gives the reason.
             ConfigError: an unknown dtype, or a device that is not available.
             torch.OutOfMemoryError: the GPU has no memory for the model.
+            RuntimeError, MemoryError: torch or a compiled kernel has no memory. RuntimeError also if
+                `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -465,6 +467,7 @@ def chunk_bound_of(name: str) -> ModelTokens:
     Raises:
         ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing or
             damaged.
+        KeyError: the config has LongRoPE, but not the original length.
     """
     from transformers import AutoTokenizer
 
@@ -482,7 +485,8 @@ def config_of(name: str) -> PretrainedConfig:
     """Return the config of a model, without its weights.
 
     Args:
-        name: Hugging Face name or folder, or "demo".
+        name: Hugging Face name or folder, or "demo". Its first use also converts or downloads the demo model's weights,
+            see `demo_model_folder`.
 
     Raises:
         ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or the config is damaged or
@@ -635,9 +639,9 @@ def longrope_context(config: PretrainedConfig) -> int | None:
 
 
 def rope_parameters_of(config: PretrainedConfig) -> list[Mapping[str, object]]:
-    """Return the parameters of the rotary embedding: one mapping, or one for each kind of layer.
+    """Return a list of the parameters of the rotary embedding: one mapping, or one for each kind of layer.
 
-    The single mapping is empty for a model without a rotary embedding.
+    The list is never empty. For a model without a rotary embedding, its single mapping is empty.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     return [parameters for parameters in rope.values() if isinstance(parameters, dict)] or [rope]

@@ -86,7 +86,7 @@ def convert_gguf(gguf: Path, target: Path) -> None:
     """Write the model in `gguf` to the folder `target` as float32 safetensors, tokenizer and chat template.
 
     The manifest is written last, so what a killed conversion leaves is not complete, and replaced. Other processes wait
-    for the lock, which ends with the process that holds it.
+    for the lock `{target}.lock`, without limit. The lock ends with the process that holds it.
 
     Float32, because it holds the dequantised weights exactly. bfloat16 would change 79 % of them and
     save half the disk, but only a tenth of a second of a start. Does nothing if `target` is complete already.
@@ -141,7 +141,7 @@ def handbook_questions() -> tuple[HandbookQuestion, ...]:
     """Return the demo's questions, in the order in which to ask them.
 
     Raises CacheCraftError if the handbook is not installed, OSError if the file of its questions cannot be read, and
-    ValueError or KeyError if that file is damaged.
+    ValueError, KeyError or TypeError if that file is damaged.
     """
     entries = json.loads((handbook_folder() / ".questions.json").read_text(encoding="utf-8"))
     return tuple(

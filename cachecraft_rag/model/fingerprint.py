@@ -95,7 +95,8 @@ def model_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     """Return the fingerprint of a Hugging Face model that is given as an object, from digests of its tensors.
 
     It is text in the form of `checkpoint_fingerprint`, but never equal to that of a checkpoint: a model that was loaded
-    may hold other tensors than its files. Reads all weights, copying them to main memory one by one.
+    may hold other tensors than its files. Reads all weights, copying them to main memory one by one. Raises torch's
+    NotImplementedError for a weight on the meta device, which has no values, as in a model that is partly offloaded.
     """
     tensors = {}
     for name, tensor in model.state_dict().items():

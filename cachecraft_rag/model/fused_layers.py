@@ -48,8 +48,8 @@ def _plain_linear(module: object) -> bool:
 def product(module: Any, x: Tensor) -> Tensor:
     """Apply a linear module to `[1, rows, width]`; return `[1, rows, outputs]` in the same dtype.
 
-    A compiled kernel computes up to 8 rows of a plain layer on a CPU; the module itself computes the rest. Raises
-    torch's RuntimeError for another width, or without memory.
+    A compiled kernel computes up to 8 rows of a plain layer on a CPU, and does not check the width. In all other cases
+    the module itself computes the product, and raises torch's RuntimeError for another width, or without memory.
     """
     if x.shape[1] > _FEW_ROWS or not _plain_linear(module):
         return cast(Tensor, module(x))
@@ -277,7 +277,8 @@ def fused_layers(
     """Return the fused layers of a model, in order, each tried on three rows of noise.
 
     Returns None if the class of the layers or their activation is not known, if they use attention sinks, if the
-    kernels do not support the dtype, or if the output of a fused layer differs from that of the model's own.
+    kernels do not support the dtype, if a layer has hooks, or if the output of a fused layer differs from that of the
+    model's own. The list is empty without layers.
 
     Args:
         layers: the model's decoder layers.

@@ -77,7 +77,8 @@ class RotaryCall:
             positions: int64 `[tokens]`; the result is on its device.
             dtype: dtype of the result.
 
-        Raises SurveyError if the module returns neither a pair of tensors nor a complex tensor.
+        Raises SurveyError if the module returns neither a pair of tensors nor a complex tensor, and what the module
+        raises.
         """
 
         def replaced(value: object) -> object:
@@ -138,6 +139,8 @@ class RotationForm:
         Args:
             cos: `[tokens, width]`, as the rotary module returns it; its width must fit `table` and `rotary_dim`.
             sin: likewise.
+
+        The results may be the arguments themselves. A width that does not fit is not noticed.
         """
         if self.rotary_dim == 0:
             return cos[:, :0].contiguous(), sin[:, :0].contiguous()
@@ -498,7 +501,7 @@ def rotation_form(rotary: object, raw: SeenAttention, rotated: SeenAttention) ->
         The known form with the smallest error; one with rotary_dim 0 for a layer that rotates nothing.
 
     Raises SurveyError if no known form comes near enough, or if `rotary` is neither a pair of tensors nor a complex
-    tensor.
+    tensor; KeyError for keys that are not float32, float16 or bfloat16.
     """
     head_dim = raw.key.shape[-1]
     pairs = [(raw.query, rotated.query), (raw.key, rotated.key)]

@@ -48,6 +48,8 @@ def load_checked(name: str, *, dtype: str = "auto", device: str = "auto") -> Dec
             damaged.
         ConfigError: an unknown dtype, or a device that is not available.
         torch.OutOfMemoryError: the GPU has no memory for the model.
+        RuntimeError, MemoryError: torch or a compiled kernel has no memory. RuntimeError also if `$CACHECRAFT_CACHE`
+            begins with the home folder of an unknown user ("~name").
     """
     decoder = Decoder.load(name, dtype=dtype, device=device)
     try:
@@ -65,7 +67,8 @@ def load_checked(name: str, *, dtype: str = "auto", device: str = "auto") -> Dec
 def self_check(decoder: Decoder) -> float:
     """Compare with the model's own forward on 48 random tokens.
 
-    Compared are recomputing everything (gate G1), reusing everything (gate G2) and the attention of each layer.
+    Compared are recomputing everything (gate G1), reusing the first half (gate G2) and the attention of each layer. No
+    pass of this model may run meanwhile.
 
     Returns:
         The larger relative error (L2) of the logits, as a fraction.

@@ -38,11 +38,15 @@ def cache_bytes(layout: KVLayout, tokens: int, codec: str = "raw") -> int:
 
 
 def layout_named(model: str, *, dtype: str = "auto") -> KVLayout:
-    """Return the shape of a model's chunk-caches from its config alone: no weights are read or downloaded.
+    """Return the shape of a model's chunk-caches from its config alone.
+
+    No weights are read or downloaded, except for "demo".
 
     Args:
-        model: Hugging Face name or folder, or "demo".
-        dtype: `float32`, `bfloat16`, `float16`, or `auto`: as `Decoder.load` on a CPU.
+        model: Hugging Face name or folder, or "demo", whose first use converts or downloads the demo model's weights,
+            see `demo_model.demo_model_folder`.
+        dtype: `float32`, `bfloat16`, `float16`, or `auto`: as `Decoder.load` on this computer's CPU. With `auto`, the
+            dtype of the config is not checked.
 
     Raises:
         ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or the config is damaged or

@@ -43,7 +43,7 @@ class Candidate:
 
         Returns None if no chunk was fixed, or if no later request could reuse the captures: a chunk after private text
         can be reused only within its session. So without a session, chunks after private text do not count. With a
-        session, the candidate belongs to it if its segments include private text.
+        session, the candidate belongs to it if its segments include private text. `first` of the result is empty.
 
         Args:
             prompt: the prompt of the request.

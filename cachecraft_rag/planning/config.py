@@ -183,7 +183,8 @@ class ReuseConfig:
     def for_prompt(self, tokens: int, *, measured: int = 0) -> Self:
         """Return the settings for a prompt of this length.
 
-        They are these, or for a prompt that is too short to reuse anything, settings that reuse and capture nothing.
+        They are these settings themselves, or for a prompt that is too short to reuse anything, a copy that reuses and
+        captures nothing.
 
         Args:
             tokens: length of the prompt.
@@ -198,5 +199,8 @@ class ReuseConfig:
         return replace(self, reuse=False, capture=False, min_prompt_tokens=least)
 
     def is_too_short(self, tokens: int) -> bool:
-        """Return True if `for_prompt` has switched reuse off for a prompt of this length."""
+        """Return True if `for_prompt` has switched reuse off for a prompt of this length.
+
+        Also True for settings that were made with `reuse=False` and a `min_prompt_tokens` above this length.
+        """
         return not self.reuse and tokens < (self.min_prompt_tokens or 0)

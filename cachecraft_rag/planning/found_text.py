@@ -3,8 +3,9 @@
 Cuts depend on the content only, so the same passage gives the same segments in every prompt. Fixed cuts are blank
 lines, lines without a word (`-----`), tags, short lines in brackets (`[CONTEXT 1]:`), the ends of lines that are long
 enough for a segment, and quotation marks in JSON. Longer passages are cut again at positions chosen by a rolling hash
-of the last tokens, at a line end if there is one. Separators belong to no segment: a passage that ends with a blank
-line in one prompt and with a tag in another gives the same segments.
+of the last tokens, at a line end if there is one. The separators around a segment do not belong to it: a passage that
+ends with a blank line in one prompt and with a tag in another gives the same segments. Neighbouring passages that are
+too short for a segment are joined into a segment, together with the separators between them.
 """
 
 from __future__ import annotations
@@ -106,8 +107,9 @@ def window_hashes(ids: NDArray[np.int64]) -> NDArray[np.uint64]:
 def find_segments(token_ids: Sequence[int], kinds: TokenKinds) -> list[range]:
     """Return the segments of a text as ranges of positions, in order, each of `LEAST` to `MOST` tokens.
 
-    They do not overlap. Tokens between them are separators or too few for a segment. Returns [] for a text of fewer
-    than `LEAST` tokens, and if no passage is long enough.
+    They do not overlap. Tokens between them are separators or too few for a segment. Neighbouring short passages may be
+    joined into a segment, with the separators between them. Returns [] for a text of fewer than `LEAST` tokens, and if
+    no passage is long enough, alone or joined.
 
     Args:
         token_ids: the text.

@@ -198,6 +198,8 @@ class Drift:
         evidence: int64 row numbers of the recomputed tokens of each chunk.
         positions: int64 `[rows]`, positions of the pass's rows.
         pieces: (chunk, first position, end) of each range of stale tokens.
+
+    Raises ValueError without chunks, and IndexError if `evidence` has a row that `positions` lacks.
     """
 
     def __init__(
@@ -224,7 +226,6 @@ class Drift:
         strength: float,
     ) -> None:
         """Correct the stale tokens of one layer in place. Shapes are not checked.
-
 
         Args:
             merged: `[2, positions, kv_heads, head_dim]`, rotated keys and values.
@@ -294,7 +295,11 @@ def linear(run: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def attends(q: Tensor, *others: Tensor) -> bool:
-    """Return True for rows, keys and values that `attend` and `mass` accept."""
+    """Return True for rows, keys and values that `attend` and `mass` accept.
+
+    They accept at least one row, and heads of one even dimension for all tensors, which is at most 256. Nothing else is
+    looked at.
+    """
     dim = q.shape[2]
     has_good_dim = dim <= MOST_DIM and dim % 2 == 0
     return len(q) > 0 and has_good_dim and all(other.shape[2] == dim for other in others)
@@ -339,7 +344,8 @@ def mass(
 ) -> tuple[Tensor, Tensor]:
     """Compute `attention_mass.attention_mass` by the compiled kernel; arguments and result as there.
 
-    Only the sinks are checked. Raises ValueError for a wrong number of them, MemoryError without scratch memory.
+    Only the sinks are checked. Raises ValueError for a wrong number of them, and MemoryError or torch's RuntimeError
+    without memory.
     """
     by_segment = torch.empty(len(q), len(bounds) - 1, dtype=torch.float32)
     parts = -(-len(q) // _MASS_ROWS)

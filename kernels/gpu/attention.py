@@ -376,11 +376,17 @@ def attend(
         sinks: float32 `[heads]`, the score of a position without a value, which each head may attend to; None = none.
         bounds: int64 `[segments + 1]`, ascending; segment i covers the positions `bounds[i]:bounds[i + 1]` and may be
             empty. None = compute no mass.
-        splits: number of programs that share a tile's keys; None = as many as fill the device.
+        splits: number of programs that share a tile's keys; None = as many as fill the device. Ignored if there are
+            more than 128 segments, which need several launches.
         tiling: size of the tiles; None = chosen by head_dim and dtype.
 
+    Returns:
+        The output without `v` is None, the mass without `bounds` is None, see `Attended`. A row that sees no key has an
+        output and a mass of zeros.
+
     Raises:
-        ValueError: shapes or dtypes do not fit together.
+        ValueError: shapes, strides or dtypes do not fit together, or the number of sinks is wrong.
+        RuntimeError: torch's own, without memory on the device.
     """
     rows, heads, head_dim = q.shape
     kv_heads = check_attention(q, k, v, visible)

@@ -71,7 +71,7 @@ def _combine(
 def combine(
     parts: Tensor | None, lses: Tensor, masses: Tensor | None, *, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Weigh each part by its share of the exponentials.
+    """Join the parts of an attention: weigh each part by its share of the exponentials.
 
     Args:
         parts: float32 `[splits, rows, heads, head_dim]`, or None.
@@ -81,7 +81,11 @@ def combine(
 
     Returns:
         The output `[rows, heads, head_dim]`, lse float32 `[rows, heads]` and mass float32 `[rows, heads, segments]`.
-        Returns None for the output without `parts`, and for the mass without `masses`.
+        Returns None for the output without `parts`, and for the mass without `masses`. With one split, the results are
+        views of the arguments, and `dtype` is ignored. A row without a visible key has an lse of -inf, and an output
+        and a mass of zeros.
+
+    Raises torch's RuntimeError without memory on the device. Shapes are not checked.
     """
     splits, rows, heads = lses.shape
     if splits == 1:

@@ -68,7 +68,7 @@ def shift_stale(merged: Tensor, shifts: Tensor, owner: Tensor, *, cos: Tensor, s
         sin: like `cos`.
 
     Raises:
-        ValueError: shapes do not fit together.
+        ValueError: shapes do not fit together, rotary_dim is odd, or the tokens of `merged` are not contiguous.
     """
     two, keys, kv_heads, head_dim = merged.shape
     if two != 2 or shifts.shape[1:] != (2, kv_heads, head_dim):

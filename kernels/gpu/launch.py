@@ -13,12 +13,14 @@ from torch import Tensor
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Make a tensor's device the thread's current one within a `with` block; nothing changes for one on a CPU."""
+    """Return a context that makes a tensor's device the thread's current one; on a CPU it changes nothing."""
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
-    """Return the quotient, rounded up. Triton's `cdiv` is a jitted function, whose call from Python takes longer.
+    """Return the quotient, rounded up. Raises ZeroDivisionError for a denominator of 0.
+
+    Triton's `cdiv` is a jitted function, whose call from Python takes longer.
 
     >>> ceil_div(33, 16)
     3

@@ -78,7 +78,11 @@ def _place(
 
 @cache
 def layer_numbers(layers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return layer numbers on the device, int32 `[layers]`; a model has few kinds of layers, so they are kept."""
+    """Return layer numbers on the device, int32 `[layers]`.
+
+    A model has few kinds of layers, so the tensors are kept: equal arguments give the same tensor, which must not be
+    changed.
+    """
     return torch.tensor(layers, dtype=torch.int32, device=device)
 
 
@@ -100,10 +104,11 @@ def place(
         start: the chunk's new first position.
         cos: `[positions, rotary_dim]`, for all positions.
         sin: like `cos`.
-        layers: numbers of the layers to write; None = all.
+        layers: numbers of the layers to write, which are not checked; None = all.
 
     Raises:
-        ValueError: shapes do not fit together.
+        ValueError: shapes or strides do not fit together, rotary_dim is odd, or the chunk does not lie within the
+            positions of `merged`, `cos` and `sin`.
     """
     all_layers, two, tokens, kv_heads, head_dim = chunk.shape
     if two != 2 or merged.shape[:2] != (all_layers, 2) or merged.shape[3:] != (kv_heads, head_dim):

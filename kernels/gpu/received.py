@@ -125,10 +125,11 @@ def received(
         tiling: as in `attend`.
 
     Returns:
-        float32 `[keys]`.
+        float32 `[keys]`; 0 for a key that no row sees.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together.
+        ValueError: shapes, strides or dtypes do not fit together.
+        RuntimeError: torch's own, without memory on the device.
     """
     rows, heads, _ = q.shape
     kv_heads = check_attention(q, k, None, visible)

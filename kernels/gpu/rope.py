@@ -18,9 +18,18 @@ _ROWS = 16  # token-head pairs of one program
 def turned(
     first, second, cos, sin, at, inside, rotary, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr
 ):
-    """Both halves, float32 `[rows, BLOCK_HALF]`, rotated to the places `at` `[rows]` of `cos` and `sin`.
+    """Return both halves of a head, float32 `[rows, BLOCK_HALF]`, rotated to the rows `at` `[rows]` of `cos` and `sin`.
 
-    Each half has an own row of cos and sin, as in `kernels.rope`.
+    The first half uses the first HALF numbers of such a row and the second half the others, as in `kernels.rope`.
+
+    Args:
+        first, second: the halves, float32 `[rows, BLOCK_HALF]`.
+        cos, sin: pointers to `[positions, rotary]`, contiguous.
+        at: `[rows]`, index into `cos` and `sin`.
+        inside: `[rows, BLOCK_HALF]`, False where the results are not used.
+        rotary: dimensions that are rotated.
+        HALF: half of them.
+        BLOCK_HALF: HALF rounded up to a power of two.
     """
     half = tl.arange(0, BLOCK_HALF)
     place = at.to(tl.int64)[:, None] * rotary + half[None, :]
@@ -74,9 +83,11 @@ def _rotate(
 
 @cache
 def halves(head_dim: int, rotary_dim: int) -> dict[str, int]:
-    """The constants of a kernel that rotates: sizes of half the rotary part and of what passes through.
+    """Return the constants of a kernel that rotates: HALF, REST, BLOCK_HALF and BLOCK_REST.
 
-    Raises ValueError where the rotary part is odd or wider than a head.
+    HALF is half of `rotary_dim`, and REST the number of dimensions that are not rotated. The other two are the same,
+    rounded up to a power of two that is at least 1. Equal arguments give the same mapping, so do not change it. Raises
+    ValueError if `rotary_dim` is odd or greater than `head_dim`.
     """
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise ValueError(f"{rotary_dim} dimensions of {head_dim} cannot be rotated in pairs")
@@ -98,10 +109,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
         out: output tensor with the shape of `x`, not overlapping it; by default a new tensor.
 
     Returns:
-        `out`, `[tokens, heads, head_dim]`.
+        `out` or the new tensor, `[tokens, heads, head_dim]`.
 
     Raises:
-        ValueError: shapes do not fit together.
+        ValueError: shapes do not fit together, rotary_dim is odd, or a head's dimensions are not side by side.
     """
     tokens, heads, head_dim = x.shape
     if out is None:

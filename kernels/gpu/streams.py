@@ -1,7 +1,7 @@
 """Order of work on a GPU: streams and events of the calling thread.
 
 A GPU computes later than Python calls it. Work on one stream runs in order; a thread that reads what another stream
-computes has to wait for an event. On a CPU nothing has to be ordered, and these functions do nothing.
+computes has to wait for an event. On a CPU nothing has to be ordered, and all but `copy_stream` do nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def wait_on_stream(event: torch.cuda.Event | None, *tensors: Tensor) -> None:
 
     Args:
         event: from `launched`, possibly of another thread.
-        tensors: tensors on one device that the later work reads.
+        tensors: tensors on one device that the later work reads; at least one.
+
+    Does nothing if the event is None. Raises IndexError for an event without tensors.
     """
     if event is None:
         return
@@ -52,7 +54,10 @@ def wait_on_host(device: torch.device) -> None:
 
 @cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which this process copies chunk-caches to a GPU, beside the layers that are computed."""
+    """Return the stream on which this process copies chunk-caches to a GPU, beside the layers that are computed.
+
+    It is the same for each call with a device. Raises torch's ValueError or RuntimeError for a CPU.
+    """
     return torch.cuda.Stream(device)
 
 

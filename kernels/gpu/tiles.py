@@ -51,9 +51,11 @@ class Tiling:
 
         Args:
             q: `[rows, heads, head_dim]`.
-            pairs: rows times query heads of a group, of a kernel that decode steps launch: they fill only the smallest
-                tile. None = the largest tile.
+            pairs: rows times query heads of a group, of a kernel that decode steps launch. Up to 16 pairs get the
+                smallest tile, and more get the largest. None = the largest tile.
             has_mass: True for a kernel that sums up mass, which takes registers.
+
+        Without a GPU, the result is that for a data centre's GPU.
         """
         is_wide = q.dtype == torch.float32
         head_dim = q.shape[-1]
@@ -77,7 +79,7 @@ class Tiling:
         return cls(largest, keys, warps, stages)
 
     def splits(self, device: torch.device, *, programs: int, keys: int) -> int:
-        """Return the number of programs that share a tile's keys, to fill the device.
+        """Return the number of programs that share a tile's keys, to fill the device: from 1 to 64.
 
         Args:
             device: device of the tensors.
@@ -93,7 +95,7 @@ class Tiling:
     def constants(
         self, q: Tensor, visible: Visibility, *, absent: Tensor | None, softcap: float | None
     ) -> dict[str, object]:
-        """Return the constants and launch options that the kernels share."""
+        """Return the constants and launch options that the kernels share, by the names of the kernels' parameters."""
         return {
             "HEAD_DIM": q.shape[-1],
             "BLOCK_D": max(16, power_of_two(q.shape[-1])),
@@ -143,12 +145,20 @@ class _AbsentMask:
 
 
 def absent_mask(visible: Visibility, keys: int) -> Tensor | None:
-    """Return a mask of the absent keys, uint8 `[keys]`, 1 where a key is absent; None = no key is absent."""
+    """Return a mask of the absent keys, uint8 `[keys]`, 1 where a key is absent; None if `visible.absent` is None.
+
+    It is made once for a `visible` and kept there. Raises IndexError if an absent key is not below `keys`; on a GPU
+    torch reports it later, as a RuntimeError.
+    """
     return visible.prepared(_AbsentMask(keys))
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor | None, visible: Visibility) -> int:
-    """Return kv_heads; raise ValueError unless the arguments of an attention kernel fit together."""
+    """Return kv_heads; raise ValueError unless the arguments of an attention kernel fit together.
+
+    Checked are dtypes, heads, dimensions of a head (at most 256), the number of positions, and that a head's dimensions
+    lie side by side. Positions beyond the keys are not noticed.
+    """
     rows, heads, head_dim = q.shape
     kv_heads = k.shape[-2]
     if q.dtype not in DTYPES or k.dtype != q.dtype or (v is not None and v.dtype != q.dtype):
@@ -222,7 +232,11 @@ def load_keys(
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load keys or values, `[BLOCK_N, BLOCK_D]`; without MASKED every key is in range."""
+    """Load keys or values of one head, `[BLOCK_N, BLOCK_D]`, in their own dtype.
+
+    With MASKED, keys that are not in `there` are zeros; without it, every key must be in range. The dimensions from
+    HEAD_DIM to BLOCK_D are zeros.
+    """
     dims = tl.arange(0, BLOCK_D)
     at = x + head_offset + keys.to(tl.int64)[:, None] * key_stride + dims[None, :]
     if MASKED or HEAD_DIM != BLOCK_D:

@@ -72,6 +72,8 @@ LOADING_CONSTANTS = LoadingConstants()
 def preload_depth(layers: int, *, prefill_s: float, load_s: float) -> int:
     """Return how many layers must be loaded before the first is computed, to compute without a gap (eq. 16).
 
+    The result is from 1 to `layers`, rounded up.
+
     Args:
         layers: number of layers.
         prefill_s: seconds to compute all layers, without loading.
@@ -138,7 +140,12 @@ class LoadSplit:
     constants: LoadingConstants = LOADING_CONSTANTS
 
     def next_piece(self) -> tuple[float, bool]:
-        """Return the number of tokens in the next piece of the front, and True if the last pass includes them."""
+        """Return the number of tokens in the next piece of the front, and True if the last pass includes them.
+
+        The number may be a fraction. It may exceed that of the waiting tokens while the speed of computing is unknown.
+        (0.0, True) means that the last pass comes next and that no token is computed instead of loaded. That is also
+        the result if no tokens are waiting.
+        """
         if not self.waiting:
             return 0.0, True
         first_piece = self.constants.first_piece_tokens
@@ -165,7 +172,10 @@ class LoadSplit:
 
     @property
     def loads_soon(self) -> bool:
-        """True if loading ends so soon that computing need not be considered."""
+        """True if loading ends so soon that computing need not be considered: within `soon_s` seconds at this rate.
+
+        For a rate of 0, True only if no bytes are left.
+        """
         return self.bytes_left <= self.constants.soon_s * self.bytes_per_s
 
     @property
@@ -174,7 +184,11 @@ class LoadSplit:
         return len(np.union1d(self.own_positions, self.waiting)) == self.tokens
 
     def load_first(self) -> bool:
-        """Return True if loading should finish before the last pass, because readers would slow that pass down."""
+        """Return True if loading should finish before the last pass, because readers would slow that pass down.
+
+        False if no tokens are waiting, if computing a front pays off, or while the speed of computing or the rate of
+        loading is unknown.
+        """
         if not self.waiting or not self.speed.known or self.bytes_per_s <= 0.0:
             return False
         return self.busy_cores >= self.constants.busy_cores and self.share() == 0.0
@@ -190,8 +204,10 @@ class LoadSplit:
         Args:
             layers_left: fraction of the layers whose loading the front still saves.
 
-        All waiting tokens for a rate of 0; 0 if no tokens are waiting, or computing them would save too little.
-        Otherwise raises AssertionError unless `speed.known`.
+        Returns the number of all waiting tokens for a rate of 0, and 0 if no tokens are waiting, no bytes are left, or
+        computing a front would save too little. Any other number reaches to the end of an extent, or is a fraction
+        after the last end in `extent_ends`. Raises AssertionError if the speed of computing is unknown and neither the
+        rate, the number of waiting tokens nor that of bytes is 0.
         """
         count = len(self.waiting)
         if not count or self.bytes_per_s <= 0.0:
@@ -263,7 +279,10 @@ class LoadSplit:
         return self.speed.rows(added)
 
     def optimistic(self) -> LoadSplit:
-        """Return the same state at the highest rate that loading may still reach."""
+        """Return the same state at the highest rate that loading may still reach.
+
+        Returns this object itself if the rate is settled, or nothing has been loaded: the rate is an upper bound then.
+        """
         if self.is_settled or not self.has_loaded:
             return self
         return self._at(self.constants.optimism)
@@ -297,17 +316,21 @@ class LayerWise:
     computes_front = False
 
     def first_look(self, split: LoadSplit) -> WaitCondition:
-        """Return the condition to wait for before the first decision."""
+        """Return the condition to wait for before the first decision: nothing."""
         return WaitCondition("nothing")
 
     def before_pass(self, split: LoadSplit, layers: int) -> WaitCondition:
-        """Return the condition to wait for before the next pass: enough layers to compute without a gap (eq. 16)."""
+        """Return the condition to wait for before the next pass: enough layers to compute without a gap (eq. 16).
+
+        It is one layer while the rate of loading is 0, otherwise all layers while the speed of computing is unknown and
+        bytes are left. The wait has no limit.
+        """
         prefill_s = split.speed.seconds(split.rows) if split.speed.known else 0.0
         load_s = split.load_s if split.bytes_per_s > 0.0 else 0.0
         return WaitCondition(preload_depth(layers, prefill_s=prefill_s, load_s=load_s))
 
     def next_piece(self, split: LoadSplit) -> tuple[float, bool]:
-        """Return the number of tokens in the next piece of the front, and True if the last pass includes them."""
+        """Return (0.0, True): there is no front, and the last pass comes next. `Cake` computes a front."""
         return 0.0, True
 
 
@@ -315,7 +338,7 @@ class Whole(LayerWise):
     """Load everything, then compute."""
 
     def before_pass(self, split: LoadSplit, layers: int) -> WaitCondition:
-        """Return the condition to wait for before the next pass: everything is loaded."""
+        """Return the condition to wait for before the next pass: everything is loaded, without a limit of time."""
         return WaitCondition("all")
 
 
@@ -325,7 +348,11 @@ class Cake(LayerWise):
     computes_front = True
 
     def first_look(self, split: LoadSplit) -> WaitCondition:
-        """Return the condition to wait for before the first decision: a short time, if the rate is unknown."""
+        """Return the condition to wait for before the first decision.
+
+        It is nothing if the rate is settled. Otherwise it is that everything is loaded, for `first_look_s` seconds at
+        most, and for less if computing the whole prompt takes little time (`first_look_fraction`).
+        """
         if split.is_settled:
             return WaitCondition("nothing")
         everything_s = split.rest_s() if split.speed.known else math.inf
@@ -335,7 +362,12 @@ class Cake(LayerWise):
         )
 
     def before_pass(self, split: LoadSplit, layers: int) -> WaitCondition:
-        """Return the condition to wait for before the next pass."""
+        """Return the condition to wait for before the next pass.
+
+        While neither the speed of computing is known nor the rate of loading settled, it is that everything loads soon,
+        for `settle_s` seconds at most. If loading should finish first (`LoadSplit.load_first`), it is that everything
+        is loaded, for at most twice the expected time. Otherwise it is nothing.
+        """
         if not (split.speed.known or split.is_settled):
             return WaitCondition("all soon", split.constants.settle_s)
         if split.load_first():
@@ -343,7 +375,10 @@ class Cake(LayerWise):
         return WaitCondition("nothing")
 
     def next_piece(self, split: LoadSplit) -> tuple[float, bool]:
-        """Return the number of tokens in the next piece of the front, and True if the last pass includes them."""
+        """Return the number of tokens in the next piece of the front, and True if the last pass includes them.
+
+        See `LoadSplit.next_piece`.
+        """
         return split.next_piece()
 
 

@@ -60,7 +60,7 @@ class ComputeSpeed:
 
     @property
     def known(self) -> bool:
-        """True once a pass has been measured."""
+        """True once a pass has been recorded by `measured`; decode steps do not count."""
         return self._row_s is not None
 
     def seconds(self, rows: float, *, passes: float = 1.0) -> float:
@@ -87,8 +87,9 @@ class ComputeSpeed:
     def measured(self, rows: float, seconds: float, *, kind: PassKind = "last") -> None:
         """Record a pass: its rows in units of `rows`, and its time in seconds.
 
-        A pass with few rows updates only the fixed cost of last passes. Raises ZeroDivisionError if the first pass has
-        0 rows.
+        After the first pass, a last pass of fewer than 96 rows (in these units) updates only the fixed cost of last
+        passes, and so short a pass of another kind updates nothing. Raises ZeroDivisionError if the first pass has 0
+        rows.
 
         The fixed costs of last passes and of pieces are separate: with the former, the rows of a piece would seem
         several times as fast as they are.
@@ -115,7 +116,7 @@ class ComputeSpeed:
     def stepped(self, seconds: float) -> None:
         """Record the time in seconds of a decode step, which is almost entirely fixed cost.
 
-        The fastest step counts most.
+        A step that is faster than `piece_s` replaces it; a slower one changes it by a fiftieth of the difference.
         """
         if not self.piece_s:
             self.piece_s = seconds

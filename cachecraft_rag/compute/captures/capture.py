@@ -92,7 +92,7 @@ class CaptureRecorder:
 
     @property
     def captures(self) -> tuple[RecordedChunk, ...]:
-        """The chunks that were computed through all layers, ascending."""
+        """The chunks that were computed through all layers and not forgotten, ascending; () without any."""
         complete = [
             capture
             for capture in self._recorded.values()
@@ -101,12 +101,12 @@ class CaptureRecorder:
         return tuple(sorted(complete, key=lambda capture: capture.segment))
 
     def forget(self, segment: int) -> None:
-        """Drop the capture of a segment, if there is one."""
+        """Drop the capture of a segment; does nothing if there is none. A later pass may capture the segment again."""
         self._recorded.pop(segment, None)
 
     @property
     def missing(self) -> frozenset[int]:
-        """Segments that should have been captured and were not."""
+        """Segments that should have been captured and are not among `captures`; empty if all are."""
         wanted = frozenset(segment for segment, _start, _stop in self._spans)
         return wanted - {capture.segment for capture in self.captures}
 
@@ -193,6 +193,9 @@ class CaptureRecorder:
             places: captures and their rows, as returned by `locate`.
             qkv: rotated queries `[rows, heads, head_dim]`, raw keys and values `[rows, kv_heads, head_dim]`.
             settings: attention settings of the layer.
+
+        A layer that is recorded again replaces what was kept of it. If the passes measure attention, a layer is
+        complete only after `add_mass`. Raises torch's RuntimeError for shapes that do not fit the layout.
         """
         if layer == len(self.settings):
             self.settings.append(settings)
@@ -291,7 +294,11 @@ class AttentionAccumulator:
             layer: index of the layer.
             keys: `[keys, kv_heads, head_dim]`, the layer's rotated keys up to the capture's end or beyond.
 
-        Raises KeyError if the capture holds no queries of this layer, as when the pass measured the attention.
+        A layer that is added twice counts twice.
+
+        Raises KeyError if the capture holds no queries of this layer, as when the pass measured the attention, and
+        IndexError if there are no settings of this layer. Raises ValueError, MemoryError or torch's RuntimeError as
+        `segment_mass` does, such as without memory.
         """
         settings = self._settings[layer]
         visible = self._visible.setdefault(
@@ -309,7 +316,12 @@ class AttentionAccumulator:
         self._mass += mass
 
     def statistics(self) -> AttentionStatistics:
-        """Return the averages over the added layers (eq. 10) and the scores derived from them."""
+        """Return the averages over all layers of `settings` (eq. 10) and the scores derived from them.
+
+        Layers that were not added count as 0. `inter` has one value for each segment before the capture, beginning with
+        that of the system. The token scores are unknown if no chunk precedes the capture. Raises ZeroDivisionError if
+        the capture or a chunk before it has no tokens.
+        """
         # [tokens, segments up to the capture's]
         mass = self._mass.cpu().numpy() / len(self._settings)
         segment = self._capture.segment

@@ -98,7 +98,10 @@ class WriteBackQueue:
         self._followers: weakref.WeakSet[RemovedChunks] = weakref.WeakSet()
 
     def follow(self, removed: RemovedChunks) -> RemovedChunks:
-        """Add chunks that are removed from now on to this set, and return it."""
+        """Add chunks that are removed from now on to this set, and return the set.
+
+        The queue does not keep the set alive: hold it as long as captures may come.
+        """
         with self._guard:
             self._followers.add(removed)
         return removed
@@ -118,14 +121,17 @@ class WriteBackQueue:
         """Queue the captures of a prefill and return at once.
 
         Call it in the thread that computed the prefill, because captures wait for the work launched by this thread.
-        Captures are dropped after `close` and while more than `max_bytes` are waiting. The answer is not affected: a
-        capture that is dropped or fails is counted and logged, not raised.
+        Captures are dropped after `close`, while more than `max_bytes` are waiting, and if they are private and the
+        context has no session. The answer is not affected: a capture that is dropped or fails is counted and logged,
+        not raised.
 
         Args:
             recorder: recorder of the prefill.
             keys: `[layers, keys, kv_heads, head_dim]`, rotated; must not change up to the last capture's end. Not kept
                 if the recorder does not need them.
             context: facts about the prompt.
+
+        Raises what `start` raises; that capture then counts as failed, and later ones are not queued.
         """
         computed = launched(keys.device)
         needed = keys if recorder.needs_keys else None
@@ -169,8 +175,8 @@ class WriteBackQueue:
         Returns:
             The generator of the steps; its result is the stored variant, or the reason why the capture is dropped.
 
-        Raises, while the generator runs, StoreError if the tensor does not have its layout, and what a kernel raises,
-        such as torch's RuntimeError without memory.
+        Raises, while the generator runs, StoreError if the tensor does not have its layout, ForkError in a fork of the
+        process that opened the store, and what a kernel raises, such as torch's RuntimeError without memory.
         """
         if not recorder.needs_keys:
             keys = None

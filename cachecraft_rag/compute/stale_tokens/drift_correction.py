@@ -66,7 +66,8 @@ class DriftCorrection:
     def locate(self, positions: NDArray[np.int64], rows: Rows) -> None:
         """Set the rows of the layers that follow, at these ascending positions `[rows]`.
 
-        Only recomputed rows show the change: rows whose stored values were not loaded have nothing to compare with.
+        Only recomputed rows show the change: rows whose stored values were not loaded have nothing to compare with. A
+        chunk with fewer than two recomputed rows is not corrected. Raises IndexError for a position beyond the prompt.
         """
         is_recomputed = rows.reason[positions] == RowReason.RECOMPUTED
         segments = rows.segment[positions]
@@ -129,8 +130,8 @@ class DriftCorrection:
             keys: `[rows, kv_heads, head_dim]`, rotated keys of the pass's rows.
             values: `[rows, kv_heads, head_dim]`, values of the pass's rows.
 
-        Does nothing if no chunk has two recomputed rows. Raises what torch or a kernel raises, such as RuntimeError
-        without memory.
+        Does nothing if no chunk has two recomputed rows, and before `locate`. Raises what torch or a kernel raises,
+        such as torch's RuntimeError or MemoryError without memory.
         """
         if not self._ranges:
             return

@@ -42,10 +42,11 @@ class FocusObserver:
     def observe(
         self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings
     ) -> None:
-        """Keep the attention of the question in one layer for `decide`; nothing once the focused chunks are known.
+        """Keep the attention of the question in one layer for `decide`.
 
-        `q` is `[watched rows, heads, head_dim]` and `k` `[keys, kv_heads, head_dim]`, both rotated; see
-        `Observer.observe`. Raises ValueError or torch's RuntimeError as `segment_mass` does, such as without memory.
+        Does nothing once the focused chunks are known, and without rows. `q` is `[watched rows, heads, head_dim]` and
+        `k` `[keys, kv_heads, head_dim]`, both rotated; see `Observer.observe`. Raises ValueError, MemoryError or
+        torch's RuntimeError as `segment_mass` does, such as without memory.
         """
         if self.monitor.focused is None and len(q):
             mass = segment_mass(
@@ -62,8 +63,10 @@ class FocusObserver:
     def decide(self, layer: int) -> bool:
         """Add up the attention of a layer that has run; return True in the layer that settles the focused chunks.
 
-        Separate from `observe`, because ranks see different heads and have to exchange their sums. With several ranks,
-        raises AnotherRankFailedError if another rank has given up, RanksApartError if one does not answer in time.
+        Returns False in all other layers, and if no layer was observed. Call it once after each layer. Separate from
+        `observe`, because ranks see different heads and have to exchange their sums. With several ranks, raises
+        AnotherRankFailedError if another rank has given up, and RanksApartError if another rank does not answer in
+        time. Raises ValueError if `monitor` was made for another number of chunks than `bounds` has.
         """
         if self.monitor.focused is not None or self._mass is None:
             return False

@@ -49,7 +49,8 @@ class AttentionReceived:
         """Add the attention of one of the deeper layers; other layers are left out.
 
         `q` is `[watched rows, heads, head_dim]` and `k` `[keys, kv_heads, head_dim]`, both rotated; see
-        `Observer.observe`. Raises ValueError or torch's RuntimeError as `attention_mass` does, such as without memory.
+        `Observer.observe`. Raises ValueError, MemoryError or torch's RuntimeError as `attention_mass` does, such as
+        without memory.
         """
         if layer not in self._layers:
             return
@@ -68,9 +69,10 @@ class AttentionReceived:
         self._received = received if self._received is None else self._received + received
 
     def seen(self) -> Tensor:
-        """Return the attention to each position up to the last watched one, float32 `[positions]`.
+        """Return the attention to each position up to the last watched position, float32 `[positions]`.
 
-        Raises AssertionError if no layer was observed.
+        It is the sum over the observed layers and rows, averaged over heads; a row's own position is left out. Raises
+        AssertionError if no layer was observed.
         """
         assert self._received is not None, "the range of layers is never empty"
         return self._received
@@ -78,7 +80,8 @@ class AttentionReceived:
     def received(self, positions: int) -> NDArray[np.float32]:
         """Return the attention to each of the first `positions` positions, float32 `[positions]`.
 
-        Shorter if fewer positions were seen. Raises AssertionError if no layer was observed.
+        Shorter if fewer positions were seen; otherwise the beginning of `seen`. On a CPU the array shares its memory.
+        Raises AssertionError if no layer was observed.
         """
         attention: NDArray[np.float32] = self.seen()[:positions].cpu().numpy()
         return attention
@@ -120,8 +123,9 @@ class Refresh:
     def begin(self, position: int) -> tuple[NDArray[np.int64], AttentionReceived]:
         """Return the positions to recompute with the step at `position`, and the observer of that step.
 
-        The positions are int64 `[rows]`, ascending; empty once no stale token is left. If a step failed and begins
-        again, it gets the same positions. Raises AssertionError if the step before was begun and not computed.
+        The positions are int64 `[rows]`, ascending; empty once no stale token is left. They count as refreshed and
+        are not chosen for a later step. If a step failed and begins again, it gets the same positions. Raises
+        AssertionError if a step at another position was begun before and not computed.
         """
         if position != self._position:
             self._add_last_step()
