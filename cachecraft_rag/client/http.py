@@ -95,7 +95,7 @@ class HTTPEngine(AnswerEngine):
         """Connect to a server that `cachecraft serve` started.
 
         Args:
-            url: such as "http://127.0.0.1:8000".
+            url: such as "http://127.0.0.1:8000"; a "/v1" at its end is left out.
             model: name of the model that the server must serve, as it was started with; None: any.
             system: an instruction instead of the server's. The server takes it for private text, unless it was started
                 with --shared-system.
@@ -108,8 +108,9 @@ class HTTPEngine(AnswerEngine):
             The engine; close it. The connection of each request is separate, and none stays open between them.
 
         Raises:
-            ServerError: no server answers in time, or another kind or version of server, or one that serves another
-                model or asks for a key; or a reply is malformed, or its chat template cannot be used.
+            ServerError: no server answers in time; the server is of another kind or version, serves another model, asks
+                for a key or fails; a reply is malformed; or its tokenizer or its chat template cannot be used, even if
+                only together with this `system`.
             ConfigError: an argument has a wrong type or is out of range, the URL is invalid, no HTTP header can hold a
                 key, the environment names certificates or a proxy that cannot be used, or the server answers with
                 status 400 (ContextLengthError if its message names a context).
@@ -314,7 +315,8 @@ class ServerPrimer:
         Raises:
             ServerError: the server does not answer, asks for a key or fails, its reply is malformed, or the engine is
                 closed. There is no time limit while the server computes.
-            ConfigError: an item of `chunks` is no chunk; or the server refuses a text, or cannot use its store.
+            ConfigError: an item of `chunks` is no chunk; or the server refuses a text, has a private instruction, or
+                cannot use its store.
             ContextLengthError: a chunk is too long for the model.
 
         Exceptions of `captured` and of the primer's `related` pass.

@@ -87,7 +87,7 @@ class Link:
     """HTTP requests to one server; thread-safe. Every request raises ServerError after `close`.
 
     Args:
-        url: of the server.
+        url: of the server; a "/v1" at its end is left out.
         api_key, admin_key: see `HTTPEngine.connect`.
         timeout_s: longest silence of the server.
         total_timeout_s: longest time of a request with its reply; None = no limit.
@@ -145,8 +145,9 @@ class Link:
     def facts(self) -> Mapping[str, object]:
         """Return facts about the server, as it sent them: JSON values, for `ServerFacts.of`.
 
-        Raises ServerError if it does not answer in time, asks for a key, is another kind of server, or speaks another
-        version's protocol; ConfigError or ContextLengthError if it answers with status 400.
+        Raises ServerError if it does not answer in time, asks for a key or fails, is another kind of server, or speaks
+        another version's protocol, and if the link is closed; ConfigError or ContextLengthError if it answers with
+        status 400.
         """
         facts = self.call("/v1/cachecraft")
         if not isinstance(facts, dict) or "protocol" not in facts:
@@ -253,7 +254,8 @@ class Link:
 
         Raises:
             ServerError: the server does not answer in time, asks for a key or fails; an event is an error, is not a
-                JSON object or is too long; the answer ends early; or the link is closed.
+                JSON object or is longer than 1 MiB; the answer ends early or is longer than 64 MiB; or the link is
+                closed.
             ConfigError: the server answers with status 400: it refuses the body, or cannot use its store.
             ContextLengthError: the prompt is too long for the model.
             TypeError, ValueError: the body is not JSON (half a surrogate pair, NaN), or a header is not ASCII text; a

@@ -31,7 +31,7 @@ _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
 
 
 def printable(text: object) -> str:
-    r"""Return a server's text, on one line, without terminal codes: at most 300 characters and an ellipsis.
+    r"""Return a server's text, on one line, without terminal codes: at most 300 characters, and an ellipsis if cut.
 
     Other values than text are converted with `str`.
 
@@ -75,8 +75,10 @@ def checked_reply(url: str, name: str) -> Iterator[None]:
 def parsed_json(content: bytes | str) -> object:
     """Parse JSON; return Python's value of it: dict, list, str, int, float, bool or None.
 
-    Raises ValueError for text that is not JSON or not valid Unicode, and for NaN and infinities; RecursionError for
-    JSON that is nested too deeply.
+    A text in it may hold half a surrogate pair, which JSON can write as an escape; `text_of` refuses such a text.
+
+    Raises ValueError for content that is not JSON, for bytes that are not valid Unicode, and for NaN and infinities;
+    RecursionError for JSON that is nested too deeply.
     """
 
     def refuse(name: str) -> None:

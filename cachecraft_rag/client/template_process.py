@@ -17,9 +17,9 @@ MAX_TEXT = 4 << 20  # characters of the rendered prompt
 
 
 def limit_resources() -> None:
-    """Limit CPU time and memory of this process; does nothing on Windows, which has no such limits.
+    """Limit this process to 5 s of CPU time and 1 GiB of memory; does nothing on Windows, which has no such limits.
 
-    Lower limits of the system stay. Raises ValueError or OSError if the system refuses the limits.
+    Lower hard limits of the system stay. Raises ValueError or OSError if the system refuses the limits.
     """
     try:
         import resource

@@ -54,10 +54,10 @@ class EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics.
+        """Yield the current metrics of the requests, and those of the store if it is a `ChunkCacheStore`.
 
-        Raises nothing for a store that is closed or cannot be read: `cachecraft_store_readable` is 0 then, and the
-        other metrics of the store are left out.
+        A store that is closed or cannot be read raises nothing: `cachecraft_store_readable` is 0 then, and the other
+        metrics of the store are left out. Raises ForkError in a fork of the process that opened the store.
         """
         yield from self._engine.request_counts.collect()
         store = self._engine.store
@@ -73,7 +73,7 @@ class EngineCollector(Collector):
             yield from _of_store(stats)
 
     def describe(self) -> Iterable[Metric]:
-        """Return the families without samples; registering then reads no numbers."""
+        """Return a list with one metric that has no samples, so that registering the collector reads no numbers."""
         return [GaugeMetricFamily("cachecraft_store_readable", _READABLE)]
 
     def _stats(self, store: ChunkCacheStore) -> StoreStats:
@@ -170,7 +170,11 @@ class MetricsServer(Closeable):
         self.port = server.server_port
 
     def close(self) -> None:
-        """Stop listening. May be called twice."""
+        """Stop listening, and wait until the server's thread has ended, which takes up to half a second.
+
+        Raises nothing. A second call does nothing. In a fork of the process that started the server the call waits
+        without end, because the thread does not run there.
+        """
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -187,7 +191,8 @@ def serve_metrics(engine: Measured, port: int, *, address: str = "127.0.0.1") ->
         The running server; the caller closes it.
 
     Raises:
-        ConfigError: the port is out of range or taken, or this machine does not have the address.
+        ConfigError: the port is out of range, taken or not allowed, the address is empty, or this machine does not have
+            it.
     """
     check_whole("port", port, most=MOST_PORT)
     check_text("address", address, empty=False)

@@ -62,7 +62,11 @@ class RequestCounts:
             self._tokens.labels(kind)
 
     def add(self, stats: RequestStats) -> None:
-        """Count a request that has ended; of one that failed before its first token no tokens and no TTFT."""
+        """Count a request that has ended: its outcome, its chunks, its tokens and its times.
+
+        The time to the first token is noted only if there was a first token. No tokens are counted of a request that
+        failed before its first token. Of a request that its reader closed before it, they are counted.
+        """
         self._requests.labels(str(stats.finish)).inc()
         for chunk in stats.chunks:
             self._chunks.labels(chunk.outcome, str(chunk.reason_code)).inc()

@@ -39,7 +39,8 @@ def log_request(stats: RequestStats, *, error: str | None = None) -> None:
 def request_fields(stats: RequestStats, *, error: str | None = None) -> dict[str, object]:
     """Return the fields of a request's log record as plain values; times in seconds.
 
-    They are those of `RequestStats` without the question's text, `event`, and `error` if it is not None.
+    They are `event`, `error` if it is not None, and the fields of `RequestStats` without `searched`, which holds the
+    question's text. In the dicts of `chunks`, "reason" is the code of the `Reason`, and there is no "reason_code".
     """
     fields: dict[str, object] = {"event": "request"}
     if error is not None:
@@ -63,7 +64,11 @@ class JsonFormatter(logging.Formatter):
         """Return the record as one line of JSON.
 
         The time is ISO 8601 in UTC. NaN and infinities become null, and values that JSON lacks become text. The field
-        "exception" holds an exception with its traceback.
+        "exception" holds an exception with its traceback. The record's `cachecraft` fields replace others of the same
+        name.
+
+        Raises TypeError, ValueError or KeyError if the record's message does not fit its arguments, as logging's own
+        formatter does.
         """
         fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),

@@ -54,12 +54,12 @@ class ChunkStats:
 class RequestStats:
     """Times in seconds and tokens of one request; made by `serving.request.stats_of`.
 
-    ttft_s             from the call to the first answer token: queue_s + plan_s + load_s + prefill_s
+    ttft_s             from the call to the first answer token: queue_s + plan_s + load_s + prefill_s; 0 before it
     queue_s            waiting for its turn, see `EngineConfig.max_waiting`
     plan_s             prompt, look-up and plan, including any wait for a chunk that was still being captured
     load_s             waiting for what was being loaded; loading beside computing does not count
     prefill_s          computing the prompt
-    total_s            from the call to the end of the answer
+    total_s            from the call to the end of the answer; until then, from the call to now
     tokens_prompt      tokens_reused + tokens_recomputed + tokens_computed
     tokens_reused      taken from chunk-caches without a change
     tokens_recomputed  of reused chunks, recomputed
@@ -104,13 +104,18 @@ class RequestStats:
 
     @property
     def exact(self) -> bool:
-        """True if the answer is that of a full prefill: each chunk computed, wholly recomputed or exact."""
+        """True if the answer is that of a full prefill: each chunk was computed, recomputed as a whole, or exact.
+
+        Chunks that were left out of the prompt do not count, and without chunks it is True. It is False if a chunk
+        failed, if first layers had used stored values of a chunk that was then computed (`Reason.COMPUTED_LATE`), and
+        if `focus_layer` is not None.
+        """
         if self.focus_layer is not None:
             return False
         return all(_is_exact(chunk) for chunk in self.chunks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a dict of plain values, for JSON; parts such as `chunks` are dicts too."""
+        """Return field name → plain value, for JSON. `chunks` is a tuple of dicts with the fields of `ChunkStats`."""
         return asdict(self)
 
 
@@ -140,5 +145,8 @@ class Answer:
     stats: RequestStats
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a dict of plain values, for JSON; sources and statistics are dicts too."""
+        """Return field name → plain value, for JSON.
+
+        `sources` is a tuple of dicts with the fields of `Source`, and `stats` is the dict of `RequestStats.as_dict`.
+        """
         return asdict(self)

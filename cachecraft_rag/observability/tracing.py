@@ -340,8 +340,9 @@ def configure_tracing() -> None:
 
     It reads OpenTelemetry's own variables: `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_HEADERS`,
     `OTEL_SERVICE_NAME` ("cachecraft" without it), `OTEL_TRACES_SAMPLER` and so on. Does nothing without an endpoint, if
-    `OTEL_TRACES_EXPORTER` or `OTEL_SDK_DISABLED` switches traces off, or if a provider is configured already. Queued
-    spans are sent when the process ends.
+    `OTEL_TRACES_EXPORTER` or `OTEL_SDK_DISABLED` switches traces off, or if a provider is configured already. The
+    protocol and the installed packages are checked before that provider is noticed. Queued spans are sent when the
+    process ends.
 
     Raises:
         ConfigError: an endpoint is named, and the extra "otel" is not installed, another protocol than HTTP is asked

@@ -17,12 +17,15 @@ NOTE_KEYS = frozenset({CHUNK_ID_KEY, OUTCOME_KEY})
 
 
 def noted_chunk_id(metadata: Mapping[str, object]) -> str:
-    """Return the chunk id in a document's or node's metadata, or "" without one; it may belong to another text."""
+    """Return the chunk id that a document's or node's metadata holds, as text; "" if it holds none.
+
+    The id is not checked: it may be that of another text.
+    """
     return str(metadata.get(CHUNK_ID_KEY) or "")
 
 
 def chunk_id_of(text: str) -> str:
-    """The identity of a chunk: a hash of the exact text the model sees."""
+    """Return the identity of a chunk, 32 hex digits: a hash of the exact text that the model sees."""
     return digest("chunk", text)
 
 
@@ -33,7 +36,7 @@ class Chunk:
     The id is always that of the text: a wrong one would store or serve another text's chunk-cache. A `known_id` is
     compared with the text's digest here, once, and used as it is; nothing hashes the text again.
 
-    known_id   the id that a retriever gave with the text
+    known_id   the id that a retriever gave with the text; "" if there is none
     chunk_id   its identity, the digest of its text: `known_id`, unless the text was edited after it was retrieved
     stale_id   `known_id` if it is the id of another text, else ""
 

@@ -50,12 +50,15 @@ class Prompt:
 
     @property
     def token_ids(self) -> list[int]:
-        """The ids of the whole prompt."""
+        """The token ids of all segments, in order, as a new list; [] without segments."""
         return [token for segment in self.segments for token in segment.token_ids]
 
     @property
     def bounds(self) -> list[int]:
-        """`[segments + 1]`: segment i covers the positions `bounds[i]:bounds[i + 1]`."""
+        """`[segments + 1]`: segment i covers the positions `bounds[i]:bounds[i + 1]`.
+
+        The first bound is 0, the last one is the number of tokens of the prompt.
+        """
         edges = [0]
         for segment in self.segments:
             edges.append(edges[-1] + len(segment.token_ids))

@@ -29,11 +29,13 @@ class VariantKey:
 
     @property
     def variant_id(self) -> str:
-        """Hash of all four parts; names the row and the file of a shared chunk-cache."""
+        """The id of a shared chunk-cache, 32 hex digits: a hash of all four parts. It names the row and the file."""
         return self.variant_id_in(None)
 
     def variant_id_in(self, session: str | None) -> str:
-        """`variant_id`, or another for each session that keeps a chunk-cache to itself: those lie side by side.
+        """Return the id of a chunk-cache that only this session uses, 32 hex digits; for None it is `variant_id`.
+
+        The ids of different sessions differ, so their chunk-caches lie side by side in one store.
 
         >>> key = VariantKey("default", "model", "chunk", ("system",))
         >>> len({key.variant_id, key.variant_id_in("ada"), key.variant_id_in("bob")})

@@ -134,12 +134,15 @@ class Calls(Closeable):
 
     @property
     def vllm_config(self) -> VLLMConfig:
-        """vLLM's configuration; not to be read after `Serving.close`."""
+        """vLLM's configuration. Raises AssertionError after `Serving.close`."""
         assert self._engine is not None, "it is closed"
         return self._engine.vllm_config
 
     def close(self) -> None:
-        """End requests under way, whose readers get CancelledError; the engine has another owner, and stays open."""
+        """End requests under way, whose readers get CancelledError; the engine has another owner, and stays open.
+
+        Requests that begin later are served. Raises nothing.
+        """
         for job in list(self._jobs):
             job.cancel()
 

@@ -161,7 +161,8 @@ class VLLMBackend:
         Raises:
             UnsupportedModelError: reuse is not exact on this model, or vLLM computed the prompts without chunk-caches.
             StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
-            CancelledError: `Calls.close` was called meanwhile; also vLLM's own exceptions.
+            CancelledError: `Calls.close` was called meanwhile.
+            RuntimeError: vLLM's event loop is closed; also vLLM's own exceptions.
         """
         context = self._model.context_length
         block_size = int(self._calls.vllm_config.cache_config.block_size)
@@ -218,12 +219,15 @@ class VLLMBackend:
     def measured_min_prompt_tokens(self) -> int:
         """Measure from how many tokens on a prompt is answered sooner with reuse, see `shortest_prompt`.
 
-        Returns 0, all prompts, without a GPU, if the settings say it themselves, and where nothing can be measured:
-        the store is read-only, shared by a remote, or would have to evict chunk-caches to make room.
+        Returns 0, which means all prompts, if reuse is sooner even for the shortest prompt that is measured. Returns 0
+        also if nothing is measured. That is so without a GPU, if the settings switch reuse off or have a
+        `min_prompt_tokens`, if the context is too short, if the connector refuses the prompt, and if the store is
+        read-only, has a remote, or would have to evict chunk-caches to make room.
 
         Raises:
             StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
-            CancelledError: `Calls.close` was called meanwhile; also vLLM's own exceptions.
+            CancelledError: `Calls.close` was called meanwhile.
+            RuntimeError: vLLM's event loop is closed; also vLLM's own exceptions.
         """
         from vllm.platforms import current_platform
 
@@ -285,6 +289,7 @@ class VLLMBackend:
             captures: indices of segments, ascending; at least one.
 
         Raises:
+            IndexError: `captures` is empty.
             CancelledError: `Calls.close` was called meanwhile.
             RuntimeError: the engine is closed; also vLLM's own exceptions.
         """
@@ -584,16 +589,16 @@ class VLLMEngine(AnswerEngine):
             server: arguments of vLLM's engine by name, such as `tensor_parallel_size` or `gpu_memory_utilization`.
 
         Raises:
-            ModelNotFoundError: nothing of that name can be loaded.
+            ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is damaged.
             UnsupportedModelError: chunk-caches cannot be reused with this model and these options of vLLM, its heads
                 cannot be divided among the ranks, it has no weight files on this machine, or the self-check finds that
                 reuse is not exact.
             ConfigError: a setting is unknown, out of range or without effect over vLLM; `server` has an option that is
-                set here or a value that is no whole number where vLLM takes one; vLLM is missing, or its version is
-                unknown.
+                set here or that rules out audits, or a value that is no whole number where vLLM takes one; the
+                instruction or the chat template cannot be used; vLLM is missing, or its version is unknown.
             StoreError: the store cannot be opened, read or written.
             TimeoutError: vLLM did not start within ten minutes; also vLLM's own exceptions if it cannot start.
-            OSError: the converted demo model cannot be written.
+            OSError, ValueError, RuntimeError: the demo model cannot be converted, see `ServedModel.load`.
         """
         check_text("model", model, empty=False)
         check_path("store", store)
@@ -644,7 +649,10 @@ class VLLMEngine(AnswerEngine):
         return self._backend.audits.results.with_ratio(request, asked.config or self.config)
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        """Return these settings with the calibrated α for them, if there is one; unmarked text is not searched."""
+        """Return a copy of these settings, with the calibrated α for them if there is one.
+
+        Its `plain_prompts` is "off", because an engine over vLLM does not search unmarked text. Raises nothing.
+        """
         return replace(super().calibrated(config), **OFF)
 
     def close(self) -> None:

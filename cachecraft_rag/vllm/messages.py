@@ -76,6 +76,8 @@ class Ask:
     own_tokens   tokens at the end of the prompt that vLLM computes itself: one, or in an audit one for each token of
                  the answer, because vLLM predicts the next token only where it computes
     name         name under which the front end receives the report once the prompt is filled; "": only with the answer
+
+    Raises ConfigError if `config` has `refresh_rows`, which vLLM does not support.
     """
 
     prompt: Prompt

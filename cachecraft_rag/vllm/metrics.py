@@ -57,7 +57,10 @@ class StoreCounts(KVConnectorStats):
         return StoreCounts(self.data | other.data)
 
     def reduce(self) -> dict[str, int | float]:
-        """Return two totals over all stores for vLLM's log, by description: chunk-caches loaded, and captures."""
+        """Return two totals over all stores for vLLM's log: "chunk-caches loaded so far" and "captures so far".
+
+        Captures are counted with those that were dropped. Both totals are 0 without counts.
+        """
         total = summed(counts for sender, counts in self.data.items() if sender != REPORTS)
         return {
             "chunk-caches loaded so far": sum(total.get("loads", {}).values()),

@@ -57,10 +57,11 @@ ENDPOINT = "cachecraft_http"  # likewise, of the endpoint plugin
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`; may be called any number of times.
+    """Register the models of `ARCHITECTURES` and the connector with vLLM; may be called any number of times.
 
-    Registers the models of `ARCHITECTURES` and the connector. Plain `vllm serve` loads it too, and an exception would
-    end that server. So it raises nothing: with an unknown version of vLLM it does nothing, and failures are logged.
+    This is the entry point of `vllm.general_plugins`. Plain `vllm serve` loads it too, and an exception would end that
+    server. So it raises nothing there: with an unknown version of vLLM it does nothing, and failures are logged. Raises
+    ImportError if vLLM is not installed.
     """
     import vllm
 

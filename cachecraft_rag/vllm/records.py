@@ -41,6 +41,9 @@ def cached_report(
 ) -> FillReport:
     """Return a report like `filling.Filling.report` for a prompt served from vLLM's own prefix cache.
 
+    A segment that begins in the prefix cache gets `outcome`, and its tokens beyond the cache count as not loaded. If
+    `outcome` is "reused" and `refused` is "", all segments but the question get it. The other segments are "computed".
+
     Args:
         prompt: the prompt that was served.
         cached: number of first tokens that were in the prefix cache.
@@ -231,7 +234,7 @@ class Records:
         self._ended: OrderedDict[str, tuple[str | None, dict[str, object]]] = OrderedDict()
 
     def begin(self, name: str, record: RequestRecord) -> None:
-        """Add a request that is handed to vLLM.
+        """Add a request that is handed to vLLM; it replaces one under way that has the same name.
 
         Args:
             name: vLLM's id of the request, under which clients ask for its statistics.
@@ -254,7 +257,8 @@ class Records:
     def end(self, name: str, record: RequestRecord) -> None:
         """Note that a request has ended: its prompt is forgotten, the statistics of the last 1,000 are kept.
 
-        A further call with the same record replaces its statistics, and does not count it again.
+        A further call with the same record replaces its statistics, and does not count it again. Errors of the function
+        `ended` pass.
 
         Args:
             name: as in `begin`.

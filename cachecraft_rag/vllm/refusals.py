@@ -69,6 +69,7 @@ def refusal(config: PretrainedConfig, options: VLLMOptions) -> Refusal | None:
     """Return why a model with this Hugging Face config cannot be served from chunk-caches, or None if it may be.
 
     Of several reasons the first one is returned. None is no promise: `worker.refusals` and the self-check know more.
+    Raises KeyError for a config with LongRoPE that lacks the original length.
 
     Args:
         config: config of the whole model, which contains that of its text part.
@@ -80,10 +81,13 @@ def refusal(config: PretrainedConfig, options: VLLMOptions) -> Refusal | None:
 def needed_arguments(text: PretrainedConfig) -> dict[str, object]:
     """Return the arguments of vLLM that a model needs for reuse, by name; {} for most models.
 
-    Windows in some layers: vLLM drops tokens outside the windows, and keeps layers with and without a window in
-    separate blocks. Chunk-caches are written into one set of blocks for all layers.
+    A model with windows in some layers needs `disable_hybrid_kv_cache_manager` True. Without it vLLM drops tokens
+    outside the windows, and keeps layers with and without a window in separate blocks. Chunk-caches are written into
+    one set of blocks for all layers.
 
-    LongRoPE: vLLM takes the frequencies for long contexts unless its context is at most the original one.
+    A model with LongRoPE needs a `max_model_len` of its original context, in tokens, unless its context is no longer
+    than that. vLLM takes the frequencies for long contexts if its own context is longer. Raises KeyError for a config
+    with LongRoPE that lacks the original length.
 
     Args:
         text: config of the model's text part.

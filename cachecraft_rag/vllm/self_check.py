@@ -87,11 +87,12 @@ def self_check(
         dtype: dtype of the model's layout, a key of `TOLERANCE`.
 
     Returns:
-        True if all three were compared. If the store keeps no captures, which is logged, only the first two were.
+        True if all three were compared. False if the store keeps no captures: then only the first two were compared,
+        and a warning is logged.
 
     Raises:
-        UnsupportedModelError: if a difference is larger than rounding errors, or if our passes or the chunk-caches were
-            not used, so that they could not be compared. Errors of `predict` and `kept` pass.
+        UnsupportedModelError: a difference is larger than rounding errors, or our passes or the chunk-caches were not
+            used, so that they could not be compared. Errors of `predict` and `kept` pass.
     """
     began = time.perf_counter()
     tokens = prompt.bounds[-1]

@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Fingerprint, layout (all heads) and context length of a model, see `engine.decoder.Decoder`."""
+    """Fingerprint, layout (all heads) and context length of a model, see `model.decoder.Decoder`."""
 
     fingerprint: str
     layout: KVLayout
@@ -41,7 +41,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Facts about a model that runs in vLLM's processes; see `engine.facts.ModelFacts`.
+    """Facts about a model that runs in vLLM's processes; see `model.facts.ModelFacts`.
 
     folder      folder of the model's files; None if they are on another machine
     end_tokens  token ids that end an answer
@@ -63,18 +63,24 @@ class ServedModel:
     ) -> ServedModel:
         """Read the config and the tokenizer of a model, and compute the digests of its weights; no weights are kept.
 
+        Config and tokenizer come from the hub if they are not on this machine. Weights are not downloaded, except for
+        the first use of "demo", see `demo_model_folder`. The digests are kept in the user's cache folder.
+
         Args:
             name: Hugging Face name or folder, or "demo" for the embedded model.
-            dtype: dtype of keys and values, such as "bfloat16"; "auto" is the checkpoint's own.
+            dtype: dtype of keys and values, such as "bfloat16"; it is not checked. "auto" is the checkpoint's own.
             options: options of the vLLM that is about to start. If chunk-caches cannot be reused with them, the model
                 is refused before its weights are read. None for a vLLM that runs already: nothing is refused, and the
                 fingerprint is that of the checkpoint alone.
 
         Raises:
-            ModelNotFoundError: nothing of that name can be loaded, or a file cannot be read or is damaged.
+            ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file cannot be read
+                or is damaged.
             UnsupportedModelError: chunk-caches cannot be reused with this model and these options, or it has no weight
                 files on this machine.
             OSError: the converted demo model cannot be written.
+            ValueError: the file that the demo model is converted from is damaged.
+            RuntimeError: `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
         """
         from transformers import AutoTokenizer, GenerationConfig
 

@@ -40,10 +40,12 @@ _MEMORY = "vLLM has the device's memory; its own prefix cache takes the device t
 
 
 def check_config(config: EngineConfig) -> EngineConfig:
-    """Return a copy of the config with `OFF` applied.
+    """Return a copy of the config with `OFF` applied: `reuse.plain_prompts` is "off" in it.
 
     Raises ConfigError for an option that has no effect over vLLM, and for a quality target without audits, or together
-    with a recompute ratio or α.
+    with a recompute ratio or α. Without effect are `device`, `decode_rows`, `max_waiting`, `preload_bytes`,
+    `wait_timeout_s`, new variants "always", the text of audits, `reuse.refresh_rows`, and `device` and `device_bytes`
+    of the store; their usual values are accepted.
     """
     config.require_usable_target()
     usual = EngineConfig()
@@ -81,6 +83,8 @@ class EndpointSettings:
     plain_prompts    reuse of text in requests without documents, see `server.unmarked.PlainPrompts`
     search_system    True if system messages of such requests are searched too: applications may put the context there
     admin_keys       keys that allow priming and eviction, in addition to vLLM's own key; (): no such key is required
+
+    Raises ConfigError for a value that is unknown or of a wrong type, and for `search_system` without `plain_prompts`.
     """
 
     root: str = ""

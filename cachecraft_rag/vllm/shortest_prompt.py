@@ -38,6 +38,8 @@ class Times:
 def lengths_up_to(longest: int) -> list[int]:
     """Return the lengths of the prompts to measure, in tokens, ascending; [] if the context is too short for any.
 
+    The first one is 1,024, each other one is twice the one before, and the last one is at most 32,768.
+
     Args:
         longest: most tokens of a prompt that the server can fill from chunk-caches.
 
@@ -53,10 +55,10 @@ def lengths_up_to(longest: int) -> list[int]:
 
 
 def shortest_prompt(lengths: Sequence[int], measure: Callable[[int], Times | None]) -> int:
-    """Return the smallest of these lengths at which reuse is sooner; 0 if it is at the first one.
+    """Return the smallest of these lengths at which reuse is sooner; 0 if it is the first one, or none was measured.
 
-    Longer prompts are not measured. If reuse is sooner at none of them, the result is one more than the last, and a
-    warning is logged.
+    Longer prompts are not measured. If reuse is sooner at none of the measured lengths, the result is one more than the
+    last of them, and a warning is logged. Errors of `measure` pass.
 
     Args:
         lengths: lengths of prompts in tokens, ascending.
@@ -99,7 +101,7 @@ def shortest_prompt(lengths: Sequence[int], measure: Callable[[int], Times | Non
 def prompts_of(tokens: int, *, vocabulary: int) -> tuple[Prompt, Prompt]:
     """Return a prompt of about so many random tokens, and its instruction and chunks in another order to capture.
 
-    In the second one every chunk stands in another place, so that none is reused exactly.
+    The second one has no question, and every chunk stands in another place in it, so that none is reused exactly.
 
     Args:
         tokens: length of the first prompt, at least `SHORTEST`.

@@ -170,7 +170,8 @@ class IdleAudits:
         """Return an object that notes the predictions of an answer; None if the answer is not to be audited.
 
         Answers are drawn by chance, with the share of audits. Answers without reuse are not audited, and neither are
-        answers with a grammar, because the predictions compared are those without it.
+        answers with a grammar, because the predictions compared are those without it. After `close` the result is
+        always None.
         """
         config = self.results.config
         is_open = config.share > 0 and not self._closed
@@ -189,12 +190,13 @@ class IdleAudits:
         """Have the first tokens of an answer audited, if its predictions were noted.
 
         The audit waits for idle time. If too many answers wait, the oldest one is dropped and counted. An answer whose
-        chunks are all exact needs no audit: its result is kept at once. Does nothing after `close`.
+        chunks are all exact needs no audit: its result is kept at once. Does nothing after `close`, for an answer that
+        vLLM computed without chunk-caches, and if no token was read.
 
         Args:
             request: the request.
             progress: progress of the request, with the report of the connector.
-            predicted: result of `recorder`.
+            predicted: result of `recorder`; with None nothing is audited.
             tokens: number of tokens that its reader has read; None: all.
         """
         # Without a report of its segments vLLM has computed the prompt itself: there is no reuse to audit.

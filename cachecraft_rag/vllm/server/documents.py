@@ -124,8 +124,9 @@ class Asked:
             allowed: reuse settings that the request may change, see `EndpointSettings`.
 
         Raises ConfigError, with what to do instead, for fields that do not work together with documents; documents,
-        messages or tools of another form, or with more than 64 characters per token of the context; and reuse settings
-        that are unknown, out of range, or not for clients to change.
+        messages or tools of another form, or with more than 64 characters per token of the context; a document whose id
+        is that of another text, if the request sets `strict_ids`; and reuse settings that are unknown, out of range, or
+        not for clients to change.
         """
         for name, (fine, advice) in _UNSUPPORTED.items():
             if not fine(getattr(request, name, None)):
@@ -217,13 +218,17 @@ class PrimingRequest:
 def read_priming(body: bytes, *, context_length: int) -> PrimingRequest:
     """Return the request to prime in the body of an HTTP request.
 
-    Raises ConfigError for bytes that are not a JSON object with the fields "documents", "related" and "estimate";
-    documents of another form; an "estimate" that is neither true nor false; and chunks that take too long to tokenise
-    or cannot fit the context.
+    Of the fields "documents", "related" and "estimate" only the first is required. Without the others nothing is
+    related, and the request is no estimate.
 
     Args:
         body: the body.
         context_length: most tokens of prompt and answer together.
+
+    Raises:
+        ConfigError: the body is not a JSON object, or has another field; documents have another form, see
+            `check_documents`; "estimate" is neither true nor false; the documents have more than 4,194,304 characters
+            in all; or one of them has more than 64 characters per token of the context.
     """
     given = read_body(body, ("documents", "related", "estimate"))
     related = given.get("related", [])

@@ -485,7 +485,7 @@ async def prime(raw_request: Request) -> dict[str, object]:
 async def evict(raw_request: Request) -> dict[str, object]:
     """Remove the chunk-caches of chunks in this server's namespace, by their ids; unknown ids are ignored.
 
-    Returns {"variants": number of variants removed, "nbytes": their bytes on disk}.
+    Returns {"variants": number of variants removed, "nbytes": their bytes on disk}. Both are 0 without ids.
 
     Raises HTTPException (403) without the admin key that this server asks for; HTTPException (400) for an invalid or
     too large body, and for a store that is closed or cannot be written.

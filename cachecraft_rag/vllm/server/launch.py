@@ -41,6 +41,9 @@ def serve(
 ) -> None:
     """Serve a model until the process is stopped, then return.
 
+    Environment variables of this process change: VLLM_PLUGINS gets the names of this package's plugins, and
+    PROMETHEUS_MULTIPROC_DIR is removed.
+
     Args:
         model: as in `Engine.from_pretrained`; also the name that clients use, unless `arguments` name another.
         store: folder of the store.
@@ -51,15 +54,16 @@ def serve(
             given another logging configuration.
 
     Raises:
-        ConfigError: an argument is set here or conflicts with what is set here, a setting has no effect over vLLM, or
-            vLLM is missing or of an unknown version.
-        ModelNotFoundError: nothing of that name can be loaded.
+        ConfigError: an argument is set here or conflicts with what is set here, or its value is no whole number where
+            vLLM takes one; a setting has no effect over vLLM; or vLLM is missing or of an unknown version.
+        ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is damaged.
         UnsupportedModelError: chunk-caches cannot be reused with this model and these arguments, its heads cannot be
             divided among the ranks, or it has no weight files on this machine.
-        OSError: the converted demo model cannot be written.
+        OSError, ValueError, RuntimeError: the demo model cannot be converted, see `ServedModel.load`.
         SystemExit: vLLM's command line refuses an argument.
 
-    All of these come before vLLM starts; then vLLM's own exceptions.
+    These errors are raised before vLLM starts. Once it has started, errors of `ChatWithDocuments.init_state` pass, such
+    as UnsupportedModelError if reuse is not exact on this model, and so do vLLM's own exceptions.
     """
     check_arguments(arguments)
     config = check_config(config)
@@ -88,7 +92,10 @@ def serve(
 
 
 def summary(settings: ConnectorSettings) -> str:
-    """Return the settings that operators ask for first, in one line; those that are None are left out."""
+    """Return the settings that operators ask for first, in one line; those that are None are left out.
+
+    A recompute ratio of None is not left out: it reads "of each chunk's CFO".
+    """
     config = settings.config
     endpoint = settings.endpoint
     ratio = config.reuse.recompute_ratio
@@ -107,7 +114,11 @@ def summary(settings: ConnectorSettings) -> str:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for arguments of vLLM's that are set here, or that conflict with what is set here."""
+    """Raise ConfigError for arguments of vLLM's that are set here, or that conflict with what is set here.
+
+    Set here are --model, --dtype, --tokenizer, --kv-transfer-config, --kv-connector and --config. --api-server-count
+    and --headless conflict. All other arguments pass unchecked.
+    """
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
         if name in _OURS:

@@ -32,7 +32,8 @@ class _Item(Protocol):
 def messages_of(request: ResponseRequest) -> list[Message]:
     """Return the instruction as a system message, which may be empty, then one message for each item.
 
-    An output of a tool becomes a message of role "tool". Other items stay as they are, so some have no role.
+    An input that is a text becomes one message of the user. An output of a tool becomes a message of role "tool". Other
+    items stay as they are, so some have no role.
     """
     system = {"role": "system", "content": request.instructions or ""}
     if isinstance(request.input, str):

@@ -205,7 +205,8 @@ class ServerEngine(AnswerEngine):
         Raises:
             UnsupportedModelError: reuse is not exact on this model, or vLLM computed the prompts without chunk-caches.
             StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
-            CancelledError: `close` was called meanwhile; also vLLM's own exceptions.
+            CancelledError: `close` was called meanwhile.
+            RuntimeError: vLLM's event loop is closed; also vLLM's own exceptions.
         """
         self._backend.check_reuse()
         self.min_prompt_tokens = self._backend.measured_min_prompt_tokens()
@@ -219,9 +220,9 @@ class ServerEngine(AnswerEngine):
         return self._backend.settle(timeout)
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        """Return these settings with the calibrated α for them, if there is one.
+        """Return a copy of these settings, with the calibrated α for them if there is one.
 
-        `ReuseConfig.plain_prompts` is "off" in them, because `server.unmarked` searches unmarked text.
+        Its `plain_prompts` is "off", because `server.unmarked` searches unmarked text. Raises nothing.
         """
         return replace(super().calibrated(config), **OFF)
 
@@ -268,7 +269,7 @@ class ServerEngine(AnswerEngine):
     def close(self) -> None:
         """Give up work in idle time, end requests of this engine, and close the store; the API server ends vLLM itself.
 
-        A second call does nothing, and neither does a call in a fork of this process.
+        A second call does nothing, and neither does a call in a fork of this process. Raises nothing.
         """
         if not self._home.here:
             return

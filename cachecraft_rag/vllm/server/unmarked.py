@@ -199,8 +199,10 @@ def text_in(ids: Sequence[int], marked: Sequence[int]) -> range:
 def searched_messages(messages: Sequence[Message], *, search_system: bool) -> list[int]:
     """Return the indices of the messages to search, ascending; [] if there are none.
 
-    These are messages of the user, results of tools, and with `search_system` system messages. Short messages hold no
-    passage and are left out, except for the last message. If there are many, the latest ones are searched.
+    These are messages of the user, results of tools, and with `search_system` system messages. Messages of fewer than
+    200 characters hold no passage and are left out, except for the last message. Messages without text are left out
+    too, and so are those that hold more than text, such as images. Of more than 16 messages only the last 16 are
+    returned.
     """
     roles = ("user", "tool", "function", *(("system", "developer") if search_system else ()))
     places = []
@@ -264,7 +266,8 @@ async def locate_messages(
 ) -> Searched:
     """Locate each message to search: there the prompt differs from the prompt with that message replaced.
 
-    A message whose prompt cannot be rendered is left out. Errors that `render` raises pass.
+    A message whose prompt cannot be rendered is left out. In the result, `ends_with_question` is True if the last
+    message is the user's and is searched. Errors that `render` raises pass.
 
     Args:
         ids: token ids of the prompt.
@@ -438,7 +441,7 @@ class PlainPrompts:
     def asking(self, ask: Ask) -> tuple[dict[str, object], str]:
         """Return the `kv_transfer_params` of a request, and its salt for vLLM's prefix cache.
 
-        The former have one key, `messages.FIELD`, with the signed message; the salt is 32 hex digits.
+        The parameters have one key, `messages.FIELD`, with the signed message. The salt is 32 hex digits.
         """
         return {FIELD: self._engine.transfer(ask)[FIELD]}, ask.cache_salt(self._engine.namespace)
 
@@ -537,7 +540,8 @@ class SearchingClient:
         """Yield outputs as vLLM's client does; closing the generator aborts the request.
 
         If searching the prompt fails with an error of this package, of the disk or of a device, that is logged, and
-        vLLM serves the request without chunk-caches. Raises vLLM's own exceptions.
+        vLLM serves the request without chunk-caches. Raises vLLM's own exceptions, and KeyError, TypeError or
+        ValueError as `RequestRecord.note` does.
         """
         prompts = self._prompts
         client: EngineClient | RecordingClient = self._client

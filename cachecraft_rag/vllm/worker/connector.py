@@ -92,7 +92,12 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VLLMConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        """Open this process's side. Raises ConfigError without settings, and UnsupportedModelError for other models."""
+        """Open this process's side: that of the scheduler or, in a worker, that of its rank.
+
+        Raises ConfigError if vLLM runs without this package's settings, UnsupportedModelError if chunk-caches cannot be
+        reused with this model and these options of vLLM, and StoreError if the store cannot be opened. Errors of vLLM
+        and of torch pass, such as that of a GPU without memory.
+        """
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         settle_in()
         self._settings = ConnectorSettings.of(vllm_config)

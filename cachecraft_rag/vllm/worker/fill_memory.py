@@ -135,6 +135,8 @@ class FillBudget:
     def fits(self, size: FillSize, capturing: Collection[str]) -> bool:
         """Return True if this filling can begin beside the others.
 
+        True too without a limit, and while nothing is filled or captured: `refusal` tells whether it fits alone.
+
         Args:
             size: size of the filling.
             capturing: segments whose captures are under way.

@@ -85,7 +85,7 @@ class Filling:
 
     @property
     def row_pass(self) -> RowPass | None:
-        """The pass whose next layer runs next; None while waiting for loads and once the prefill is done."""
+        """The pass whose next layer can run now; None while the prefill waits for loads, and once it is done."""
         return (
             self._step.row_pass if self.result is None and isinstance(self._step, Forward) else None
         )

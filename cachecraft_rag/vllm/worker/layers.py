@@ -190,7 +190,7 @@ def survey_layers(
     """Return the layers, their rotary tables, and for each layer the number of its table.
 
     Layers that rotate alike share a table. Every rank has to call this, because norms of queries and keys may be
-    computed by all ranks together.
+    computed by all ranks together. Errors of the layers themselves pass.
 
     Args:
         modules: the model's layers.
@@ -238,7 +238,7 @@ def survey_transformers_layers(
 ) -> tuple[list[WorkerLayer], Sequence[RotaryKind], Sequence[int]]:
     """Return layers, rotary tables and numbers as `survey_layers` does, for a model with the layers of transformers.
 
-    Every rank has to call this, because the model's own forward runs over a few tokens.
+    Every rank has to call this, because the model's own forward runs over a few tokens. Errors of that forward pass.
 
     Args:
         model: the model without its head.

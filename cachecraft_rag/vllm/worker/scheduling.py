@@ -129,8 +129,8 @@ class Scheduling:
             request: the request.
             computed: first tokens of the prompt that are in vLLM's prefix cache.
 
-        Raises StoreError if the store is closed. A catalog or a remote that cannot be read raises nothing: then nothing
-        is found.
+        Raises StoreError if the store is closed, and RuntimeError after `close` if the store has a remote. A catalog or
+        a remote that cannot be read raises nothing: the prompt is then treated as if nothing of it were stored.
         """
         tokens = self._matched(request, computed)
         known = self._known.get(request.request_id)

@@ -43,7 +43,7 @@ from cachecraft_rag.vllm.worker.ranks import OneRank, TensorParallel
 class WorkerStack:
     """One rank's decoder layers inside a vLLM worker; see `compute.stack.Stack`.
 
-    Raises UnsupportedModelError with the reason if the passes cannot run these layers.
+    Raises UnsupportedModelError with the reason if the passes cannot run these layers. Errors of the layers pass.
     """
 
     def __init__(self, model: CausalLM, ranks: OneRank | TensorParallel) -> None:
@@ -169,7 +169,7 @@ class WorkerStack:
         return out
 
     def write_blocks(self, kv: Tensor, slots: Tensor, first: int) -> None:
-        """Copy a finished buffer into vLLM's blocks.
+        """Copy a finished buffer into vLLM's blocks. Errors of vLLM's attention backend pass.
 
         Args:
             kv: `[layers, 2, capacity, kv_heads, head_dim]`, rotated keys and values.

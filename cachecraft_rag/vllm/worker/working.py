@@ -173,7 +173,10 @@ class Workers:
         return failed
 
     def news(self) -> News | None:
-        """Return the reports and captures since the last call; None if there are no new ones."""
+        """Return the reports since the last call, and all segments that are being captured now.
+
+        Returns None if there is no new report and the same segments are being captured as at the last call.
+        """
         capturing = self._write_back.pending()
         reports = self._reports
         self._reports = {}
