@@ -34,8 +34,9 @@ _LETTERS = 600
 def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]:
     """Return the texts to search for: the question, and for a follow-up also the questions before it and the question.
 
-    One text for a first question, else two. Of many or long earlier questions only the end is used. Raises nothing for
-    a history of pairs of texts.
+    One text for a first question, else two. Earlier questions are the user's turns that have text: the last two of them
+    are used, and of these together the last 600 characters, from the next whole word on. Raises nothing for a history
+    of pairs of texts.
 
     Args:
         question: the user's last message.

@@ -146,7 +146,7 @@ class Embedder:
 
         Args:
             texts: a list of texts; half surrogate pairs are read as "?".
-            progress: called after each batch with the number of texts done; None: never. Its errors pass.
+            progress: called after each batch; `done` and `total` count texts. None: never. Its errors pass.
 
         Raises IndexStoreError if the model gives a vector that is not finite, as half precision may; TypeError for a
         single text instead of a list; AttributeError for an item that is no text; ForkError in a fork of the process

@@ -114,7 +114,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> Self:
         """Open the index in a folder, or make it. The result closes it with `close`.
 
-        LangChain's embeddings have no fingerprint, so class, model name and width are compared.
+        Of `CacheCraftEmbeddings` the fingerprints are compared. Other embeddings have none, so their class, model name
+        and width are compared; they embed a text to tell the width.
 
         Args:
             folder: of the index.
@@ -174,9 +175,9 @@ class CacheCraftVectorStore(Closeable, VectorStore):
 
         Raises IndexStoreError if the index cannot be opened, or vectors do not fit it; ConfigError for an option, an
         argument, an id, a text or metadata that cannot be used, and for more ids than texts; StoreError or ServerError
-        if chunk-caches of replaced documents cannot be deleted; ForkError in a fork of the process that opened the
-        store of chunk-caches; ValueError of LangChain for another number of metadatas, and for a text of another type;
-        and what the embeddings raise.
+        if chunk-caches of replaced documents cannot be deleted, and ConfigError if a server refuses to delete them;
+        ForkError in a fork of the process that opened the store of chunk-caches; ValueError of LangChain for another
+        number of metadatas, and for a text of another type; and what the embeddings raise.
         """
         check_names(kwargs, ("caches", "folder", "ids", "metadatas"))
         with ExitStack() as opened:
@@ -224,8 +225,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         text that is not valid Unicode; IndexStoreError for vectors that do not fit the index, and if it is closed or
         cannot be written; ForkError in a fork of the process that opened the index or the store of chunk-caches;
         TypeError or ValueError for embeddings that return no numbers or another number of vectors; and what the
-        embeddings raise. StoreError or ServerError if chunk-caches of replaced documents cannot be deleted: the
-        documents were added then.
+        embeddings raise. StoreError or ServerError if chunk-caches of replaced documents cannot be deleted, and
+        ConfigError if a server refuses to delete them: the documents were added then.
         """
         check_names(kwargs, ())
         documents = list(documents)

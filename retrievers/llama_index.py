@@ -247,7 +247,8 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         cannot be written; ConfigError for an unknown option, and for an id or a text that is not valid Unicode;
         ValueError for a node without an embedding, for embeddings of different widths, and for metadata that pydantic
         cannot write as JSON; and ForkError in a fork of the process that opened the index or the store of chunk-caches.
-        StoreError or ServerError if chunk-caches of replaced nodes cannot be deleted: the nodes were added then.
+        StoreError or ServerError if chunk-caches of replaced nodes cannot be deleted, and ConfigError if a server
+        refuses to delete them: the nodes were added then.
         """
         check_names(kwargs, ())
         nodes = list(nodes)
@@ -312,7 +313,8 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
         Raises IndexStoreError if the index is closed or cannot be written, and ForkError in a fork of the process that
         opened it or the store of chunk-caches; RuntimeError if the system has no room for a thread; StoreError or
-        ServerError if the chunk-caches cannot be deleted: the nodes were removed then.
+        ServerError if the chunk-caches cannot be deleted, and ConfigError if a server refuses to delete them: the nodes
+        were removed then.
         """
         if self._store is not None:
             for document in self._store.documents():
@@ -331,10 +333,11 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     ) -> list[BaseNode]:
         """Return the nodes that have one of the ids (None: any) and pass the filters; an empty list without an index.
 
-        Unknown ids are ignored. Raises ConfigError for filters that are nested too deep; TypeError for `node_ids` that
-        cannot be iterated or hold anything that JSON cannot; TypeError or ValueError for values that cannot be
-        compared; ValueError for a node whose metadata in the database is no JSON; IndexStoreError if the index is
-        closed or damaged; and ForkError in a fork of the process that opened it.
+        They are sorted by document, and not in the order of the ids. Unknown ids are ignored. Raises ConfigError for
+        filters that are nested too deep; TypeError for `node_ids` that cannot be iterated or hold anything that JSON
+        cannot; TypeError or ValueError for values that cannot be compared; ValueError for a node whose metadata in the
+        database is no JSON; IndexStoreError if the index is closed or damaged; and ForkError in a fork of the process
+        that opened it.
         """
         if self._store is None:
             return []

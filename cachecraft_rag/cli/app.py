@@ -266,9 +266,9 @@ def main() -> None:
     """Run the `cachecraft` command with the arguments of this process, and leave with an exit code.
 
     Raises:
-        SystemExit: always, with the exit code: 0 done; 1 a check found something wrong; 2 an error of this package, a
-            wrong argument, or output that cannot be written (a full disk), with a message on stderr; 130 Ctrl-C, and
-            129 or 143 for SIGHUP or SIGTERM during `eval` and `calibrate`.
+        SystemExit: at every end but the next one, with the exit code: 0 done; 1 a check found something wrong; 2 an
+            error of this package, a wrong argument, or output that cannot be written (a full disk), with a message on
+            stderr; 130 Ctrl-C, and 129 or 143 for SIGHUP or SIGTERM during `eval` and `calibrate`.
         OSError: a file cannot be read or written. It passes with a traceback, as other errors than CacheCraftError do.
     """
     try:

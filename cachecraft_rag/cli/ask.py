@@ -96,6 +96,7 @@ def load(settings: Settings, *, server: str | None = None, **chosen: object) -> 
         UnsupportedModelError, StoreError: without a server, if the model cannot be served or its store not be opened.
         ServerError: with a server, if it does not answer, or is of another kind or version.
         OSError: with a server, if its tokenizer cannot be written to a temporary folder.
+        RuntimeError, MemoryError: there is no memory for a model.
     """
     if server is not None:
         check_names(chosen, ("system",), what="option over a server")
@@ -182,13 +183,16 @@ def index(
 def index_into(settings: Settings, folder: Path, *, follow_links: bool) -> IndexReport:
     """Index a folder or file with the embedding model alone; of the answering model only the tokenizer is loaded.
 
-    Returns the report: documents that were added, updated and removed, and files that cannot be read (`problems`).
+    The first use of the model "demo" also converts or downloads its weights. Returns the report: documents that were
+    added, updated and removed, and files that cannot be read (`problems`).
 
     Raises:
         ModelNotFoundError: the embedding model cannot be loaded. A missing answering model raises nothing.
-        IndexStoreError: the index was made with another embedding model, or cannot be read or written.
+        IndexStoreError: the index was made with another embedding model, or cannot be read or written; or the embedding
+            model gives a vector that is not finite.
         DocumentError: there is nothing at the path, or a file of a kind that cannot be indexed.
         ConfigError: the embedding model's limit leaves no room for text.
+        RuntimeError: torch has no memory for the embedding model.
     """
     with waiting("Loading the embedding model"):
         from cachecraft_rag.model.decoder import chunk_bound_of
@@ -233,8 +237,11 @@ def prime_all(rag: CacheCraft, *, alone: bool = False) -> Primed:
     Raises:
         StoreError, ServerError: the store cannot be used, or the server fails. What was captured before stays.
         IndexStoreError: the index is closed or damaged.
-        ConfigError: the instruction is private, or a server refuses a text; ContextLengthError if it is too long there.
+        ConfigError: the instruction is private, or a server refuses a text or cannot use its store.
+        ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.
         UnsupportedCallError: `alone` with the model in a server.
+        UnsupportedModelError: a layer of the model does something that its survey did not show.
+        RuntimeError, MemoryError: the model fails, such as torch without memory.
     """
     estimate = rag.estimate_priming(alone=alone)
     skipped: list[str] = []
@@ -419,7 +426,8 @@ def print_stream(stream: AnswerStream, *, brief: bool) -> str:
     Returns the text as printed: the first sentence, or the whole answer.
 
     Raises the errors of the stream's pieces: BusyError or WaitTimeoutError if the engine is too busy, StoreError if its
-    store is closed; with a server ServerError if it fails, ConfigError or ContextLengthError if it refuses the request.
+    store is closed, RuntimeError or MemoryError if the model fails; with a server ServerError if it fails, ConfigError
+    or ContextLengthError if it refuses the request.
     """
     printed = 0
     for piece in stream:
@@ -439,7 +447,8 @@ def whole_answer(stream: AnswerStream, *, brief: bool) -> Answer:
     """Return the answer without printing it. With `brief`, stop after its first sentence.
 
     Raises the errors of the stream's pieces: BusyError or WaitTimeoutError if the engine is too busy, StoreError if its
-    store is closed; with a server ServerError if it fails, ConfigError or ContextLengthError if it refuses the request.
+    store is closed, RuntimeError or MemoryError if the model fails; with a server ServerError if it fails, ConfigError
+    or ContextLengthError if it refuses the request.
     """
     if brief:
         for _ in stream:

@@ -69,7 +69,7 @@ def metrics(rag: CacheCraft, port: int | None) -> Iterator[None]:
 def converse(conversation: Conversation) -> None:
     """Handle lines until the input ends, or until /quit or /exit.
 
-    Raises StoreError and IndexStoreError as `Conversation.take` does, and KeyboardInterrupt for Ctrl-C at the prompt.
+    Raises the errors of `Conversation.take`, and KeyboardInterrupt for Ctrl-C at the prompt.
     """
     while True:
         try:
@@ -105,7 +105,8 @@ class Conversation:
         ContextLengthError, ConfigError, ServerError, BusyError and WaitTimeoutError of a question are printed, and the
         conversation goes on without it. Ctrl-C ends only the answer; its text so far stays in the conversation.
 
-        Raises StoreError if the store is closed, and IndexStoreError if the index is empty, closed or damaged.
+        Raises StoreError if the store is closed, IndexStoreError if the index is empty, closed or damaged, and
+        RuntimeError or MemoryError if a model fails, such as torch without memory.
         """
         if typed == "/new":
             self._history.clear()

@@ -370,7 +370,10 @@ def progress_bar(text: str, *, remaining: bool = False) -> Iterator[Callable[[Pr
 
 
 class ProgressLines:
-    """Progress as lines on stderr: the first step, one every `PROGRESS_S` seconds, and the last."""
+    """Progress as lines on stderr: the first step, one every `PROGRESS_S` seconds, and the last.
+
+    A step whose text begins with "expected" always gets a line.
+    """
 
     def __init__(self, text: str, *, remaining: bool) -> None:
         self._text = text

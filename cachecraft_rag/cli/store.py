@@ -43,7 +43,7 @@ app = typer.Typer(
 def opened(
     folder: Path, remote: RemoteConfig | None = None, **settings: Any
 ) -> Iterator[ChunkCacheStore]:
-    """Open the store inside a folder, or in the folder itself if it is an engine's own store. Creates no store.
+    """Open the store inside a folder, or in the folder itself if it is an engine's own store. Creates no folder.
 
     Args:
         settings: fields of `StoreConfig` by name; the store's limits among them are changed for all processes.

@@ -181,14 +181,14 @@ class AnswerEngine(ABC):
             ContextLengthError: question, history and answer do not fit the model's context; by a piece, if a server
                 finds that.
             ConfigError: an argument has a wrong type, the question is empty, the history does not alternate, a tool or
-                a `json_schema` cannot be used, or an HTTP header cannot hold `session`; by a piece, if an answer that
-                keeps to the schema can neither go on nor end, if a server refuses the request, or if vLLM does not
-                support a setting of reuse.
+                a `json_schema` cannot be used, the chat template fails at the conversation (also one that a server
+                sent, if it takes too much time or memory), or an HTTP header cannot hold `session`; by a piece, if an
+                answer that keeps to the schema can neither go on nor end, if a server refuses the request, or if vLLM
+                does not support a setting of reuse.
             UnsupportedCallError: this engine does not support tools, see `capabilities`.
             BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
             StoreError: the store of this engine is closed; by this call or by the first piece.
-            ServerError: the chat template that a server sent takes too much time or memory; by a piece, if a server
-                makes the answer and fails.
+            ServerError: by a piece, if a server makes the answer and fails.
             ForkError: this process is a fork of the one that made the engine; by this call or by a piece.
             UnsupportedModelError: by a piece, if a layer of a model in this process does something that its survey did
                 not show.
@@ -242,14 +242,14 @@ class AnswerEngine(ABC):
             ContextLengthError: prompt, history and answer do not fit the model's context; by a piece, if a server finds
                 that.
             ConfigError: an argument has a wrong type, the prompt is empty, the history does not alternate, a tool or a
-                `json_schema` cannot be used, or an HTTP header cannot hold `session`; by a piece, if an answer that
-                keeps to the schema can neither go on nor end, if a server refuses the request, or if vLLM does not
+                `json_schema` cannot be used, the chat template fails at the conversation (also one that a server sent,
+                if it takes too much time or memory), or an HTTP header cannot hold `session`; by a piece, if an answer
+                that keeps to the schema can neither go on nor end, if a server refuses the request, or if vLLM does not
                 support a setting of reuse.
             UnsupportedCallError: this engine does not support tools, see `capabilities`.
             BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
             StoreError: the store of this engine is closed; by this call or by the first piece.
-            ServerError: the chat template that a server sent takes too much time or memory; by a piece, if a server
-                makes the answer and fails.
+            ServerError: by a piece, if a server makes the answer and fails.
             ForkError: this process is a fork of the one that made the engine; by this call or by a piece.
             UnsupportedModelError: by a piece, if a layer of a model in this process does something that its survey did
                 not show.
@@ -264,8 +264,8 @@ class AnswerEngine(ABC):
         """Return the prompt builder for these tools; without tools it is `prompts`. The last 16 are kept.
 
         Raises ConfigError for an invalid tool, for a private instruction whose tools hold the model's control tokens,
-        or if the chat template cannot be used with these tools; ServerError if a server sent the template, and it takes
-        too much time or memory; and OSError if a server sent it, and no process can be started to render it.
+        or if the chat template cannot be used with these tools. That is so too if a server sent the template, and it
+        takes too much time or memory, or no process can be started to render it.
         """
         if not tools:
             return self.prompts

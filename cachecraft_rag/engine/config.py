@@ -163,9 +163,9 @@ class EngineConfig:
 
     @classmethod
     def option_names(cls) -> frozenset[str]:
-        """Return the names that `with_options` takes: the fields of this class and of `StoreConfig`.
+        """Return the names that `with_options` takes: the fields of this class but `store`, and those of `StoreConfig`.
 
-        `device` is the device of the model.
+        Both classes have a `device`: here it is the device of the model.
         """
         return frozenset(_own_names(cls) | {setting.name for setting in fields(StoreConfig)})
 

@@ -165,8 +165,9 @@ class KnownKey:
     def checked(self, value: object) -> object:
         """Return the value in the type of its dataclass: a size as bytes, and a list as a tuple or a frozenset.
 
-        A size may be a text: a number with a unit such as "2 GiB", a number alone, which counts bytes, or "inf" or
-        "none" for no limit. All other values are returned as they are.
+        A size may be a text: a number with a unit such as "2 GiB", or a number alone, which counts bytes. For bytes per
+        second it may also be "inf" or "none", for no limit, which is returned as an infinite float. All other values
+        are returned as they are.
 
         Raises ConfigError if its type or its range is wrong, or the text of a size cannot be read.
         """
@@ -300,7 +301,7 @@ class Settings:
         }
 
     def only(self, *keys: str) -> Settings:
-        """Return a copy in which every key but these has its default.
+        """Return a copy in which every key but these has the default of its dataclass, and not that of a command.
 
         Args:
             keys: keys, or beginnings of keys: "remote." means the whole table. Unknown ones are ignored.
@@ -374,7 +375,8 @@ def load_settings(
 
     Args:
         path: the file; None: the file named by `CACHECRAFT_SETTINGS`, or `cachecraft.toml` in the working directory if
-            it exists. Relative paths in the file are relative to its folder.
+            it exists. A relative `store` or `remote.key_file` in it is relative to its folder; folders named by `model`
+            and `embeddings` are relative to the working directory.
         environment: variables; None: those of the process.
         flags: keys of `known_settings` with the values of a command's flags.
         defaults: defaults of a command; they replace those of the dataclasses.

@@ -120,7 +120,7 @@ class Calibrated:
 
     @property
     def held(self) -> bool:
-        """True if the chosen α reaches the quality. If none does, the largest is chosen."""
+        """True if the lower end of the chosen α's interval reaches the quality. If none does, the largest is chosen."""
         return self.calibration.low >= self.calibration.quality
 
     @property
@@ -186,10 +186,12 @@ def calibrate(
 
     Raises:
         ConfigError: there are no questions, or some lack the gold answers that f1 needs; this data cannot provide the
-            origin condition; full prefill's F1 is 0; or the folder cannot be written.
+            origin condition; full prefill's F1 is 0; the folder cannot be written; or the package rouge-score, of the
+            extra `eval`, is missing.
         ContextLengthError: a question with its passages, or a chunk to capture, does not fit the model's context.
         StoreError: the store is closed or cannot be written.
         OSError: a measurement cannot be written, such as on a full disk.
+        RuntimeError, MemoryError: the model fails, such as torch without memory.
     """
     tries = math.ceil(math.log2(len(ALPHAS))) + 1
     with Validation(
@@ -231,9 +233,13 @@ def check(
     """Measure an α on questions it was not calibrated on; arguments as `calibrate`.
 
     Raises:
-        ConfigError: the settings are invalid, this data cannot provide the origin condition, or full prefill's F1 is 0.
-        ContextLengthError: a question and its passages do not fit the model.
-        StoreError: the store or the folder of the measurements cannot be used.
+        ConfigError: there are no questions, or some lack the gold answers that f1 needs; α is out of range; this data
+            cannot provide the origin condition; full prefill's F1 is 0; the folder cannot be written; or the package
+            rouge-score, of the extra `eval`, is missing.
+        ContextLengthError: a question with its passages, or a chunk to capture, does not fit the model's context.
+        StoreError: the store is closed or cannot be written.
+        OSError: a measurement cannot be written, such as on a full disk.
+        RuntimeError, MemoryError: the model fails, such as torch without memory.
     """
     with Validation(engine, dataset, settings, folder=folder, progress=progress) as validation:
         point = validation.at(alpha)
@@ -296,9 +302,11 @@ class Validation(Closeable):
     def at(self, alpha: float) -> Point:
         """Return the result of this α, measured on the first call.
 
-        Raises ConfigError if the metric is f1 and full prefill answers no question, or this data cannot provide the
-        origin condition; ContextLengthError if a question with its passages does not fit the model's context;
-        StoreError if the store is closed or cannot be written; OSError if a measurement cannot be written.
+        Raises ConfigError if the metric is f1 and full prefill answers no question, if this data cannot provide the
+        origin condition, if α is out of range, or if the package rouge-score is missing; ContextLengthError if a
+        question with its passages, or a chunk to capture, does not fit the model's context; StoreError if the store is
+        closed or cannot be written; OSError if a measurement cannot be written; RuntimeError or MemoryError if the
+        model fails.
         """
         if alpha not in self._points:
             self._run.total = max(self._run.total, len(self._questions) * (len(self._points) + 1))

@@ -80,14 +80,16 @@ def load_dataset(
 ) -> Dataset:
     """Draw `limit` questions (None = all) with `passages` chunks each from a file in any format that `read` knows.
 
-    The passages that hold the answer are always included, even if they are more than `passages`. The others are drawn
+    If the file has fewer questions than `limit`, all are drawn. The passages that hold the answer are always included,
+    even if they are more than `passages`; of a retriever's own list only as many as `passages`. The others are drawn
     from the same document or question, and from other documents only if there are too few (never for summaries and for
-    a retriever's own lists, which may have fewer). Passages longer than about `chunk_tokens` tokens are split.
-    A question's passages and their order depend on the seed and the question, not on the limit. (Only if the file has
+    a retriever's own lists, which may have fewer). Passages longer than about `chunk_tokens` tokens are split. A
+    question's passages and their order depend on the seed and the question, not on the limit. (Only if the file has
     more than `OTHER_DOCUMENTS` other documents is there an exception: that many of them are kept.)
 
     Raises:
-        ConfigError: `passages` or `limit` is below 1, or no format has that name.
+        ConfigError: `passages` or `limit` is below 1, no format has that name, or a passage must be split and
+            `chunk_tokens` is below 16.
         DocumentError: the file cannot be read, is in no known format, is malformed, or holds no questions.
     """
     source = read(path, format)

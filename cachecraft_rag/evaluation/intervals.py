@@ -52,7 +52,8 @@ def paired_interval(
     """Return the mean of a − b over questions that both methods answered, and its interval.
 
     Raises:
-        ValueError: there are no values, one is not a finite number, or the two are not equally many.
+        ValueError: there are no values, one is not a finite number, the two are not equally many, or `resamples` or
+            `level` is out of range.
 
     >>> paired_interval([3.0, 8.0], [2.0, 7.0])  # the questions differ, the methods' difference does not
     Interval(mean=1.0, low=1.0, high=1.0)
@@ -92,8 +93,8 @@ def ratio_interval(
     Resamples whose mean of b is 0 have no ratio and are left out.
 
     Raises:
-        ValueError: there are no values, one is not a finite number, the two are not equally many, or the mean of b is
-            0.
+        ValueError: there are no values, one is not a finite number, the two are not equally many, the mean of b is 0,
+            or `resamples` or `level` is out of range.
 
     >>> ratio_interval([1.0, 4.0], [2.0, 8.0])
     Interval(mean=0.5, low=0.5, high=0.5)

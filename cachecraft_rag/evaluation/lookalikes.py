@@ -94,7 +94,9 @@ def lookalikes_dataset(
     limit: int | None,
     seed: int,
 ) -> Dataset:
-    """Draw `limit` questions (None = all) of a half or of both. Each page is one document of one chunk.
+    """Draw `limit` questions (None = all) of a half or of both; all if there are fewer.
+
+    Each page is one document of one chunk.
 
     The passages of a question are its own page and the pages of the same domain that are most similar to the question
     (cosine of TF-IDF vectors), with the most similar last. They depend on the question and on `passages` alone.

@@ -131,6 +131,8 @@ class Trial:
 def trials_of(methods: Sequence[Method], ratios: Sequence[float | None]) -> tuple[Trial, ...]:
     """Return each method at each ratio, or once if it takes no ratio. The ratio None stands for CFO's choice.
 
+    The methods are in the given order; the ratios of each are ascending, each once, and None comes first.
+
     Raises:
         ConfigError: a method needs a ratio and none is given, a ratio is out of range, or a method whose
             preparation needs a number gets None.

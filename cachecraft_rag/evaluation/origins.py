@@ -182,8 +182,8 @@ class Origins:
     def after(self, question: EvaluationQuestion) -> None:
         """With captures left to the questions, ask this one with the default settings, which capture.
 
-        Called after every question, also those of the warm-up and those that an earlier run has measured. Raises
-        ContextLengthError, ConfigError or StoreError as `AnswerEngine.stream` does.
+        Called after every question, also those of the warm-up and those that an earlier run has measured. Raises the
+        errors of `AnswerEngine.stream`, such as ContextLengthError, ConfigError, StoreError or RuntimeError.
         """
         if not self.condition.is_stream:
             return

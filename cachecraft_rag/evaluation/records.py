@@ -22,7 +22,7 @@ _SHOWN = 3  # differences in one message
 
 
 class RecordLog(Closeable):
-    """The open file, for one process at a time.
+    """The open file, for one process at a time. A file that holds no measurement yet takes the new settings.
 
     Args:
         folder: created if missing.

@@ -121,7 +121,9 @@ def open_engine(
         UnsupportedModelError: the model has no raw keys to store, or failed its self-check.
         ConfigError: an unknown dtype, a missing device, or a folder that cannot be written.
         StoreError: the store cannot be opened.
-        SystemExit: within the block, for SIGTERM (143) or SIGHUP (129); the folder is removed first.
+        SystemExit: within the block, in the main thread, for SIGTERM (143) or SIGHUP (129), unless the program handles
+            or ignores that signal. The folder is removed then too.
+        RuntimeError, MemoryError: there is no memory for the model.
     """
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.model.decoder import Decoder
@@ -148,7 +150,7 @@ def scratch_folder(folder: Path) -> Iterator[Path]:
     Folders that killed processes left there are removed too; one that cannot be removed stays, without an error.
 
     Raises ConfigError if `folder` cannot be written. In the main thread SIGTERM and SIGHUP raise SystemExit within the
-    block, with the exit codes 143 and 129.
+    block, with the exit codes 143 and 129, unless the program handles or ignores them.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -212,10 +214,12 @@ def evaluate(
             also those of questions that an earlier run has measured.
 
     Raises:
-        ConfigError: the warm-up leaves no question to measure, or this data cannot provide the origin condition.
+        ConfigError: the warm-up leaves no question to measure, this data cannot provide the origin condition, or the
+            package rouge-score, of the extra `eval`, is missing.
         ContextLengthError: a question with its passages, or a chunk to capture, does not fit the model's context.
         StoreError: the store is closed or cannot be written.
         OSError: a measurement cannot be written, such as on a full disk.
+        RuntimeError, MemoryError: the model fails, such as torch without memory.
     """
     measured = settings.measured(dataset)
     run = Run(engine, dataset, settings, log=log, progress=progress)
@@ -281,7 +285,8 @@ class Run:
 
         Raises ContextLengthError if the question with its passages, or a chunk to capture, does not fit the model's
         context; StoreError if the store is closed or cannot be written; ConfigError if this data cannot provide the
-        origin condition; OSError if a measurement cannot be written.
+        origin condition, or the package rouge-score is missing; OSError if a measurement cannot be written; and
+        RuntimeError or MemoryError if the model fails.
         """
         missing = [
             trial for trial in trials if (question.question_id, trial.label) not in self._records

@@ -85,12 +85,12 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
     ConfigError: a setting of the call is unknown or invalid, `documents` are no documents, a message holds more than
     text or is of an unknown kind, the last message is neither the user's nor a tool's, the question is empty, a tool or
-    a schema cannot be used, or a server refuses the request.
+    a schema cannot be used, the model's chat template fails at the conversation, or a server refuses the request.
     UnsupportedCallError: the engine does not support tools.
     ContextLengthError: question, history and answer do not fit the model's context.
     BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
     StoreError: the store of the engine is closed.
-    ServerError: a server that makes the answer, or whose chat template is used, fails.
+    ServerError: a server that makes the answer fails.
     UnsupportedModelError: a layer of the model does something that its survey did not show.
     ForkError: this process is a fork of the one that made the engine.
     RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if the engine
@@ -142,11 +142,11 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
         Raises:
             ConfigError: an unknown setting, before anything is loaded; an invalid value; a dtype or device that is not
-                available; or a chat template that cannot be cut into segments.
+                available; a quality target that could not act; or a chat template that cannot be cut into segments.
             ModelNotFoundError: nothing of that name can be loaded, or a file of it is damaged.
             UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
             StoreError: the store folder or its catalog cannot be used.
-            torch.OutOfMemoryError: the GPU has no memory for the model.
+            RuntimeError, MemoryError: there is no memory for the model, such as torch.OutOfMemoryError on a GPU.
         """
         check_settings(settings, cls)
         names = EngineConfig.option_names() - cls.model_fields.keys()
@@ -213,8 +213,9 @@ class ChatCacheCraft(Closeable, BaseChatModel):
 
         Each token is drawn among those that lead to JSON of the schema, whatever `method` and `strict` say. Raises
         ConfigError for an unknown `method`, and LangChain's ValueError for a schema in another form. A call raises
-        ConfigError if the extra "structured" is missing or no answer can be kept to the schema. Of an answer that ends
-        early (`max_tokens`) LangChain's parser returns a part or, for a pydantic model, raises OutputParserException.
+        ConfigError if the extra "structured" is missing or no answer can be kept to the schema. An answer may end early
+        (`max_tokens`). LangChain's parser then returns the part that was written, or it raises OutputParserException if
+        that part is no beginning of JSON or does not fit the pydantic model.
         """
         if method not in ("json_schema", "function_calling", "json_mode"):
             raise ConfigError(
@@ -242,9 +243,10 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     def get_token_ids(self, text: str) -> list[int]:
         """Return the model's token ids of a text, without special tokens; LangChain trims messages by their number.
 
-        The list is empty for "". LangChain's default would download GPT-2's tokenizer. Names of special tokens in the
-        text are read as ordinary characters. Raises the tokenizer's TypeError for text with half a surrogate pair, and
-        its ValueError for another object, such as a number.
+        The list is empty for "". LangChain's default would download GPT-2's tokenizer. The name of a special token in
+        the text becomes that token; a prompt would hold it as ordinary characters, which are more tokens. Raises the
+        tokenizer's TypeError for text with half a surrogate pair, and its ValueError for another object, such as a
+        number.
         """
         tokenizer = self.engine.decoder.tokenizer
         ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=False)[
@@ -519,7 +521,7 @@ def check_settings(settings: Mapping[str, object], *classes: type[BaseModel]) ->
 def documents_of(given: Any, name: str) -> list[Document]:
     """Return the documents passed as argument `name`, as a list; a single document becomes a list of one.
 
-    The list is empty if nothing is in it. Raises ConfigError for anything else, also for a text and for None.
+    Returns [] for an empty iterable. Raises ConfigError for anything else, also for a text and for None.
     """
     documents = (
         list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
@@ -553,8 +555,7 @@ def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:
     System messages open the first turn; neighbours of the same role are joined. Without messages there is no turn, and
     the question is "".
 
-    Raises ConfigError for roles and contents that the model cannot read, for a call of a tool without a result, and if
-    the last message is the assistant's.
+    Raises ConfigError for the messages that `turns_of` refuses, and if the last message is the assistant's.
     """
     turns = turns_of(messages)
     if turns[-1][0] == "result":
@@ -570,7 +571,10 @@ def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:
 def turns_of(messages: Iterable[BaseMessage]) -> list[Turn]:
     """Return the messages as turns, as in `conversation`. The first is the user's, and empty if the assistant began.
 
-    Raises ConfigError for a message of another kind or with more than text, and for a call of a tool without a result.
+    Parts of an assistant's message that are not text are left out, and so is a tool's result without its call.
+
+    Raises ConfigError for a message that is not of the user, the assistant, the system or a tool, for a message of the
+    user, the system or a tool that holds more than text, and for a call of a tool without a result.
     """
     messages = list(messages)
     instructions = [_text(message) for message in messages if _role(message) == "system"]

@@ -79,11 +79,11 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
 
         Raises:
             ConfigError: an unknown setting, before anything is loaded; an invalid value; a dtype or device that is not
-                available; or a chat template that cannot be cut into segments.
+                available; a quality target that could not act; or a chat template that cannot be cut into segments.
             ModelNotFoundError: nothing of that name can be loaded, or a file of it is damaged.
             UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
             StoreError: the store folder or its catalog cannot be used.
-            torch.OutOfMemoryError: the GPU has no memory for the model.
+            RuntimeError, MemoryError: there is no memory for the model, such as torch.OutOfMemoryError on a GPU.
         """
         check_settings(settings, cls, ChatCacheCraft)
         names = cls.model_fields.keys() - ChatCacheCraft.model_fields.keys()
@@ -121,7 +121,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -162,7 +162,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -203,7 +203,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -234,7 +234,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -268,7 +268,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -302,7 +302,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if

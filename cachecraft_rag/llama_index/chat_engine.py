@@ -127,7 +127,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
             UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
             StoreError: without `engine`, if the store folder or its catalog cannot be used.
-            torch.OutOfMemoryError: without `engine`, if the GPU has no memory for the model.
+            RuntimeError, MemoryError: without `engine`, if there is no memory for the model, such as
+                torch.OutOfMemoryError on a GPU.
 
         Other errors of `index.as_retriever` pass.
         """
@@ -159,7 +160,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
             UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
             StoreError: without `engine`, if the store folder or its catalog cannot be used.
-            torch.OutOfMemoryError: without `engine`, if the GPU has no memory for the model.
+            RuntimeError, MemoryError: without `engine`, if there is no memory for the model, such as
+                torch.OutOfMemoryError on a GPU.
         """
         _refuse(options)
         _check_memory(memory, chat_history)
@@ -212,7 +214,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -252,7 +254,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -283,7 +285,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
 
         Returns:
             The response with its source nodes. Its `metadata["cachecraft"]` is there, and the turn is remembered, once
-            the stream has ended; the model starts with the first piece.
+            the stream has ended; the model starts with the first piece. Of an answer that an error or its reader ends
+            early, the text so far is remembered. An answer without text is not remembered, nor its question.
 
         Raises, by this call for a message that cannot be answered, else by a piece:
             ConfigError: the message is empty or no text, the model's chat template fails at the conversation, or a
@@ -291,7 +294,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -323,7 +326,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
 
         Returns:
             The response with its source nodes. Its `metadata["cachecraft"]` is there, and the turn is remembered, once
-            the stream has ended; the model starts with the first piece.
+            the stream has ended; the model starts with the first piece. Of an answer that an error or its reader ends
+            early, the text so far is remembered. An answer without text is not remembered, nor its question.
 
         Raises, by this call for a message that cannot be answered, else by a piece:
             ConfigError: the message is empty or no text, the model's chat template fails at the conversation, or a
@@ -331,7 +335,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if

@@ -67,7 +67,7 @@ class CacheCraftLLM(CustomLLM):
         max_tokens: most tokens of an answer, in place of those of `sampling`.
         session: see `Engine.stream`.
 
-    Raises `ConfigError` for a `max_tokens` below 1.
+    Raises `ConfigError` for a `max_tokens` below 1, and for an argument of another kind.
     """
 
     model_name: str
@@ -179,7 +179,7 @@ class CacheCraftLLM(CustomLLM):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -242,7 +242,7 @@ class CacheCraftLLM(CustomLLM):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -276,7 +276,7 @@ class CacheCraftLLM(CustomLLM):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -329,7 +329,7 @@ class CacheCraftLLM(CustomLLM):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -358,7 +358,7 @@ class CacheCraftLLM(CustomLLM):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -388,7 +388,7 @@ class CacheCraftLLM(CustomLLM):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -418,7 +418,7 @@ class CacheCraftLLM(CustomLLM):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -444,7 +444,7 @@ class CacheCraftLLM(CustomLLM):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -474,7 +474,7 @@ class CacheCraftLLM(CustomLLM):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -504,7 +504,7 @@ class CacheCraftLLM(CustomLLM):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -536,7 +536,7 @@ class CacheCraftLLM(CustomLLM):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -563,8 +563,8 @@ def with_max_tokens(sampling: SamplingParams, max_tokens: int | None) -> Samplin
 def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
     """Return messages as turns (role, text). Raises nothing.
 
-    Consecutive messages of a role are joined by an empty line; every role but the assistant counts as the user. The
-    list is empty without messages.
+    Consecutive messages of a role are joined by an empty line; every role but the assistant counts as the user. Parts
+    of a message that are not text are left out. The list is empty without messages.
     """
     turns: list[tuple[Literal["user", "assistant"], list[str]]] = []
     for message in messages:
@@ -578,7 +578,8 @@ def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
 def question_of(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
     """Return the text of the last messages, which must be the user's, and the turns before them.
 
-    Raises ConfigError if there is no message or the last one is not the user's.
+    As in `turns_of`, every role but the assistant counts as the user. Raises ConfigError if there is no message or the
+    last one is the assistant's.
     """
     turns = turns_of(messages)
     if not turns or turns[-1][0] != "user":
@@ -615,7 +616,7 @@ def responses_of(generation: Generation) -> CompletionResponseGen:
         ContextLengthError: question, history and answer do not fit the model's context.
         BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
         StoreError: the store of the engine is closed.
-        ServerError: a server that makes the answer, or whose chat template is used, fails.
+        ServerError: a server that makes the answer fails.
         UnsupportedModelError: a layer of the model does something that its survey did not show.
         ForkError: this process is a fork of the one that made the engine.
         RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if the
@@ -641,7 +642,7 @@ async def aresponses_of(generation: Generation) -> CompletionResponseAsyncGen:
         ContextLengthError: question, history and answer do not fit the model's context.
         BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
         StoreError: the store of the engine is closed.
-        ServerError: a server that makes the answer, or whose chat template is used, fails.
+        ServerError: a server that makes the answer fails.
         UnsupportedModelError: a layer of the model does something that its survey did not show.
         ForkError: this process is a fork of the one that made the engine.
         RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if the
@@ -714,7 +715,7 @@ def observed(
         ContextLengthError: question, history and answer do not fit the model's context.
         BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
         StoreError: the store of the engine is closed.
-        ServerError: a server that makes the answer, or whose chat template is used, fails.
+        ServerError: a server that makes the answer fails.
         UnsupportedModelError: a layer of the model does something that its survey did not show.
         ForkError: this process is a fork of the one that made the engine.
         RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if the
@@ -781,7 +782,7 @@ async def aobserved(
         ContextLengthError: question, history and answer do not fit the model's context.
         BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
         StoreError: the store of the engine is closed.
-        ServerError: a server that makes the answer, or whose chat template is used, fails.
+        ServerError: a server that makes the answer fails.
         UnsupportedModelError: a layer of the model does something that its survey did not show.
         ForkError: this process is a fork of the one that made the engine.
         RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if the

@@ -118,7 +118,8 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
             ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
             UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
             StoreError: without `engine`, if the store folder or its catalog cannot be used.
-            torch.OutOfMemoryError: without `engine`, if the GPU has no memory for the model.
+            RuntimeError, MemoryError: without `engine`, if there is no memory for the model, such as
+                torch.OutOfMemoryError on a GPU.
 
         Other errors of `index.as_retriever` than its TypeError pass.
         """
@@ -194,7 +195,8 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
             ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
             UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
             StoreError: without `engine`, if the store folder or its catalog cannot be used.
-            torch.OutOfMemoryError: without `engine`, if the GPU has no memory for the model.
+            RuntimeError, MemoryError: without `engine`, if there is no memory for the model, such as
+                torch.OutOfMemoryError on a GPU.
         """
         if isinstance(retriever, BaseIndex):
             raise ConfigError("this is an index and not a retriever: write from_index(index, …)")
@@ -244,7 +246,8 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
             ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
             UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
             StoreError: without `engine`, if the store folder or its catalog cannot be used.
-            torch.OutOfMemoryError: without `engine`, if the GPU has no memory for the model.
+            RuntimeError, MemoryError: without `engine`, if there is no memory for the model, such as
+                torch.OutOfMemoryError on a GPU.
         """
         return cls.from_defaults(retriever, **options)
 

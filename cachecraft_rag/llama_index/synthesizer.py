@@ -168,11 +168,12 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
 
         Raises:
             ConfigError: an unknown option, an invalid value, an `output_cls` or a template that cannot be used, a dtype
-                or device that is not available, or a chat template that cannot be cut into segments.
+                or device that is not available, a quality target that could not act, or a chat template that cannot be
+                cut into segments.
             ModelNotFoundError: nothing of that name can be loaded, or a file of it is damaged.
             UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
             StoreError: the store folder or its catalog cannot be used.
-            torch.OutOfMemoryError: the GPU has no memory for the model.
+            RuntimeError, MemoryError: there is no memory for the model, such as torch.OutOfMemoryError on a GPU.
         """
         with ExitStack() as opened:
             engine = opened.enter_context(
@@ -224,7 +225,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -265,7 +266,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -300,7 +301,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if
@@ -340,7 +341,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
-            ServerError: a server that makes the answer, or whose chat template is used, fails.
+            ServerError: a server that makes the answer fails.
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             ForkError: this process is a fork of the one that made the engine.
             RuntimeError, MemoryError: the model fails, such as torch without memory; over vLLM, RuntimeError also if

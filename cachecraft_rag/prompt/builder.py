@@ -250,8 +250,8 @@ class PromptBuilder:
             ContextLengthError: instruction, history, question and `reserve` alone do not fit the model's context.
             ConfigError: the question is empty, and the history does not end with a tool's result; the history has an
                 unknown role, a wrong order, or calls and results that do not match; a turn of calls is not JSON of
-                calls (see `calls_in`); or the model's chat template fails at the conversation, or drops, repeats or
-                reorders its text.
+                calls (see `calls_in`); or the model's chat template fails at the conversation, takes too much time or
+                memory if a server sent it, or drops, repeats or reorders the conversation's text.
             StoreError: raised by `recognise` if it searches a store that was closed. All errors of `recognise` pass
                 through.
         """

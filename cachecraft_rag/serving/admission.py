@@ -139,7 +139,11 @@ class AdmissionQueue:
         return len(self._waiting)
 
     def enter(self, task: LoopTask) -> None:
-        """Take the last place. Raises BusyError if `max_waiting` requests wait already, and gives it no place."""
+        """Take the last place in the queue.
+
+        Raises BusyError, and gives no place, if `max_waiting` requests wait already while another has the turn. If none
+        has it, one more may wait.
+        """
         has_turn_taken = bool(self._prefilling)
         if len(self._waiting) + has_turn_taken > self._max_waiting:
             self._rejected.inc()
@@ -178,9 +182,8 @@ class AdmissionQueue:
         """Return True if a waiting request may plan and load now, before its turn.
 
         That is so while less than `preload_bytes` are loaded ahead, and the requests between the next one and it have
-        asked for room. The next request gets False too once so much is loaded; its caller lets it plan and load in
-        any case. While there is room, it raises ValueError for a
-        request that does not wait.
+        asked for room. The next request gets False too once so much is loaded; its caller lets it plan and load in any
+        case. While there is room, it raises ValueError for a request that does not wait.
         """
         if not self.preloading_bytes < self._preload_bytes:
             return False

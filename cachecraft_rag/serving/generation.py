@@ -50,9 +50,10 @@ class Generation(Iterator[str], AsyncIterator[str]):
     The first piece raises BusyError if too many requests are waiting, WaitTimeoutError after too long a wait, and
     StoreError if the engine's store is closed. Any piece raises ServerError if a server makes the answer and fails;
     ConfigError if an answer that keeps to a schema can neither go on nor end, or a server refuses the request
-    (ContextLengthError because of the model's context); ForkError in a fork of the engine's process; and RuntimeError
-    or MemoryError if the model fails, such as torch without memory. Over vLLM, a piece raises RuntimeError if the
-    engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
+    (ContextLengthError because of the model's context); ForkError in a fork of the engine's process;
+    UnsupportedModelError if a layer of a model in this process does something that its survey did not show; and
+    RuntimeError or MemoryError if the model fails, such as torch without memory. Over vLLM, a piece raises RuntimeError
+    if the engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
     """
 
     def __init__(

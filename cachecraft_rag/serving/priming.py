@@ -426,8 +426,7 @@ def estimate_priming(primer: DocumentPrimer, texts: Texts) -> PrimingEstimate:
 
     Raises:
         ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.
-        ConfigError: an item of `texts` holds something other than chunks; or a server refuses a text, cannot use its
-            store, or names a codec that is unknown here.
+        ConfigError: a server refuses a text, cannot use its store, or names a codec that is unknown here.
         UnsupportedCallError: `primer` is a `Primer` over a server's chunk-caches.
         StoreError: the store is closed, or its folder or catalog cannot be read.
         ServerError: a server has the store, and does not answer or fails.

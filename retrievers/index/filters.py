@@ -55,6 +55,8 @@ GROUPS: dict[str, Callable[[Iterable[bool]], bool]] = {"$and": all, "$or": any}
 def check_where(where: Where | None, *, depth: int = 0) -> None:
     """Raise ConfigError for a filter of another form, with an unknown comparison, or nested too deep; return None else.
 
+    A value that is no comparison is not checked: for example, a list passes and equals no metadata.
+
     Args:
         where: the filter; None and a function pass.
         depth: how deep it is nested in another filter.
@@ -79,7 +81,10 @@ def check_where(where: Where | None, *, depth: int = 0) -> None:
 
 
 def check_depth(depth: int) -> None:
-    """Raise ConfigError for filters nested so deep that they were made by mistake or to do harm; return None else."""
+    """Raise ConfigError if `depth`, the level at which a filter is nested, is above `DEEPEST_FILTER`; return None else.
+
+    Filters that deep were made by mistake or to do harm.
+    """
     if depth > DEEPEST_FILTER:
         raise ConfigError(
             f"filters are nested more than {DEEPEST_FILTER} deep; write them with fewer levels"

@@ -78,8 +78,9 @@ def evict_chunks(caches: Caches | None, chunk_ids: Iterable[str]) -> tuple[int, 
     """Delete the chunk-caches of these chunks; return their number, and their bytes on disk.
 
     Both are 0 without `caches` or chunks, and nothing is raised then. Raises StoreError if the store is closed, its
-    folder is gone or its catalog cannot be read or written, ServerError if the chunk-caches are a server's and it
-    fails, and ForkError in a fork of the process that opened the store.
+    folder is gone or its catalog cannot be read or written, and ForkError in a fork of the process that opened the
+    store. If the chunk-caches are a server's, raises ServerError if it fails, and ConfigError if it refuses the ids or
+    cannot use its store.
     """
     chosen = tuple(chunk_ids)
     if caches is None or not chosen:
@@ -121,8 +122,9 @@ class Evictions:
         """Delete the chunk-caches of these and of all waiting chunks that are not in the index; return None.
 
         Does nothing without chunk-caches or chunks. In each of the following cases the chunks no longer wait. Raises
-        StoreError or ServerError if the chunk-caches cannot be deleted, IndexStoreError if the index is closed or
-        cannot be read, and ForkError in a fork of the process that opened the index or the store of chunk-caches.
+        StoreError or ServerError if the chunk-caches cannot be deleted, ConfigError if a server refuses to delete them,
+        IndexStoreError if the index is closed or cannot be read, and ForkError in a fork of the process that opened the
+        index or the store of chunk-caches.
         """
         with self._lock:
             gone = self._waiting | dict.fromkeys(chunk_ids)

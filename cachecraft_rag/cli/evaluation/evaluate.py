@@ -151,6 +151,7 @@ class Measuring:
             ContextLengthError: a question and its passages do not fit the model's context.
             StoreError: the store of chunk-caches in the folder cannot be used.
             OSError: a measurement cannot be written, such as on a full disk.
+            RuntimeError, MemoryError: there is no memory for the model, or it fails.
         """
         from cachecraft_rag.evaluation import runner
         from cachecraft_rag.evaluation.measuring import trials_of

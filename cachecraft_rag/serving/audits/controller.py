@@ -32,6 +32,8 @@ class QualityTarget:
     agreement  the target for `Audit.agreement`, with near-ties counted as agreement; more than 0 and less than 1
     min_ratio  smallest recompute ratio, 0 to 1
     max_ratio  largest recompute ratio; at 1 every token agrees
+
+    Raises ConfigError for a value of a wrong type or out of range, and for a `min_ratio` above `max_ratio`.
     """
 
     agreement: float
