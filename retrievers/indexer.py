@@ -173,6 +173,7 @@ def index_documents(
     given = list(documents)
     for document in given:
         _check_document(document)
+    given = list({document.doc_id: document for document in given}.values())
     run = _Run(store, embedder, chunk_tokens=chunk_tokens, progress=progress, model=model)
     run.files_total = len(given)
     for document in given:

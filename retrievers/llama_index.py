@@ -400,6 +400,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         check_whole("mmr_prefetch_k", reach, least=1)
         hits = store.search(vector, reach, where=where)
         known = store.known_vectors(hit.chunk_id for hit in hits)
+        hits = [hit for hit in hits if hit.chunk_id in known]  # others were deleted meanwhile
         scores, chosen = get_top_k_mmr_embeddings(
             vector.tolist(),
             [known[hit.chunk_id].tolist() for hit in hits],

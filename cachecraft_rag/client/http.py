@@ -148,7 +148,9 @@ class HTTPEngine(AnswerEngine):
             with checked_reply(link.url, "a tokenizer"):
                 served = replies.served_model(facts, files)
             with checked_reply(link.url, "a tokenizer or a chat template"):
-                engine = cls(link, served, facts, system=facts.system if system is None else system)
+                engine = cls(link, served, facts, system=facts.system)
+            if system is not None:  # its errors are the caller's
+                engine = cls(link, served, facts, system=system)
             opened.pop_all()
         return engine
 

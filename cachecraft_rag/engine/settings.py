@@ -454,7 +454,7 @@ def settings_file(
 
     Raises ConfigError if `path` or the variable names a file that does not exist, or is not a path.
     """
-    named = path or environment.get(FILE_VARIABLE)
+    named = path or environment.get(FILE_VARIABLE) or None
     if named is not None:
         check_path("settings", named)
         if not os.path.isfile(named):

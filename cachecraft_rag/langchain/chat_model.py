@@ -482,7 +482,8 @@ def _choice_of(
     if isinstance(choice, dict):
         function = choice.get("function", choice)
         name = function.get("name") if isinstance(function, dict) else function
-        choice = choice.get("type", choice) if name is None else name  # Anthropic's {"type": "any"}
+        # Anthropic's {"type": "any"} names no tool
+        choice = name or choice.get("type", choice)
     names = {None: "auto", False: "auto", True: "any", "required": "any"}
     name = names.get(choice, choice) if isinstance(choice, str | bool | None) else choice
     known = ["auto", "none", "any", *(tool["function"]["name"] for tool in tools)]
@@ -523,9 +524,9 @@ def documents_of(given: Any, name: str) -> list[Document]:
 
     Returns [] for an empty iterable. Raises ConfigError for anything else, also for a text and for None.
     """
-    documents = (
-        list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-    )
+    # a document can be iterated over, as its fields
+    is_list = isinstance(given, Iterable) and not isinstance(given, str | Document)
+    documents = list(given) if is_list else [given]
     if not all(isinstance(document, Document) for document in documents):
         raise ConfigError(
             f"{name!r} must be a list of LangChain's documents (Document(text) makes one): leave out the step that "

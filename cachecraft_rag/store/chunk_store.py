@@ -760,7 +760,7 @@ class ChunkCacheStore(Closeable):
 
     def _require_folder(self) -> None:
         """Raise StoreError if the folder has vanished."""
-        self._home.require()
+        self._check_open()
         if self._durable.gone():
             raise StoreError(
                 f"The folder {self.root} was deleted, or is out of reach. Open the store again."

@@ -29,7 +29,7 @@ class LookupResult:
     variants  chunk id → variants, for every given id; a list may be empty
     refused   chunk id → reason why a stored variant was refused; other variants of the chunk may have been found
     remote    outcome of the remote look-up: "answered", "left alone", "too slow" or "failed"; None if the look-up did
-              not need the remote, or there is none
+              not need the remote, or the store has no remote
     """
 
     variants: dict[str, list[Variant]]

@@ -36,7 +36,7 @@ class Chunk:
     The id is always that of the text: a wrong one would store or serve another text's chunk-cache. A `known_id` is
     compared with the text's digest here, once, and used as it is; nothing hashes the text again.
 
-    known_id   the id that a retriever gave with the text; "" if there is none
+    known_id   the id that a retriever gave with the text; "" without one
     chunk_id   its identity, the digest of its text: `known_id`, unless the text was edited after it was retrieved
     stale_id   `known_id` if it is the id of another text, else ""
 

@@ -8,7 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from cachecraft_rag.errors import (
+    CacheCraftError,
+    ConfigError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
 from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.model.decoder import config_of, context_length_of, end_tokens_of, layout_of
 from cachecraft_rag.model.demo_model import demo_model_folder
@@ -94,8 +99,10 @@ class ServedModel:
             tokenizer = AutoTokenizer.from_pretrained(source)
             folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
             fingerprint = None if folder is None else checkpoint_fingerprint(folder, dtype=used)
-        # OSError and ValueError say what is wrong; the others come from JSON of another form in a damaged file.
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (CacheCraftError, MemoryError):
+            raise
+        # OSError and ValueError say what is wrong; from damaged files the libraries raise whatever their code meets.
+        except Exception as error:
             cause = str(error) if isinstance(error, (OSError, ValueError)) else repr(error)
             raise ModelNotFoundError(f"cannot load the model {name!r}: {cause}") from error
         if folder is None or fingerprint is None:

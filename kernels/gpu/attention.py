@@ -381,8 +381,8 @@ def attend(
         tiling: size of the tiles; None = chosen by head_dim and dtype.
 
     Returns:
-        The output without `v` is None, the mass without `bounds` is None, see `Attended`. A row that sees no key has an
-        output and a mass of zeros.
+        Output and mass, see `Attended`: without `v` there is no output, and without `bounds` no mass. A row that sees
+        no key has an output and a mass of zeros.
 
     Raises:
         ValueError: shapes, strides or dtypes do not fit together, or the number of sinks is wrong.

@@ -32,7 +32,7 @@ def wait_on_stream(event: torch.cuda.Event | None, *tensors: Tensor) -> None:
         event: from `launched`, possibly of another thread.
         tensors: tensors on one device that the later work reads; at least one.
 
-    Does nothing if the event is None. Raises IndexError for an event without tensors.
+    Does nothing without an event. Raises IndexError for an event without tensors.
     """
     if event is None:
         return

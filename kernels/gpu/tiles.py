@@ -145,7 +145,7 @@ class _AbsentMask:
 
 
 def absent_mask(visible: Visibility, keys: int) -> Tensor | None:
-    """Return a mask of the absent keys, uint8 `[keys]`, 1 where a key is absent; None if `visible.absent` is None.
+    """Return a mask of the absent keys, uint8 `[keys]`, 1 where a key is absent; None without `visible.absent`.
 
     It is made once for a `visible` and kept there. Raises IndexError if an absent key is not below `keys`; on a GPU
     torch reports it later, as a RuntimeError.

@@ -103,6 +103,7 @@ def test_the_working_directory_s_file_is_found_and_a_variable_may_name_another(
     (here / "cachecraft.toml").write_text("readers = 9\n")
     assert load_settings(environment={})["readers"] == 9
     assert load_settings(environment={"CACHECRAFT_SETTINGS": str(file)})["top_k"] == 3
+    assert load_settings(environment={"CACHECRAFT_SETTINGS": ""})["readers"] == 9
 
 
 @pytest.mark.parametrize(

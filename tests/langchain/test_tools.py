@@ -148,6 +148,11 @@ def test_a_tool_of_a_providers_server_is_refused(chat: ChatCacheCraft) -> None:
         chat.bind_tools([weeks, {"type": "web_search"}])
 
 
+def test_a_single_document_needs_no_list(chat: ChatCacheCraft) -> None:
+    answer = chat.invoke("How much?", documents=DOCUMENTS[0], max_tokens=2)
+    assert len(answer.response_metadata["cachecraft"]["chunks"]) == 1
+
+
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
 def test_answers_keep_to_a_schema(chat: ChatCacheCraft, method: Any) -> None:
     found = chat.with_structured_output(Answer, method=method).invoke(

@@ -473,6 +473,14 @@ def test_documents_in_memory_are_added_and_updated(
     assert store.chunks_of("faq/1")[0].metadata["lang"] == "de"
 
 
+def test_of_documents_with_the_same_name_the_last_one_stays(store: FaissStore, embedder: Embedder):
+    old, other = (Document("faq/1", f"The fridge has {n} shelves.") for n in (3, 4))
+    assert index_documents([other, old], store, embedder).added == ("faq/1",)
+    assert store.chunks_of("faq/1")[0].text == old.text
+    assert index_documents([other, old], store, embedder).unchanged == ("faq/1",)
+    assert store.chunks_of("faq/1")[0].text == old.text
+
+
 def test_folders_and_documents_in_memory_leave_each_other_alone(
     folder: Path, store: FaissStore, embedder: Embedder
 ):

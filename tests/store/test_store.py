@@ -927,6 +927,9 @@ def test_a_closed_store_says_so(tmp_path: Path) -> None:
         lambda: store.lookup("ns", "model", []),
         lambda: store.load(variant),
         lambda: store.open_variants([]),
+        store.rows,
+        store.evict,
+        store.check,
     ):
         with pytest.raises(StoreError, match="is closed"):
             call()

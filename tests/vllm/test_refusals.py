@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -456,6 +457,18 @@ def test_weights_that_cannot_be_read_are_refused_with_the_models_name(
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-16])
     with pytest.raises(ModelNotFoundError, match="truncated"):
+        ServedModel.load(str(folder))
+
+
+def test_a_damaged_tokenizer_is_refused_with_the_models_name(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder("Llama"), folder)
+    tokenizer = folder / "tokenizer.json"
+    parts = json.loads(tokenizer.read_text())
+    tokenizer.write_text(json.dumps(parts | {"model": {"type": "BPE", "vocab": 5}}))
+    with pytest.raises(ModelNotFoundError, match="cannot load the model"):
         ServedModel.load(str(folder))
 
 

@@ -101,7 +101,7 @@ class CaptureRecorder:
         return tuple(sorted(complete, key=lambda capture: capture.segment))
 
     def forget(self, segment: int) -> None:
-        """Drop the capture of a segment; does nothing if there is none. A later pass may capture the segment again."""
+        """Drop the capture of a segment; does nothing without one. A later pass may capture the segment again."""
         self._recorded.pop(segment, None)
 
     @property

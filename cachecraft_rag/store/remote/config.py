@@ -226,14 +226,17 @@ def keys_in(path: Path) -> list[str]:
     """
     try:
         with path.open("rb") as file:
-            text = file.read(_FILE_BYTES + 1).decode()
+            data = file.read(_FILE_BYTES + 1)
+        is_too_long = len(data) > _FILE_BYTES
+        # the last character may be cut off
+        text = data.decode(errors="ignore" if is_too_long else "strict")
     except (OSError, ValueError) as error:
         why = (
             f"cannot be read ({error.strerror if isinstance(error, OSError) else 'it is no text'})"
         )
     else:
         keys = [line.strip() for line in text.splitlines() if line.strip()]
-        if keys and len(text) <= _FILE_BYTES:
+        if keys and not is_too_long:
             return keys
         why = "holds no key" if not keys else "is no file of keys: it is too long"
     raise ConfigError(f"the key file {path} {why}; write a key of `openssl rand -hex 32` into it")

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Generator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -121,14 +122,14 @@ class ServerEngine(AnswerEngine):
         )
         if chat_template is not None:
             model.tokenizer.chat_template = chat_template
-        engine = cls(
-            model,
-            ChunkCacheStore.open(settings.store, settings.config.store),
-            settings,
-            calls=calls,
-        )
-        if endpoint.root:
-            engine.calibration = load_calibration(Path(endpoint.root), model.fingerprint)
+        with ExitStack() as opened:
+            store = opened.enter_context(
+                ChunkCacheStore.open(settings.store, settings.config.store)
+            )
+            engine = cls(model, store, settings, calls=calls)
+            if endpoint.root:
+                engine.calibration = load_calibration(Path(endpoint.root), model.fingerprint)
+            opened.pop_all()  # the engine's caller closes it
         return engine
 
     def prepare(self, asked: Asked, *, session: str | None) -> tuple[Request, Ask]:
@@ -183,7 +184,7 @@ class ServerEngine(AnswerEngine):
         """Count and log a request that has ended; its new variants and its audit then wait for idle time."""
         stats = record.stats()
         self.request_counts.add(stats)
-        log_request(stats)
+        log_request(stats, error=record.error)
         self._backend.note_fixed(record.request, record.report)
         self._backend.audits.answered(record.request, record.progress, record.predicted)
 

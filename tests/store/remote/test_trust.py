@@ -505,6 +505,14 @@ def test_a_key_that_cannot_be_used_is_named_but_not_shown(
     assert "hunter2" not in chain(refused.value)
 
 
+def test_a_key_file_that_is_too_long_in_bytes_is_not_cut_off(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text((f"ä{KEY}\n" * 5_000)[:65_000], encoding="utf-8")
+    assert len(keys.read_text(encoding="utf-8")) <= 65_536 < keys.stat().st_size
+    with pytest.raises(ConfigError, match="too long"):
+        RemoteConfig("memory://", key_file=keys).keys()
+
+
 @pytest.mark.parametrize("name", ["CACHECRAFT_REMOTE_KEY", "CACHECRAFT_REMOTE_KEY_FILE"])
 def test_an_empty_variable_does_not_mean_unsigned(
     name: str, monkeypatch: pytest.MonkeyPatch
