@@ -23,6 +23,7 @@ from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.observability.request_counts import RequestCounts
 from cachecraft_rag.store import ChunkCacheStore, StoreStats
 from cachecraft_rag.store.closeable import Closeable
+from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.store.remote import RemoteStats
 from cachecraft_rag.store.remote.breaker import State
 from cachecraft_rag.types.store_reasons import CaptureDrop, EvictionReason
@@ -167,14 +168,17 @@ class MetricsServer(Closeable):
     def __init__(self, server: WSGIServer, thread: Thread) -> None:
         self._server = server
         self._thread = thread
+        self._home = HomeProcess("metrics server")
         self.port = server.server_port
 
     def close(self) -> None:
         """Stop listening, and wait until the server's thread has ended, which takes up to half a second.
 
-        Raises nothing. A second call does nothing. In a fork of the process that started the server the call waits
-        without end, because the thread does not run there.
+        Raises nothing. A second call does nothing. In a fork of the process that started the server it does nothing
+        either: the thread does not run there, and the port is the other process's.
         """
+        if not self._home.here:
+            return
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import traceback
+import urllib.request
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ForkError
+from cachecraft_rag.observability.metrics import serve_metrics
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -68,6 +70,14 @@ def refuses(*doors: Callable[[], object]) -> Callable[[], None]:
             assert "spawn" in advice
 
     return knock
+
+
+def test_a_fork_leaves_the_metrics_server_alone(engine: Any) -> None:
+    with serve_metrics(engine, 0) as server:
+        in_a_fork(server.close)
+        url = f"http://127.0.0.1:{server.port}/metrics"
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            assert answer.status == 200
 
 
 @pytest.fixture
