@@ -76,8 +76,7 @@ class BackgroundWriter:
         """Queue a capture; return a future of the stored variant, or of the reason why the capture is dropped.
 
         A drop is counted and logged. Raises StoreError if the tensor does not have its layout, see `variant_of`. An
-        error of the disk or the catalog is a drop and not raised. If encoding fails for lack of memory, the future
-        raises that error.
+        error of the disk or the catalog, and lack of memory while encoding, is a drop and not raised.
         """
         variant = self._variant_of(capture)
         ticket = next(self._tickets)
@@ -231,6 +230,9 @@ class BackgroundWriter:
             return self._drop(
                 variant, Unavailable(variant.variant_id, CaptureDrop.NOT_ENCODABLE, why)
             )
+        except (MemoryError, RuntimeError) as error:  # torch's RuntimeError says the same
+            why = f"there is not enough memory to encode it: {error}"
+            return self._drop(variant, Unavailable(variant.variant_id, CaptureDrop.FAILED, why))
         # A chunk that was removed here may still be on a remote, which counts as stored.
         extra_variant = capture.extra_variant and self._remote is None
         refused = self._written(variant, encoded, capture.token_scores, extra_variant=extra_variant)

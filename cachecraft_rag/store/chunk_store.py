@@ -515,7 +515,7 @@ class ChunkCacheStore(Closeable):
 
         Returns:
             A future of the stored variant, or of the reason why the capture was dropped (also logged). After `close`
-            all captures are dropped. If encoding fails for lack of memory, the future raises that error.
+            all captures are dropped.
 
         Raises:
             StoreError: the tensor does not have its layout, has no token, is not contiguous or is not on the CPU, which

@@ -441,6 +441,22 @@ def test_a_capture_that_fits_only_encoded_is_stored(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("not enough memory")])
+def test_a_capture_without_memory_to_encode_it_is_dropped(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr("cachecraft_rag.store.background_writer.encode", fail)
+    with ChunkCacheStore.open(tmp_path) as store:
+        result = store.put(make()).result()
+        assert isinstance(result, Unavailable)
+        assert "memory" in result.reason
+        assert store.stats().captures == {"failed": 1}
+        assert store.stats().host_bytes == 0
+
+
 def test_a_capture_that_a_lossy_codec_cannot_take_is_dropped_with_the_reason(
     tmp_path: Path,
 ) -> None:
