@@ -279,8 +279,8 @@ class AsyncAnswerStream(AsyncIterator[str]):
     async def aclose(self) -> None:
         """Stop generating; no further piece follows, and a second call does nothing. It does not wait for the model.
 
-        A task that waits for the first piece gets none, once the chunks are retrieved. Raises nothing, except
-        RuntimeError if the answer is to be counted in a new thread and the system has no room for one.
+        If another task waits for the first piece, its iteration ends without one, as soon as the chunks are retrieved.
+        Raises nothing, except RuntimeError if the system has no room for a thread that counts the answer.
         """
         self._closed = True
         if self._begun is not None:

@@ -169,17 +169,24 @@ class CacheCraftVectorStore(Closeable, VectorStore):
             texts: one for each document.
             embedding: makes the vectors.
             metadatas: one for each text; None or an empty list: no metadata.
-            ids: one for each text; None or an empty list: new ones. LangChain leaves out the texts after the last id.
+            ids: one for each text; None or an empty list: new ones.
             folder: of the index.
             caches: as in this class.
 
-        Raises IndexStoreError if the index cannot be opened, or vectors do not fit it; ConfigError for an option, an
-        argument, an id, a text or metadata that cannot be used, and for more ids than texts; StoreError or ServerError
-        if chunk-caches of replaced documents cannot be deleted, and ConfigError if a server refuses to delete them;
-        ForkError in a fork of the process that opened the store of chunk-caches; ValueError of LangChain for another
-        number of metadatas, and for a text of another type; and what the embeddings raise.
+        Raises:
+            IndexStoreError: the index cannot be opened, or vectors do not fit it.
+            ConfigError: an option, an argument, an id, a text or metadata cannot be used; there is another number of
+                ids than of texts; or a server refuses to delete chunk-caches of replaced documents.
+            StoreError, ServerError: chunk-caches of replaced documents cannot be deleted.
+            ForkError: in a fork of the process that opened the store of chunk-caches.
+            ValueError: LangChain's, for another number of metadatas and for a text of another type.
+
+        Errors of the embeddings pass.
         """
         check_names(kwargs, ("caches", "folder", "ids", "metadatas"))
+        texts = list(texts)
+        if ids and len(ids) != len(texts):  # LangChain would leave out the texts after the last id
+            raise ConfigError(f"{len(ids)} ids for {len(texts)} texts; give one for each")
         with ExitStack() as opened:
             store = opened.enter_context(closing(cls.open(folder, embedding, caches=caches)))
             store.add_texts(texts, metadatas, ids=ids)

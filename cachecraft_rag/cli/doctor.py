@@ -121,8 +121,8 @@ def _folder(store: Path) -> Iterator[Path]:
 def settings(as_json: options.Json = False, *, settings: Settings) -> None:
     """Print the settings of index, ask, chat, serve and doctor, and the origin of each: a file, a variable, a default.
 
-    A flag of a command goes before the environment, that before the file, that before the default. Exit code 2 if a
-    setting is wrong, or settings contradict each other.
+    A flag of a command goes before the environment, that before the file, that before the default. With --json: one
+    object, key → value and origin. Exit code 2 if a setting is wrong, or settings contradict each other.
     """
     # Raises ConfigError; see `app.main` for exit codes.
     settings.engine_config()  # reports settings that contradict each other

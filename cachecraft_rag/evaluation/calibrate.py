@@ -91,7 +91,10 @@ class CalibrationSettings:
             raise ConfigError(f"answers need 1 token or more, not {self.answer_tokens}")
 
     def require(self, dataset: Dataset) -> None:
-        """Raise ConfigError if there are no questions, or if the metric is f1 and a question has no gold answer."""
+        """Raise ConfigError if there are no questions, or if the metric is f1 and a question has no gold answer.
+
+        Returns None otherwise.
+        """
         if not dataset.questions:
             raise ConfigError("there are no questions to calibrate on; raise --limit")
         without = sum(not question.answers for question in dataset.questions)

@@ -152,7 +152,10 @@ class JsonRecord:
         ]
 
     def record(self, name: str) -> JsonRecord:
-        """Return an object. Raises DocumentError, with the place in the file, if it is missing or no object."""
+        """Return the object in the field `name`, as another record.
+
+        Raises DocumentError, with the place in the file, if it is missing, null or no object.
+        """
         return JsonRecord(f"{self.where}, {name}", self._field(name, dict, "an object"))
 
 

@@ -526,6 +526,8 @@ def _loading(name: str) -> Iterator[str]:
         raise
     # From damaged files the libraries of Hugging Face raise whatever their code meets.
     except Exception as error:
+        if isinstance(error, RuntimeError) and "allocate memory" in str(error):
+            raise  # torch's, without main memory
         reason = str(error) if isinstance(error, (OSError, ValueError)) else _named(error)
         raise ModelNotFoundError(
             f"cannot load the model {name!r}: {reason}\n"

@@ -115,7 +115,10 @@ class LoopTask:
 
 
 class StepLoop:
-    """Runs the work that is handed to it; any thread may call any method, finalisers `wake` and `call_soon` only.
+    """Runs the work that is handed to it, in one thread.
+
+    Any thread may call any method, except where a method says otherwise. Finalisers may call `wake`, `call_soon` and
+    `end` only.
 
     Attributes:
         joint: computes for several requests at once.
@@ -225,7 +228,10 @@ class StepLoop:
         return self._thread is not None
 
     def wake(self) -> None:
-        """Have the loop check its waiting tasks. Takes no lock, and raises nothing."""
+        """Have the loop check its waiting tasks, without waiting for it. Takes no lock, and raises nothing.
+
+        Nothing happens if the loop's thread does not run.
+        """
         self._inbox.put(None)
 
     def wait_until(self, holds: Callable[[], bool], timeout: float | None = None) -> bool:

@@ -112,7 +112,7 @@ class Calls(Closeable):
         Raises:
             concurrent.futures.CancelledError: `close` was called meanwhile.
             asyncio.CancelledError: the event loop has cancelled the request, such as when its server ends.
-            RuntimeError: the event loop is closed, such as after `Serving.close`; also vLLM's own exceptions.
+            RuntimeError: vLLM is closed, or closing (`Serving.close`); also vLLM's own exceptions.
         """
         steps: SimpleQueue[Step] = SimpleQueue()
         name = f"cachecraft-{next(self._numbers)}"
@@ -150,7 +150,8 @@ class Calls(Closeable):
         self, prompt: dict[str, object], params: object, name: str, steps: SimpleQueue[Step]
     ) -> None:
         try:
-            assert self._engine is not None, "it is closed"
+            if self._engine is None:
+                raise RuntimeError("vLLM is closed")
             async for output in self._engine.generate(prompt, params, name):
                 best = output.outputs[0]
                 steps.put(

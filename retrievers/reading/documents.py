@@ -226,7 +226,10 @@ def inaccessible(path: Path, error: OSError) -> str:
 
 
 def too_large(path: Path) -> str:
-    """Return the message for a file above `LARGEST_FILE`. Raises nothing for a path of this system."""
+    """Return the message for a file above `LARGEST_FILE`. The file is not looked at.
+
+    Raises UnicodeEncodeError as `shown` does, never for a path that the system gave.
+    """
     return f"{shown(path)}: is larger than {LARGEST_FILE >> 20} MiB; split it or leave it out"
 
 

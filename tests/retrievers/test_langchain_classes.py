@@ -132,6 +132,13 @@ def test_an_index_that_texts_could_not_be_added_to_is_closed(
     assert len(closed) == 1
 
 
+def test_texts_without_an_id_of_their_own_are_not_dropped(
+    embedding: Directions, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="1 ids for 2 texts"):
+        CacheCraftVectorStore.from_texts(["a", "b"], embedding, ids=["1"], folder=tmp_path / "i")
+
+
 def test_metadata_of_any_shape_comes_back_and_can_be_filtered(store: CacheCraftVectorStore) -> None:
     first = {
         "page": 3,

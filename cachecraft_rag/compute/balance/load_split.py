@@ -364,9 +364,9 @@ class Cake(LayerWise):
     def before_pass(self, split: LoadSplit, layers: int) -> WaitCondition:
         """Return the condition to wait for before the next pass.
 
-        While neither the speed of computing is known nor the rate of loading settled, it is that everything loads soon,
-        for `settle_s` seconds at most. If loading should finish first (`LoadSplit.load_first`), it is that everything
-        is loaded, for at most twice the expected time. Otherwise it is nothing.
+        While neither the speed of computing is known nor the rate of loading settled: "all soon", for `settle_s`
+        seconds at most. If loading should finish first (`LoadSplit.load_first`): "all", for at most twice the expected
+        time, and layer by layer from now on. Otherwise: "nothing". `layers` is not used.
         """
         if not (split.speed.known or split.is_settled):
             return WaitCondition("all soon", split.constants.settle_s)

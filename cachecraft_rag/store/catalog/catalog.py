@@ -376,11 +376,14 @@ class Catalog:
     ) -> list[FileRef] | None:
         """Insert the row of a written file, in place of an older one of the same identity, whose f_r it inherits.
 
-        The first variant of a chunk that was evicted inherits the f_r that the catalog remembers of the chunk. Returns
-        the files whose rows were removed for it, [] without any: the older one, and those beyond the limits on the
-        number of variants. The caller deletes them and calls `settle`. Returns None, with nothing changed, for an
-        `extra_variant` of a chunk that has no variant left and is not remembered as evicted: the chunk was removed on
-        purpose. Raises StoreError if the catalog cannot be changed.
+        If a chunk has no variant left because they were evicted, its next variant gets the f_r (reuse frequency, see
+        `eviction.Use`) that the catalog remembers of the chunk, added to its own.
+
+        Returns the files whose rows were removed for it, [] without any: the older one, unless it has the same name,
+        and those beyond the limits on the number of variants. The caller deletes them and calls `settle`. Returns None,
+        with nothing changed, for an `extra_variant` of a chunk that has no variant left and is not remembered as
+        evicted: the chunk was removed on purpose, and the caller deletes the file that it has written. Raises
+        StoreError if the catalog cannot be changed.
         """
         key = variant.key
         with self._db.writing() as connection:

@@ -39,7 +39,10 @@ _LEVEL = 1  # higher ones look for matches where there are none: slower, and lar
 
 
 class Entropy(Codec):
-    """A value's error is at most half its head's step; see `Codec`. Needs the package zstandard."""
+    """A value's error is at most half its head's step in float32; see `Codec`. Needs the package zstandard.
+
+    A decoded value is then rounded to the dtype of the model. In bfloat16 and float16 the error can be a whole step.
+    """
 
     name = "entropy"
 
