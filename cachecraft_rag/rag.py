@@ -809,8 +809,8 @@ class CacheCraft(Retriever, Closeable):
         `from_settings` or `connect` opened it. A second call does nothing, and neither does a call in a fork of the
         process.
 
-        Raises TimeoutError if the engine started vLLM and vLLM has not ended after 30 seconds, and vLLM's own
-        exceptions; the index is closed even then. Raises nothing for other engines.
+        With an engine that started vLLM it raises TimeoutError if vLLM has not ended after 30 seconds, and vLLM's own
+        exceptions; the index is closed even then. With other engines it raises nothing.
         """
         with self._opened:
             self.engine.close()

@@ -44,9 +44,9 @@ class Embedder:
 
     Thread-safe: calls run one at a time. Raises `ModelNotFoundError` if the model cannot be loaded, or its wheel or
     sentence-transformers is not installed; `ConfigError` for an argument of a wrong type or out of range, and for a
-    device that torch does not have; `IndexStoreError` if the model gives a vector that is not finite, here and in
-    `encode_document` and `encode_query`; and torch's RuntimeError without memory. In a fork of the process that loaded
-    the model, both of these methods raise `ForkError`.
+    device that torch does not have; `IndexStoreError` if the model gives a vector that is not finite; and torch's
+    RuntimeError without memory. `encode_document` and `encode_query` raise the last two as well, and `ForkError` in a
+    fork of the process that loaded the model.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class Embedder:
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text before truncation, special tokens included.
 
-        Raises TypeError for anything but a text, and for text with half a surrogate pair. If the model has only a slow
-        tokenizer, the first of these is a ValueError.
+        Raises TypeError for anything but a text, and for text with half a surrogate pair. A model with a slow tokenizer
+        raises ValueError for anything but a text, and for half a surrogate pair what its tokenizer raises, if anything.
         """
         if self._tokenizer is not None:
             return len(self._tokenizer.encode(text).ids)
@@ -303,7 +303,9 @@ def _counting_tokenizer(model: SentenceTransformer) -> Tokenizer | None:
     """
     from tokenizers import Tokenizer
 
-    backend = getattr(model.tokenizer, "backend_tokenizer", None)
+    # static models hold the tokenizer itself
+    is_bare = isinstance(model.tokenizer, Tokenizer)
+    backend = model.tokenizer if is_bare else getattr(model.tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
     copy = Tokenizer.from_str(backend.to_str())

@@ -402,8 +402,9 @@ class ServerCaches(Caches):
 def request_sized(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
     """Divide chunks, in order, into parts that the server takes in one request to prime: yield each as a list.
 
-    A part has at most `MOST_DOCUMENTS` chunks with together at most `MOST_PRIMED` characters, or one longer chunk.
-    Yields nothing without chunks. Raises AttributeError for an item that is no chunk.
+    A part has at most `MOST_DOCUMENTS` chunks with together at most `MOST_PRIMED` characters. A longer chunk is a part
+    alone, and the server may refuse it. Yields nothing without chunks. Raises AttributeError for an item that is no
+    chunk.
 
     >>> [len(part) for part in request_sized([Chunk("a")] * (MOST_DOCUMENTS + 1))]
     [1000, 1]

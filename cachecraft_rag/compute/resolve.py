@@ -282,11 +282,12 @@ def _plan_with_probe(
 def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult) -> Plan:
     """Return the plan as it was executed, with the tokens that were computed instead of loaded, and why.
 
-    The reason counts for all these tokens of a segment: if a part of it failed to load, also for those that were
-    computed because that was expected to be faster.
+    Each segment has one reason. If a part of it failed to load, that is the reason of all its tokens, also of those
+    that were computed because that was expected to be faster.
 
-    Also drops captures of segments that are stored already, from the recorder of `result`. Raises KeyError if `loads`
-    are not those of `resolved`.
+    Also drops captures from the recorder of `result`: those of segments that were loaded and need no fixing, because
+    they are stored already, and those of reused segments that were computed late, because their tokens attended to
+    stored ones. Raises KeyError if `loads` are not those of `resolved`.
     """
     plan = result.plan or resolved.plan
     segments = list(plan.segments)

@@ -237,8 +237,8 @@ class CacheCraftLLM(CustomLLM):
 
         Raises:
             ConfigError: the model has no JSON schema, no answer can be kept to it, the answer ends early
-                (`max_tokens`), the extra "structured" is missing, the last message is not the user's, an option is
-                unknown or invalid, or a server refuses the request.
+                (`max_tokens`) or a validator of the model refuses it, the extra "structured" is missing, the last
+                message is not the user's, an option is unknown or invalid, or a server refuses the request.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -249,6 +249,7 @@ class CacheCraftLLM(CustomLLM):
                 the engine is closed.
             CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
             IndexError: the template has no messages.
+            TypeError: `history` is among the options.
         """
         messages, options = self._structured(output_cls, prompt, llm_kwargs, prompt_args)
         return validated(output_cls, self.chat(messages, **options).message.content)
@@ -271,8 +272,8 @@ class CacheCraftLLM(CustomLLM):
 
         Raises:
             ConfigError: the model has no JSON schema, no answer can be kept to it, the answer ends early
-                (`max_tokens`), the extra "structured" is missing, the last message is not the user's, an option is
-                unknown or invalid, or a server refuses the request.
+                (`max_tokens`) or a validator of the model refuses it, the extra "structured" is missing, the last
+                message is not the user's, an option is unknown or invalid, or a server refuses the request.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -283,6 +284,7 @@ class CacheCraftLLM(CustomLLM):
                 the engine is closed.
             CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
             IndexError: the template has no messages.
+            TypeError: `history` is among the options.
         """
         messages, options = self._structured(output_cls, prompt, llm_kwargs, prompt_args)
         return validated(output_cls, (await self.achat(messages, **options)).message.content)
@@ -307,8 +309,10 @@ class CacheCraftLLM(CustomLLM):
     ) -> SamplingParams:
         """Return sampling that keeps an answer to a pydantic model: `sampling`, or that of the class, with its schema.
 
-        Raises ConfigError if `output_cls` has no JSON schema, such as a class that is no pydantic model.
+        Raises ConfigError if `output_cls` has no JSON schema, such as a class that is no pydantic model, and for a
+        `sampling` of another class.
         """
+        check_kind("sampling", sampling, SamplingParams, optional=True)
         return replace(sampling or self._sampling, json_schema=output_cls)
 
     @llm_completion_callback()

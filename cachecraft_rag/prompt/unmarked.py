@@ -268,7 +268,7 @@ def candidates_of(
 
 
 def largest(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the candidates that are not the beginning of another one, longest first.
+    """Return the candidates that are not the beginning of another one, those with most segments first.
 
     Capturing the longer candidate captures both. Only candidates of the same session are compared; of equal ones, the
     first is returned. Returns [] if no candidates are given.

@@ -365,7 +365,11 @@ def mass(
 
 
 def differs(run: Kernels) -> str:
-    """Compare the kernels with float64 on a few shapes; return a description of the first difference, or ""."""
+    """Compare `attend`, `mass`, `rotate` and `place` with float64 on a few shapes.
+
+    Returns a description of the first difference, or "" if there is no difference. The other kernels are not compared
+    here; tests compare them.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:

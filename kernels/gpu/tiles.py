@@ -34,8 +34,8 @@ _WARP_GROUPS_SHARED = 220 << 10
 class Tiling:
     """Size of a tile of an attention kernel.
 
-    rows    rows times query heads of a group
-    keys    keys
+    rows    pairs of a tile: rows, times the query heads that share a key/value head
+    keys    keys of a tile
     warps   warps of the program
     stages  stages of prefetched keys
     """

@@ -174,11 +174,12 @@ def _cells(names: list[str], row: list[str]) -> Iterator[str]:
 def json_to_text(text: str) -> str:
     """Return JSON as `path: value` lines; the entries of a list at the top, and of JSON Lines, are paragraphs.
 
-    Values that are null or "" are left out, so the text may be "".
+    Values that are null or "" are left out, so the text may be "". A value directly in the list at the top, and one
+    that is the whole JSON, has no path. Of a path above 200 characters the end is kept, after "…"; a name above 200
+    characters stands before it as a whole.
 
-    Raises FormatError for other text, for JSON that is nested too deep, and if the result would be longer than ten
-    times the text plus 1,048,576 characters. JSON Lines that are nested too deep raise RecursionError, and so may JSON
-    of a depth near Python's limit.
+    Raises FormatError for other text, for JSON that is nested too deep for Python, and if the result would be longer
+    than ten times the text plus 1,048,576 characters.
 
     >>> print(json_to_text('[{"name": "K2", "size": {"litres": 1.7}}, {"name": "C6", "parts": ["lid", "jug"]}]'))
     name: K2
@@ -189,16 +190,23 @@ def json_to_text(text: str) -> str:
     parts: jug
     """
     try:
-        value = json.loads(text)
+        value = _json_or_lines(text)
+        entries = value if isinstance(value, list) else [value]
+        return _joined((_entry(entry, len(text)) for entry in entries), len(text))
     except RecursionError as error:
         raise FormatError("it is nested too deep; flatten it or leave it out") from error
+
+
+def _json_or_lines(text: str) -> object:
+    """Return the value of JSON, or a list of those of JSON Lines. Raises FormatError for other text."""
+    try:
+        return json.loads(text)
     except ValueError as error:
         try:
-            value = [json.loads(line) for line in text.splitlines() if line.strip()]
+            # not `splitlines`: texts may hold its other line ends, such as U+2028
+            return [json.loads(line) for line in text.split("\n") if line.strip()]
         except ValueError:
             raise FormatError(f"it is no JSON ({error}); correct it or leave it out") from error
-    entries = value if isinstance(value, list) else [value]
-    return _joined((_entry(entry, len(text)) for entry in entries), len(text))
 
 
 def _entry(value: object, length: int) -> str:

@@ -125,4 +125,6 @@ def test_the_llm_predicts_objects(engine: Engine) -> None:
     llm, prompt = CacheCraftLLM(engine, sampling=LONG), PromptTemplate("Weeks until {what}?")
     assert isinstance(llm.structured_predict(Weeks, prompt, what="Easter"), Weeks)
     assert isinstance(asyncio.run(llm.astructured_predict(Weeks, prompt, what="Easter")), Weeks)
+    with pytest.raises(ConfigError, match="sampling"):
+        llm.structured_predict(Weeks, prompt, {"sampling": {"temperature": 0.5}}, what="Easter")
     assert isinstance(llm.as_structured_llm(Weeks).complete("Weeks until Easter?").raw, Weeks)

@@ -86,6 +86,20 @@ def test_tokens_are_counted_beyond_the_limit_also_after_encoding(embedder: Embed
     assert embedder.count_tokens("") == 2
 
 
+def test_tokens_of_a_static_model_are_counted(tmp_path: Path):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import StaticEmbedding
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "hello": 1, "world": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    static = StaticEmbedding(tokenizer, embedding_dim=8)
+    SentenceTransformer(modules=[static]).save(str(tmp_path / "static"))
+    embedder = Embedder(tmp_path / "static")
+    assert embedder.count_tokens("hello there world") == 3
+    assert embedder.encode_document(["hello"]).shape == (1, 8)
+
+
 def test_progress_goes_up_to_the_number_of_texts():
     embedder = Embedder(batch_size=4)
     seen: list[Progress] = []

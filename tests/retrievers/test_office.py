@@ -133,6 +133,22 @@ def test_cells_may_hold_separators_lines_and_long_texts() -> None:
     assert len(text) > 200_000
 
 
+@pytest.mark.parametrize("depth", [900, 990, 1_400, 100_000])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_json_of_any_depth_is_read_or_a_problem(name: str, depth: int) -> None:
+    nested = '{"a":' * depth + "1" + "}" * depth
+    lines = f"{nested}\n{nested}" if name == "a.jsonl" else nested
+    try:
+        text = read(name, lines).text
+    except DocumentError as error:
+        text = str(error)
+    assert text.endswith("a: 1") or "nested too deep" in text
+
+
+def test_a_line_of_json_may_hold_other_line_ends() -> None:
+    assert read("a.jsonl", '{"a": "b\u2028c"}\n{"a": "d"}').text == "a: b\u2028c\n\na: d"
+
+
 def test_json_and_json_lines_are_paths_with_values() -> None:
     entries = [
         {"name": "Wren K2", "size": {"litres": 1.7, "new": True}},

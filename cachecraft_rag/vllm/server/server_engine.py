@@ -230,8 +230,9 @@ class ServerEngine(AnswerEngine):
     def facts(self) -> dict[str, object]:
         """Return facts that a client needs, as plain JSON values by name.
 
-        They are the versions of protocol and package, the model with its identity, the instruction, and the settings of
-        reuse and of the endpoint. None as "session_header": this server has no sessions.
+        They are the versions of protocol and package, the model with its identity and limits, the namespace, the
+        instruction, and the settings of reuse and of the endpoint. "session_header" is the name of the header with a
+        request's session, or None if the server has no sessions.
         """
         return {
             "protocol": PROTOCOL,
