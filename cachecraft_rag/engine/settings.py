@@ -301,7 +301,9 @@ class Settings:
         }
 
     def only(self, *keys: str) -> Settings:
-        """Return a copy in which every key but these has the default of its dataclass, and not that of a command.
+        """Return a copy in which every key but these has its dataclass's default.
+
+        That is so also where a command has another default (`defaults` of `load_settings`).
 
         Args:
             keys: keys, or beginnings of keys: "remote." means the whole table. Unknown ones are ignored.

@@ -293,7 +293,11 @@ class Validation(Closeable):
         self._run.total = len(dataset.questions) * passes
 
     def close(self) -> None:
-        """Close the file of measurements, if there is one. A second call does nothing."""
+        """Close the file of measurements, if there is one. A second call does nothing.
+
+        Raises OSError if a measurement that could not be written before still cannot, such as on a full disk; the file
+        is closed then too.
+        """
         if self._log is not None:
             self._log.close()
 

@@ -99,10 +99,14 @@ def lookalikes_dataset(
     Each page is one document of one chunk.
 
     The passages of a question are its own page and the pages of the same domain that are most similar to the question
-    (cosine of TF-IDF vectors), with the most similar last. They depend on the question and on `passages` alone.
+    (cosine of TF-IDF vectors). They are in the order of their similarity, the most similar last, and depend on the
+    question and on `passages` alone.
 
     Args:
         half: "tune" or "confirm"; None = both.
+        passages: most passages of a question, its own page included; fewer if its domain has fewer pages.
+        limit: number of questions; None = all.
+        seed: of the draw of questions.
 
     Raises:
         ConfigError: no half has that name, or `passages` or `limit` is below 1.

@@ -77,7 +77,11 @@ class RecordLog(Closeable):
         self.records.append(record)
 
     def close(self) -> None:
-        """Close the file. A second call does nothing."""
+        """Close the file. A second call does nothing.
+
+        Raises OSError if a record that could not be written before still cannot, such as on a full disk; the file is
+        closed then too.
+        """
         self._file.close()
 
     def _write(self, line: Mapping[str, object]) -> None:

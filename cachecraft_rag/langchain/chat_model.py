@@ -551,12 +551,14 @@ def history_of(input: Mapping[str, object], key: str) -> list[BaseMessage]:
 
 
 def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:
-    """Return the earlier turns, and the question, which is "" after a tool's result.
+    """Return the earlier turns, and the text of the last one, the question.
 
-    System messages open the first turn; neighbours of the same role are joined. Without messages there is no turn, and
-    the question is "".
+    Neighbouring messages of the same role are one turn. System messages open the first turn, so a question without
+    earlier turns begins with them. The question is "" without messages, and after a tool's result, which is an earlier
+    turn.
 
-    Raises ConfigError for the messages that `turns_of` refuses, and if the last message is the assistant's.
+    Raises ConfigError for the messages that `turns_of` refuses, and if the last turn is the assistant's. System
+    messages and results without a call do not count for that.
     """
     turns = turns_of(messages)
     if turns[-1][0] == "result":

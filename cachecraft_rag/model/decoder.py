@@ -559,10 +559,10 @@ def _device(name: str) -> torch.device:
 def auto_dtype(config: PretrainedConfig, place: torch.device) -> str:
     """Return the dtype for `auto`: the checkpoint's own, but bfloat16 for float32 on a CPU with instructions for it.
 
-    The result is a name such as "bfloat16"; "float32" for a config without a dtype. It is not checked: a config may
-    name a dtype that chunk-caches cannot hold.
+    The result is a name such as "bfloat16". A config without a dtype counts as float32. The name is not checked: a
+    config may name a dtype that chunk-caches cannot hold.
 
-    There bfloat16 takes less than half the time, and chunk-caches take half the space.
+    On such a CPU bfloat16 takes less than half the time, and chunk-caches take half the space.
     """
     own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     return "bfloat16" if own == "float32" and place.type == "cpu" and computes_bfloat16() else own

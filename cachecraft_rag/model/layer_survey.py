@@ -187,8 +187,8 @@ class RotaryKind:
             positions: int64 `[tokens]`.
             dtype: dtype of the result.
 
-        Raises SurveyError if the rotary module returns neither a pair of tensors nor a complex tensor; a survey has
-        refused such a model before.
+        Raises SurveyError if the rotary module returns neither a pair of tensors nor a complex tensor. That cannot
+        happen after a survey, which refuses such a model.
         """
         if self.call is None or self.form.rotary_dim == 0:
             empty = torch.empty(len(positions), 0, dtype=dtype, device=positions.device)

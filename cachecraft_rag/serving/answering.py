@@ -374,9 +374,10 @@ class Answering:
 
         Args:
             task: the loop's task of this request.
-            request: the question with its prompt and settings.
+            request: the question with its prompt and settings. Its temperature must be 0, which is not checked.
             progress: takes up the times, the plan, and what was computed.
-            target: token ids along which to predict; None: those of the answer itself.
+            target: ids of 1 to `request.sampling.max_new_tokens` tokens of the model, along which to predict. They are
+                not checked: others raise IndexError, on a GPU RuntimeError. None: those of the answer itself.
 
         Returns:
             The answer's text, and logits float32 `[target, vocabulary]`: the prediction before each target token.

@@ -103,6 +103,8 @@ class IndexResult(BaseModel):
 class DocumentTools:
     """The tools `search`, `ask` and `index`.
 
+    `search` returns no passage if the filter `where` leaves none; an index without documents is a `ToolError`.
+
     Each tool waits until the model is loaded. It raises `ToolError`, whose text the agent's model reads, for a blank
     question and in place of every CacheCraftError. Other errors pass, such as CancelledError if the client cancels.
 

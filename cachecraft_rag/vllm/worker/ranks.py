@@ -133,7 +133,10 @@ class TensorParallel:
         return total / self.size
 
     def agree(self, lost: frozenset[T]) -> frozenset[T]:
-        """Return the union of the losses of all ranks; `lost` itself, which is empty then, if no rank lost anything.
+        """Return the union of what all ranks have lost. If no rank lost anything, it is `lost` itself, which is empty.
+
+        Args:
+            lost: what this rank lost, such as ids of chunk-caches that it could not read.
 
         Raises AnotherRankFailedError if another rank has given up this act, RanksApartError if a rank missed the
         meeting.
