@@ -65,7 +65,7 @@ class RequestCounts:
         """Count a request that has ended: its outcome, its chunks, its tokens and its times.
 
         The time to the first token is noted only if there was a first token. No tokens are counted of a request that
-        failed, or was closed by its reader, before its first token.
+        failed before its first token. Of one that its reader closed before it, those of its statistics are counted.
         """
         self._requests.labels(str(stats.finish)).inc()
         for chunk in stats.chunks:
@@ -73,7 +73,7 @@ class RequestCounts:
         self._total.observe(stats.total_s)
         if stats.ttft_s:
             self._ttft.observe(stats.ttft_s)
-        elif stats.finish in ("failed", "closed"):  # it is unknown what was computed
+        elif stats.finish == "failed":  # it is unknown what was computed
             return
         for kind in TOKENS:
             self._tokens.labels(kind).inc(getattr(stats, f"tokens_{kind}"))

@@ -9,7 +9,6 @@ import re
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +22,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import BusyError, ConfigError, ContextLengthError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.observability.metrics import EngineCollector, serve_metrics
-from cachecraft_rag.observability.request_counts import RequestCounts
 from cachecraft_rag.observability.request_log import JsonFormatter
-from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
@@ -228,30 +225,6 @@ def test_times_and_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
         # all but the refused one
         assert found["cachecraft_request_seconds_count"][0].value == 1 + 8
         assert found["cachecraft_ttft_seconds_count"][0].value == 1 + 7  # nor the failed one
-
-
-def test_an_answer_closed_before_its_first_token_counts_no_tokens() -> None:
-    waiting = RequestStats(
-        ttft_s=0.0,
-        plan_s=0.0,
-        load_s=0.0,
-        prefill_s=0.0,
-        total_s=1.0,
-        tokens_prompt=104,
-        tokens_reused=0,
-        tokens_recomputed=0,
-        tokens_computed=104,
-        tokens_generated=0,
-        recompute_share=1.0,
-        focus_layer=None,
-        finish="closed",
-        chunks=(),
-    )
-    counts = RequestCounts()
-    for stats, computed in ((waiting, 0), (replace(waiting, ttft_s=0.5), 104)):
-        counts.add(stats)
-        labels = {"kind": "computed"}
-        assert counts.registry.get_sample_value("cachecraft_tokens_total", labels) == computed
 
 
 def test_dashboard_and_alerts_ask_for_what_is_there(decoder: Decoder, tmp_path: Path) -> None:
