@@ -12,7 +12,6 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any, Self
 
 from prometheus_client import CollectorRegistry
@@ -66,7 +65,9 @@ logger = logging.getLogger("cachecraft_rag.vllm")
 # tokens whose log probabilities the self-check compares; half as many of the plain request
 _LIKELIEST = 16
 # prompts that are timed with and without reuse for each length; the first of each warms up
-_TIMINGS = 4
+_TIMINGS = 5
+# seconds in which both are computed before the first length: a server's first prompts may be slower than later ones
+_WARM_UP_S = 5.0
 
 
 class VLLMBackend:
@@ -235,10 +236,18 @@ class VLLMBackend:
         if not wanted or not current_platform.is_cuda_alike():
             return 0
         lengths = lengths_up_to(self._model.context_length - LONGEST_OVER)
+        if not lengths or self._times(lengths[0], least_s=_WARM_UP_S) is None:
+            return 0
         return shortest_prompt(lengths, self._times)
 
-    def _times(self, tokens: int) -> Times | None:
-        """Time a prompt of so many tokens with and without reuse; None if it cannot be captured or reused."""
+    def _times(self, tokens: int, *, least_s: float = 0.0) -> Times | None:
+        """Time a prompt of so many tokens with and without reuse; None if it cannot be captured or reused.
+
+        The fastest of several counts for both: what slows a single request down may hit either.
+
+        Args:
+            least_s: go on for so many seconds at least.
+        """
         prompt, other = prompts_of(tokens, vocabulary=len(self._model.tokenizer))
         stored = self._store.stats()
         needed = self._model.layout.nbytes(prompt.bounds[-1])
@@ -262,7 +271,8 @@ class VLLMBackend:
             self.capture(other, range(len(other.segments)), primed=True)
             if len(self._store.rows(captured)) < len(chunk_ids):
                 return None
-            for _ in range(_TIMINGS):
+            started = time.perf_counter()
+            while len(seconds[full]) < _TIMINGS or time.perf_counter() - started < least_s:
                 for config, times in seconds.items():
                     # a new salt, because vLLM's prefix cache would have the prompt after the first time
                     ask = Ask(prompt, config, client_salt=secrets.token_hex(8))
@@ -275,7 +285,7 @@ class VLLMBackend:
             if self._store.rows(captured):  # empty for a read-only store, which cannot evict
                 self._store.evict(captured)
         # the first of each has warmed up
-        return Times(median(seconds[full][1:]), median(seconds[reuse][1:]))
+        return Times(min(seconds[full][1:]), min(seconds[reuse][1:]))
 
     # -- captures -----------------------------------------------------------------------------------------------------
 
