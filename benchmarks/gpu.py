@@ -629,6 +629,8 @@ def vllm_requests(setting: Setting, decoder: Any, *, eager: bool) -> Iterator[di
         torch.cuda.empty_cache()
     # the instruction and the template alone are some 130 tokens
     lengths = [max(tokens, 512) for tokens in setting.lengths]
+    if time.monotonic() > setting.deadline:  # vLLM alone takes minutes to start
+        return
     wanted = replace(setting, lengths=lengths)
     with gpu_vllm.started(wanted, eager=eager or not setting.on_gpu) as engine:
         yield from by_length(wanted, lambda: engine, gpu_vllm.requests)
@@ -730,12 +732,12 @@ class Report:
         self._path = path
         self.figures: dict[str, Any] = {"machine": machine, "errors": {}}
 
-    def part(self, name: str, title: str, rows: Iterator[dict[str, Any]]) -> None:
+    def part(self, name: str, title: str, rows: Callable[[], Iterator[dict[str, Any]]]) -> None:
         """Measure one part: keep its rows, write the file after each, and print them as a table."""
         kept = self.figures[name] = []
         print(f"\n{title}", flush=True)
         try:
-            for row in rows:
+            for row in rows():
                 kept.append(row)
                 self.write()
         except Exception as error:  # noqa: BLE001  # whatever it is, the other parts are measured
@@ -808,7 +810,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif setting.on_gpu or name not in GPU_ONLY:
             title, rows = parts[name]
             with torch.inference_mode(name not in ENGINE_PARTS):
-                report.part(name, title, rows())
+                report.part(name, title, rows)
     if report.figures.get("lengths"):
         report.figures["targets"] = targets(report.figures["lengths"])
         report.write()

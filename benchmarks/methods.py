@@ -66,6 +66,13 @@ _ABLATIONS = (
     Method("no_causality", "Cache-Craft Table 3", _fixed(_paper()(0.0))),
     Method("no_drift", "this package", _ours(drift=0.0), takes_ratio=True),
     Method("no_nearest", "this package", _ours(nearest_share=0.0), takes_ratio=True),
+    # until November 2026
+    Method(
+        "earlier_default",
+        "this package",
+        _ours(nearest_share=0.0, probe_min_rows=128),
+        takes_ratio=True,
+    ),
     Method("no_shared_budget", "this package", _ours(budget_scope="chunk"), takes_ratio=True),
     Method(
         "craft_drift",

@@ -19,6 +19,21 @@ Docstrings name the errors that a public function raises. One that names none ra
 a wrong type, ForkError in a forked process, and, where its object was closed, the error that its class names for that.
 """
 
+_NO_MEMORY = ("allocate memory", "not enough memory", "out of memory")  # in torch's messages
+
+
+def says_no_memory(error: BaseException) -> bool:
+    """Return True for MemoryError, and for torch's RuntimeError that says so.
+
+    >>> says_no_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    True
+    >>> says_no_memory(RuntimeError("shapes do not fit"))
+    False
+    """
+    text = str(error).lower()
+    is_named = any(words in text for words in _NO_MEMORY)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_named)
+
 
 class CacheCraftError(Exception):
     """Base class of every error this package raises on purpose."""

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cachecraft_rag.checks import check_flag, check_path, check_text, check_whole
-from cachecraft_rag.errors import ConfigError, IndexStoreError, ModelNotFoundError
+from cachecraft_rag.errors import (
+    CacheCraftError,
+    ConfigError,
+    IndexStoreError,
+    ModelNotFoundError,
+    says_no_memory,
+)
 from cachecraft_rag.model.hub_check import require_hub, without_bars
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.types.progress import Progress
@@ -252,7 +258,11 @@ def _load(source: str, *, device: str | None, local_files_only: bool) -> Sentenc
                 require_hub([source] if "/" in source else [source, f"{_HUB_OWNER}/{source}"])
             with without_bars() if local else nullcontext():
                 return SentenceTransformer(source, device=device, local_files_only=local)
-        except (OSError, ValueError) as error:
+        except (CacheCraftError, MemoryError):
+            raise
+        except Exception as error:  # from damaged files libraries raise whatever their code meets
+            if says_no_memory(error):
+                raise
             failure = error
     where = "on this machine" if local_files_only else "on this machine or on the Hugging Face hub"
     raise ModelNotFoundError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, Self
 
@@ -184,9 +184,6 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         Errors of the embeddings pass.
         """
         check_names(kwargs, ("caches", "folder", "ids", "metadatas"))
-        texts = list(texts)
-        if ids and len(ids) != len(texts):  # LangChain would leave out the texts after the last id
-            raise ConfigError(f"{len(ids)} ids for {len(texts)} texts; give one for each")
         with ExitStack() as opened:
             store = opened.enter_context(closing(cls.open(folder, embedding, caches=caches)))
             store.add_texts(texts, metadatas, ids=ids)
@@ -216,6 +213,29 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     def embeddings(self) -> Embeddings:
         """The embeddings that make the vectors, as they were given. Raises nothing."""
         return self._embedding
+
+    def add_texts(
+        self,
+        texts: Iterable[str],
+        metadatas: list[dict[str, Any]] | None = None,
+        *,
+        ids: list[str] | None = None,
+        **kwargs: object,
+    ) -> list[str]:
+        """Add texts as documents, or replace those with the same ids; returns the ids, as `add_documents` does.
+
+        Args:
+            texts: one for each document.
+            metadatas: one for each text; None or an empty list: no metadata.
+            ids: one for each text; None or an empty list: new ones.
+
+        Raises ConfigError for another number of ids, LangChain's ValueError for another number of metadatas and for a
+        text of another type, and what `add_documents` raises.
+        """
+        texts = list(texts)
+        if ids and len(ids) != len(texts):  # LangChain would leave out the texts after the last id
+            raise ConfigError(f"{len(ids)} ids for {len(texts)} texts; give one for each")
+        return super().add_texts(texts, metadatas, ids=ids, **kwargs)
 
     def add_documents(
         self, documents: list[Document], ids: list[str] | None = None, **kwargs: object

@@ -109,8 +109,7 @@ class HTTPEngine(AnswerEngine):
 
         Raises:
             ServerError: no server answers in time; the server is of another kind or version, serves another model, asks
-                for a key or fails; a reply is malformed; or its tokenizer or its chat template cannot be used, even if
-                only together with this `system`.
+                for a key or fails; a reply is malformed; or its tokenizer or its chat template cannot be used.
             ConfigError: an argument has a wrong type or is out of range, the URL is invalid, no HTTP header can hold a
                 key, the environment names certificates or a proxy that cannot be used, or the server answers with
                 status 400 (ContextLengthError if its message names a context).

@@ -198,7 +198,7 @@ def _json(path: Path, text: str) -> list[JsonRecord]:
     try:
         whole = json.loads(text)
     except _NOT_JSON as error:
-        first = next(line for line in text.splitlines() if line.strip())
+        first = next(line for line in text.split("\n") if line.strip())
         try:
             json.loads(first)
         except _NOT_JSON:

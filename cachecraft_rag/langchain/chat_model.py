@@ -467,11 +467,21 @@ class _Call:
 
 def _function_tool(tool: Any) -> dict[str, Any]:
     """Return a tool in OpenAI's form. Raises ConfigError if it is no function, and what LangChain raises."""
+    if isinstance(tool, dict):
+        kind = tool.get("type", "function")
+        if kind == "function" and "function" not in tool and "name" in tool:  # the flat form
+            tool = {"type": "function", "function": {**tool}}
+            del tool["function"]["type"]
+        elif (
+            kind not in ("function", "object") and not {"input_schema", "parameters"} & tool.keys()
+        ):
+            raise ConfigError(
+                f"a tool of type {kind!r} runs on a provider's server; pass a function instead"
+            )
     made = convert_to_openai_tool(tool)
-    if not isinstance(made.get("function"), dict):
-        raise ConfigError(
-            f"a tool of type {made.get('type')!r} runs on a provider's server; pass a function instead"
-        )
+    function = made.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ConfigError(f"a tool needs a function with a name, not {made!r}")
     return made
 
 

@@ -66,7 +66,7 @@ def measured_paths(
         folder: the file's folder; None = `cache_folder()`.
         clock: returns a time in seconds.
 
-    Raises torch's RuntimeError or MemoryError without memory, and RuntimeError if `$CACHECRAFT_CACHE` begins with the
+    Raises torch's RuntimeError or MemoryError without memory, and ConfigError if `$CACHECRAFT_CACHE` begins with the
     home folder of an unknown user ("~name").
     """
     file = (folder or cache_folder()) / FILE_NAME

@@ -25,6 +25,7 @@ from cachecraft_rag.errors import (
     ConfigError,
     ModelNotFoundError,
     UnsupportedModelError,
+    says_no_memory,
 )
 from cachecraft_rag.kernels.attention_paths import UNMEASURED
 from cachecraft_rag.kernels.memory import Recycler
@@ -215,10 +216,10 @@ class Decoder:
             ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing or
                 damaged.
             UnsupportedModelError: the model has no raw keys to store; the message gives the reason.
-            ConfigError: an unknown dtype, or a device that is not available.
+            ConfigError: an unknown dtype, a device that is not available, or a `$CACHECRAFT_CACHE` that begins with the
+                home folder of an unknown user ("~name").
             torch.OutOfMemoryError: the GPU has no memory for the model.
-            RuntimeError, MemoryError: torch or a compiled kernel has no memory. RuntimeError also if
-                `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
+            RuntimeError, MemoryError: torch or a compiled kernel has no memory.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -526,8 +527,8 @@ def _loading(name: str) -> Iterator[str]:
         raise
     # From damaged files the libraries of Hugging Face raise whatever their code meets.
     except Exception as error:
-        if isinstance(error, RuntimeError) and "allocate memory" in str(error):
-            raise  # torch's, without main memory
+        if says_no_memory(error):
+            raise
         reason = str(error) if isinstance(error, (OSError, ValueError)) else _named(error)
         raise ModelNotFoundError(
             f"cannot load the model {name!r}: {reason}\n"

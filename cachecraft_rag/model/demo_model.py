@@ -16,7 +16,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from cachecraft_rag.errors import CacheCraftError, ModelNotFoundError
+from cachecraft_rag.errors import CacheCraftError, ConfigError, ModelNotFoundError
 
 logger = logging.getLogger("cachecraft_rag")
 
@@ -46,12 +46,17 @@ class HandbookQuestion:
 def cache_folder() -> Path:
     """Return the folder for things made once: `$CACHECRAFT_CACHE`, else the platform's place for user caches.
 
-    The folder need not exist: nothing is created. Raises RuntimeError if the variable begins with the home folder of an
+    The folder need not exist: nothing is created. Raises ConfigError if the variable begins with the home folder of an
     unknown user ("~name").
     """
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{CACHE_VARIABLE} is {chosen!r}, but there is no such user; name a folder"
+            ) from error
     from platformdirs import user_cache_path  # here, so that importing this module costs nothing
 
     return user_cache_path("cachecraft-rag", appauthor=False)
@@ -69,7 +74,7 @@ def demo_model_folder() -> Path:
             missing; the message holds the command to type.
         OSError: the converted model cannot be written.
         ValueError: the wheel's file is damaged.
-        RuntimeError: `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
+        ConfigError: `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
     """
     gguf = _wheel_gguf()
     if gguf is None:

@@ -64,7 +64,7 @@ def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
         OSError: a file cannot be read, such as a missing one that the index of the weights names.
         ValueError: a file is truncated, or is not valid JSON or safetensors.
         KeyError, TypeError, AttributeError: a file is valid JSON, but not that of a checkpoint.
-        RuntimeError: `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
+        ConfigError: `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
     """
     files = _weight_files(folder)
     if not files or not (folder / "config.json").is_file():

@@ -46,10 +46,10 @@ def load_checked(name: str, *, dtype: str = "auto", device: str = "auto") -> Dec
             too.
         ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing or
             damaged.
-        ConfigError: an unknown dtype, or a device that is not available.
+        ConfigError: an unknown dtype, a device that is not available, or a `$CACHECRAFT_CACHE` that begins with the
+            home folder of an unknown user ("~name").
         torch.OutOfMemoryError: the GPU has no memory for the model.
-        RuntimeError, MemoryError: torch or a compiled kernel has no memory. RuntimeError also if `$CACHECRAFT_CACHE`
-            begins with the home folder of an unknown user ("~name").
+        RuntimeError, MemoryError: torch or a compiled kernel has no memory.
     """
     decoder = Decoder.load(name, dtype=dtype, device=device)
     try:

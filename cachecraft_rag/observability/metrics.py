@@ -174,10 +174,11 @@ class MetricsServer(Closeable):
     def close(self) -> None:
         """Stop listening, and wait until the server's thread has ended, which takes up to half a second.
 
-        Raises nothing. A second call does nothing. In a fork of the process that started the server it does nothing
-        either: the thread does not run there, and the port is the other process's.
+        Raises nothing. A second call does nothing. In a fork of the process that started the server it only closes the
+        fork's copy of the socket, and the server goes on in the other process.
         """
-        if not self._home.here:
+        if not self._home.here:  # the thread does not run here
+            self._server.socket.close()
             return
         self._server.shutdown()
         self._server.server_close()

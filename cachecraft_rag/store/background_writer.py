@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from cachecraft_rag.errors import StoreError
+from cachecraft_rag.errors import StoreError, says_no_memory
 from cachecraft_rag.store.catalog_records import FileRef
 from cachecraft_rag.store.durable import DurableVariants, too_large
 from cachecraft_rag.store.eviction import Use
@@ -230,7 +230,9 @@ class BackgroundWriter:
             return self._drop(
                 variant, Unavailable(variant.variant_id, CaptureDrop.NOT_ENCODABLE, why)
             )
-        except (MemoryError, RuntimeError) as error:  # torch's RuntimeError says the same
+        except (MemoryError, RuntimeError) as error:
+            if not says_no_memory(error):
+                raise
             why = f"there is not enough memory to encode it: {error}"
             return self._drop(variant, Unavailable(variant.variant_id, CaptureDrop.FAILED, why))
         # A chunk that was removed here may still be on a remote, which counts as stored.

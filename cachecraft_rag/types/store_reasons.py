@@ -37,7 +37,7 @@ class CaptureDrop(StrEnum):
     CANCELLED = "cancelled"
     PRIVATE = "private"  # captured after private text, without a session that could reuse it
     WRITE_BACK_FULL = "write_back_full"  # too many captures wait to be described
-    FAILED = "failed"  # an exception while it was described
+    FAILED = "failed"  # an exception while it was described, or no memory to encode it
     REMOVED = "removed"  # its chunk was removed
 
 

@@ -13,6 +13,7 @@ from cachecraft_rag.errors import (
     ConfigError,
     ModelNotFoundError,
     UnsupportedModelError,
+    says_no_memory,
 )
 from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.model.decoder import config_of, context_length_of, end_tokens_of, layout_of
@@ -85,9 +86,9 @@ class ServedModel:
                 files on this machine.
             OSError: the converted demo model cannot be written.
             ValueError: the file that the demo model is converted from is damaged.
-            RuntimeError: `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
+            ConfigError: `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
         """
-        from transformers import AutoTokenizer, GenerationConfig
+        from transformers import AutoTokenizer
 
         source = str(demo_model_folder()) if name == "demo" else name
         config = config_of(name)
@@ -99,20 +100,19 @@ class ServedModel:
             tokenizer = AutoTokenizer.from_pretrained(source)
             folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
             fingerprint = None if folder is None else checkpoint_fingerprint(folder, dtype=used)
+            generation = None if folder is None else _generation_config(folder)
         except (CacheCraftError, MemoryError):
             raise
         # OSError and ValueError say what is wrong; from damaged files the libraries raise whatever their code meets.
         except Exception as error:
+            if says_no_memory(error):
+                raise
             cause = str(error) if isinstance(error, (OSError, ValueError)) else repr(error)
             raise ModelNotFoundError(f"cannot load the model {name!r}: {cause}") from error
         if folder is None or fingerprint is None:
             raise UnsupportedModelError(
                 f"{name} has no weight files on this machine. Load it once with the hub's client, or name a folder."
             )
-        try:
-            generation: Any = GenerationConfig.from_pretrained(folder)
-        except OSError:  # the model has no generation config
-            generation = None
         quantization = getattr(config, "quantization_config", None) or {}
         own_quantization = (
             quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -157,3 +157,13 @@ class ServedModel:
     def chunk_bound(self) -> ModelTokens:
         """Bound of a document's chunks: this model's token count, and the most tokens of a chunk."""
         return ModelTokens.of(self.tokenizer, context_length=self.context_length)
+
+
+def _generation_config(folder: Path) -> object:
+    """Return a model's generation config, or None if it has none. Raises what transformers raises for a damaged one."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except OSError:
+        return None

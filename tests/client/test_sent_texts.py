@@ -57,8 +57,8 @@ def test_half_a_surrogate_pair_is_sent_as_a_question_mark(url: str, bodies: dict
 
 
 def test_an_instruction_that_cannot_be_used_is_the_callers_error(url: str) -> None:
-    with pytest.raises(ConfigError):
-        HTTPEngine.connect(url, system=5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a mark that this package uses"):
+        HTTPEngine.connect(url, system="\u27e6cachecraft-context\u27e7")
 
 
 def test_a_text_in_place_of_a_chunk_is_not_sent(url: str, bodies: dict[str, Any]) -> None:

@@ -143,9 +143,25 @@ def test_choices_in_anthropics_form(chat: ChatCacheCraft, choice: Any, name: str
     assert bound.kwargs["tool_choice"] == name
 
 
-def test_a_tool_of_a_providers_server_is_refused(chat: ChatCacheCraft) -> None:
-    with pytest.raises(ConfigError, match=r"web_search.*pass a function"):
-        chat.bind_tools([weeks, {"type": "web_search"}])
+@pytest.mark.parametrize(
+    ("tool", "says"),
+    [
+        ({"type": "web_search"}, "web_search.*pass a function"),
+        ({"type": "web_search_20250305", "name": "web_search"}, "pass a function"),
+        ({"type": "function", "function": {}}, "with a name"),
+    ],
+)
+def test_a_tool_that_is_no_function_is_refused(
+    chat: ChatCacheCraft, tool: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        chat.bind_tools([weeks, tool])
+
+
+def test_openais_flat_form_of_a_tool(chat: ChatCacheCraft) -> None:
+    flat = {"type": "function", "name": "find", "parameters": {"type": "object", "properties": {}}}
+    bound: Any = chat.bind_tools([flat], tool_choice="find")
+    assert [tool["function"]["name"] for tool in bound.kwargs["tools"]] == ["find"]
 
 
 def test_a_single_document_needs_no_list(chat: ChatCacheCraft) -> None:

@@ -209,6 +209,25 @@ def saved(tmp_path: Path, byte_tokenizer: PreTrainedTokenizerFast) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "unable to mmap 256 bytes: Cannot allocate memory (12)",
+        "DefaultCPUAllocator: not enough memory: you tried to allocate 256 bytes",
+    ],
+)
+def test_lack_of_memory_is_not_called_a_missing_model(
+    text: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(RuntimeError, match="memory") as raised:
+        Decoder.load(str(saved))
+    assert not isinstance(raised.value, ModelNotFoundError)
+
+
 def test_loading_names_what_is_missing_or_misspelt(tmp_path: Path, saved: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="nothing-here"):
         Decoder.load(str(tmp_path / "nothing-here"))

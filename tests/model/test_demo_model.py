@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cachecraft_rag.errors import ModelNotFoundError
+from cachecraft_rag.errors import ConfigError, ModelNotFoundError
 from cachecraft_rag.model import demo_model as module
 
 
@@ -192,6 +192,9 @@ def test_cache_folder_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert module.cache_folder() == tmp_path
     monkeypatch.delenv("CACHECRAFT_CACHE")
     assert module.cache_folder().name == "cachecraft-rag"
+    monkeypatch.setenv("CACHECRAFT_CACHE", "~nobody-of-this-name/caches")
+    with pytest.raises(ConfigError, match=r"CACHECRAFT_CACHE.*no such user"):
+        module.cache_folder()
 
 
 def test_demo_model_is_converted_once(demo_model: Path) -> None:

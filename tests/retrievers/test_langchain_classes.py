@@ -133,8 +133,10 @@ def test_an_index_that_texts_could_not_be_added_to_is_closed(
 
 
 def test_texts_without_an_id_of_their_own_are_not_dropped(
-    embedding: Directions, tmp_path: Path
+    store: CacheCraftVectorStore, embedding: Directions, tmp_path: Path
 ) -> None:
+    with pytest.raises(ConfigError, match="1 ids for 2 texts"):
+        store.add_texts(["a", "b"], ids=["1"])
     with pytest.raises(ConfigError, match="1 ids for 2 texts"):
         CacheCraftVectorStore.from_texts(["a", "b"], embedding, ids=["1"], folder=tmp_path / "i")
 

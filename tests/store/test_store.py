@@ -457,6 +457,20 @@ def test_a_capture_without_memory_to_encode_it_is_dropped(
         assert store.stats().host_bytes == 0
 
 
+def test_a_mistake_while_encoding_is_not_called_lack_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("shapes do not fit")
+
+    monkeypatch.setattr("cachecraft_rag.store.background_writer.encode", fail)
+    with (
+        ChunkCacheStore.open(tmp_path) as store,
+        pytest.raises(RuntimeError, match="shapes do not fit"),
+    ):
+        store.put(make()).result()
+
+
 def test_a_capture_that_a_lossy_codec_cannot_take_is_dropped_with_the_reason(
     tmp_path: Path,
 ) -> None:

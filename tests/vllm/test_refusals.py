@@ -470,6 +470,10 @@ def test_a_damaged_tokenizer_is_refused_with_the_models_name(
     tokenizer.write_text(json.dumps(parts | {"model": {"type": "BPE", "vocab": 5}}))
     with pytest.raises(ModelNotFoundError, match="cannot load the model"):
         ServedModel.load(str(folder))
+    tokenizer.write_text(json.dumps(parts))
+    (folder / "generation_config.json").write_text("[]")
+    with pytest.raises(ModelNotFoundError, match="cannot load the model"):
+        ServedModel.load(str(folder))
 
 
 def test_a_store_is_not_shared_between_quantisations(model_folder: Callable[[str], Path]) -> None:

@@ -191,7 +191,7 @@ class RemoteConfig:
         environment counts only if neither is given, and its key goes before its file. A file is read at each call.
 
         Raises ConfigError if a key or the name of the file is empty; if a key has fewer than 16 characters or some that
-        cannot be printed; or if the file cannot be read, has more than 65,536 characters, is not text, or holds no key.
+        cannot be printed; or if the file cannot be read, has more than 65,536 bytes, is not text, or holds no key.
         The message never holds a key.
         """
         key = self.key
@@ -221,7 +221,7 @@ class RemoteConfig:
 def keys_in(path: Path) -> list[str]:
     """Return the keys in a file, one per line, in order, without white space around them; at least one.
 
-    Raises ConfigError if the file cannot be read, has more than 65,536 characters, is not text, or holds no key. Only
+    Raises ConfigError if the file cannot be read, has more than 65,536 bytes, is not text, or holds no key. Only
     the first 65,537 bytes are read. The keys themselves are not checked.
     """
     try:
