@@ -468,13 +468,12 @@ class _Call:
 def _function_tool(tool: Any) -> dict[str, Any]:
     """Return a tool in OpenAI's form. Raises ConfigError if it is no function, and what LangChain raises."""
     if isinstance(tool, dict):
-        kind = tool.get("type", "function")
-        if kind == "function" and "function" not in tool and "name" in tool:  # the flat form
-            tool = {"type": "function", "function": {**tool}}
-            del tool["function"]["type"]
-        elif (
-            kind not in ("function", "object") and not {"input_schema", "parameters"} & tool.keys()
-        ):
+        kind = tool.get("type")
+        has_parameters = "input_schema" in tool or "parameters" in tool
+        if kind == "function" and "function" not in tool:  # OpenAI's flat form
+            named = {name: value for name, value in tool.items() if name != "type"}
+            tool = {"type": "function", "function": named}
+        elif kind not in (None, "function", "object") and not has_parameters:
             raise ConfigError(
                 f"a tool of type {kind!r} runs on a provider's server; pass a function instead"
             )
