@@ -258,7 +258,7 @@ def _load(source: str, *, device: str | None, local_files_only: bool) -> Sentenc
                 require_hub([source] if "/" in source else [source, f"{_HUB_OWNER}/{source}"])
             with without_bars() if local else nullcontext():
                 return SentenceTransformer(source, device=device, local_files_only=local)
-        except (CacheCraftError, MemoryError):
+        except CacheCraftError:
             raise
         except Exception as error:  # from damaged files libraries raise whatever their code meets
             if says_no_memory(error):

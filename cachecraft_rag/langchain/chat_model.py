@@ -533,7 +533,7 @@ def documents_of(given: Any, name: str) -> list[Document]:
 
     Returns [] for an empty iterable. Raises ConfigError for anything else, also for a text and for None.
     """
-    # a document can be iterated over, as its fields
+    # LangChain's documents can be iterated over, which gives their fields
     is_list = isinstance(given, Iterable) and not isinstance(given, str | Document)
     documents = list(given) if is_list else [given]
     if not all(isinstance(document, Document) for document in documents):

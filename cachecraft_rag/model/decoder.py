@@ -226,7 +226,7 @@ class Decoder:
         place = _device(device)
         if dtype not in ("auto", *_DTYPES):
             raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(_DTYPES)}")
-        with _loading(name) as source:
+        with loading(name) as source:
             config = config_of(name)
             kind: torch.dtype | str = _DTYPES.get(
                 auto_dtype(config, place) if dtype == "auto" else dtype, "auto"
@@ -472,7 +472,7 @@ def chunk_bound_of(name: str) -> ModelTokens:
     """
     from transformers import AutoTokenizer
 
-    with _loading(name) as source:
+    with loading(name) as source:
         config = config_of(name)
         tokenizer = AutoTokenizer.from_pretrained(source)
     # configs of models that cannot be served may lack it
@@ -496,7 +496,7 @@ def config_of(name: str) -> PretrainedConfig:
     from huggingface_hub import try_to_load_from_cache
     from transformers import AutoConfig
 
-    with _loading(name) as source:
+    with loading(name) as source:
         if not os.path.isdir(source) and not isinstance(
             try_to_load_from_cache(source, "config.json"), str
         ):
@@ -517,13 +517,20 @@ def _loading_bars(source: str) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _loading(name: str) -> Iterator[str]:
-    """Provide a model's folder, or its name on the hub. Errors of its loader become ModelNotFoundError."""
+def loading(name: str) -> Iterator[str]:
+    """Give the block a model's folder, or its name on the hub, and turn what a loader raises into our errors.
+
+    Whatever the block raises becomes ModelNotFoundError, except for errors of this package and lack of memory. So does
+    a folder that does not exist, and a demo model that cannot be converted.
+
+    Args:
+        name: Hugging Face name or folder, or "demo".
+    """
     try:
         if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
             raise FileNotFoundError("there is no such folder")
         yield str(demo_model_folder()) if name == "demo" else name
-    except (CacheCraftError, MemoryError, torch.OutOfMemoryError):
+    except CacheCraftError:
         raise
     # From damaged files the libraries of Hugging Face raise whatever their code meets.
     except Exception as error:

@@ -66,7 +66,7 @@ logger = logging.getLogger("cachecraft_rag.vllm")
 _LIKELIEST = 16
 # prompts that are timed with and without reuse for each length; the first of each warms up
 _TIMINGS = 5
-# seconds in which both are computed before the first length: a server's first prompts may be slower than later ones
+# seconds that the first length is timed, of which the fastest count: a server's first prompts may be slower than others
 _WARM_UP_S = 5.0
 
 
@@ -236,9 +236,11 @@ class VLLMBackend:
         if not wanted or not current_platform.is_cuda_alike():
             return 0
         lengths = lengths_up_to(self._model.context_length - LONGEST_OVER)
-        if not lengths or self._times(lengths[0], least_s=_WARM_UP_S) is None:
-            return 0
-        return shortest_prompt(lengths, self._times)
+
+        def measure(tokens: int) -> Times | None:
+            return self._times(tokens, least_s=_WARM_UP_S if tokens == lengths[0] else 0.0)
+
+        return shortest_prompt(lengths, measure)
 
     def _times(self, tokens: int, *, least_s: float = 0.0) -> Times | None:
         """Time a prompt of so many tokens with and without reuse; None if it cannot be captured or reused.
@@ -608,7 +610,6 @@ class VLLMEngine(AnswerEngine):
                 instruction or the chat template cannot be used; vLLM is missing, or its version is unknown.
             StoreError: the store cannot be opened, read or written.
             TimeoutError: vLLM did not start within ten minutes; also vLLM's own exceptions if it cannot start.
-            OSError, ValueError, RuntimeError: the demo model cannot be converted, see `ServedModel.load`.
         """
         check_text("model", model, empty=False)
         check_path("store", store)

@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from cachecraft_rag.errors import (
-    CacheCraftError,
     ConfigError,
-    ModelNotFoundError,
     UnsupportedModelError,
-    says_no_memory,
 )
 from cachecraft_rag.model.chunk_bound import ModelTokens
-from cachecraft_rag.model.decoder import config_of, context_length_of, end_tokens_of, layout_of
-from cachecraft_rag.model.demo_model import demo_model_folder
+from cachecraft_rag.model.decoder import (
+    config_of,
+    context_length_of,
+    end_tokens_of,
+    layout_of,
+    loading,
+)
 from cachecraft_rag.model.fingerprint import checkpoint_fingerprint, snapshot_folder
 from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.vllm.options import VLLMOptions
@@ -80,35 +82,24 @@ class ServedModel:
                 fingerprint is that of the checkpoint alone.
 
         Raises:
-            ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file cannot be read
-                or is damaged.
+            ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, a file cannot be read or
+                is damaged, or the converted demo model cannot be written.
             UnsupportedModelError: chunk-caches cannot be reused with this model and these options, or it has no weight
                 files on this machine.
-            OSError: the converted demo model cannot be written.
-            ValueError: the file that the demo model is converted from is damaged.
             ConfigError: `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
         """
         from transformers import AutoTokenizer
 
-        source = str(demo_model_folder()) if name == "demo" else name
         config = config_of(name)
         reason = None if options is None else refusal(config, options)
         if reason is not None:
             raise reason.error(name)
         used = dtype if dtype != "auto" else str(config.dtype or "float32").removeprefix("torch.")
-        try:
+        with loading(name) as source:
             tokenizer = AutoTokenizer.from_pretrained(source)
             folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
             fingerprint = None if folder is None else checkpoint_fingerprint(folder, dtype=used)
             generation = None if folder is None else _generation_config(folder)
-        except (CacheCraftError, MemoryError):
-            raise
-        # OSError and ValueError say what is wrong; from damaged files the libraries raise whatever their code meets.
-        except Exception as error:
-            if says_no_memory(error):
-                raise
-            cause = str(error) if isinstance(error, (OSError, ValueError)) else repr(error)
-            raise ModelNotFoundError(f"cannot load the model {name!r}: {cause}") from error
         if folder is None or fingerprint is None:
             raise UnsupportedModelError(
                 f"{name} has no weight files on this machine. Load it once with the hub's client, or name a folder."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -449,30 +448,26 @@ def test_options_that_shape_the_model_change_its_fingerprint() -> None:
         VLLMOptions.from_values({"hf_overrides": lambda config: config})
 
 
-def test_weights_that_cannot_be_read_are_refused_with_the_models_name(
-    model_folder: Callable[[str], Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "damage", "says"),
+    [
+        ("model.safetensors", lambda whole: whole[:-16], "truncated"),
+        ("tokenizer.json", lambda _: b'{"model": {"type": "BPE", "vocab": 5}}', "cannot load"),
+        ("generation_config.json", lambda _: b"[]", "cannot load"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_the_models_name(
+    name: str,
+    damage: Callable[[bytes], bytes],
+    says: str,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(model_folder("Llama"), folder)
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-16])
-    with pytest.raises(ModelNotFoundError, match="truncated"):
-        ServedModel.load(str(folder))
-
-
-def test_a_damaged_tokenizer_is_refused_with_the_models_name(
-    model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(model_folder("Llama"), folder)
-    tokenizer = folder / "tokenizer.json"
-    parts = json.loads(tokenizer.read_text())
-    tokenizer.write_text(json.dumps(parts | {"model": {"type": "BPE", "vocab": 5}}))
-    with pytest.raises(ModelNotFoundError, match="cannot load the model"):
-        ServedModel.load(str(folder))
-    tokenizer.write_text(json.dumps(parts))
-    (folder / "generation_config.json").write_text("[]")
-    with pytest.raises(ModelNotFoundError, match="cannot load the model"):
+    file = folder / name
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ModelNotFoundError, match=says):
         ServedModel.load(str(folder))
 
 

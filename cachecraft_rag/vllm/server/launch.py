@@ -59,7 +59,6 @@ def serve(
         ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is damaged.
         UnsupportedModelError: chunk-caches cannot be reused with this model and these arguments, its heads cannot be
             divided among the ranks, or it has no weight files on this machine.
-        OSError, ValueError, RuntimeError: the demo model cannot be converted, see `ServedModel.load`.
         SystemExit: vLLM's command line refuses an argument.
 
     These errors are raised before vLLM starts. Once it has started, errors of `ChatWithDocuments.init_state` pass, such
