@@ -15,7 +15,7 @@ from benchmarks.gpu import PARTS, Report, chosen_parts
 def test_a_part_that_fails_leaves_its_rows_its_error_and_the_others(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     report = Report(path, {"device": "none"})
-    report.part("gates", "Gates", iter([{"passed": True}]))
+    report.part("gates", "Gates", lambda: iter([{"passed": True}]))
     assert json.loads(path.read_text())["gates"] == [{"passed": True}]
     assert report.is_exact
 
@@ -23,10 +23,17 @@ def test_a_part_that_fails_leaves_its_rows_its_error_and_the_others(tmp_path: Pa
         yield {"tokens": 16}
         raise MemoryError("CUDA out of memory")
 
-    report.part("lengths", "Lengths", runs_out_of_memory())
-    report.part("kernels", "Kernels", iter([{"passed": True}]))
+    def fails_at_once() -> Iterator[dict[str, Any]]:
+        raise RuntimeError("no such device")
+
+    report.part("lengths", "Lengths", runs_out_of_memory)
+    report.part("bus", "Copies", fails_at_once)
+    report.part("kernels", "Kernels", lambda: iter([{"passed": True}]))
     written = json.loads(path.read_text())
-    assert written["errors"] == {"lengths": "MemoryError: CUDA out of memory"}
+    assert written["errors"] == {
+        "lengths": "MemoryError: CUDA out of memory",
+        "bus": "RuntimeError: no such device",
+    }
     assert written["lengths"] == [{"tokens": 16}]
     assert written["kernels"] == [{"passed": True}]
     assert not report.is_exact
@@ -41,13 +48,14 @@ def test_a_row_is_in_the_file_before_the_next_one_is_measured(tmp_path: Path) ->
         yield {"tokens": 32}
 
     report = Report(path, {})
-    report.part("lengths", "Lengths", rows())
+    report.part("lengths", "Lengths", rows)
     assert report.figures["errors"] == {}
 
 
 def test_an_inexact_result_is_a_failure() -> None:
     report = Report(None, {})
-    report.part("side_stream", "Captures", iter([{"passed": False}]))
+    report.part("side_stream", "Captures", lambda: iter([{"passed": False}]))
+    assert report.figures["errors"] == {}
     assert not report.is_exact
 
 
