@@ -72,7 +72,7 @@ def model_folder(
                 "num_attention_heads": 4,
                 "num_key_value_heads": 2,
                 "head_dim": 32,
-                "max_position_embeddings": 4096,
+                "max_position_embeddings": 8192,
                 "pad_token_id": 0,
                 "bos_token_id": None,
                 "eos_token_id": 256,

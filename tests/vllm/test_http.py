@@ -48,7 +48,7 @@ QUESTIONS = (
 ORDERS = ([0, 1, 2], [2, 0, 3], [4, 3, 1], [5, 0, 4])
 
 
-CONTEXT = 3500  # of the server; the model's own is 4096
+CONTEXT = 3500  # of the server; the model's own is 8192
 LONG = 2700  # tokens of an answer that is still being written when something else happens
 
 
@@ -140,7 +140,7 @@ def test_the_rag_loop_with_every_client(
         ) as here,
     ):
         assert engine.decoder.fingerprint == here.decoder.fingerprint
-        assert (engine.decoder.context_length, here.decoder.context_length) == (CONTEXT, 4096)
+        assert (engine.decoder.context_length, here.decoder.context_length) == (CONTEXT, 8192)
         assert engine.decoder.tokenizer.get_vocab() == here.decoder.tokenizer.get_vocab()
         for question, order in zip(QUESTIONS, ORDERS, strict=True):
             stream, expected = (

@@ -200,7 +200,7 @@ def start(model: Path, folder: Path, *options: str) -> ServerProcess:
     """
     store, log = folder / "store", folder / "log"
     settings = {"CACHECRAFT_NEW_VARIANTS": "idle", "CACHECRAFT_REUSE_NEAREST_SHARE": "0"}
-    return ServerProcess(model, store, log, "--max-model-len", "4096", *options, settings=settings)
+    return ServerProcess(model, store, log, "--max-model-len", "8192", *options, settings=settings)
 
 
 @pytest.fixture(scope="module")
@@ -410,48 +410,48 @@ def test_events_of_a_response_are_named_numbered_and_have_the_id_of_its_statisti
 def test_results_of_tools_are_reused_from_the_third_time_on(
     server: ServerProcess, model_folder: Callable[[str], Path]
 ) -> None:
-    """An agent's conversation: each turn's search returns five of ten passages."""
+    """An agent's conversation of six turns, whose searches return eight of twenty passages each."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder("Llama"))
     ids = {
         text: tokenizer(text, add_special_tokens=False)["input_ids"]
-        for text in (passage(seed, words=14) for seed in range(2000, 2010))
+        for text in (passage(seed, words=14) for seed in range(2000, 2020))
     }
     names = {text: digest("text", digest_of_tokens(tokens)) for text, tokens in ids.items()}
     dice = random.Random(1)
     messages: list[dict[str, Any]] = []
     shown: list[str] = []
     prompts_with: Counter[str] = Counter()
-    old = served = 0
-    for number in range(5):
-        found = dice.sample(list(ids), 5)
+    for number in range(6):
+        results = dice.sample(list(ids), 8)
         call = {"name": "search", "arguments": "{}"}
         calls = [{"id": f"call_{number}", "type": "function", "function": call}]
         messages += [
             {"role": "user", "content": f"Question {number}: which is it?"},
             {"role": "assistant", "content": "", "tool_calls": calls},
-            {"role": "tool", "tool_call_id": f"call_{number}", "content": "\n\n".join(found)},
+            {"role": "tool", "tool_call_id": f"call_{number}", "content": "\n\n".join(results)},
         ]
-        shown += found
+        shown += results
         answer = server.chat(None, messages=messages, max_tokens=2)
         assert answer.status_code == 200, answer.text
         stats = stats_of(answer.json())
         messages.append({"role": "assistant", "content": f"The answer to number {number}."})
         known = {text for text in shown if prompts_with[text] >= 2}
-        old += sum(len(ids[text]) for text in shown if text in known)
+        old = sum(len(ids[text]) for text in shown if text in known)
         known_names = {names[text] for text in known}
-        served += sum(
-            chunk["tokens"] - chunk["computed"]
+        # A prompt is served from vLLM's prefix cache, exactly, or from chunk-caches, but not from both.
+        served = sum(
+            chunk["tokens"]
             for chunk in stats["chunks"]
             if chunk["chunk_id"] in known_names and chunk["outcome"] in ("exact", "reused")
         )
+        assert served >= 0.75 * old, number
         prompts_with.update(set(shown))
         captured = {names[text] for text in ids if prompts_with[text] >= 2}
         deadline = time.monotonic() + START_S
         while captured - {row.variant.key.chunk_id for row in rows(server)}:
             assert time.monotonic() < deadline, number
             time.sleep(0.2)
-    # A prompt is served from vLLM's prefix cache, exactly, or from chunk-caches, but not from both.
-    assert served >= 0.6 * old
+    assert old > 0
 
 
 @pytest.mark.slow
