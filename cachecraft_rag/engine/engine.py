@@ -39,7 +39,9 @@ from cachecraft_rag.model.self_check import load_checked
 from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.prompt.output_schema import Constraints
+from cachecraft_rag.prompt.tools import Tool
 from cachecraft_rag.prompt.unmarked import Recognise, recognise_captured
 from cachecraft_rag.serving.admission import AdmissionQueue
 from cachecraft_rag.serving.answering import Answering
@@ -271,24 +273,28 @@ class Engine(AnswerEngine):
         target: Iterable[int] | None = None,
         max_new_tokens: int = 32,
         config: ReuseConfig | None = None,
+        history: Iterable[Turn] = (),
+        tools: Sequence[Tool] = (),
     ) -> ScoredAnswer:
         """Answer greedily, and score the model against target tokens (teacher-forced).
 
         Up to the first token it runs the same steps as `stream`, so its TTFT is that of `stream`.
 
         Args:
-            question: the question; not empty.
+            question: the question; empty only if the history ends with a tool's result.
             chunks: passages that retrieval returned, best first.
             target: token ids of a given answer, at most `max_new_tokens`; None = the greedy answer itself.
             max_new_tokens: longest answer, in tokens.
             config: settings of reuse for this question; None = the engine's.
+            history: earlier turns, pairs of role and text.
+            tools: tools that the model may call, as for `stream`.
 
         Returns:
             The greedy answer, and the predictions for each token of the target: float32 `[target, vocabulary]`.
 
         Raises:
             ConfigError: a target without tokens, with more than `max_new_tokens`, or with unknown ones; an empty
-                question, or an argument of a wrong type.
+                question; a history or tools that `PromptBuilder` refuses; or an argument of a wrong type.
             ContextLengthError: question and answer do not fit the model's context.
             BusyError: too many requests wait already (`EngineConfig.max_waiting`).
             WaitTimeoutError: the request waited longer for its turn than `EngineConfig.wait_timeout_s`.
@@ -307,7 +313,13 @@ class Engine(AnswerEngine):
             raise ConfigError(f"target has {len(target)} tokens; it needs 1 to {max_new_tokens}")
 
         request = self._request(
-            question, chunks, history=(), session=None, sampling=sampling, config=config, tools=()
+            question,
+            chunks,
+            history=history,
+            session=None,
+            sampling=sampling,
+            config=config,
+            tools=tools,
         )
         progress = RequestProgress()
         self.write_back.follow(progress.removed)
