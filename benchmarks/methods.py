@@ -49,7 +49,13 @@ _ABLATIONS = (
         Method(f"alpha_{alpha:g}", "Cache-Craft Fig. 26", _craft_alpha(alpha))
         for alpha in (0.25, 0.5, 1.0, 2.0, 3.0)
     ),
-    Method("alpha_0.5_no_beta", "Cache-Craft Fig. 26", _craft_alpha(0.5), prepare=no_overlap),
+    # "corrected": `no_overlap` makes every capture inexact, and only this scoring then counts β′ as 0
+    Method(
+        "alpha_0.5_no_beta",
+        "Cache-Craft Fig. 26",
+        _craft_alpha(0.5, scoring="corrected"),
+        prepare=no_overlap,
+    ),
     Method("alpha_0.5_no_cci", "Cache-Craft Fig. 26", _craft_alpha(0.5, selector="random")),
     Method(
         "alpha_0.5_early_termination",

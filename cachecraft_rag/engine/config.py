@@ -22,6 +22,7 @@ from cachecraft_rag.serving.audits.controller import QualityTarget
 from cachecraft_rag.serving.config import Audits, NewVariants, When
 from cachecraft_rag.store import StoreConfig
 
+_PAPER_VARIANTS = 500  # N × M, 100 chunks and 5 variants of each (Cache-Craft §5.1.2)
 _PER_QUESTION = "sampling=SamplingParams({}=…) with each question"
 _OF_REUSE = "reuse=ReuseConfig({}=…)"
 _OFTEN_TRIED = MappingProxyType(
@@ -133,6 +134,34 @@ class EngineConfig:
         check_whole("preload_bytes", self.preload_bytes)
         check_number("wait_timeout_s", self.wait_timeout_s, most=MOST_SECONDS, optional=True)
         check_kind("store", self.store, StoreConfig, advice="write StoreConfig(host_bytes=…)")
+
+    @classmethod
+    def paper(cls, **options: Any) -> Self:
+        """Return the options of Cache-Craft and Cake as published, for requests (`ReuseConfig.paper`) and the engine.
+
+        Chunks stand in the order of retrieval. Chunks that were reused and fixed are captured without waiting until the
+        engine is idle. At most N × M = 100 × 5 variants are stored, as in the paper's evaluation (§5.1.2), in any
+        distribution over chunks, and those with the lowest f_r are evicted (§3.3). All requests that wait load their
+        chunk-caches, as far as these fit into the memory for chunk-caches (§3.5). docs/results/papers.md says what
+        still differs, and why.
+
+        Args:
+            options: options by name with other values than published, as for `with_options`.
+
+        Raises ConfigError for an unknown option, or for a value of a wrong type or out of range.
+
+        >>> config = EngineConfig.paper(host_bytes=1 << 30)
+        >>> config.reuse == ReuseConfig.paper(), config.best_last, config.store.eviction, config.store.host_bytes
+        (True, False, 'f_r', 1073741824)
+        """
+        store = StoreConfig(
+            eviction="f_r", max_variants=_PAPER_VARIANTS, variants_per_chunk=_PAPER_VARIANTS
+        )
+        published = cls(
+            reuse=ReuseConfig.paper(), best_last=False, new_variants="always", store=store
+        )
+        preload_bytes = options.get("host_bytes") or store.host_bytes
+        return published.with_options(**{"preload_bytes": preload_bytes} | options)
 
     def require_usable_target(self) -> None:
         """Raise ConfigError for a quality target that could not act; return None otherwise, and without a target.

@@ -21,6 +21,7 @@ DEFAULT_ALPHA = 0.25
 PlainPromptsMode = Literal["off", "reuse"]
 Loading = Literal["cake", "layerwise", "whole"]
 Scope = Literal["anywhere", "prefix", "set"]
+Scoring = Literal["corrected", "published"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,10 @@ class ReuseConfig:
                      codec.
                      None = CFO decides. With a ratio, α is ignored: CFO at `DEFAULT_ALPHA` only ranks the variants of
                      a chunk
+    scoring          how the variants of a chunk are scored. "published": CFO as printed (eq. 12), and the variant with
+                     the lowest CFO is reused. "corrected": of the overlap β′ of an inexact capture only its exact share
+                     counts, and to compare variants CFO is weighted, less for a variant that was primed and more for
+                     one that was captured after the instruction only (docs/decisions/variants.md)
     selector         method of choosing the recomputed tokens, a name in `selectors.SELECTORS`
     probe_min_rows   smallest number of computed rows for which a selector's probe runs. A probe reads half of the
                      weights once more: a tenth of the time of a prompt of 700 tokens
@@ -75,6 +80,7 @@ class ReuseConfig:
     scope: Scope = "anywhere"
     alpha: float | None = None
     recompute_ratio: float | None = None
+    scoring: Scoring = "corrected"
     selector: str = "question"
     probe_min_rows: int = 0
     nearest_share: float = 0.35
@@ -89,11 +95,15 @@ class ReuseConfig:
 
     @classmethod
     def paper(cls, **changes: object) -> Self:
-        """Return the settings that are closest to Cache-Craft and Cake as published.
+        """Return the settings of Cache-Craft and Cake as published, as far as they concern single requests.
 
-        Each chunk recomputes the fraction CFO of its tokens (eq. 12), those with the highest scores of eq. 14, until
-        Algorithm 1 stops it. Its other tokens stay as they were stored. Chunk-caches load from the end of the prompt
-        while its front is computed (Cake). docs/results/papers.md compares these settings with the papers line by line.
+        The variant with the lowest CFO is reused. Each chunk recomputes the fraction CFO of its tokens (eq. 12, with
+        α = 1, as in the ablation of Fig. 26), those with the highest scores of eq. 14, until Algorithm 1 stops it. Its
+        other tokens stay as they were stored. Chunk-caches load from the end of the prompt while its front is computed
+        (Cake). `alpha=None` takes the α that `cachecraft calibrate` found, as eq. 13 asks for.
+
+        `EngineConfig.paper()` also sets what concerns the whole engine: eviction, new variants, the order of chunks.
+        docs/results/papers.md compares both with the papers line by line.
 
         Args:
             changes: settings with other values than published.
@@ -102,11 +112,13 @@ class ReuseConfig:
             ConfigError: a value is unknown, out of range or of a wrong type.
             TypeError: there is no setting with this name.
 
-        >>> config = ReuseConfig.paper(alpha=1.0)
+        >>> config = ReuseConfig.paper(alpha=2.0)
         >>> config.selector, config.drift, config.early_termination, config.loading, config.alpha
-        ('cache_craft', 0.0, True, 'cake', 1.0)
+        ('cache_craft', 0.0, True, 'cake', 2.0)
         """
         published: dict[str, Any] = {
+            "alpha": 1.0,
+            "scoring": "published",
             "selector": "cache_craft",
             "nearest_share": 0.0,
             "budget_scope": "chunk",
@@ -163,6 +175,7 @@ class ReuseConfig:
         check_choice("scope", self.scope, get_args(Scope))
         check_number("alpha", self.alpha, most=FINITE, optional=True)
         check_number("recompute_ratio", self.recompute_ratio, most=1, optional=True)
+        check_choice("scoring", self.scoring, get_args(Scoring))
         check_text("selector", self.selector)
         selector_named(self.selector)
         check_whole("probe_min_rows", self.probe_min_rows)

@@ -203,7 +203,7 @@ def _best(
         scored = _score(variant, prefix=prefix, places=places, config=config)
         if scored.outcome == "exact":
             return scored
-        if best is None or _rank(scored) < _rank(best):
+        if best is None or _rank(scored, config) < _rank(best, config):
             best = scored
 
     if best is not None and config.scope != "anywhere" and not best.at_origin:
@@ -293,10 +293,11 @@ def _without_fixing(outcome: SegmentOutcome, variant: Variant) -> SegmentPlan:
     return SegmentPlan(outcome, variant=variant, beta=1.0, gamma=0.0, adjusted=1.0, cfo=0.0)
 
 
-def _rank(plan: SegmentPlan) -> tuple[bool, bool, float, float]:
+def _rank(plan: SegmentPlan, config: ReuseConfig) -> tuple[bool, bool, float, float]:
     """Return the sort key of a scored variant; lower is better.
 
-    Orders by: worth fixing (CFO below 1), then needs no fixing, then weighted CFO, then the more exact capture.
+    Orders by: worth fixing (CFO below 1), then needs no fixing, then CFO, then the more exact capture. With
+    `scoring="corrected"` CFO is weighted.
 
     The weights correct CCI in two cases. A primed variant attended more to earlier chunks, so its CCI is higher, but
     these were neighbours in its own document: in another context it loses less on most questions. A variant captured
@@ -307,10 +308,11 @@ def _rank(plan: SegmentPlan) -> tuple[bool, bool, float, float]:
     assert variant is not None, "only variants are ranked"
     cfo = plan.cfo or 0.0
     weight = 1.0
-    if len(variant.key.origin_prefix) == 1:
-        weight = _ALONE_WEIGHT
-    elif variant.primed:
-        weight = _PRIMED_WEIGHT
+    if config.scoring == "corrected":
+        if len(variant.key.origin_prefix) == 1:
+            weight = _ALONE_WEIGHT
+        elif variant.primed:
+            weight = _PRIMED_WEIGHT
     return cfo >= 1.0, not plan.at_origin, cfo * weight, -variant.exact_share
 
 
@@ -338,8 +340,10 @@ def _score(
         beta = prefix_overlap(variant.inter[1:], origin_prefix[1:], places)
         gamma = order_penalty(origin_prefix[1:], places)
 
+    adjusted = adjusted_overlap(beta, gamma)
     # An inexact capture attended to approximations of its neighbours, so only its exact share of the overlap counts.
-    adjusted = adjusted_overlap(beta, gamma) * variant.exact_share
+    if config.scoring == "corrected":
+        adjusted *= variant.exact_share
     # If the settings give the ratio, CFO only compares variants. DEFAULT_ALPHA keeps it below 1, where it is clipped.
     has_own_ratio = config.recompute_ratio is not None
     alpha = DEFAULT_ALPHA if config.alpha is None or has_own_ratio else config.alpha

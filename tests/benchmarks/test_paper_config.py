@@ -1,4 +1,4 @@
-"""`ReuseConfig.paper()` through both frameworks: what the papers propose, all of it in one request from the disk."""
+"""`EngineConfig.paper()` through both frameworks: what the papers propose, all of it in one request from the disk."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
@@ -47,7 +48,7 @@ def ask_langchain(engine: Engine) -> Stats:
             return result
 
     generator = CacheCraftGenerator(llm=Keeping(engine=engine, max_tokens=4))
-    generator.invoke({"input": QUESTION, "context": [Document(text) for text in reversed(TEXTS)]})
+    generator.invoke({"input": QUESTION, "context": [Document(text) for text in TEXTS]})
     return found[-1]
 
 
@@ -57,7 +58,7 @@ def ask_llama_index(engine: Engine) -> Stats:
 
     from cachecraft_rag.llama_index import CacheCraftSynthesizer
 
-    nodes = [NodeWithScore(node=TextNode(text=text), score=1.0) for text in reversed(TEXTS)]
+    nodes = [NodeWithScore(node=TextNode(text=text), score=1.0) for text in TEXTS]
     synthesizer = CacheCraftSynthesizer(engine, sampling=SamplingParams(max_new_tokens=4))
     response: Any = synthesizer.synthesize(QUESTION, nodes=nodes)
     return response.metadata["cachecraft"]
@@ -66,8 +67,8 @@ def ask_llama_index(engine: Engine) -> Stats:
 @pytest.fixture
 def open_engine(
     tiny_decoder: Callable[..., Decoder], tmp_path: Path
-) -> Iterator[Callable[[], Engine]]:
-    """Opens an engine with the paper's settings over the same folder, which closes the one before."""
+) -> Iterator[Callable[..., Engine]]:
+    """Opens an engine with the papers' settings over the same folder, which closes the one before."""
     opened: list[tuple[Engine, ChunkCacheStore]] = []
 
     def close() -> None:
@@ -76,10 +77,11 @@ def open_engine(
             store.close()
         opened.clear()
 
-    def make() -> Engine:
+    def make(**options: Any) -> Engine:
         close()
-        store = ChunkCacheStore.open(tmp_path / "caches")
-        engine = Engine(tiny_decoder("Llama"), store, config=PAPER, new_variants="off")
+        config = EngineConfig.paper(reuse=PAPER, **options)
+        store = ChunkCacheStore.open(tmp_path / "caches", config.store)
+        engine = Engine(tiny_decoder("Llama"), store, config)
         opened.append((engine, store))
         return engine
 
@@ -88,9 +90,9 @@ def open_engine(
 
 
 def capture(engine: Engine, *prompts: Sequence[Chunk]) -> None:
-    """Capture each prompt's chunks in full, the best one last."""
+    """Capture each prompt's chunks in full, in this order."""
     for chunks in prompts:
-        full = engine.stream("Why?", list(reversed(chunks)), config=replace(PAPER, reuse=False))
+        full = engine.stream("Why?", chunks, config=replace(PAPER, reuse=False))
         assert list(full) is not None
         engine.settle()
 
@@ -98,17 +100,17 @@ def capture(engine: Engine, *prompts: Sequence[Chunk]) -> None:
 @pytest.mark.parametrize("ask", [ask_langchain, ask_llama_index])
 def test_variants_early_termination_and_tail_loading_act_in_one_request(
     ask: Callable[[Engine], Stats],
-    open_engine: Callable[[], Engine],
+    open_engine: Callable[..., Engine],
     front_is_late: Callable[..., None],
 ) -> None:
-    engine = open_engine()
+    engine = open_engine(new_variants="off")
     capture(engine, CHUNKS[:1], [OTHER, THIRD], [SECOND, THIRD], [OTHER, SECOND], [OTHER, LAST])
     variants = {
         row.variant.variant_id: row.variant
         for row in engine.store.rows(RowFilter(chunk_ids=(THIRD.chunk_id,)))
     }
     assert len(variants) == 2
-    engine = open_engine()  # with nothing in memory
+    engine = open_engine(new_variants="off")  # with nothing in memory
     front_is_late(engine.prompts, FRONT)
     stats = ask(engine)
     first, second, third, last = stats["chunks"]
@@ -123,3 +125,16 @@ def test_variants_early_termination_and_tail_loading_act_in_one_request(
     chosen = stats["tokens_recomputed"] + stats["tokens_computed"]
     assert 0 < second["recomputed"] < second["tokens"]
     assert stats["recompute_share"] < chosen / stats["tokens_prompt"]
+
+
+def test_a_chunk_that_was_fixed_becomes_a_variant_of_its_new_prefix(
+    open_engine: Callable[..., Engine],
+) -> None:
+    engine = open_engine()
+    capture(engine, [OTHER, THIRD])
+    answer = engine.stream("Why?", [SECOND, THIRD])
+    assert list(answer) is not None
+    engine.settle()
+    rows = engine.store.rows(RowFilter(chunk_ids=(THIRD.chunk_id,)))
+    prefixes = {row.variant.key.origin_prefix[1:] for row in rows}
+    assert prefixes == {(OTHER.chunk_id,), (SECOND.chunk_id,)}

@@ -297,3 +297,14 @@ def test_options_of_other_libraries_are_answered_with_ours_before_the_list(
             match=rf"{option}: no such option\. Did you mean {re.escape(hint)}.*There are",
         ):
             made(**{option: 1})
+
+
+def test_the_papers_options_can_be_changed_one_by_one() -> None:
+    config = EngineConfig.paper(host_bytes=10**6, best_last=True, dtype="float32")
+    assert config.reuse == ReuseConfig.paper()
+    assert (config.best_last, config.dtype, config.preload_bytes) == (True, "float32", 10**6)
+    assert (config.store.eviction, config.store.host_bytes) == ("f_r", 10**6)
+    assert (config.store.max_variants, config.store.variants_per_chunk) == (500, 500)
+    assert EngineConfig.paper(preload_bytes=7).preload_bytes == 7
+    with pytest.raises(ConfigError, match="best_first"):
+        EngineConfig.paper(best_first=True)

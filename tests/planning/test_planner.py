@@ -163,6 +163,25 @@ def test_a_primed_variant_that_cannot_be_fixed_does_not_win() -> None:
     assert (found.outcome, found.variant) == ("reused", other)
 
 
+def test_with_published_scoring_the_lowest_overhead_wins_whatever_the_origin() -> None:
+    published = dataclasses.replace(CONFIG, scoring="published")
+    primed, other = variant("c", "x", cci=0.7, primed=True), variant("c", "y", cci=0.65)
+    alone = variant("c", cci=0.5)
+    prompt = prompt_of("a", "b", "d", "c")
+    assert plan_last(prompt, primed, other).variant == primed
+    assert plan_last(prompt, primed, other, config=published).variant == other
+    behind = variant("c", "x", "y", cci=0.6)
+    assert plan_last(prompt, alone, behind).variant == behind
+    assert plan_last(prompt, alone, behind, config=published).variant == alone
+
+
+def test_with_published_scoring_the_overlap_of_an_inexact_capture_counts_in_full() -> None:
+    published = dataclasses.replace(CONFIG, scoring="published")
+    inexact = variant("c", "a", exact_share=0.75)
+    found = plan_last(prompt_of("a", "c"), inexact, config=published)
+    assert (found.outcome, found.beta, found.adjusted, found.cfo) == ("reused", 1.0, 1.0, 0.0)
+
+
 def test_an_impure_birth_is_not_exact_even_behind_the_same_prefix() -> None:
     found = plan_last(prompt_of("a", "c"), variant("c", "a", exact_share=0.75))
     assert (found.outcome, found.beta, found.adjusted) == ("reused", 1.0, 0.75)
@@ -529,8 +548,10 @@ def test_with_a_ratio_of_zero_nothing_is_recomputed() -> None:
     assert in_full_of(prompt_of("a", "b"), moved("a", "b"), config) == [False] * 4
 
 
-def test_the_papers_settings_have_no_rule_for_the_last_chunk() -> None:
+def test_the_papers_settings_have_no_rule_for_the_last_chunk_and_score_as_published() -> None:
     assert ReuseConfig.paper().nearest_share == 0.0
+    assert ReuseConfig.paper().scoring == "published"
+    assert ReuseConfig.paper(alpha=None).alpha is None
 
 
 def test_presets_for_comparisons_reuse_in_prompts_of_any_length() -> None:

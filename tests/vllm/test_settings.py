@@ -81,6 +81,7 @@ OTHERS: dict[str, Any] = {  # a value of each setting that is not its default
     "reuse.scope": "prefix",
     "reuse.alpha": 0.7,
     "reuse.recompute_ratio": 0.3,
+    "reuse.scoring": "published",
     "reuse.selector": "cache_craft",
     "reuse.probe_min_rows": 5,
     "reuse.budget_scope": "chunk",
