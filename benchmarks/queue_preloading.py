@@ -2,8 +2,9 @@
 
 Bursts of requests arrive at once. Each burst is answered twice, with the same passages in the same order: once with
 preloading for the whole queue, once with loading for the next request only. Nothing stays in memory between requests,
-so all chunk-caches are read from the disk, at a limited rate. The first requests of a burst may reuse nothing: while
-they are computed, the disk has time for those that follow.
+so all chunk-caches are read from the disk, at a limited rate. A long request that reuses nothing may arrive before the
+burst, or the first requests of a burst may reuse nothing: while they are computed, the disk has time for those that
+follow.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from cachecraft_rag.evaluation.intervals import ratio_interval
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.model.self_check import load_checked
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.documents import Chunk
@@ -79,12 +81,15 @@ def measure(
     requests: int,
     passages: int,
     computed: int,
+    ahead: int,
     progress: Callable[[Progress], None],
 ) -> PreloadingGain:
     """Answer bursts of requests with both kinds of loading, over the same primed chunk-caches.
 
     Args:
         computed: first requests of each burst that reuse nothing.
+        ahead: passages of a request that arrives just before each burst, reuses nothing and is not counted; 0: no
+            such request.
     """
     with (
         ChunkCacheStore.open(folder) as store,
@@ -101,6 +106,7 @@ def measure(
     with ChunkCacheStore.open(folder, host_bytes=0, read_bytes_per_s=rate) as store:
         for number in range(bursts):
             burst = [dice.sample(everything, passages) for _ in range(requests)]
+            before = dice.sample(everything, ahead)
             kinds = list(times) if number % 2 == 0 else list(times)[::-1]
             for preload_bytes in kinds:
                 with Engine(
@@ -110,7 +116,7 @@ def measure(
                     preload_bytes=preload_bytes,
                     config=ReuseConfig.deterministic(),
                 ) as engine:
-                    _answer(engine, burst, times[preload_bytes], computed=computed)
+                    _answer(engine, burst, times[preload_bytes], computed=computed, before=before)
             progress(Progress(number + 1, bursts, "Asking"))
 
     alone = times[0].median_ttft_s
@@ -127,30 +133,41 @@ def measure(
 
 
 def _answer(
-    engine: Engine, burst: Sequence[Sequence[Chunk]], times: BurstTimes, *, computed: int
+    engine: Engine,
+    burst: Sequence[Sequence[Chunk]],
+    times: BurstTimes,
+    *,
+    computed: int,
+    before: Sequence[Chunk],
 ) -> None:
-    """Answer all requests of a burst at once, and note the median time to the first token."""
+    """Answer all requests of a burst at once, and note the median time to the first token.
+
+    Args:
+        computed: first requests of the burst that reuse nothing.
+        before: passages of a request that arrives first, reuses nothing and is not counted; empty: no such request.
+    """
     done = threading.Event()
 
     def watch() -> None:
         while not done.wait(_SAMPLE_S):
             times.most_bytes = max(times.most_bytes, engine.preloading_bytes)
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    # Asked in this thread, so that they wait in this order.
-    answers = [
-        engine.stream(
+    def ask(number: int, chunks: Sequence[Chunk], *, reuse: bool) -> Generation:
+        return engine.stream(
             f"What do these pages say? ({number})",
             chunks,
             sampling=SamplingParams(max_new_tokens=1),
-            config=ReuseConfig.full_prefill() if number < computed else None,
+            config=None if reuse else ReuseConfig.full_prefill(),
         )
-        for number, chunks in enumerate(burst)
-    ]
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    # Asked in this thread, so that they wait in this order.
+    first = [ask(-1, before, reuse=False)] if before else []
+    answers = [ask(number, chunks, reuse=number >= computed) for number, chunks in enumerate(burst)]
     try:
-        with ThreadPoolExecutor(len(answers)) as threads:
-            list(threads.map("".join, answers))
+        with ThreadPoolExecutor(len(first) + len(answers)) as threads:
+            list(threads.map("".join, [*first, *answers]))
     finally:
         done.set()
         watcher.join()
@@ -170,6 +187,13 @@ def main(
     passages: Annotated[int, typer.Option(min=1, help="Passages of each request.")] = 5,
     computed: Annotated[
         int, typer.Option(min=0, help="First requests of each burst that reuse nothing.")
+    ] = 0,
+    ahead: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Passages of a request that arrives before each burst, reuses nothing and is not counted.",
+        ),
     ] = 0,
     as_json: options.Json = False,
 ) -> None:
@@ -192,6 +216,7 @@ def main(
                 requests=requests,
                 passages=passages,
                 computed=computed,
+                ahead=ahead,
                 progress=show,
             )
         gains.append(gain)

@@ -24,6 +24,7 @@ def test_each_burst_is_answered_with_both_kinds_of_loading(
         requests=4,
         passages=2,
         computed=1,
+        ahead=3,
         progress=shown.append,
     )
     assert gain.bursts == 3
