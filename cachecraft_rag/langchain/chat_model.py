@@ -241,18 +241,12 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         return self.engine.decoder.name
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Return the model's token ids of a text, without special tokens; LangChain trims messages by their number.
+        """Return the model's token ids of a text, as in a prompt; LangChain trims messages by their number.
 
-        The list is empty for "". LangChain's default would download GPT-2's tokenizer. The name of a special token in
-        the text becomes that token; a prompt would hold it as ordinary characters, which are more tokens. Raises the
-        tokenizer's TypeError for text with half a surrogate pair, and its ValueError for another object, such as a
-        number.
+        The list is empty for "". Names of control tokens become ordinary characters, and half a surrogate pair becomes
+        "?". LangChain's default would download GPT-2's tokenizer.
         """
-        tokenizer = self.engine.decoder.tokenizer
-        ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=False)[
-            "input_ids"
-        ]
-        return ids
+        return self.engine.prompts.text_ids(text)
 
     @property
     def _llm_type(self) -> str:

@@ -217,6 +217,13 @@ class PromptBuilder:
         ids = self._encode(text, special=False, before=_LINE_END, after=_WORD)
         return Segment("chunk", chunk.chunk_id, ids)
 
+    def text_ids(self, text: str) -> list[int]:
+        """Return the token ids of a text of a user's or a document's, without tokens of the template; [] for "".
+
+        Names of control tokens become ordinary characters, as in a prompt, and half a surrogate pair becomes "?".
+        """
+        return list(self._encode(text, special=False))
+
     def build(
         self,
         question: str,

@@ -99,6 +99,7 @@ class Calls(Closeable):
         self.reports: dict[str, FillReport | None] = {}
         self._numbers = itertools.count()
         self._jobs: set[Future[None]] = set()  # running requests
+        self._ended = False  # the loop runs no further requests
 
     def generate(self, prompt: dict[str, object], params: object) -> Generator[Step]:
         """Yield the steps of a request, the last one with `finished`; closing the iterator aborts the request.
@@ -120,6 +121,8 @@ class Calls(Closeable):
         self._jobs.add(job)
         # read only where it was cancelled
         job.add_done_callback(lambda _: steps.put(Step((), error=CancelledError())))
+        if self._ended:  # it may have come too late for the loop, and for `_end_loop`
+            job.cancel()
         try:
             while True:
                 step = steps.get()
@@ -213,8 +216,10 @@ class Serving(Calls):
         engine.shutdown()
 
     def _end_loop(self) -> None:
+        self._ended = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
+        super().close()  # requests that came after the last step of the loop
         if not self._thread.is_alive():
             self._loop.close()
 

@@ -238,6 +238,11 @@ def test_what_langchain_does_with_models_in_general(chat: ChatCacheCraft, engine
     assert answer.usage_metadata is not None
     assert answer.usage_metadata["output_tokens"] == 3
     assert chat.get_num_tokens("seven b") == 7  # the tokenizer has a token for each byte
+    decoder = chat.engine.decoder
+    name = decoder.tokenizer.convert_ids_to_tokens(min(decoder.end_tokens))
+    assert chat.get_num_tokens(name) == len(name), "a control token's name is text, as in a prompt"
+    assert chat.get_num_tokens("a\ud800") == 2
+    assert chat.get_token_ids("") == []
     long = [HumanMessage("x" * 50), AIMessage("y"), HumanMessage("z")]
     assert trim_messages(long, max_tokens=30, token_counter=chat, strategy="last") == long[1:]
 
