@@ -45,6 +45,7 @@ FindingKind = Literal[
     "foreign file",
     "catalog",
 ]
+_NOT_DELETED = "the file cannot be deleted (see the log)"
 _KILLED = "its process ended in the middle"
 _ATTEMPTS = 5  # attempts to make room before other writers take it
 CATALOG_FILE = "catalog.sqlite"
@@ -429,11 +430,11 @@ class DurableVariants:
             finished = []
             for file in files:
                 paths = self.disk.leftovers(file.variant_id, file.created, writer)
+                if repair and all(_unlink(path) for path in paths):
+                    finished.append(file)
                 findings += [
                     _finding("leftover of a writer", path, _KILLED, repair=repair) for path in paths
                 ]
-                if repair and all(_unlink(path) for path in paths):
-                    finished.append(file)
             if finished:
                 self.catalog.settle(finished)
         if repair:
@@ -554,10 +555,12 @@ def _unlink(path: Path) -> bool:
 
 
 def _finding(kind: FindingKind, path: Path, what: str, *, repair: bool) -> Finding:
-    row = kind in ("missing file", "damaged file", "damaged row")
-    return Finding(
-        kind,
-        path,
-        what,
-        ("row and file removed" if row else "file removed") if repair else "would be removed",
-    )
+    """Return a finding; with `repair`, after the attempt to remove it, whose outcome it names."""
+    has_row = kind in ("missing file", "damaged file", "damaged row")
+    if not repair:
+        action = "would be removed"
+    elif path.exists():
+        action = "row removed, but not its file (see the log)" if has_row else _NOT_DELETED
+    else:
+        action = "row and file removed" if has_row else "file removed"
+    return Finding(kind, path, what, action)

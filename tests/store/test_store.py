@@ -756,6 +756,35 @@ def test_check_finds_a_row_that_was_changed_and_repair_removes_it(tmp_path: Path
         assert files(tmp_path) == []
 
 
+def test_repair_says_which_files_it_could_not_delete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ChunkCacheStore.open(tmp_path) as store:
+        stored(store, make())
+        with closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as database, database:
+            database.execute("UPDATE variants SET exact_share = 0.5")
+        (file,) = files(tmp_path)
+        without_row = file.with_name(file.name.replace(file.name[:4], "0000", 1))
+        without_row.write_bytes(b"left")
+        unlink = Path.unlink
+
+        def refuse(path: Path, missing_ok: bool = False) -> None:
+            if path.parent == file.parent:
+                raise PermissionError("not this file")
+            unlink(path, missing_ok)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", refuse)
+            actions = {
+                finding.kind: finding.action for finding in store.check(repair=True).findings
+            }
+        assert actions == {
+            "damaged row": "row removed, but not its file (see the log)",
+            "file without row": "the file cannot be deleted (see the log)",
+        }
+        assert sorted(files(tmp_path)) == sorted([file, without_row])
+
+
 @pytest.mark.parametrize("value", ["'many'", "7", "-1"])
 def test_a_store_with_damaged_sums_opens_and_repair_counts_them_again(
     tmp_path: Path, value: str
