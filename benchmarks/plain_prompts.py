@@ -146,14 +146,23 @@ def measure(
     config: ReuseConfig,
     *,
     answer_tokens: int,
+    along_gold: bool = False,
 ) -> Measured:
-    """Answer one question in full, and from chunk-caches that were captured after a fixed passage."""
+    """Answer one question in full, and from chunk-caches that were captured after a fixed passage.
+
+    Args:
+        along_gold: compare the predictions along the first gold answer, instead of along full prefill's own answer.
+    """
     asked = form(question)
+    gold = None
+    if along_gold:
+        gold = engine.prompts.text_ids(question.answers[0])[:answer_tokens]
     full = engine.score_answer(
         asked.text,
         asked.chunks,
         history=asked.history,
         tools=asked.tools,
+        target=gold,
         max_new_tokens=answer_tokens,
         config=replace(config, reuse=False),
     )
@@ -163,7 +172,7 @@ def measure(
         asked.chunks,
         history=asked.history,
         tools=asked.tools,
-        target=full.tokens,
+        target=full.tokens if gold is None else gold,
         max_new_tokens=answer_tokens,
         config=config,
     )
@@ -230,6 +239,13 @@ Forms = Annotated[
         f"{TOOL_RESULT} needs a model whose chat template writes calls of tools.",
     ),
 ]
+AlongGold = Annotated[
+    bool,
+    typer.Option(
+        "--along-gold",
+        help="Measure the divergence along the gold answers, for models that answer the forms differently.",
+    ),
+]
 Pairs = Annotated[
     int,
     typer.Option(help="Only time prompts never seen, with the search and without: so many pairs."),
@@ -241,6 +257,7 @@ def main(
     model: options.Model = "demo",
     recompute_ratio: Ratio = 0.15,
     form: Forms = None,
+    along_gold: AlongGold = False,
     first_time_pairs: Pairs = 0,
     dtype: options.Dtype = "float32",
     threads: options.Threads = None,
@@ -277,7 +294,12 @@ def main(
                 engine.store.evict(down_to_bytes=0)
                 measured[name].append(
                     measure(
-                        engine, question, asked_in, config, answer_tokens=questions.answer_tokens
+                        engine,
+                        question,
+                        asked_in,
+                        config,
+                        answer_tokens=questions.answer_tokens,
+                        along_gold=along_gold,
                     )
                 )
     rows: dict[str, dict[str, Interval]]

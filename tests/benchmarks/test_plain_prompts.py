@@ -49,6 +49,24 @@ def test_the_same_passages_are_reused_as_documents_and_in_a_prompt(
     assert exact.right == exact.full_right == stale.full_right
 
 
+def test_forms_can_be_compared_along_the_same_answer(evaluation_engine: Engine) -> None:
+    config = replace(PLAIN, recompute_ratio=0.0)
+    own, gold = (
+        measure(
+            evaluation_engine,
+            QUESTION,
+            form_named(DOCUMENTS),
+            config,
+            answer_tokens=4,
+            along_gold=along_gold,
+        )
+        for along_gold in (False, True)
+    )
+    assert own.reused == gold.reused
+    assert own.kl != gold.kl
+    assert gold.kl > 1e-4
+
+
 def test_a_tool_result_holds_the_passages_after_the_call(evaluation_engine: Engine) -> None:
     asked = as_tool_result(QUESTION)
     prompt = evaluation_engine.prompts_with(asked.tools).build(
