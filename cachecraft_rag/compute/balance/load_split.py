@@ -42,8 +42,8 @@ class LoadingConstants:
                          is unknown, because a pass would cost more
     optimism             factor by which an unsettled rate may still rise; most first reads reached half of the final
                          rate or more
-    one_pass_factor      largest duration of one pass over everything, relative to computing the split's front, for
-                         which this single pass is preferred
+    one_pass_factor      largest duration of one pass over everything, relative to computing the split's front in all
+                         its passes, for which this single pass is preferred
     min_saving           smallest saving from computing a front, as a fraction of the tokens to load
     min_saving_in_pass   the same for late tokens within a pass, whose number is known by then
     busy_cores           number of cores busy with reading from which a pass loses time to them
@@ -58,7 +58,7 @@ class LoadingConstants:
     settle_s: float = 0.1
     soon_s: float = 0.5
     optimism: float = 2.0
-    one_pass_factor: float = 1.15
+    one_pass_factor: float = 1.05
     min_saving: float = 0.25
     min_saving_in_pass: float = 0.15
     busy_cores: float = 0.75
@@ -267,9 +267,11 @@ class LoadSplit:
         return self.speed.whole_s(rows) if self.is_untouched else self.speed.seconds(rows)
 
     def _front_s(self) -> float:
-        """Return the seconds to compute the front and the rows that the last pass computes in any case."""
-        front = self.waiting[: round(self.share())]
-        return self.speed.seconds(self.rows + self._extra_rows(front))
+        """Return the seconds to compute the front, piece by piece, and the rows that the last pass computes anyway."""
+        share = self.share()
+        rows = self.rows + self._extra_rows(self.waiting[: round(share)])
+        halvings = math.ceil(math.log2(max(1.0, share / self.constants.piece_tokens)))
+        return self.speed.seconds(rows, passes=1 + halvings)
 
     def _extra_rows(self, front: Sequence[int]) -> float:
         """Return the cost of rows that computing these positions adds to the last pass."""
