@@ -21,8 +21,10 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from cachecraft_rag.checks import check_names
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.options import out, print_json
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import handbook_dataset
 from cachecraft_rag.planning.found_text import TokenKinds
 from cachecraft_rag.prompt.unmarked import PromptPiece, segments_of
@@ -227,7 +229,10 @@ def handbook_passages(count: int) -> list[str]:
 
 def main(
     model: options.Model = "demo",
-    passages: Annotated[int, typer.Option(min=2, help="Passages of each prompt.")] = 8,
+    passages: Annotated[
+        int | None,
+        typer.Option(min=2, help="Passages of each prompt.", show_default="8; 5 with --server"),
+    ] = None,
     times: Annotated[int, typer.Option(min=3, help="Times that each form is sent.")] = 5,
     form: Annotated[
         list[str] | None, typer.Option(help=f"Of {', '.join(FORMS)}; all by default.")
@@ -249,10 +254,21 @@ def main(
     )
     vocabulary = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     kinds = TokenKinds.of(vocabulary)
-    texts = handbook_passages(passages * len(FORMS))
+    passages = passages or (5 if server else 8)
+    chosen = form or list(FORMS)
+    check_names(chosen, FORMS, what="form")
+    # A server remembers what other forms have sent, so each form has passages that no other one sends.
+    wanted = passages * len(chosen) if server else passages
+    texts = handbook_passages(wanted)
+    if len(texts) < wanted:
+        raise ConfigError(
+            f"{len(chosen)} forms of {passages} passages need {wanted}, and the handbook has {len(texts)}: lower "
+            "--passages, or name fewer forms with --form"
+        )
     rows: dict[str, Reused] = {}
-    for number, name in enumerate(form or FORMS):
-        own = texts[:passages] if not server else texts[number * passages : (number + 1) * passages]
+    for number, name in enumerate(chosen):
+        first = number * passages if server else 0
+        own = texts[first : first + passages]
         prompts = orders(own, times, seed)
         question = f"What is said about this? {name}"
         if server:
