@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cachecraft_rag.planning.reasons import Reason
+from cachecraft_rag.planning.reasons import Reason, explain
 from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig
 from cachecraft_rag.types.kv_layout import KVLayout
 
@@ -576,7 +576,11 @@ def test_the_tables_of_sizes_follow_from_the_formula() -> None:
 
 
 def test_the_reference_lists_every_reason() -> None:
+    """With the sentence, or with examples of the detail that users see in its place."""
     text = PAGES["docs/reference/statistics.md"].read_text("utf-8")
     for reason in Reason:
-        if reason is not Reason.REUSED:
-            assert f"| `{reason}` | {reason.sentence} |" in text, reason
+        if reason is Reason.REUSED:
+            continue
+        has_example = explain(reason, "detail") == "detail" and reason is not Reason.COMPUTED_LATE
+        shown = '"' if has_example else f"{reason.sentence} |"
+        assert f"| `{reason}` | {shown}" in text, reason

@@ -107,8 +107,8 @@ class RequestStats:
         """True if the answer is that of a full prefill: each chunk was computed, recomputed as a whole, or exact.
 
         Chunks that were left out of the prompt do not count, and without chunks it is True. It is False if a chunk
-        failed, if first layers had used stored values of a chunk that was then computed (`Reason.COMPUTED_LATE`), and
-        if `focus_layer` is not None.
+        failed, if a server did not report what it did, if first layers had used stored values of a chunk that was then
+        computed (`Reason.COMPUTED_LATE`), and if `focus_layer` is not None.
         """
         if self.focus_layer is not None:
             return False
@@ -120,7 +120,7 @@ class RequestStats:
 
 
 def _is_exact(chunk: ChunkStats) -> bool:
-    if chunk.reason_code is Reason.COMPUTED_LATE:
+    if chunk.reason_code in (Reason.COMPUTED_LATE, Reason.NOT_REPORTED):
         return False
     is_recomputed = 0 < chunk.tokens == chunk.recomputed + chunk.computed
     return is_recomputed or chunk.outcome in ("exact", "computed", "trimmed")

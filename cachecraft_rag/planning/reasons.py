@@ -9,12 +9,15 @@ from typing import Self
 class Reason(StrEnum):
     """Reason for the outcome of a segment. Its value is the code that metrics count by; `explain` gives the sentence.
 
-    Most reasons are set in the plan: by `planner.make_plan` and `planner.with_selection` before anything is computed,
-    and by `compute.resolve.executed_plan` afterwards (not_loaded, computed_faster, computed_late), which only names
-    what `LoadSplit.next_piece` and `OverlappedPrefill` decided while chunk-caches were loaded.
-    `serving.request.stats_of` sets those of chunks without a plan, and `vllm.records` prefix_cached. Settings named
-    here are those of `ReuseConfig`. `Reason(code)` returns the reason with this code, and raises ValueError for an
-    unknown one.
+    Where reasons are decided: most in the plan, by `planner.make_plan` and `planner.with_selection` before anything is
+    computed; with a probe, `OverlappedPrefill` chooses the tokens again. Those about loading (not_loaded,
+    computed_faster, computed_late) by `LoadSplit.next_piece` and `OverlappedPrefill`; `compute.resolve.executed_plan`
+    names them afterwards. refused by the checks of `ChunkCacheStore.find` and `RemoteTier.find`, prompt_full and
+    too_long by `PromptBuilder.build`, prefix_cached and left_to_server by `vllm.worker.scheduling`,
+    `vllm.worker.refusals` and `vllm.server.unmarked`, failed and not_reported by `serving.request.stats_of`.
+
+    Settings named here are those of `ReuseConfig`. `Reason(code)` returns the reason with this code, and raises
+    ValueError for an unknown one.
 
     ""                reused, and no token was recomputed
     fixed             reused in another context with some tokens recomputed. `recompute_ratio`, or else `alpha`, sets
@@ -28,7 +31,7 @@ class Reason(StrEnum):
     not_stored        no variant of it for this model and namespace in the store or its remote
     refused           a variant is stored, but is damaged or not trusted, see `LookupResult.refused`
     other_tokens      the variants hold the same text as other tokens
-    other_prefix      `scope` is not "anywhere", and no variant was captured after this prefix
+    other_prefix      `scope` is not "anywhere", and no variant was captured exactly after this prefix
     not_worth_fixing  CFO, which `alpha` scales, is 1 for every variant, and no `recompute_ratio` is set
     lossy_codec       the store's codec loses something: a chunk is reused as it was captured, an instruction computed
     not_loaded        reading it failed, before the prompt was computed or meanwhile
@@ -67,7 +70,7 @@ class Reason(StrEnum):
     NOT_STORED = "not_stored", "no chunk-cache stored"
     REFUSED = "refused", "what is stored cannot be used"
     OTHER_TOKENS = "other_tokens", "stored chunk-caches were tokenised differently"
-    OTHER_PREFIX = "other_prefix", "stored after other chunks only"
+    OTHER_PREFIX = "other_prefix", "not stored exactly after the chunks before it"
     NOT_WORTH_FIXING = "not_worth_fixing", "CFO is 1: fixing it costs as much as computing it"
     NEAREST = "nearest", "the last chunk before the question, so all of it was recomputed"
     LOSSY_CODEC = "lossy_codec", "after its origin prefix, but stored by a lossy codec"

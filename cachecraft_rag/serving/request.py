@@ -296,7 +296,7 @@ def _chunk_stats(
             yield ChunkStats(
                 chunk_id=segment.segment_id,
                 outcome=report.outcome,
-                reason=explain(report.reason, report.detail),
+                reason=_reason_of(report, tokens),
                 reason_code=report.reason,
                 tokens=tokens,
                 recomputed=report.recomputed,
@@ -318,6 +318,16 @@ def _chunk_stats(
                 "its document into smaller chunks"
             )
         yield ChunkStats(chunk_id, "trimmed", explain(reason, detail), reason)
+
+
+def _reason_of(report: SegmentReport, tokens: int) -> str:
+    """Return the reason of a chunk of so many tokens; if it is about a part of them, it says how many."""
+    sentence = explain(report.reason, report.detail)
+    is_about_a_part = (
+        report.reason in (Reason.COMPUTED_FASTER, Reason.NOT_LOADED)
+        and 0 < report.not_loaded < tokens
+    )
+    return f"{report.not_loaded} of {tokens} tokens: {sentence}" if is_about_a_part else sentence
 
 
 def check_asked(question: object, history: object, *, session: object, config: object) -> None:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Protocol, cast
 
 from cachecraft_rag.observability.stats import Finish, RequestStats
@@ -37,7 +38,13 @@ _FINISH: Mapping[str, Finish] = {"stop": "end", "length": "length"}
 
 
 def cached_report(
-    prompt: Prompt, cached: int, layers: int, *, outcome: SegmentOutcome, refused: str = ""
+    prompt: Prompt,
+    cached: int,
+    layers: int,
+    *,
+    outcome: SegmentOutcome,
+    refused: str = "",
+    unused: Mapping[str, str] = MappingProxyType({}),
 ) -> FillReport:
     """Return a report like `filling.Filling.report` for a prompt served from vLLM's own prefix cache.
 
@@ -51,14 +58,14 @@ def cached_report(
         outcome: outcome of each segment that begins there: "exact" if vLLM itself has computed all blocks of the
             prompt in its prefix cache.
         refused: reason why vLLM computed the rest of the prompt without chunk-caches; "" if nothing prevented them.
+        unused: segment id → reason why its chunk-cache was not used. Other computed segments are not stored.
     """
-    rest = SegmentReport("computed", Reason.NOT_STORED)
-    if refused:
-        reason = Reason.LEFT_TO_SERVER
-        rest = replace(rest, reason=reason, detail=f"{reason.sentence}: {refused}")
     segments = []
     for segment, start, end in zip(prompt.segments, prompt.bounds, prompt.bounds[1:], strict=False):
-        report = rest
+        report = SegmentReport("computed", Reason.NOT_STORED)
+        if cause := refused or unused.get(segment.segment_id, ""):
+            reason = Reason.LEFT_TO_SERVER
+            report = replace(report, reason=reason, detail=f"{reason.sentence}: {cause}")
         if segment.kind == "question":
             report = SegmentReport("computed", Reason.QUESTION)
         has_chunks = outcome == "reused" and segment.kind != "question" and not refused
@@ -86,6 +93,7 @@ class RequestRecord:
     begun    True once it was handed to vLLM
     counted  True once its end was counted
     alone    True if vLLM computes it without chunk-caches
+    unused   see `cached_report`
     remark   note to the client, sent with the statistics; "" if there is nothing to say
     predicted  the answer's tokens with the predictions, if it is to be audited
     trace    its trace, if vLLM has a tracer provider
@@ -100,6 +108,7 @@ class RequestRecord:
     begun: bool = False
     counted: bool = False
     alone: bool = False
+    unused: Mapping[str, str] = field(default_factory=dict)
     remark: str = ""
     predicted: PredictedAnswer | None = None
     trace: ServedTrace | None = None
@@ -172,7 +181,13 @@ class RequestRecord:
             cached = output.num_cached_tokens or 0
             self.take(
                 self.report
-                or cached_report(self.request.prompt, cached, self.layers, outcome="exact")
+                or cached_report(
+                    self.request.prompt,
+                    cached,
+                    self.layers,
+                    outcome="exact",
+                    unused=self.unused,
+                )
             )
             return
         if output.kv_transfer_params:

@@ -260,6 +260,7 @@ def test_a_request_that_the_server_computed_itself_says_why(
         (chunk,) = answer.stats.chunks
     assert (chunk.outcome, chunk.reason_code, chunk.reason) == ("computed", code, says)
     assert chunk.computed == chunk.tokens > 0
+    assert answer.stats.exact == (code is not Reason.NOT_REPORTED)
 
 
 def test_a_large_document_is_primed_in_several_requests(

@@ -19,7 +19,7 @@ from cachecraft_rag.serving.request import Request, SegmentReport
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.messages import FIELD
-from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
+from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord, cached_report
 
 LAYERS = 2
 PROMPT = Prompt(
@@ -200,6 +200,15 @@ def test_chunks_of_a_refused_request_say_why_they_were_computed() -> None:
     assert (chunk["outcome"], chunk["reason_code"]) == ("reused", Reason.PREFIX_CACHED)
     assert (chunk["tokens"], chunk["computed"]) == (4, 2)
     assert kept["refused"] == "nothing …"
+
+
+def test_a_stored_chunk_that_vllm_computed_itself_is_not_called_unknown() -> None:
+    report = cached_report(PROMPT, 1, LAYERS, outcome="exact", unused={"c": "too little of it"})
+    _, chunk, _ = report["segments"]
+    assert (chunk["outcome"], chunk["reason"]) == ("computed", Reason.LEFT_TO_SERVER)
+    assert chunk["detail"].endswith("without chunk-caches: too little of it")
+    _, chunk, _ = cached_report(PROMPT, 1, LAYERS, outcome="exact")["segments"]
+    assert chunk["reason"] == Reason.NOT_STORED
 
 
 def test_a_request_is_traced_and_vllms_span_belongs_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

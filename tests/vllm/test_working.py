@@ -749,6 +749,45 @@ def test_the_papers_methods_act_in_one_request(
     assert report["focus_layer"] == 0
 
 
+@pytest.mark.parametrize(
+    ("changed", "outcome"),
+    [
+        ({"recompute_ratio": 0.3}, "reused"),
+        ({"recompute_ratio": 1.0}, "exact"),
+        ({"recompute_ratio": 1.0, "early_termination": True}, "reused"),
+        ({"reuse": False, "capture": True}, "exact"),
+    ],
+)
+def test_chunks_in_the_prefix_cache_are_exact_if_their_settings_were(
+    scheduling: Scheduling, engine: Engine, changed: dict[str, Any], outcome: str
+) -> None:
+    """Only requests with the same settings share blocks of the prefix cache."""
+    ask = ask_of(engine, [0, 1], **changed)
+    request = request_of(ask)
+    assert matched_later(scheduling, request, ask.prompt.bounds[-2]) == 0
+    report = scheduling.finished(request)
+    assert report is not None
+    segments = report[FIELD]["segments"]
+    assert {part["outcome"] for part in segments[:-1]} == {outcome}
+
+
+def test_a_request_without_reuse_and_captures_says_that_reuse_is_off(
+    scheduling: Scheduling, engine: Engine
+) -> None:
+    ask = replace(ask_of(engine, [0], reuse=False, capture=False), captures=None)
+    request = request_of(ask)
+    assert matched_later(scheduling, request, 0) == 0
+    says = "reuse is off, and nothing is to be captured"
+    assert scheduling.finished(request) == {FIELD: {"refused": says}}
+
+
+def matched_later(scheduling: Scheduling, request: Any, computed: int) -> int:
+    """What `matched` returns once the look-up has ended."""
+    while (tokens := scheduling.matched(request, computed)) is None:
+        time.sleep(0.001)
+    return tokens
+
+
 def test_a_prompt_shorter_than_a_block_is_filled(
     engine: Engine, settings: ConnectorSettings
 ) -> None:

@@ -26,11 +26,11 @@ from collections.abc import (
 )
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import Counter
 
@@ -113,11 +113,30 @@ class Prepared:
     ask     request to fill it from chunk-caches; None: vLLM computes it
     notes   returns `candidates_of`, the candidates to capture if their text was seen before; called after the answer
             so as not to delay it
+    unused  segment id → reason why its stored chunk-cache is not used, if vLLM computes the prompt
     """
 
     request: Request
     ask: Ask | None
     notes: Notes
+    unused: Mapping[str, str] = field(default_factory=dict)
+
+
+class _LaidOut(NamedTuple):
+    """A prompt in segments, as `PlainPrompts` found them.
+
+    prompt  None if no segment was found
+    notes   see `Prepared`
+    reused  number of tokens of the prompt that are stored
+    moved   True if stored segments have moved since their capture
+    stored  ids of the segments that are stored
+    """
+
+    prompt: Prompt | None
+    notes: Notes
+    reused: int = 0
+    moved: bool = False
+    stored: frozenset[str] = frozenset()
 
 
 class ServedPrompts:
@@ -326,7 +345,7 @@ class PlainPrompts:
         cached, before = self._served.longest(ids, origin)
         measured = self._engine.min_prompt_tokens
         is_short = not origin.config.for_prompt(len(ids), measured=measured).reuse
-        prompt, notes, reused, moved = self._laid_out(ids, searched, origin)
+        prompt, notes, reused, moved, stored = self._laid_out(ids, searched, origin)
         ask: Ask | None = None
         if before is not None and cached >= reused and (moved or 2 * reused < cached):
             ask = _continued(before, ids)
@@ -351,18 +370,18 @@ class PlainPrompts:
             started,
             quality=origin.quality,
         )
-        return Prepared(
-            request, None if ask is None else replace(ask, name=request.request_id), notes
-        )
+        if ask is not None:
+            return Prepared(request, replace(ask, name=request.request_id), notes)
+        if is_short:
+            cause = f"it has {len(ids)} tokens, too few to reuse any (min_prompt_tokens)"
+        elif cached >= reused:
+            cause = "its own prefix cache has more of it"
+        else:
+            cause = f"chunk-caches have {reused} of {len(ids)} tokens, too few to gain time"
+        return Prepared(request, None, notes, dict.fromkeys(stored, cause))
 
-    def _laid_out(
-        self, ids: Sequence[int], searched: Searched, origin: Origin
-    ) -> tuple[Prompt | None, Notes, int, bool]:
-        """Divide a prompt into segments.
-
-        Returns the prompt (None if no segment is found), its `Prepared.notes`, the number of stored tokens, and True if
-        stored segments have moved since their capture.
-        """
+    def _laid_out(self, ids: Sequence[int], searched: Searched, origin: Origin) -> _LaidOut:
+        """Divide a prompt into segments, and look them up."""
         engine = self._engine
         owner = origin.owner
         head = tuple(ids[: max(1, min((text.start for text in searched.texts), default=0))])
@@ -375,7 +394,7 @@ class PlainPrompts:
         tail = segments_of(pieces, kinds, recognise, private=owner is not None, repeated=True)
         if tail is None:
             self._count(searched, {}, len(head))
-            return None, dict, 0, False
+            return _LaidOut(None, dict)
         private = not engine.settings.shared_system
         system = Segment(
             "system", digest("system", " ".join(map(str, head))), head, private=private
@@ -406,11 +425,19 @@ class PlainPrompts:
                 stand_in=engine.prompts.stand_in,
                 shared=engine.prompts.system,
             )
-        reused = sum(
-            planned.variant.tokens for planned in plan.segments if planned.variant is not None
+        return _LaidOut(
+            prompt,
+            notes,
+            reused=sum(
+                planned.variant.tokens for planned in plan.segments if planned.variant is not None
+            ),
+            moved=any(planned.to_fix for planned in plan.segments),
+            stored=frozenset(
+                segment.segment_id
+                for segment, planned in zip(prompt.segments, plan.segments, strict=True)
+                if planned.variant is not None
+            ),
         )
-        moved = any(planned.to_fix for planned in plan.segments)
-        return prompt, notes, reused, moved
 
     def _count(self, searched: Searched, stored: Mapping[int, bool], start: int) -> None:
         """Count the searched messages.
@@ -453,6 +480,7 @@ class PlainPrompts:
             self._engine.decoder.layout.layers,
             name,
             alone=prepared.ask is None,
+            unused=prepared.unused,
             predicted=self._engine.predicted_answer(prepared.request),
         )
 

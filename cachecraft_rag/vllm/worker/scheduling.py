@@ -332,7 +332,17 @@ class Scheduling:
             self._reports[ask.name] = report
 
     def _cached(self, ask: Ask, cached: int) -> FillReport:
-        return cached_report(ask.prompt, cached, self._identity.layout.layers, outcome="reused")
+        # Only requests with the same settings share blocks of the prefix cache, see `Ask.cache_salt`.
+        config = ask.config
+        is_exact = not config.reuse or (
+            config.recompute_ratio == 1.0 and not config.early_termination
+        )
+        return cached_report(
+            ask.prompt,
+            cached,
+            self._identity.layout.layers,
+            outcome="exact" if is_exact else "reused",
+        )
 
     def _take_in(self, request: EngineRequest, message: object) -> Pending:
         token_ids = request.prompt_token_ids or ()
@@ -440,6 +450,8 @@ def _nothing_to_do(ask: Ask) -> str:
     tokens = ask.prompt.bounds[-1]
     if ask.config.is_too_short(tokens):
         return f"it has {tokens} tokens, and reuse begins at {ask.config.min_prompt_tokens} (min_prompt_tokens)"
+    if not ask.config.reuse:
+        return "reuse is off, and nothing is to be captured"
     return "nothing of it is stored, and nothing is to be captured"
 
 
