@@ -117,10 +117,11 @@ def check_text(
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    """Require one of `choices`. Raises ConfigError for anything else; the message lists the choices."""
+    """Require one of `choices`, which are one or more. Raises ConfigError for anything else; the message lists them."""
     if not isinstance(value, str) or value not in choices:
         *others, last = choices
-        raise _wrong(name, f"{', '.join(others)} or {last}", value)
+        listed_choices = f"{', '.join(others)} or {last}" if others else last
+        raise _wrong(name, listed_choices, value)
 
 
 def check_kind(

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cachecraft_rag.checks import check_names, check_number, check_whole, shown
+from cachecraft_rag.checks import check_choice, check_names, check_number, check_whole, shown
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import CacheCraftError, ConfigError, ModelNotFoundError
 from cachecraft_rag.model.decoder import Decoder
@@ -393,3 +393,12 @@ def test_the_command_refuses_what_cannot_be(arguments: list[str], tmp_path: Path
     )
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("choices", "says"), [(("a",), "must be a,"), (("a", "b", "c"), "must be a, b or c,")]
+)
+def test_the_choices_are_listed(choices: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_choice("letter", "x", choices)
+    assert says in str(refused.value)

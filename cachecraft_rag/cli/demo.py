@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 import time
@@ -44,8 +45,9 @@ class ComparedQuestion:
 
     @property
     def speedup(self) -> float:
-        """Prefill time of the unmodified model divided by the time to the first token with reuse."""
-        return self.own_prefill_s / self.reused.stats.ttft_s
+        """Prefill time of the unmodified model divided by the time to the first token with reuse; NaN without one."""
+        ttft_s = self.reused.stats.ttft_s
+        return self.own_prefill_s / ttft_s if ttft_s else math.nan
 
     def is_right(self, answer: Answer) -> bool:
         """Return True if the answer contains every expected fact (a regular expression each, in any case)."""

@@ -94,6 +94,8 @@ def main() -> None:
         if len(text) > MAX_TEXT:
             raise ValueError(f"the prompt has more than {MAX_TEXT} characters")
         reply = {"text": text}
+    except MemoryError:  # this process ends with an error, and the caller says what to do
+        raise
     except Exception as error:  # noqa: BLE001  # whatever the template causes
         reply = {"error": f"{type(error).__name__}: {error}"[:500]}
     json.dump(reply, sys.stdout)

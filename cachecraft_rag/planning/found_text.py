@@ -41,14 +41,14 @@ def _ending_newlines(text: str) -> int:
 
 @dataclass(frozen=True, eq=False)
 class TokenKinds:
-    """Features of each token of a vocabulary that determine where text is cut.
+    """Features of each token of a vocabulary that determine where text is cut; the last entry is for all other ids.
 
-    newlines       uint8 `[vocabulary]`: number of line ends at the token's end, at most 255
-    words          bool `[vocabulary]`: True if the token holds a letter or digit
-    opens, closes  bool `[vocabulary]`: True if the token holds `<`, or `>`
-    opens_line     bool `[vocabulary]`: True if the token begins with `[` or `{`
-    closes_line    bool `[vocabulary]`: True if the token ends with `]` or `]:`
-    quotes         bool `[vocabulary]`: True if the token holds a quotation mark that is not escaped
+    newlines       uint8 `[vocabulary + 1]`: number of line ends at the token's end, at most 255
+    words          bool `[vocabulary + 1]`: True if the token holds a letter or digit
+    opens, closes  bool `[vocabulary + 1]`: True if the token holds `<`, or `>`
+    opens_line     bool `[vocabulary + 1]`: True if the token begins with `[` or `{`
+    closes_line    bool `[vocabulary + 1]`: True if the token ends with `]` or `]:`
+    quotes         bool `[vocabulary + 1]`: True if the token holds a quotation mark that is not escaped
     """
 
     newlines: NDArray[np.uint8]
@@ -67,11 +67,15 @@ class TokenKinds:
             tokens: the tokens in the order of their ids, written with SentencePiece's or byte-level marks for spaces
                 and line ends. None stands for an id without a token and counts as empty text.
 
+        The result has one more entry, that of an empty text, for ids that are beyond the tokenizer's vocabulary and
+        within the model's.
+
         >>> TokenKinds.of(["a\\u010a\\u010a", "\\u010a" * 300, None]).newlines.tolist()
-        [2, 255, 0]
+        [2, 255, 0, 0]
         """
         texts = [
-            "\n" if token == "<0x0A>" else (token or "").translate(_SPACES) for token in tokens
+            "\n" if token == "<0x0A>" else (token or "").translate(_SPACES)
+            for token in (*tokens, None)
         ]
         return cls(
             np.array([_ending_newlines(text) for text in texts], dtype=np.uint8),
@@ -115,9 +119,7 @@ def find_segments(token_ids: Sequence[int], kinds: TokenKinds) -> list[range]:
         token_ids: the text.
         kinds: features of the tokens of its vocabulary.
 
-    Raises:
-        IndexError: a token id is not in the vocabulary of `kinds`.
-        OverflowError: a token id is not below 2**63.
+    Ids beyond that vocabulary count as empty text. Raises OverflowError if a token id is not below 2**63.
 
     >>> kinds = TokenKinds.of(["word", "\\n\\n"])
     >>> find_segments([0] * 5 + [1] + [0] * 80 + [1] + [0] * 70, kinds)
@@ -133,6 +135,7 @@ def find_segments(token_ids: Sequence[int], kinds: TokenKinds) -> list[range]:
     if len(ids) < LEAST:
         return []
     hashes = window_hashes(ids)
+    ids = np.minimum(ids, len(kinds.words) - 1)
     line_ends = _line_ends(ids, kinds)
     segments: list[range] = []
     short: list[range] = []

@@ -180,18 +180,21 @@ class Constraints:
         options: Any = _COMPACT
         try:
             parsed = json.loads(schema)
-            if not has_finite_instance(parsed):
-                raise ConfigError(
-                    "json_schema: no answer of finite length fits this schema, because a part of it requires itself; "
-                    "make that part optional"
+            is_possible = has_finite_instance(parsed)
+            grammar: str = ""
+            if is_possible:
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(
+                    _closed(parsed), overrides=options
                 )
-            grammar: str = llguidance.LLMatcher.grammar_from_json_schema(
-                _closed(parsed), overrides=options
-            )
         except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"json_schema: an answer cannot be kept to this schema: {error}"
             ) from error
+        if not is_possible:
+            raise ConfigError(
+                "json_schema: no answer of finite length fits this schema. Either it allows no value at all, or a part "
+                "of it requires itself: make that part optional"
+            )
         problem = llguidance.LLMatcher.validate_grammar(grammar, self._vocabulary)
         if problem:
             raise ConfigError(

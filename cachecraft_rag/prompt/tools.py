@@ -96,19 +96,19 @@ def checked_tools(tools: Iterable[Tool]) -> list[Tool]:
     """Return the tools as a list, in order; [] if there are none.
 
     Raises ConfigError if `tools` cannot be iterated or is a single text, if a tool is not a mapping with a function, if
-    its name is not 1 to 64 letters, digits, _, . and -, if its parameters are not a mapping with text keys, or if the
-    tools cannot be written as JSON. Missing or empty parameters are allowed, and a name of another type, such as a
-    number, is judged by its text.
+    its name is missing or not a text of 1 to 64 letters, digits, _, . and -, if its parameters are not a mapping with
+    text keys, or if the tools cannot be written as JSON. Missing or empty parameters are allowed.
     """
     checked: list[Tool] = listed("tools", tools)
     for tool in checked:
         function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not _NAME.fullmatch(str(function.get("name"))):
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if function is None or not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ConfigError(
                 'each tool must be {"type": "function", "function": {"name": …, "parameters": …}}, with a name of '
                 f"letters, digits, _, . and -; not {shown(tool)}"
             )
-        check_mapping(f"the parameters of {function['name']}", function.get("parameters") or {})
+        check_mapping(f"the parameters of {name}", function.get("parameters") or {})
 
     try:
         json.dumps(checked)

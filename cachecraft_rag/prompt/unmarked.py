@@ -64,7 +64,6 @@ def segments_of(
         found before the last 32 tokens of the last message.
 
     Raises:
-        IndexError: a token id is not in the vocabulary of `kinds`.
         OverflowError: a token id is not below 2**63.
         StoreError: raised by `recognise` if it searches a store that was closed. All errors of `recognise` pass
             through.

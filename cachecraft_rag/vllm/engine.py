@@ -62,7 +62,8 @@ from cachecraft_rag.vllm.versions import require_vllm
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-# tokens whose log probabilities the self-check compares; half as many of the plain request
+# Most tokens whose log probabilities the self-check compares, fewer if vLLM's `--max-logprobs` is lower; half as many
+# of the plain request.
 _LIKELIEST = 16
 # prompts that are timed with and without reuse for each length; the first of each warms up
 _TIMINGS = 5
@@ -197,14 +198,20 @@ class VLLMBackend:
 
     def _predicted(self, asked: Ask | list[int]) -> Predicted:
         """Serve a request of `self_check`: with chunk-caches, or token ids without them."""
+        most = self._calls.vllm_config.model_config.max_logprobs
+        if most == 0:
+            raise ConfigError(
+                "the self-check compares the likeliest tokens, and --max-logprobs is 0: set it to 1 or more"
+            )
+        compared = _LIKELIEST if most < 0 else min(_LIKELIEST, most)  # below 0: no limit
         if isinstance(asked, list):
             step = self._last_step(
-                {"prompt_token_ids": asked}, self._one_token(None, logprobs=_LIKELIEST)
+                {"prompt_token_ids": asked}, self._one_token(None, logprobs=compared)
             )
             likeliest = _by_likelihood(step)
-            return Predicted(dict(likeliest[: _LIKELIEST // 2]))
+            return Predicted(dict(likeliest[: max(1, compared // 2)]))
 
-        step = self._last_step(self._prompt(asked), self._one_token(asked, logprobs=_LIKELIEST))
+        step = self._last_step(self._prompt(asked), self._one_token(asked, logprobs=compared))
         likeliest = _by_likelihood(step)
         report = step.report.get(FIELD, {"refused": "vLLM has reported nothing about it"})
         segments = [SegmentReport.from_dict(values) for values in report.get("segments", ())]
@@ -622,7 +629,8 @@ class VLLMEngine(AnswerEngine):
         served = ServedModel.load(
             model, dtype=chosen.dtype, options=VLLMOptions.from_values(server or {})
         )
-        served.require_ranks((server or {}).get("tensor_parallel_size", 1))
+        ranks = (server or {}).get("tensor_parallel_size")
+        served.require_ranks(1 if ranks is None else ranks)
         folder = Path(store) / CACHE_FOLDER
         settings = ConnectorSettings(str(folder), served.identity, chosen)
         with ExitStack() as opened:

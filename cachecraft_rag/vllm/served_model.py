@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from cachecraft_rag.checks import check_whole
 from cachecraft_rag.errors import (
-    ConfigError,
     UnsupportedModelError,
 )
 from cachecraft_rag.model.chunk_bound import ModelTokens
@@ -129,8 +129,7 @@ class ServedModel:
         The message lists the possible numbers. Raises ConfigError if the number is below 1.
         """
         heads = self.layout.kv_heads
-        if ranks < 1:
-            raise ConfigError(f"tensor_parallel_size must be at least 1, not {ranks}")
+        check_whole("tensor_parallel_size", ranks, least=1)
         if heads % ranks:
             fine = ", ".join(
                 str(divisor) for divisor in range(1, heads + 1) if heads % divisor == 0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypedDict, get_args
 
-from cachecraft_rag.checks import check_choice, check_flag, check_text
+from cachecraft_rag.checks import check_choice, check_flag, check_kind, check_text
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import PlainPromptsMode
@@ -105,6 +105,9 @@ class EndpointSettings:
         check_text("session_header", self.session_header, optional=True, empty=False)
         check_choice("plain_prompts", self.plain_prompts, get_args(PlainPromptsMode))
         check_choice("client_settings", self.client_settings, get_args(ClientSettings))
+        check_kind("admin_keys", self.admin_keys, tuple, advice='write ("key",)')
+        for key in self.admin_keys:
+            check_text("each key of admin_keys", key, empty=False)
         if self.search_system and self.plain_prompts == "off":
             raise ConfigError(
                 "search_system has no effect without plain_prompts: add --reuse-plain-prompts"

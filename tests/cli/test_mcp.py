@@ -306,6 +306,12 @@ def test_an_address_without_a_host_is_of_this_computer(text: str, host: str, por
     assert address.is_local == (host in ("127.0.0.1", "::1"))
 
 
+@pytest.mark.parametrize("text", ["8080?x", "8080#f", "8080/path", "me@host:80", "port", "8080?"])
+def test_an_address_with_more_than_host_and_port_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="write HOST:PORT"):
+        Address.parse(text)
+
+
 @contextmanager
 def running(*arguments: str | Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """The command as a process with pipes; it must have ended by itself when the block ends."""

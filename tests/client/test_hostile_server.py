@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from cachecraft_rag.client import chat_template, template_process
 from cachecraft_rag.client import link as link_module
-from cachecraft_rag.client import template_process
 from cachecraft_rag.client.chat_template import ServedTokenizer
 from cachecraft_rag.client.http import HTTPEngine
 from cachecraft_rag.errors import CacheCraftError, ServerError
@@ -250,6 +250,12 @@ def test_a_chat_template_that_takes_too_much_is_ended(
     sent = answers | {"/v1/cachecraft/tokenizer": (status, {"files": files})}
     with serving(sent) as url, pytest.raises(ServerError, match="chat template"):
         HTTPEngine.connect(url)
+
+
+def test_a_chat_template_that_runs_out_of_memory_says_so() -> None:
+    rendering = {"template": "{{ 'a' * 3000000000 }}", "variables": {}}
+    with pytest.raises(ServerError, match="too much time or memory"):
+        chat_template._render(json.dumps(rendering))
 
 
 def test_templates_are_rendered_where_the_system_has_lower_limits() -> None:

@@ -60,8 +60,9 @@ def test_the_marks_of_vocabularies_are_understood() -> None:
             "\u4e2d",
         ]
     )
-    assert kinds.newlines.tolist() == [1, 1, 2, 0, 0, 0, 1, 0, 0]
-    assert kinds.words.tolist() == [False, False, False, True, False, False, False, False, True]
+    # the last entry is for ids beyond the vocabulary
+    assert kinds.newlines.tolist() == [1, 1, 2, 0, 0, 0, 1, 0, 0, 0]
+    assert kinds.words.nonzero()[0].tolist() == [3, 8]
     assert kinds.opens.nonzero()[0].tolist() == [5]
     assert kinds.closes.nonzero()[0].tolist() == [6]
 
@@ -166,3 +167,11 @@ def test_short_texts_have_no_mark_and_marks_are_few() -> None:
     places, _ = marks(words(random.Random(3), 10_000))
     assert len(places) < 1500
     assert int(window_hashes(np.arange(5000)).max()) < 2**48  # SQLite keeps 63 bits
+
+
+def test_ids_beyond_the_tokenizers_vocabulary_count_as_empty_text() -> None:
+    """Models have room for more tokens than their tokenizers, and vLLM accepts such ids in a prompt."""
+    kinds = TokenKinds.of(["word", "\n\n"])
+    text = [0] * 70 + [1] + [0] * 40 + [300_000] + [0] * 40
+    assert find_segments(text, kinds) == [range(70), range(71, 152)]
+    assert find_segments([300_000] * 100, kinds) == []

@@ -170,8 +170,9 @@ FINITE: dict[str, Any] = {
 @pytest.mark.parametrize("schema", ENDLESS.values(), ids=ENDLESS)
 def test_a_schema_without_a_finite_instance_is_refused(byte_tokenizer: Any, schema: Any) -> None:
     assert not has_finite_instance(schema)
-    with pytest.raises(ConfigError, match="of finite length"):
+    with pytest.raises(ConfigError, match="of finite length") as refused:
         Constraints(byte_tokenizer, 300, {256, 258}).json(json.dumps(schema))
+    assert str(refused.value).count("json_schema") == 1
 
 
 @pytest.mark.parametrize("schema", FINITE.values(), ids=FINITE)

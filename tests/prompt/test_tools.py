@@ -265,7 +265,16 @@ def test_names_that_are_no_names_are_refused(byte_tokenizer: Any, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    "tools", [5, [5], [{}], [{"type": "function", "function": {"name": "a", "parameters": 5}}]]
+    "tools",
+    [
+        5,
+        [5],
+        [{}],
+        [{"function": {}}],
+        [{"function": {"name": None}}],
+        [{"function": {"name": 5}}],
+        [{"type": "function", "function": {"name": "a", "parameters": 5}}],
+    ],
 )
 def test_what_is_no_tool_is_refused(byte_tokenizer: Any, tools: Any) -> None:
     with pytest.raises(ConfigError, match=r"tool|parameters"):

@@ -389,8 +389,32 @@ def test_heads_that_ranks_cannot_divide(
         UnsupportedModelError, match="which 4 ranks cannot divide; possible are 1, 2, 3, 6"
     ):
         model.require_ranks(4)
-    with pytest.raises(ConfigError, match="tensor_parallel_size must be at least 1, not 0"):
-        model.require_ranks(0)
+    for wrong in (0, "2", None):
+        with pytest.raises(ConfigError, match="tensor_parallel_size is"):
+            model.require_ranks(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("keys", ["secret", ("",), ["secret"], (1,)])
+def test_admin_keys_are_a_tuple_of_texts(keys: Any) -> None:
+    """A single text would make each of its letters a key."""
+    with pytest.raises(ConfigError, match="admin_keys"):
+        EndpointSettings(admin_keys=keys)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--model", "x"),
+        ("--kv_transfer_config={}",),
+        ("--kv-transfer-config.kv_role", "x"),
+        ("-asc", "2"),
+        ("--api-server-count=2",),
+        ("--headless",),
+    ],
+)
+def test_arguments_that_the_command_sets_itself_are_refused(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError):
+        server.check_arguments(["--port", "8000", *arguments])
 
 
 def asked(question: str, config: ReuseConfig | None) -> Asked:

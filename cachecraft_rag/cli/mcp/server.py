@@ -50,7 +50,8 @@ class Address:
             port = parts.port
         except ValueError:
             port = None
-        if port is None or parts.path or parts.username is not None:
+        has_more = bool(parts.path or parts.username is not None or set("?#") & set(text))
+        if port is None or has_more:
             raise ConfigError(f"--http is {text!r}; write HOST:PORT, for example {LOOPBACK}:8080")
         return cls(parts.hostname or LOOPBACK, port)
 

@@ -119,10 +119,10 @@ def check_arguments(arguments: Sequence[str]) -> None:
     and --headless conflict. All other arguments pass unchecked.
     """
     for argument in arguments:
-        name = argument.partition("=")[0].replace("_", "-")
+        name = argument.partition("=")[0].partition(".")[0].replace("_", "-")
         if name in _OURS:
             raise ConfigError(f"{name} is set by this command; use its own options")
-        if name == "--api-server-count":
+        if name in ("--api-server-count", "-asc"):
             raise ConfigError(
                 "--api-server-count: the statistics of requests are kept in one API server; leave it out"
             )
