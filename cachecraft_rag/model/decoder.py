@@ -163,7 +163,6 @@ class Decoder:
         self.attention_paths = UNMEASURED
         self.memory = Recycler()
         config = model.config
-        self.keys_per_row = keys_per_row_of(config)
         parts = _parts_of(model)
         assert parts is not None, "refused above"
         self._parts = parts
@@ -177,6 +176,7 @@ class Decoder:
         self.device = parameter.device
         self.dtype = parameter.dtype
         self.survey = self._survey_layers()
+        self.keys_per_row = keys_per_row_of(config)
         self._orders = [self.survey.kinds[kind].form.order for kind in self.survey.kind_of]
         self.layout = KVLayout(
             layers=len(self._layers),

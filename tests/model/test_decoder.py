@@ -63,6 +63,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"n_embd": 32, "n_head": 2, "n_layer": 2, "rotary_dim": 8},
         "not laid out like Llama's",
     ),
+    # its config has no `intermediate_size`
+    ("GPTNeoXJapanese", {}, "do not call the attention function"),
 ]
 EXACT: list[tuple[str, dict[str, Any]]] = [
     ("Gemma", {"head_dim": 16}),

@@ -91,7 +91,8 @@ class WriteBackQueue:
         self._max_bytes = max_bytes
 
         self._guard = threading.Lock()  # for everything below
-        self._pending: dict[str, Future[None]] = {}  # by chunk id
+        # chunk id → its captures under way; several requests may capture a chunk at once
+        self._pending: dict[str, list[Future[None]]] = {}
         self._waiting_bytes = 0
         self._closed = False
         # A set is held by the request that may capture, and leaves this one together with the request.
@@ -144,7 +145,7 @@ class WriteBackQueue:
 
             job: Future[None] = Future()
             with self._guard:
-                self._pending[chunk_id] = job
+                self._pending.setdefault(chunk_id, []).append(job)
                 self._waiting_bytes += capture.nbytes
             steps = self.steps(capture, recorder, needed, context=context, computed=computed)
             ended = partial(self._ended, chunk_id, capture.nbytes, job)
@@ -231,9 +232,7 @@ class WriteBackQueue:
         `timeout` None waits without limit. Raises nothing for a capture that fails: it is logged.
         """
         with self._guard:
-            jobs = [
-                self._pending[chunk_id] for chunk_id in segment_ids if chunk_id in self._pending
-            ]
+            jobs = [job for chunk_id in segment_ids for job in self._pending.get(chunk_id, ())]
         return not wait(jobs, timeout).not_done
 
     def close(self) -> None:
@@ -287,7 +286,8 @@ class WriteBackQueue:
         finally:
             with self._guard:
                 self._waiting_bytes -= nbytes
-                if self._pending.get(chunk_id) is job:
+                self._pending[chunk_id].remove(job)
+                if not self._pending[chunk_id]:
                     del self._pending[chunk_id]
             job.set_result(None)
 

@@ -156,6 +156,30 @@ def test_submitting_does_not_wait_and_describing_takes_the_lock(
     assert store.stats().variants == 3
 
 
+def test_two_captures_of_one_chunk_are_both_waited_for(
+    store: ChunkCacheStore, decoder: Decoder, background: Background, output: PrefillResult
+) -> None:
+    """Two requests that asked for the same new document at once."""
+    begun: list[Callable[[], None]] = []
+
+    def start(steps: Work[Any], ended: Ended) -> None:
+        begun.append(lambda: background.start(steps, ended))
+
+    queue = queue_of(store, decoder, background, start=start)
+    for _ in range(2):
+        queue.submit(output.recorder, output.buffer.kv[:, 0], context())
+    first, second = begun[: len(NAMES)], begun[len(NAMES) :]
+    for capture in second:
+        capture()
+    assert not queue.wait_for(NAMES, timeout=0.2), "the first three have not begun"
+    assert queue.pending() == set(NAMES)
+    for capture in first:
+        capture()
+    assert queue.wait_for(NAMES, timeout=60)
+    assert queue.pending() == frozenset()
+    queue.close()
+
+
 def test_a_capture_that_fails_is_logged_and_nobody_waits_for_it_forever(
     queue: WriteBackQueue,
     store: ChunkCacheStore,
