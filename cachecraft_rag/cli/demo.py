@@ -35,7 +35,7 @@ SENTENCE_ENDS = (". ", ".\n")  # a model of this size would go on and invent
 
 @dataclass(frozen=True)
 class ComparedQuestion:
-    """One question, answered with reuse and with full prefill."""
+    """A question, answered with reuse and with full prefill."""
 
     asked: HandbookQuestion
     reused: Answer
@@ -44,7 +44,10 @@ class ComparedQuestion:
 
     @property
     def speedup(self) -> float:
-        """Prefill time of the unmodified model divided by the time to the first token with reuse."""
+        """Prefill time of the unmodified model divided by the time to the first token with reuse.
+
+        Raises ZeroDivisionError if the answer with reuse had no first token.
+        """
         return self.own_prefill_s / self.reused.stats.ttft_s
 
     def is_right(self, answer: Answer) -> bool:
