@@ -26,7 +26,9 @@ _SHOWN = 120  # characters of a wrong value in a message
 def shown(value: object) -> str:
     """Return a short and printable form of a wrong value, for a message: at most 120 characters and an ellipsis.
 
-    A value whose `repr` raises ValueError or RecursionError is named by its class; other exceptions of `repr` pass.
+    That is its `repr`. If it holds unprintable characters, all its non-ASCII characters are escaped. A whole number of
+    more than 256 bits is described by its number of bits. A value whose `repr` raises ValueError or RecursionError is
+    named by its class; other exceptions of `repr` pass.
 
     >>> shown("2GB"), shown(10**5000)
     ("'2GB'", 'a number of 16610 bits')
@@ -51,9 +53,9 @@ def _wrong(name: str, must: str, value: object, advice: str = "") -> ConfigError
 def check_whole(
     name: str, value: object, *, least: int = 0, most: int = MOST, optional: bool = False
 ) -> None:
-    """Require a whole number in a range, or None if `optional`.
+    """Require a whole number from `least` to `most`, or None if `optional`. Returns None.
 
-    Raises ConfigError for anything else; it names the value and the range.
+    Raises ConfigError for anything else, True and 1.0 too; it names the value and the range.
     """
     if optional and value is None:
         return
@@ -73,10 +75,10 @@ def check_number(
     above: bool = False,
     optional: bool = False,
 ) -> None:
-    """Require a number in a range (`above` excludes the lower end), or None if `optional`. Rejects NaN.
+    """Require a number from `least` to `most` (`above` excludes `least`), or None if `optional`. Returns None.
 
-    Raises ConfigError for anything else; it names the value and the range.
-    Infinity is allowed unless `most` excludes it, such as FINITE.
+    Raises ConfigError for anything else, also for a bool, NaN and a whole number beyond ±(2**63 - 1); it names the
+    value and the range. Infinity is allowed unless `most` excludes it, such as FINITE.
     """
     if optional and value is None:
         return
@@ -101,7 +103,8 @@ def check_text(
 ) -> None:
     """Require text, or None if `optional`; `damaged` allows half surrogate pairs, which a model reads as "?".
 
-    Raises ConfigError for another type, for text that is not valid Unicode, and for "" unless `empty` allows it.
+    Raises ConfigError for another type, for text that is not valid Unicode, and for "" unless `empty` allows it. Text
+    of white space alone does not count as empty.
     """
     if optional and value is None:
         return
@@ -190,16 +193,16 @@ def check_names(
 
 
 def check_callable(name: str, value: object, *, optional: bool = True) -> None:
-    """Require a function, or None if `optional`. Raises ConfigError for anything else."""
+    """Require a function or another callable, or None if `optional`. Raises ConfigError for anything else."""
     if not (optional and value is None) and not callable(value):
         raise _wrong(name, "a function", value)
 
 
 @contextmanager
 def config_errors() -> Iterator[None]:
-    """Raise ConfigError in place of each ValueError of the block; other errors pass.
+    """Raise ConfigError in place of each ValueError of the block, with its text; a ConfigError and other errors pass.
 
-    For errors of a framework about a setting: pydantic's ValidationError is a ValueError.
+    The block gets None. For errors of a framework about a setting: pydantic's ValidationError is a ValueError.
     """
     try:
         yield

@@ -23,7 +23,9 @@ _NO_MEMORY = ("allocate memory", "not enough memory", "out of memory")  # in tor
 
 
 def says_no_memory(error: BaseException) -> bool:
-    """Return True for MemoryError, and for torch's RuntimeError that says so.
+    """Return True for a MemoryError, and for a RuntimeError whose message says that memory is short, as torch's does.
+
+    Returns False for any other exception.
 
     >>> says_no_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
     True

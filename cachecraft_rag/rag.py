@@ -136,7 +136,7 @@ class AnswerStream(Iterator[str]):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One question, answered with reuse and with full prefill over the same chunks.
+    """A question, answered with reuse and with full prefill over the same chunks.
 
     reused  the answer with reuse
     full    the answer with full prefill
@@ -147,12 +147,12 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """True if both answers are equal word for word."""
+        """True if the texts of both answers are equal, white space included."""
         return self.reused.text == self.full.text
 
     @property
     def agreement(self) -> float:
-        """The share of words that both answers have in the same order, 0 to 1: 1.0 for equal answers.
+        """The share of words that both answers have in the same order, 0 to 1: 1.0 for equal words.
 
         This compares texts; `Audit.agreement` compares the likeliest token at each place.
 
@@ -229,15 +229,15 @@ class AsyncAnswerStream(AsyncIterator[str]):
     `async for`, `await stream.aclose()` stops the model.
 
     The first piece raises ConfigError for an option, a filter, a question, a history, a tool or a schema that cannot be
-    used; ContextLengthError if the prompt does not fit the model's context; UnsupportedCallError if the engine does not
-    support tools; IndexStoreError if the index holds no documents yet, is closed or damaged; BusyError or
-    WaitTimeoutError if the engine is too busy; and StoreError if its store is closed. Any piece raises ServerError if a
-    server makes the answer and fails; ConfigError if an answer that keeps to a schema can neither go on nor end, or a
-    server refuses the request (ContextLengthError because of the model's context); UnsupportedModelError if a layer of
-    the model does something that its survey did not show; ForkError in a fork of the process of the engine or the
-    index; and RuntimeError or MemoryError if a model fails, such as torch without memory. Over vLLM, a piece raises
-    RuntimeError if the engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions. No piece
-    follows one that raised an error.
+    used, and if the chat template fails at the conversation; ContextLengthError if the prompt does not fit the model's
+    context; UnsupportedCallError if the engine does not support tools; IndexStoreError if the index holds no documents
+    yet, is closed or damaged; BusyError or WaitTimeoutError if the engine is too busy; and StoreError if its store is
+    closed. Any piece raises ServerError if a server makes the answer and fails; ConfigError if an answer that keeps to
+    a schema can neither go on nor end, or a server refuses the request (ContextLengthError because of the model's
+    context); UnsupportedModelError if a layer of the model does something that its survey did not show; ForkError in a
+    fork of the process of the engine or the index; and RuntimeError or MemoryError if a model fails, such as torch
+    without memory. Over vLLM, a piece raises RuntimeError if the engine is closed, CancelledError if it was closed
+    meanwhile, and vLLM's own exceptions. No piece follows one that raised an error.
     """
 
     def __init__(self, begin: Callable[[], AnswerStream]) -> None:
@@ -335,9 +335,9 @@ class CacheCraft(Retriever, Closeable):
                 version, or its folder cannot be used; or the embedding model gives a vector that is not finite.
             StoreError: the chunk-caches in `store` cannot be opened.
             ConfigError: an argument has a wrong type, an option is unknown or out of range, a dtype or device is not
-                available, a quality target could not act, the model's chat template cannot be used, or a package that
-                an option needs is not installed. Over vLLM also if vLLM is missing or its version is unknown, or for a
-                setting that it decides itself.
+                available, a quality target could not act, the model's chat template or the instruction cannot be used,
+                or a package that an option needs is not installed. Over vLLM also if vLLM is missing or its version is
+                unknown, or for a setting that it decides itself.
             RuntimeError, MemoryError: there is no memory for a model, such as torch.OutOfMemoryError on a GPU.
             TimeoutError, OSError: over vLLM, if it does not start within ten minutes, or the converted demo model
                 cannot be written; also vLLM's own exceptions.
@@ -385,9 +385,9 @@ class CacheCraft(Retriever, Closeable):
             ModelNotFoundError: the embedding model cannot be loaded.
             IndexStoreError: the index in `store` is of another embedding model, damaged or of a newer version, or its
                 folder cannot be used; or the embedding model gives a vector that is not finite.
-            ConfigError: an option is unknown, an argument has a wrong type or is out of range, the URL or a key is
-                invalid, the environment names certificates or a proxy that cannot be used, or the server answers with
-                status 400 (ContextLengthError if its message names a context).
+            ConfigError: an option is unknown, an argument has a wrong type, is out of range or cannot be used, the URL
+                or a key is invalid, the environment names certificates or a proxy that cannot be used, or the server
+                answers with status 400 (ContextLengthError if its message names a context).
             TypeError: `store` is no path.
             OSError: the server's tokenizer cannot be written to a temporary folder.
             RuntimeError: torch has no memory for the embedding model.
@@ -417,8 +417,8 @@ class CacheCraft(Retriever, Closeable):
         Raises:
             ConfigError: the file is missing or cannot be read, or a key or a value is wrong: the message names file or
                 variable, and key. Also if an argument has a wrong type, an option is unknown or out of range, a dtype
-                or device is not available, a quality target could not act, the model's chat template cannot be used, or
-                vLLM or another package that is needed is not installed.
+                or device is not available, a quality target could not act, the model's chat template or the instruction
+                cannot be used, or vLLM or another package that is needed is not installed.
             ModelNotFoundError: the model or the embedding model cannot be loaded, or a file of the model is damaged.
             UnsupportedModelError: chunk-caches cannot be reused with this model, or it fails the self-check.
             IndexStoreError: the index in the store folder was made with another embedding model, is damaged or of a
@@ -479,6 +479,7 @@ class CacheCraft(Retriever, Closeable):
                 than a pass or a server finds a chunk too long; a layer of the model does something that its survey did
                 not show; or there is no memory. Over vLLM also CancelledError if the engine was closed meanwhile, and
                 vLLM's own exceptions.
+            ValueError: the metadata of a chunk in the index is no JSON; not every run reads it.
 
         Exceptions of `progress` pass. Documents that were written, and chunk-caches that were captured before an error,
         stay.
@@ -523,9 +524,10 @@ class CacheCraft(Retriever, Closeable):
 
         Args:
             alone: each chunk after a fixed passage instead, see `Primer`.
-            progress: called before the first pass and after each one; `done` and `total` count chunk-caches.
+            progress: called before the first pass and after each one that captures; `done` and `total` count
+                chunk-caches.
             skipped: called with a sentence about each document that has chunks too long for the model; by default
-                it is logged.
+                it is logged as a warning.
 
         Returns:
             Number of captured chunk-caches; 0 if none was missing, or the index holds no documents. Those that are
@@ -568,7 +570,8 @@ class CacheCraft(Retriever, Closeable):
             StoreError: the store is closed, or its folder or catalog cannot be read.
             ServerError: the server fails.
             IndexStoreError: the index is closed or damaged.
-            ConfigError: a server refuses a text, cannot use its store, or names a codec that is unknown here.
+            ConfigError: `alone` is no bool; or a server refuses a text, cannot use its store, or names a codec that is
+                unknown here.
             ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.
             UnsupportedCallError: `alone` with the model in a server.
             ForkError: this process is a fork of the one that opened the index or the store.
@@ -626,17 +629,17 @@ class CacheCraft(Retriever, Closeable):
 
         Raises:
             ConfigError: an option or the filter is unknown or invalid; the question is empty, the history does not
-                alternate, or a tool or a `json_schema` cannot be used. By a piece, if an answer that keeps to the
-                schema can neither go on nor end, a server refuses the request, or vLLM does not support a setting of
-                reuse.
+                alternate, or a tool or a `json_schema` cannot be used; or the chat template fails at the conversation
+                (also one that a server sent, if it takes too much time or memory). By a piece, if an answer that keeps
+                to the schema can neither go on nor end, a server refuses the request, or vLLM does not support a
+                setting of reuse.
             ContextLengthError: question, history and answer do not fit the model's context; by a piece, if a server
                 finds that.
             UnsupportedCallError: this engine does not support tools.
             IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
                 vector that is not finite.
             StoreError: the store is closed; by this call or by the first piece.
-            ServerError: the model is in a server that fails; by a piece, or by this call for a chat template of the
-                server that takes too much time or memory.
+            ServerError: by a piece, if the model is in a server that fails.
             BusyError, WaitTimeoutError: by the first piece, if too many requests wait, or this one waited too long.
             ForkError: this process is a fork of the one that made the engine or the index, or loaded the embedding
                 model; by this call or by a piece.
@@ -675,8 +678,8 @@ class CacheCraft(Retriever, Closeable):
             The whole answer: its text ("" if the model ended it at once), its chunks and its statistics.
 
         Raises:
-            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, or a
-                server refuses the request.
+            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, the chat
+                template fails at the conversation, or a server refuses the request.
             ContextLengthError: question, history and answer do not fit the model's context.
             UnsupportedCallError: this engine does not support tools.
             IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
@@ -707,8 +710,8 @@ class CacheCraft(Retriever, Closeable):
             Both answers, and how they compare.
 
         Raises:
-            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, or a
-                server refuses the request.
+            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, the chat
+                template fails at the conversation, or a server refuses the request.
             ContextLengthError: question, history and answer do not fit the model's context.
             UnsupportedCallError: this engine does not support tools.
             IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
@@ -747,8 +750,8 @@ class CacheCraft(Retriever, Closeable):
             The answer as an asynchronous iterator of pieces of text. Its `stats` are None before the first piece.
 
         Raises:
-            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, or a
-                server refuses the request.
+            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, the chat
+                template fails at the conversation, or a server refuses the request.
             ContextLengthError: question, history and answer do not fit the model's context.
             UnsupportedCallError: this engine does not support tools.
             IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a
@@ -778,8 +781,8 @@ class CacheCraft(Retriever, Closeable):
             The whole answer: its text ("" if the model ended it at once), its chunks and its statistics.
 
         Raises:
-            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, or a
-                server refuses the request.
+            ConfigError: an option, the filter, the question, the history, a tool or a schema cannot be used, the chat
+                template fails at the conversation, or a server refuses the request.
             ContextLengthError: question, history and answer do not fit the model's context.
             UnsupportedCallError: this engine does not support tools.
             IndexStoreError: the index holds no documents yet, is closed or damaged; or the embedding model gives a

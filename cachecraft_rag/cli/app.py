@@ -123,7 +123,7 @@ class Command(TyperCommand):
     """A command."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Return the list of arguments and options, --help too; flags without a type after them."""
+        """Return the list of arguments and options, --help too; the metavar of flags is emptied, for --help."""
         return _without_types(super().get_params(ctx))
 
 
@@ -131,7 +131,7 @@ class Group(TyperGroup):
     """A group of commands."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Return the list of arguments and options, --help too; flags without a type after them."""
+        """Return the list of arguments and options, --help too; the metavar of flags is emptied, for --help."""
         return _without_types(super().get_params(ctx))
 
 
@@ -180,7 +180,11 @@ class LazyGroup(Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command, and None for an unknown name; while help is written, only its name and summary."""
+        """Return the command of this name, and None for an unknown name; imports the command's module.
+
+        While `format_help` runs, nothing is imported: the command has only its name, summary and panel, and an unknown
+        name raises KeyError.
+        """
         if not self._is_listing:
             return super().get_command(ctx, cmd_name)
         entry = COMMANDS[cmd_name]
@@ -265,10 +269,14 @@ def _log_handler(*, as_json: bool) -> logging.Handler:
 def main() -> None:
     """Run the `cachecraft` command with the arguments of this process, and leave with an exit code.
 
+    The package's log messages, from WARNING on or with --verbose from INFO on, then go to stderr only: the handlers of
+    its logger are replaced.
+
     Raises:
         SystemExit: at every end but the next one, with the exit code: 0 done; 1 a check found something wrong; 2 an
             error of this package, a wrong argument, or output that cannot be written (a full disk), with a message on
-            stderr; 130 Ctrl-C, and 129 or 143 for SIGHUP or SIGTERM during `eval` and `calibrate`.
+            stderr; 130 Ctrl-C, and 129 or 143 for SIGHUP or SIGTERM during `eval` and `calibrate`, also with a message
+            on stderr.
         OSError: a file cannot be read or written. It passes with a traceback, as other errors than CacheCraftError do.
     """
     try:

@@ -49,12 +49,14 @@ def chat(*, settings: Settings, chosen: ask.AskingOptions) -> None:
 
 @contextmanager
 def metrics(rag: CacheCraft, port: int | None) -> Iterator[None]:
-    """Serve the engine's metrics on 127.0.0.1 while the block runs; the block gets None.
+    """Serve the engine's metrics on 127.0.0.1 while the block runs, and print their URL to stderr.
+
+    The block gets None.
 
     Args:
-        port: port to listen on, 0 for a free one; None serves nothing.
+        port: port to listen on, 0 for a free one; None serves and prints nothing.
 
-    Raises ConfigError if the port is out of range or taken.
+    Raises ConfigError if the port is out of range, taken or not allowed. Errors of the block pass.
     """
     if port is None:
         yield
@@ -67,9 +69,12 @@ def metrics(rag: CacheCraft, port: int | None) -> Iterator[None]:
 
 
 def converse(conversation: Conversation) -> None:
-    """Handle lines until the input ends, or until /quit or /exit.
+    """Read lines of stdin, after the prompt "> ", and handle them until the input ends, or until /quit or /exit.
 
-    Raises the errors of `Conversation.take`, and KeyboardInterrupt for Ctrl-C at the prompt.
+    White space around a line is left out. Raises KeyboardInterrupt for Ctrl-C at the prompt, and the errors of
+    `Conversation.take`: StoreError if the store is closed, IndexStoreError if the index is empty, closed or damaged,
+    UnsupportedModelError if a layer of the model does something that its survey did not show, ForkError in a fork,
+    ValueError if the metadata of a chunk in the index is no JSON, and RuntimeError or MemoryError if a model fails.
     """
     while True:
         try:
@@ -100,13 +105,18 @@ class Conversation:
         self._last: AnswerStream | None = None
 
     def take(self, typed: str) -> None:
-        """Handle a line: a command, or a question to answer.
+        """Handle a line: a command, or a question to answer. An empty line does nothing.
 
-        ContextLengthError, ConfigError, ServerError, BusyError and WaitTimeoutError of a question are printed, and the
-        conversation goes on without it. Ctrl-C ends only the answer; its text so far stays in the conversation.
+        /new forgets the turns, /sources prints the sources of the last answer, and any other single word after a slash
+        prints the help. An answer is printed to stdout as it is generated, then its statistics; question and answer
+        become turns of the conversation. ContextLengthError, ConfigError, ServerError, BusyError and WaitTimeoutError
+        of a question are printed, and the conversation goes on without it. Ctrl-C ends only the answer; its text so far
+        stays in the conversation.
 
-        Raises StoreError if the store is closed, IndexStoreError if the index is empty, closed or damaged, and
-        RuntimeError or MemoryError if a model fails, such as torch without memory.
+        Raises StoreError if the store is closed, IndexStoreError if the index is empty, closed or damaged,
+        UnsupportedModelError if a layer of the model does something that its survey did not show, ForkError in a fork,
+        ValueError if the metadata of a chunk in the index is no JSON, and RuntimeError or MemoryError if a model fails,
+        such as torch without memory.
         """
         if typed == "/new":
             self._history.clear()
@@ -167,6 +177,6 @@ class Conversation:
 
 
 def print_searched(stats: RequestStats) -> None:
-    """Print what a follow-up was searched with; print nothing if the question alone was searched with."""
+    """Print to stdout the text that a follow-up was searched with besides the question; nothing without such a text."""
     if len(stats.searched) > 1:
         out.print(f"searched for it, and for: {stats.searched[-1]}", style="dim")

@@ -36,7 +36,7 @@ SENTENCE_ENDS = (". ", ".\n")  # a model of this size would go on and invent
 
 @dataclass(frozen=True)
 class ComparedQuestion:
-    """One question, answered with reuse and with full prefill."""
+    """A question, answered with reuse and with full prefill."""
 
     asked: HandbookQuestion
     reused: Answer

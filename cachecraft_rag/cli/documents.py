@@ -28,9 +28,10 @@ app = typer.Typer(
 
 @contextmanager
 def opened(store: Path) -> Iterator[FaissStore]:
-    """Open the retrieval index of a store folder; no model is loaded and nothing is created.
+    """Open the retrieval index of a store folder for the block, and close it after it.
 
-    Raises IndexStoreError if there is no index, or it is damaged.
+    No model is loaded and nothing is created. Raises IndexStoreError if the index is missing, damaged, of a newer
+    version or locked by another process for 30 seconds. Errors of the block pass.
     """
     require_index(store)
     from cachecraft_rag.retrievers.index.faiss_store import FaissStore

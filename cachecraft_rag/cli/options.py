@@ -62,12 +62,13 @@ Command = Callable[..., None]
 
 
 def option_of(key: str, **changes: Any) -> Any:
-    """Return the option of a setting, as its dataclass describes it.
+    """Return the option of a setting, for the annotation of a parameter: flags, help and group from its dataclass.
 
     Args:
+        key: a key of `known_settings`, such as "top_k" or "reuse.alpha".
         changes: arguments of `typer.Option` in place of those that follow from the setting.
 
-    Raises KeyError if `known_settings` lacks the key.
+    Raises KeyError if `known_settings` lacks the key, and TypeError for an argument that `typer.Option` lacks.
     """
     known = known_settings()[key]
     names = _names(key)
@@ -102,7 +103,7 @@ def panel_of(key: str) -> str | None:
 
 
 def sentence(text: str) -> str:
-    """Return a description as a sentence of --help; "" for "".
+    """Return a description as a sentence of --help, with a capital letter and a full stop; "" for "".
 
     >>> sentence("chunks to retrieve")
     'Chunks to retrieve.'
@@ -152,8 +153,9 @@ def takes(
     """Give a command settings, and the fields of dataclasses, as options.
 
     The command gets the `Settings`, flags first, as its parameter `settings`, and each dataclass as one object for the
-    parameter named. An option has the name, type, default and help of its field, see `engine.settings.descriptions`;
-    a field without a description is the setting of that name.
+    parameter named. With the key "threads" and a value for it, torch is limited to that many CPU threads before the
+    command runs. An option has the name, type, default and help of its field, see `engine.settings.descriptions`; a
+    field without a description is the setting of that name.
 
     Args:
         keys: keys of `known_settings`.
@@ -261,10 +263,12 @@ def _parameters_of_group(
 
 
 def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
-    """Return the filter of --where; None without conditions.
+    """Return the filter of --where, a function from a chunk's metadata to a bool; None without conditions.
 
-    Conditions on one name are alternatives, those on different names must all hold. Values are compared as text, and
-    `*`, `?` and `[…]` match as in file names. Raises ConfigError for a condition that is not NAME=VALUE.
+    Conditions on one name are alternatives, those on different names must all hold; a chunk without the name does not
+    match. Values are compared as text, capital and small letters as different ones, and `*`, `?` and `[…]` match as in
+    file names. White space around name and value is left out. Raises ConfigError for a condition that is not
+    NAME=VALUE.
 
     >>> allowed = where_of(["source=docs/*", "page=2", "page=3"])
     >>> allowed({"source": "docs/a.pdf", "page": 3}), allowed({"source": "docs/a.pdf", "page": 1}), allowed({})
@@ -294,7 +298,10 @@ def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
 def print_table(
     headings: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: bool = False
 ) -> None:
-    """Print a table to stdout; with `numbers` all columns but the first are set to the right."""
+    """Print a table to stdout; with `numbers` all columns but the first are set to the right.
+
+    Cells are printed as their `str`, so None becomes "None". Without rows, only the headings are printed.
+    """
     table = Table(box=None, pad_edge=False)
     for place, heading in enumerate(headings):
         table.add_column(heading, overflow="fold", justify="right" if numbers and place else "left")
@@ -304,7 +311,11 @@ def print_table(
 
 
 def print_json(value: object) -> None:
-    """Print one line of JSON to stdout. Raises TypeError or ValueError as `as_json` does."""
+    """Print a value to stdout as one line of JSON; NaN and infinities become null, other types their `str`.
+
+    Raises TypeError for a key that is no text, number, bool or None, ValueError for a value that holds itself, and
+    RecursionError for one that is nested too deeply.
+    """
     typer.echo(as_json(value))
 
 
@@ -322,7 +333,10 @@ def set_threads(threads: int | None) -> None:
 
 
 def quiet_libraries() -> None:
-    """Switch off the progress bars and warnings of libraries; the commands show their own."""
+    """Switch off the progress bars and warnings of libraries for this process; the commands show their own.
+
+    These are huggingface_hub, transformers (its errors are still shown) and pypdf. Imports the first two.
+    """
     import transformers.utils.logging
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -336,7 +350,7 @@ def quiet_libraries() -> None:
 def waiting(text: str) -> Iterator[None]:
     """Show a spinner with a text on stderr while the block runs, for work without steps; nothing without a terminal.
 
-    Errors of the block pass.
+    The block gets None. Errors of the block pass.
     """
     with err.status(Text(text)):
         yield
@@ -401,7 +415,9 @@ class ProgressLines:
 
 
 def numbers(text: str) -> list[float]:
-    """Return a comma-separated list of numbers. Raises ConfigError for other text, "", NaN and infinities.
+    """Return the numbers of a comma-separated list, in order.
+
+    Raises ConfigError for other text, "", NaN and infinities. The range of the numbers is not checked.
 
     >>> numbers("0.5,1,2")
     [0.5, 1.0, 2.0]

@@ -68,7 +68,10 @@ class ServerOptions:
         check_whole("--tensor-parallel-size", self.tensor_parallel_size, least=1)
 
     def for_vllm(self) -> list[str]:
-        """Return the arguments for vLLM's server: host, port, GPUs, and the model's length if it is given."""
+        """Return the arguments for vLLM's server: host, port, number of GPUs, and `max_model_len` unless it is None.
+
+        The other options are not vLLM's, and are not among them.
+        """
         arguments = ["--host", self.host]
         arguments += ["--port", str(self.port)]
         arguments += ["--tensor-parallel-size", str(self.tensor_parallel_size)]

@@ -31,8 +31,9 @@ def sizes(
     dtype: options.Dtype = "auto",
     as_json: options.Json = False,
 ) -> None:
-    """Show how many MB chunk-caches take, for each codec. Reads configs only: no weights, no documents are indexed.
+    """Show how many MB chunk-caches take, for each codec. No documents are indexed.
 
+    It reads configs, and with --documents tokenizers, but no weights; the first use of demo converts its weights.
     Documents that cannot be read are left out, with a warning. Exit code 2 if a model's config cannot be found or
     has no key/value heads, or if there is nothing to read at --documents.
     """

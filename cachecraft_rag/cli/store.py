@@ -43,12 +43,18 @@ app = typer.Typer(
 def opened(
     folder: Path, remote: RemoteConfig | None = None, **settings: Any
 ) -> Iterator[ChunkCacheStore]:
-    """Open the store inside a folder, or in the folder itself if it is an engine's own store. Creates no folder.
+    """Open the store inside a folder, or in the folder itself if it is an engine's own store; close it after the block.
+
+    The block gets the store. Creates no store folder; a store of another version is set aside, and a new one is made in
+    its place.
 
     Args:
+        remote: a remote to open it with; None: no remote.
         settings: fields of `StoreConfig` by name; the store's limits among them are changed for all processes.
 
-    Raises StoreError if the folder holds no store, or one that cannot be opened; ConfigError for a wrong setting.
+    Raises StoreError if the folder holds no store, or one that cannot be opened; ConfigError for a wrong setting, for
+    keys of the remote that cannot be used, and for a package that the codec or the remote needs and that is not
+    installed. Errors of the block pass.
     """
     from cachecraft_rag.store import CATALOG_FILE, ChunkCacheStore
     from cachecraft_rag.store.config import CACHE_FOLDER
@@ -65,7 +71,7 @@ def opened(
 
 
 def begins(chunk: str | None) -> str | None:
-    """Return the value of --chunk, None without it. Raises ConfigError if it is too short to identify a chunk."""
+    """Return the value of --chunk unchanged, None without it. Raises ConfigError if it has fewer than 4 letters."""
     if chunk is not None and len(chunk) < SHORTEST_PREFIX:
         raise ConfigError(
             f"--chunk needs at least {SHORTEST_PREFIX} letters of a chunk id; `store ls` shows them"

@@ -111,8 +111,9 @@ class HTTPEngine(AnswerEngine):
             ServerError: no server answers in time; the server is of another kind or version, serves another model, asks
                 for a key or fails; a reply is malformed; or its tokenizer or its chat template cannot be used.
             ConfigError: an argument has a wrong type or is out of range, the URL is invalid, no HTTP header can hold a
-                key, the environment names certificates or a proxy that cannot be used, or the server answers with
-                status 400 (ContextLengthError if its message names a context).
+                key, `system` holds a mark that this package uses itself, the environment names certificates or a proxy
+                that cannot be used, or the server answers with status 400 (ContextLengthError if its message names a
+                context).
             OSError: the server's tokenizer cannot be written to a temporary folder.
         """
         check_text("url", url, empty=False)
@@ -184,8 +185,9 @@ class HTTPEngine(AnswerEngine):
     def audit_of(self, request_id: str) -> Audit | None:
         """Return the audit of an answer, by the `request_id` of its statistics.
 
-        Returns None if the server has not audited the answer (`cachecraft serve --audit`), or not yet. If the answer is
-        not one of the last 1,000 of this engine, it returns None without asking the server.
+        Returns None if the server has not audited the answer (`cachecraft serve --audit`), or not yet. If the answer
+        has not ended or is not one of the last 1,000 of this engine, it returns None without asking the server, also
+        after `close`.
 
         Raises ServerError if the server does not answer in time, asks for a key or fails, its reply is malformed, the
         answer is not among the last 1,000 that it remembers, or this engine is closed; ConfigError or
@@ -306,18 +308,19 @@ class ServerPrimer:
     ) -> int:
         """Capture one document's chunks in order, in the server; return the number of captures, stored by then.
 
-        Chunks that are stored after the same neighbours are skipped: without new captures, 0 is returned. If a request
-        fails, the captures of earlier requests stay.
+        Chunks that are stored after the same neighbours are skipped: without new captures, 0 is returned. Without
+        chunks, nothing is sent. A request of a single chunk also brings the chunks that `related` returns for it. If a
+        request fails, the captures of earlier requests stay.
 
         Args:
             chunks: the chunks of one document, in its order.
-            captured: called after each request with the number of its captures.
+            captured: called after each request with the number of its captures, which may be 0.
 
         Raises:
             ServerError: the server does not answer, asks for a key or fails, its reply is malformed, or the engine is
                 closed. There is no time limit while the server computes.
-            ConfigError: an item of `chunks` is no chunk; or the server refuses a text, has a private instruction, or
-                cannot use its store.
+            ConfigError: `chunks` is no list, or an item of it is no chunk; or the server refuses a text, has a private
+                instruction, or cannot use its store.
             ContextLengthError: a chunk is too long for the model.
 
         Exceptions of `captured` and of the primer's `related` pass.
@@ -334,12 +337,13 @@ class ServerPrimer:
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
         """Return variant id → number of tokens of the variants that `prime` would capture now; {} if all are stored.
 
-        Nothing is computed.
+        Nothing is computed. Without chunks, nothing is sent and {} is returned.
 
         Raises:
             ServerError: the server does not answer in time, asks for a key or fails, its reply is malformed, or the
                 engine is closed.
-            ConfigError: an item of `chunks` is no chunk; or the server refuses a text, or cannot use its store.
+            ConfigError: `chunks` is no list, or an item of it is no chunk; or the server refuses a text, or cannot use
+                its store.
             ContextLengthError: a chunk is too long for the model.
 
         Exceptions of the primer's `related` pass.

@@ -145,9 +145,9 @@ class Link:
     def facts(self) -> Mapping[str, object]:
         """Return facts about the server, as it sent them: JSON values, for `ServerFacts.of`.
 
-        Raises ServerError if it does not answer in time, asks for a key or fails, is another kind of server, or speaks
-        another version's protocol, and if the link is closed; ConfigError or ContextLengthError if it answers with
-        status 400.
+        Raises ServerError if it does not answer in time, asks for a key or fails, is another kind of server, speaks
+        another version's protocol or sends more than 8 MiB, and if the link is closed; ConfigError or
+        ContextLengthError if it answers with status 400.
         """
         facts = self.call("/v1/cachecraft")
         if not isinstance(facts, dict) or "protocol" not in facts:
@@ -164,7 +164,7 @@ class Link:
         """Return the reply with the files of the server's tokenizer, as JSON values; for `replies.served_model`.
 
         Raises ServerError if the server does not answer in time, asks for a key or fails, or sends more than 64 MiB or
-        no JSON; ConfigError or ContextLengthError if it answers with status 400.
+        no JSON, and if the link is closed; ConfigError or ContextLengthError if it answers with status 400.
         """
         return self.call("/v1/cachecraft/tokenizer", limit=_MAX_TOKENIZER)
 

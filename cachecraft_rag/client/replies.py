@@ -285,10 +285,11 @@ def new_tokens(event: Mapping[str, object]) -> list[int]:
 
 
 def report_of(reply: object) -> Mapping[str, object]:
-    """Return the report of a request; empty if the server has none.
+    """Return the report of a request as the server sent it, for `RequestProgress.reported`; {} if the server has none.
 
-    Of a request that was computed without chunk-caches it only has `refused`, the reason. For use within
-    `checked_reply`: raises TypeError for a value of a wrong type, and ValueError for a number out of range.
+    Of a request that was computed without chunk-caches it only has `refused`, the reason, in a form that is safe to
+    print. Fields that are not known here are not checked. For use within `checked_reply`: raises TypeError for a value
+    of a wrong type, and ValueError for a number out of range and for text that is not valid Unicode.
     """
     record = mapping_of(reply)
     if record.get("refused"):

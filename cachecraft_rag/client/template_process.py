@@ -82,10 +82,11 @@ def main() -> None:
     """Render the template of standard input, and write {"text": …} or {"error": …} to standard output, as JSON.
 
     The input is a JSON object with "template" and "variables". Exceptions of the template, a prompt of more than 4
-    million characters, and a missing "template" become the "error", and are not raised.
+    million characters and a missing "template" become the "error", its class and message in at most 500 characters,
+    and are not raised. The prompt is then left out.
 
-    Raises ValueError or RecursionError if the input is not JSON, ValueError or OSError if the system refuses the limits
-    of `limit_resources`. The system ends the process if it takes too much CPU time.
+    Raises MemoryError if the template needs more than 1 GiB, ValueError or RecursionError if the input is not JSON,
+    ValueError or OSError if the system refuses the limits of `limit_resources`. The system ends the process if it takes too much CPU time.
     """
     limit_resources()
     given = json.load(sys.stdin)

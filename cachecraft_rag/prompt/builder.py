@@ -69,8 +69,8 @@ _FOLLOWS: dict[str | None, set[str]] = {
 def checked_chunks(chunks: Iterable[Chunk]) -> list[Chunk]:
     """Return a list of the chunks, in order; [] if there are none.
 
-    Raises ConfigError if `chunks` cannot be iterated or is a single text, or if an item is not a `Chunk`, for example a
-    text alone.
+    The list is a new one; the chunks in it are the same objects. Raises ConfigError if `chunks` cannot be iterated or
+    is a single text, or if an item is not a `Chunk`, for example a text alone. What the iteration raises passes.
     """
     found = listed("chunks", chunks)  # a generator gives its items only once
     if not all(isinstance(chunk, Chunk) and isinstance(chunk.text, str) for chunk in found):
@@ -195,8 +195,9 @@ class PromptBuilder:
     def calls(self) -> CallFormat:
         """Form in which the model writes calls of tools, read from its chat template once.
 
-        It is `CallFormat()`, plain text, for a tokenizer without a chat template, and for a template that writes no
-        calls as JSON or fails at them.
+        It is `CallFormat()`, plain text, for a tokenizer without a chat template, for a template that does not write
+        tools, their results, and calls as JSON objects, and for one that fails at them. Raises nothing for a template
+        that fails.
         """
         if not getattr(self._tokenizer, "chat_template", None):
             return CallFormat()
@@ -210,8 +211,8 @@ class PromptBuilder:
     def chunk_segment(self, chunk: Chunk) -> Segment:
         """Return the chunk's segment, of kind "chunk" and shared: the tokens of its text and an empty line.
 
-        It may be longer than the model's context. Raises nothing for any text: names of control tokens become ordinary
-        characters, and half a surrogate pair becomes "?".
+        Its `segment_id` is the `chunk_id`. It may be longer than the model's context. Raises nothing for any text:
+        names of control tokens become ordinary characters, and half a surrogate pair becomes "?".
         """
         text = chunk.text + "\n\n"
         ids = self._encode(text, special=False, before=_LINE_END, after=_WORD)
@@ -238,15 +239,18 @@ class PromptBuilder:
 
         The history follows the chunks: the first user turn holds the context and the first question. No private text
         precedes a chunk, so every chunk-cache captured here may be shared. If `recognise` finds text, found segments
-        and the text between them follow the instruction. `Prompt.room` is the number of tokens that the context has
-        for chunks.
+        and the text between them follow the instruction; otherwise the prompt is built as without `recognise`. With
+        `best_last` the first of `chunks` is the last one in the prompt, else they keep their order. `Prompt.room` is
+        the number of tokens that the context has for chunks.
 
         If the context is too small, the lowest-ranked chunks are dropped and named in `Prompt.trimmed`. A chunk that
-        would not fit even alone is dropped at any rank, without affecting the others. Duplicates are kept once.
+        would not fit even alone is dropped at any rank, without affecting the others. Duplicates are kept once, at the
+        rank of the first. Chunks whose text was edited after retrieval are named in `Prompt.stale_ids`, and the first
+        time that this builder meets some, it logs a warning.
 
         Args:
             question: the user's question. It may be empty if the history ends with a tool's result.
-            chunks: the chunks, best first.
+            chunks: the chunks, best first; may be empty.
             history: earlier turns, pairs of role and text that `check_history` accepts.
             reserve: number of tokens kept free for the answer.
             recognise: finds captured texts in a prompt without chunks (`prompt.unmarked`). None leaves the prompt

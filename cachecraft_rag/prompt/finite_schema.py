@@ -11,16 +11,18 @@ _SCALARS = frozenset(("string", "number", "integer", "boolean", "null"))
 def has_finite_instance(schema: object) -> bool:
     """Return False if every JSON value that fits the schema would be infinite.
 
-    Only recursion through `$ref` can cause that. The finite references are found as a least fixpoint: at first none
-    counts as finite, and each round adds those that are finite given the round before. Keywords and values that are
-    not known here count as harmless, so True does not mean that the schema is valid.
+    It is False too for a schema such as `false` or an empty list of types, which no value fits; not all such schemas
+    are noticed. Only recursion through `$ref` makes a value infinite. The finite references are found as a least
+    fixpoint: at first none counts as finite, and each round adds those that are finite given the round before. Keywords
+    and values that are not known here count as harmless, so True does not mean that the schema is valid.
 
     Args:
         schema: a parsed JSON schema.
 
     Raises:
         RecursionError: the schema is nested too deeply.
-        ValueError: a reference has a digit that `int` cannot read in place of a list's index, such as "²".
+        ValueError: a reference has, in place of a list's index, a digit that `int` cannot read, such as "²", or more
+            than 4,300 digits.
 
     >>> node = {"type": "object", "properties": {"next": {"$ref": "#"}}}
     >>> has_finite_instance(node), has_finite_instance(node | {"required": ["next"]})

@@ -284,7 +284,8 @@ class CallReader:
         """Return the text that is still held back (empty if it holds calls) and the calls, in order.
 
         Raises nothing: JSON that is damaged, incomplete or nested too deeply ends the search, and JSON that is no call
-        of one of the tools is skipped. Without a call, all held text is returned with [].
+        of one of the tools is skipped. Text around the calls is dropped. Without a call, all held text is returned with
+        []. Nothing changes: a second call returns the same.
         """
         text = self._held
         calls = []

@@ -151,7 +151,9 @@ def recognise_captured(
 
     Returns:
         (range of positions, chunk id) of each occurrence, in no order; they may overlap. [] if there is no captured
-        text, or the text has fewer than 31 tokens. A damaged row of `look_up` is skipped without an error.
+        text, or the text has fewer than 31 tokens; `look_up` is called even then. A mark with more than 32 places is
+        not looked up, so a text that occurs more often than that may not be found. A damaged row of `look_up` is
+        skipped without an error.
 
     Raises:
         StoreError: raised by `look_up` if the store was closed. All errors of `look_up` pass through.
@@ -183,8 +185,8 @@ def recognise_captured(
 def session_of(prompt: Prompt, session: str | None) -> str | None:
     """Return the session of a request: `session`, or without one a session named by the prompt's prefix.
 
-    The prefix ends with the last found segment, so equal prefixes get equal names. Returns None without a session for a
-    prompt without found segments.
+    The prefix ends with the last found segment, so equal prefixes get equal names: "prefix " and a digest of its
+    segment ids, 32 hex digits. Returns None without a session for a prompt without found segments.
     """
     if session is not None or not any(segment.found for segment in prompt.segments):
         return session
@@ -208,9 +210,11 @@ def candidates_of(
 ) -> dict[str, Candidate]:
     """Return name → candidate to capture; the caller captures those whose names it has seen before.
 
-    There is a candidate for each found segment without a chunk-cache, and one for the whole prompt unless all of its
-    found segments are exact. Returns {} if nothing is left to capture, for example without found segments. Candidates
-    may be the beginning of others, see `largest`. Names are digests of 32 hexadecimal digits.
+    There is a candidate for each found segment without a chunk-cache, after the instruction and `stand_in`. There is
+    another one for the whole prompt, if a found segment is not exact and no segment occurs twice before it; it ends
+    with the last such segment. Returns {} if nothing is left to capture, for example without found segments. Candidates
+    may be the beginning of others, see `largest`. Names are digests of 32 hexadecimal digits. Nothing is captured or
+    noted here.
 
     Args:
         prompt: the prompt of the request.

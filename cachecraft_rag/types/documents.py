@@ -19,13 +19,16 @@ NOTE_KEYS = frozenset({CHUNK_ID_KEY, OUTCOME_KEY})
 def noted_chunk_id(metadata: Mapping[str, object]) -> str:
     """Return the chunk id that a document's or node's metadata holds, as text; "" if it holds none.
 
-    The id is not checked: it may be that of another text.
+    A value that is empty, 0 or None counts as missing. The id is not checked: it may be that of another text.
     """
     return str(metadata.get(CHUNK_ID_KEY) or "")
 
 
 def chunk_id_of(text: str) -> str:
-    """Return the identity of a chunk, 32 hex digits: a hash of the exact text that the model sees."""
+    """Return the identity of a chunk, 32 hex digits: a hash of the exact text that the model sees.
+
+    Any text is accepted, "" and half a surrogate pair too.
+    """
     return digest("chunk", text)
 
 

@@ -57,7 +57,8 @@ class Prompt:
     def bounds(self) -> list[int]:
         """`[segments + 1]`: segment i covers the positions `bounds[i]:bounds[i + 1]`.
 
-        The first bound is 0, the last one is the number of tokens of the prompt.
+        The first bound is 0, the last one is the number of tokens of the prompt. It is a new list, [0] without
+        segments.
         """
         edges = [0]
         for segment in self.segments:

@@ -65,7 +65,7 @@ class EngineClient(Protocol):
         """
 
     def shutdown(self) -> None:
-        """End vLLM's processes. Raises vLLM's own errors."""
+        """End vLLM's processes, and return None. Raises vLLM's own errors."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class Calls(Closeable):
     def generate(self, prompt: dict[str, object], params: object) -> Generator[Step]:
         """Yield the steps of a request, the last one with `finished`; closing the iterator aborts the request.
 
-        Not to be called in the loop's own thread, which would wait for itself. All errors are raised by a step.
+        The request begins with the first step. Waits without limit for each step, so it is not to be called in the
+        loop's own thread, which would wait for itself. All errors are raised by a step.
 
         Args:
             prompt: vLLM's prompt.
@@ -137,14 +138,14 @@ class Calls(Closeable):
 
     @property
     def vllm_config(self) -> VLLMConfig:
-        """vLLM's configuration. Raises AssertionError after `Serving.close`."""
+        """vLLM's `VllmConfig`, not a copy. Raises AssertionError after `Serving.close`."""
         assert self._engine is not None, "it is closed"
         return self._engine.vllm_config
 
     def close(self) -> None:
         """End requests under way, whose readers get CancelledError; the engine has another owner, and stays open.
 
-        Requests that begin later are served. Raises nothing.
+        Does not wait for them. Requests that begin later are served. Raises nothing.
         """
         for job in list(self._jobs):
             job.cancel()
@@ -198,6 +199,8 @@ class Serving(Calls):
 
     def close(self) -> None:
         """End vLLM's processes; the readers of requests under way get CancelledError. A second call does nothing.
+
+        Afterwards `generate` raises RuntimeError, and `vllm_config` AssertionError.
 
         Raises TimeoutError if vLLM has not ended after 30 seconds, and vLLM's own exceptions; the event loop's thread
         then stays, and a second call does not try again.

@@ -76,12 +76,13 @@ class VLLMBackend:
 
     Args:
         model: facts about the model.
-        store: the connector's chunk-caches, opened in this process too.
+        store: the connector's chunk-caches, opened in this process too. Before it removes chunks, it calls this
+            object's audits and new variants, which drop all work with these chunks.
         config: settings of the engine.
         calls: sends requests to vLLM.
         key: the connector's key, which signs messages to it.
         look_up: looks up stored variants.
-        registry: of the metrics of audits.
+        registry: receives the metrics of audits, if answers are to be audited.
 
     Attributes:
         new_variants: captures chunks that were reused and fixed, while the engine is idle.
@@ -135,7 +136,8 @@ class VLLMBackend:
     def close(self) -> None:
         """Drop the waiting audits and new variants, without waiting for those under way. Does not end vLLM.
 
-        Results of audits that are being written are finished first. A second call does nothing.
+        Waits until results of audits that are being written are on disk. The dropped ones are counted. A second call
+        does nothing. Raises nothing.
         """
         self.audits.close()
         self.new_variants.close()
@@ -144,7 +146,8 @@ class VLLMBackend:
         """Wait for new variants within their budget, and for audits.
 
         Returns True once none of them waits or is under way, and at once after `close`; False after `timeout` seconds.
-        None waits without limit. Raises nothing: captures and audits that fail are logged and counted.
+        None waits without limit. Candidates for which the budget is spent are not waited for. Raises nothing: captures
+        and audits that fail are logged and counted.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self.new_variants.settle(timeout):
@@ -155,16 +158,17 @@ class VLLMBackend:
     # -- the self-check -----------------------------------------------------------------------------------------------
 
     def check_reuse(self) -> None:
-        """Run the `self_check` and remove its captures.
+        """Run the `self_check` and remove its captures. Returns None if reuse is exact, or could not be checked.
 
         If the context is too short for the check, or the store keeps no captures, a warning is logged and nothing is
         raised: reuse is then unchecked.
 
         Raises:
             UnsupportedModelError: reuse is not exact on this model, or vLLM computed the prompts without chunk-caches.
+            ConfigError: vLLM's `max_logprobs` is 0.
             StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
-            CancelledError: `Calls.close` was called meanwhile.
-            RuntimeError: vLLM's event loop is closed; also vLLM's own exceptions.
+            CancelledError: `Calls.close` was called meanwhile, or the event loop ends.
+            RuntimeError: vLLM or its event loop is closed; also vLLM's own exceptions.
         """
         context = self._model.context_length
         block_size = int(self._calls.vllm_config.cache_config.block_size)
@@ -225,17 +229,21 @@ class VLLMBackend:
     # -- the shortest prompt that is reused ---------------------------------------------------------------------------
 
     def measured_min_prompt_tokens(self) -> int:
-        """Measure from how many tokens on a prompt is answered sooner with reuse, see `shortest_prompt`.
+        """Measure and return the length in tokens from which prompts are answered sooner with reuse.
+
+        Prompts of random tokens are timed, see `shortest_prompt`; the first length takes at least five seconds. Their
+        captures are removed afterwards. If reuse is sooner at no measured length, the result is one more than the
+        longest of them.
 
         Returns 0, which means all prompts, if reuse is sooner even for the shortest prompt that is measured. Returns 0
         also if nothing is measured. That is so without a GPU, if the settings switch reuse off or have a
-        `min_prompt_tokens`, if the context is too short, if the connector refuses the prompt, and if the store is
-        read-only, has a remote, or would have to evict chunk-caches to make room.
+        `min_prompt_tokens`, if the context is too short, if the connector refuses the first prompt, and if the store is
+        read-only, has a remote, or would have to evict chunk-caches to make room for that prompt.
 
         Raises:
             StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
-            CancelledError: `Calls.close` was called meanwhile.
-            RuntimeError: vLLM's event loop is closed; also vLLM's own exceptions.
+            CancelledError: `Calls.close` was called meanwhile, or the event loop ends.
+            RuntimeError: vLLM or its event loop is closed; also vLLM's own exceptions.
         """
         from vllm.platforms import current_platform
 
@@ -299,18 +307,21 @@ class VLLMBackend:
     # -- captures -----------------------------------------------------------------------------------------------------
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Capture segments of a prompt, see `AnswerEngine.capture`. Returns None once they are stored.
+        """Capture segments of a prompt by a request to vLLM. Returns None once they are stored or dropped.
 
         Raises nothing if the connector refuses the prompt or the store a capture, such as on a full disk: the reason is
         in the log of vLLM's processes, and the store then lacks the captures.
 
         Args:
+            prompt: system segment and chunks, without a question; segments after the last capture are left out.
             captures: indices of segments, ascending; at least one.
+            primed: True if this is priming, and the chunks are captured after their neighbours in the document.
 
         Raises:
             IndexError: `captures` is empty.
-            CancelledError: `Calls.close` was called meanwhile.
-            RuntimeError: the engine is closed; also vLLM's own exceptions.
+            CancelledError: `Calls.close` was called meanwhile, or the event loop ends.
+            RuntimeError: vLLM or its event loop is closed; also vLLM's own exceptions, such as its ValueError for a
+                prompt that is longer than the context.
         """
         config = replace(self._reuse, reuse=False, capture=True)
         ask = Ask(
@@ -326,10 +337,11 @@ class VLLMBackend:
         """Note the chunks of an answer that were reused and fixed: they are captured while the engine is idle.
 
         The tokens of its prompt are added to the budget for that, even if there are no such chunks. Does nothing if new
-        variants are off, or after `close`.
+        variants are off, or after `close`. Raises nothing.
 
         Args:
-            report: report of the connector, or None without one.
+            request: the request that was answered.
+            report: report of the connector, whose "fixed" names these chunks; None without one.
         """
         entries = report.get("fixed", ()) if report is not None else ()
         fixed = {int(index): int(tokens) for index, tokens in entries}
@@ -394,12 +406,15 @@ class VLLMBackend:
     def pieces(self, request: Request, progress: RequestProgress) -> Generator[str]:
         """Yield the answer's text piece by piece; nothing for an empty answer.
 
-        Closing the iterator aborts the request in vLLM. All errors are raised by a piece, mostly by the first one.
+        Closing the iterator aborts the request in vLLM. `progress` takes up the tokens, the connector's report and the
+        end. Once the answer has ended, failed or was closed, its fixed chunks are noted for new variants, and it may be
+        audited. All errors are raised by a piece, mostly by the first one.
 
         Raises:
             ConfigError: the question's settings have `refresh_rows`, which vLLM does not support.
-            CancelledError: `Calls.close` was called while the answer was under way.
-            RuntimeError: the engine is closed; also vLLM's own exceptions, such as for a `json_schema` that it refuses.
+            CancelledError: `Calls.close` was called while the answer was under way, or the event loop ends.
+            RuntimeError: vLLM or its event loop is closed; also vLLM's own exceptions, such as for a `json_schema` that
+                it refuses.
         """
         sampling = request.sampling
         predicted = self.audits.recorder(request)
@@ -483,6 +498,7 @@ class VLLMBackend:
         """Return vLLM's `kv_transfer_params` of a request, as plain JSON values.
 
         The keys are "prompt_token_ids", the token ids of the whole prompt, and `messages.FIELD`, the signed message.
+        The dict is a new one. Raises nothing.
         """
         return {"prompt_token_ids": ask.prompt.token_ids, FIELD: ask.message(self._key)}
 
@@ -601,11 +617,15 @@ class VLLMEngine(AnswerEngine):
         server: Mapping[str, Any] | None = None,
         **options: object,
     ) -> Self:
-        """Start vLLM and open (or make) the chunk-caches below a store folder.
+        """Return an engine over a vLLM that is started here, with the chunk-caches below a store folder.
+
+        The folder is made if it is missing; the caller closes the engine. Reuse is checked by a few short requests, and
+        on a GPU `min_prompt_tokens` is measured. If an error is raised, vLLM is ended and the store is closed.
 
         Args:
             model, store, config, options: as in `Engine.from_pretrained`; settings that vLLM decides are refused.
-            server: arguments of vLLM's engine by name, such as `tensor_parallel_size` or `gpu_memory_utilization`.
+            server: arguments of vLLM's engine by name, such as `tensor_parallel_size` or `gpu_memory_utilization`;
+                None: no others.
 
         Raises:
             ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is damaged.
@@ -613,9 +633,11 @@ class VLLMEngine(AnswerEngine):
                 cannot be divided among the ranks, it has no weight files on this machine, or the self-check finds that
                 reuse is not exact.
             ConfigError: a setting is unknown, out of range or without effect over vLLM; `server` has an option that is
-                set here or that rules out audits, or a value that is no whole number where vLLM takes one; the
-                instruction or the chat template cannot be used; vLLM is missing, or its version is unknown.
+                set here or that rules out audits, or an option of `VLLMOptions` that is no whole number where vLLM
+                takes one; the instruction or the chat template cannot be used; vLLM is missing, or its version is
+                unknown.
             StoreError: the store cannot be opened, read or written.
+            TypeError: `server` has a name that vLLM does not know.
             TimeoutError: vLLM did not start within ten minutes; also vLLM's own exceptions if it cannot start.
         """
         check_text("model", model, empty=False)
@@ -652,7 +674,8 @@ class VLLMEngine(AnswerEngine):
         """Wait for new variants within their budget, and for audits.
 
         Returns True once none of them waits or is under way, and at once after `close`; False after `timeout` seconds.
-        None waits without limit. Raises nothing: captures and audits that fail are logged and counted.
+        None waits without limit. Candidates for which the budget is spent are not waited for. Raises nothing: captures
+        and audits that fail are logged and counted.
         """
         return self._backend.settle(timeout)
 
@@ -660,6 +683,7 @@ class VLLMEngine(AnswerEngine):
         """Return the audit of an answer, by the `request_id` of its statistics.
 
         None if it was not audited, not yet (`settle` waits for it), or too long ago: the last 1,024 results are kept.
+        Raises nothing, also after `close`.
         """
         return self._backend.audits.results.get(request_id)
 
@@ -668,14 +692,14 @@ class VLLMEngine(AnswerEngine):
         return self._backend.audits.results.with_ratio(request, asked.config or self.config)
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        """Return a copy of these settings, with the calibrated α for them if there is one.
+        """Return a copy of these settings, with the calibrated α for them if `calibration_for` finds one.
 
         Its `plain_prompts` is "off", because an engine over vLLM does not search unmarked text. Raises nothing.
         """
         return replace(super().calibrated(config), **OFF)
 
     def close(self) -> None:
-        """Give up work in idle time, end vLLM, and close the store; answers under way fail.
+        """Give up work in idle time, end vLLM, and close the store; answers under way fail with CancelledError.
 
         A second call does nothing, and neither does a call in a fork of this process. Afterwards the first piece of an
         answer raises RuntimeError.

@@ -102,13 +102,14 @@ class Ask:
 
     @property
     def waits(self) -> bool:
-        """True if the request pauses while others run, even if it has begun."""
+        """True if the request pauses while others run, even if it has begun: if it is `idle` and has no `first`."""
         return self.idle and not self.first
 
     def message(self, key: str) -> dict[str, object]:
         """Return plain JSON values for `kv_transfer_params[FIELD]`, signed with the server's key, see `read`.
 
-        The fields are those of this class, but "segments" in place of the prompt, and "seal", the signature.
+        The fields are those of this class, but "segments" in place of the prompt, and "seal", the signature. Token ids
+        are not in the message, and are covered by the signature. Raises nothing.
         """
         names = [field.name for field in fields(self) if field.name != "prompt"]
         message: dict[str, object] = {name: getattr(self, name) for name in names}
@@ -128,7 +129,7 @@ class Ask:
 
     @classmethod
     def read(cls, message: object, token_ids: Sequence[int], key: str) -> Self:
-        """Return the request in a `message` about these tokens.
+        """Return the request in a `message` about these tokens, the token ids of its whole prompt.
 
         Messages are signed (field "seal") because segments name chunks and sessions: the body of a request, which any
         client can write, must not choose the session whose chunk-caches are read, or the names under which captures are
@@ -172,7 +173,7 @@ class Ask:
         """Return the salt for vLLM's prefix cache, 32 hex digits.
 
         Blocks of this request serve only requests with the same salt: with the same namespace, session, salt of the
-        client, settings of reuse, and segments before the question.
+        client, settings of reuse, and segments before the question. Raises nothing.
         """
         settings = json.dumps(asdict(self.config), sort_keys=True)
         owner = ["private", self.session] if self.session is not None else ["shared"]
@@ -243,10 +244,10 @@ class News:
     capturing: frozenset[str] | None = None
 
     def joined(self, other: News) -> News:
-        """Return the news of this rank and another one.
+        """Return the news of this rank and another one, as a new object.
 
-        If both report a request, this rank's report counts. `capturing` has the segments of both; None if neither has
-        any news of them.
+        If both report a request, this rank's report counts. `capturing` has the segments of both; None if it is None in
+        both.
         """
         capturing = (
             self.capturing

@@ -31,9 +31,9 @@ _OF_REMOTE = ("opened", "queued_bytes", "lookups", "reads", "captures")
 def counts_of(store: ChunkCacheStore) -> dict[str, object]:
     """Return counts of this process's store as plain numbers: `ChunkCacheStore.counts`, and "remote" if it has one.
 
-    "remote" has counts of `RemoteStats`, and under "breakers" the state of the circuit breaker with the number 1:
-    `summed` then counts the stores in each state. Neither the catalog nor the remote is asked. Raises nothing, also for
-    a closed store.
+    "remote" has the fields opened, queued_bytes, lookups, reads and captures of `RemoteStats`, and under "breakers" the
+    state of the circuit breaker with the number 1: `summed` then counts the stores in each state. Neither the catalog
+    nor the remote is asked. Raises nothing, also for a closed store.
     """
     counts = store.counts()
     remote = store.remote_stats(ask=False)
@@ -46,20 +46,29 @@ def counts_of(store: ChunkCacheStore) -> dict[str, object]:
 
 @dataclass
 class StoreCounts(KVConnectorStats):
-    """Counts of the stores of one vLLM engine: `data` has the keys "scheduler", "worker" and `REPORTS`."""
+    """Counts of the stores of one vLLM engine, and reports of filled requests.
+
+    `data` has the keys "scheduler" and "worker" with `counts_of` the store of that process, and `REPORTS` with the
+    reports by name. Any of them may be missing.
+    """
 
     def reset(self) -> None:
-        """Remove all counts from `data`; the stores themselves continue to count."""
+        """Replace `data` by an empty dict; the stores themselves continue to count."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Return the counts of both; for a store that both have, those of `other`, which are newer totals."""
+        """Return a new object with the counts of both; neither of them changes.
+
+        For a store that both have, the counts of `other` are taken, which are newer totals. If both have reports, those
+        of `other` are taken, and the others are lost.
+        """
         return StoreCounts(self.data | other.data)
 
     def reduce(self) -> dict[str, int | float]:
         """Return two totals over all stores for vLLM's log: "chunk-caches loaded so far" and "captures so far".
 
-        Captures are counted with those that were dropped. Both totals are 0 without counts.
+        They are numbers of chunk-caches. Captures are counted with those that were dropped. Both totals are 0 without
+        counts.
         """
         total = summed(counts for sender, counts in self.data.items() if sender != REPORTS)
         return {
@@ -68,7 +77,7 @@ class StoreCounts(KVConnectorStats):
         }
 
     def is_empty(self) -> bool:
-        """Return True if there are no counts."""
+        """Return True if there are neither counts nor reports."""
         return not self.data
 
 
@@ -88,7 +97,8 @@ class ReportedCounts(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Keep the counts in the statistics of a step, and call `on_report` for each report in them.
 
-        Errors of `on_report` pass.
+        The counts replace earlier ones of the same store in `latest`. Errors of `on_report` pass, after all counts are
+        kept.
 
         Args:
             transfer_stats_data: `StoreCounts.data`.
@@ -104,11 +114,12 @@ class ReportedCounts(KVConnectorPromMetrics):
 def reported_counts(engine_client: Any, on_report: Callable[[str, FillReport], object]) -> Reported:
     """Return the counts that vLLM's processes send: (number of vLLM's engine, sender) → counts.
 
-    The mapping is filled as they arrive. It stays empty if vLLM keeps no statistics.
+    The mapping is `ReportedCounts.latest`, not a copy: it is filled as they arrive. Without a `ReportedCounts`, such as
+    if vLLM keeps no statistics, the result is a new mapping that stays empty, and `on_report` is never called.
 
     Args:
         engine_client: vLLM's `AsyncLLM`.
-        on_report: called with the name and the report of each filled request.
+        on_report: called with the name and the report of each filled request; it replaces an earlier function.
     """
     manager = engine_client.logger_manager
     for logger in () if manager is None else manager.stat_loggers:
@@ -138,9 +149,11 @@ class ServerCollector(EngineCollector):
 
 
 def summed(counts: Iterable[Mapping[str, object]]) -> dict[str, Any]:
-    """Return the sums of the counts of several stores by name, nested ones too; {} without a store.
+    """Return the sums of the counts of several stores by name, nested ones too, as a new dict; {} without a store.
 
-    Raises TypeError for a value that is neither a number nor a mapping.
+    A name that only some stores have counts as 0, or as an empty mapping, for the others. Raises TypeError for a value
+    that is neither a number nor a mapping, and TypeError or AttributeError if a name has a number in one store and a
+    mapping in another.
     """
     total: dict[str, Any] = {}
     for store_counts in counts:

@@ -149,8 +149,10 @@ class VLLMOptions:
     def from_arguments(cls, arguments: Sequence[str]) -> Self:
         """Read the options from vLLM's command line without importing vLLM, which takes many seconds.
 
-        Unknown options are ignored, and missing ones have their defaults. Raises ConfigError if a value is not a whole
-        number where vLLM takes one.
+        Unknown options are ignored, and so are forms such as `--no-enable-lora`. Missing options have their defaults;
+        of a repeated one the last value counts. Raises ConfigError for an option of this class, or
+        `--offload-group-size`, whose value is not a whole number where vLLM takes one. `max_model_len` is an exception:
+        a value such as "8k" is read as 0.
 
         >>> VLLMOptions.from_arguments(["--enable-lora", "--kv_cache_dtype=fp8", "-pp", "2"]).kv_cache_dtype
         'fp8'
@@ -176,10 +178,11 @@ class VLLMOptions:
     def from_values(cls, values: Mapping[str, object]) -> Self:
         """Read the options from a mapping with names of vLLM's `EngineArgs`.
 
-        Unknown options are ignored, and missing ones have their defaults.
+        Unknown options are ignored. Missing ones, and those that are None, have their defaults.
 
-        Raises ConfigError for a value that is not a whole number where vLLM takes one, and for a function in place of
-        plain values, because functions cannot be compared.
+        Raises ConfigError for an option of this class, or `offload_group_size`, whose value `int` cannot convert where
+        vLLM takes a whole number; a `max_model_len` like that is read as 0. Raises ConfigError also for a function as
+        the value of an option that changes the model's results, because functions cannot be compared.
         """
         known = {
             field.name: type(field.default)
@@ -213,7 +216,7 @@ class VLLMOptions:
 
     @classmethod
     def from_config(cls, config: VLLMConfig) -> Self:
-        """Read the options from the `VllmConfig` of a running vLLM.
+        """Read the options from the `VllmConfig` of a running vLLM. Raises nothing.
 
         `shaping` stays (): the front end has put those options into the fingerprint already.
         """
@@ -239,12 +242,13 @@ class VLLMOptions:
     def fingerprint(self, checkpoint: str, *, own_quantization: str | None = None) -> str:
         """Return the fingerprint of a checkpoint served with these options.
 
-        It is `checkpoint` itself if the options do not change what the model computes; otherwise the same version, a
-        hyphen, and a digest of 32 hex digits.
+        It is `checkpoint` itself if `shaping` is empty or only repeats `own_quantization`. Otherwise it is the part of
+        `checkpoint` before its first hyphen, a hyphen, and a digest of 32 hex digits of the remaining text and
+        `shaping`, whose order does not matter.
 
         Args:
             checkpoint: fingerprint of the checkpoint's files.
-            own_quantization: quantisation method of the checkpoint itself; an option may repeat it.
+            own_quantization: quantisation method of the checkpoint itself; None without one.
         """
         shaping = [pair for pair in self.shaping if pair != ("quantization", own_quantization)]
         if not shaping:

@@ -59,9 +59,10 @@ ENDPOINT = "cachecraft_http"  # likewise, of the endpoint plugin
 def register() -> None:
     """Register the models of `ARCHITECTURES` and the connector with vLLM; may be called any number of times.
 
-    This is the entry point of `vllm.general_plugins`. Plain `vllm serve` loads it too, and an exception would end that
-    server. So it raises nothing there: with an unknown version of vLLM it does nothing, and failures are logged. Raises
-    ImportError if vLLM is not installed.
+    The models take the place of vLLM's classes of the same architectures. This is the entry point of
+    `vllm.general_plugins`. Plain `vllm serve` loads it too, and an exception would end that server. So it raises
+    nothing there: with an unknown version of vLLM it only logs that, and failures are logged. Raises ImportError if
+    vLLM is not installed.
     """
     import vllm
 

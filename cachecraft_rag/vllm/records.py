@@ -50,6 +50,7 @@ def cached_report(
 
     A segment that begins in the prefix cache gets `outcome`, and its tokens beyond the cache count as not loaded. If
     `outcome` is "reused" and `refused` is "", all segments but the question get it. The other segments are "computed".
+    Rows computed are those beyond the cache, times are 0, and there is no "fixed". Raises nothing.
 
     Args:
         prompt: the prompt that was served.
@@ -117,9 +118,10 @@ class RequestRecord:
     def begin_trace(
         self, model: str, params: RequestParams, headers: Mapping[str, str] | None
     ) -> Mapping[str, str] | None:
-        """Begin the trace of the request; return the headers for vLLM, which name this trace.
+        """Begin the trace of the request and set `trace`; return the headers for vLLM, which name this trace.
 
-        Raises nothing: if the trace cannot begin, that is logged, and the client's own headers are returned.
+        To be called while `is_tracing`. If the trace cannot begin, that is logged, `trace` is None, and the client's
+        own headers are returned; nothing is raised.
 
         Args:
             model: name of the model.
@@ -133,10 +135,10 @@ class RequestRecord:
         return headers if self.trace is None else self.trace.headers
 
     def request_predictions(self, params: RequestParams) -> None:
-        """Request the log-probabilities that an audit needs, if the answer is to be audited: sets `params.logprobs`.
+        """Request the log-probabilities that an audit needs: set `params.logprobs` to 16.
 
-        An answer with a grammar is not audited, and neither is one whose client wants log-probabilities itself:
-        `predicted` then becomes None.
+        Does nothing if the answer is not to be audited, that is if `predicted` is None. An answer with a grammar is not
+        audited, and neither is one whose client wants log-probabilities itself: `predicted` then becomes None.
         """
         if self.predicted is None:
             return
@@ -148,9 +150,12 @@ class RequestRecord:
     def note(self, output: RequestOutput) -> None:
         """Note an output of vLLM: new tokens, or all tokens at once if the answer is not streamed.
 
+        Takes the connector's report from the output, if it has one. A request that vLLM computes alone, or that was
+        refused while some of its prompt was in vLLM's prefix cache, gets the report `cached_report` instead.
+
         Also corrects the output for the client. Log-probabilities that only the audit asked for are removed. If the
         prompt is filled from chunk-caches, `num_cached_tokens` becomes the number of reused tokens, or None before a
-        report.
+        report; otherwise it stays.
 
         Raises KeyError, TypeError or ValueError for a report that no connector of this version makes.
         """
@@ -205,23 +210,27 @@ class RequestRecord:
             output.num_cached_tokens = self.stats().tokens_reused if is_reported else None
 
     def take(self, report: FillReport) -> None:
-        """Take the connector's report: once the prompt is filled, and again with the last output.
+        """Take a copy of the connector's report, in place of an earlier one, and pass it on to `progress`.
 
-        Raises KeyError, TypeError or ValueError for a report that no connector of this version makes.
+        To be called once the prompt is filled, and again with the last output. Raises KeyError, TypeError or ValueError
+        for a report that no connector of this version makes; `report` holds it then, and `progress` is unchanged.
         """
         self.report = report.copy()
         self.progress.reported(self.report)
 
     def end(self) -> None:
-        """Note that the request has ended, and when; a second call changes nothing."""
+        """Note that the request has ended, and when; a second call changes nothing.
+
+        It ended as "closed", unless an output or an error has said otherwise.
+        """
         self.progress.end(self.request, "closed")
 
     def stats(self) -> RequestStats:
-        """Return the statistics of the request so far."""
+        """Return the statistics of the request so far, as a new object; they are final after `end`."""
         return stats_of(self.request, self.progress, self.layers)
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain values, for JSON.
+        """Return plain values by name, for JSON.
 
         stats    values of `RequestStats`
         report   the connector's report; None before it, and if the request was refused
@@ -272,8 +281,8 @@ class Records:
     def end(self, name: str, record: RequestRecord) -> None:
         """Note that a request has ended: its prompt is forgotten, the statistics of the last 1,000 are kept.
 
-        A further call with the same record replaces its statistics, and does not count it again. Errors of the function
-        `ended` pass.
+        Its trace, if it has one, ends too. A further call with the same record replaces its statistics, and does not
+        count it again. Errors of the function `ended` pass; the statistics are kept by a further call only.
 
         Args:
             name: as in `begin`.
@@ -296,7 +305,9 @@ class Records:
     def get(self, name: str, *, session: str | None) -> dict[str, object] | None:
         """Return the statistics of a request: `RequestRecord.as_dict`, and its name as "id".
 
-        None for a request that is unknown, no longer among the last 1,000, or of another session.
+        Those of a request under way are the ones so far. None for a request that is unknown, that ended and is no
+        longer among the last 1,000, or whose session is another one; a `session` of None finds requests without a
+        session only.
         """
         owner, numbers = self._ended.get(name, (None, {}))
         if (record := self._under_way.get(name)) is not None:
@@ -321,8 +332,12 @@ class RecordingClient:
     ) -> AsyncGenerator[RequestOutput]:
         """Yield outputs as vLLM's client does; the last one carries `RequestRecord.as_dict` for the client.
 
-        The record is kept also if the request fails or is aborted. Raises vLLM's own exceptions, which are noted in the
-        record first, and KeyError, TypeError or ValueError as `RequestRecord.note` does.
+        It is in `kv_transfer_params` under `messages.FIELD`. This call itself marks the record as begun, names its
+        request `request_id`, begins its trace if there is a tracer provider, and may set `params.logprobs` for an
+        audit. The record is kept also if the request fails or is aborted.
+
+        Raises vLLM's own exceptions, and KeyError, TypeError or ValueError for a report that no connector of this
+        version makes. They are noted in the record first.
         """
         self._record.begun = True
         self._record.request_predictions(params)

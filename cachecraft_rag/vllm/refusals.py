@@ -69,7 +69,7 @@ def refusal(config: PretrainedConfig, options: VLLMOptions) -> Refusal | None:
     """Return why a model with this Hugging Face config cannot be served from chunk-caches, or None if it may be.
 
     Of several reasons the first one is returned. None is no promise: `worker.refusals` and the self-check know more.
-    Raises KeyError for a config with LongRoPE that lacks the original length.
+    Raises KeyError for a config with LongRoPE that lacks the original length; other attributes may be missing.
 
     Args:
         config: config of the whole model, which contains that of its text part.
@@ -87,7 +87,7 @@ def needed_arguments(text: PretrainedConfig) -> dict[str, object]:
 
     A model with LongRoPE needs a `max_model_len` of its original context, in tokens, unless its context is no longer
     than that. vLLM takes the frequencies for long contexts if its own context is longer. Raises KeyError for a config
-    with LongRoPE that lacks the original length.
+    with LongRoPE that lacks the original length, and AttributeError for one that lacks `max_position_embeddings`.
 
     Args:
         text: config of the model's text part.
@@ -104,9 +104,9 @@ def needed_arguments(text: PretrainedConfig) -> dict[str, object]:
 def missing_arguments(
     model: str, needed: Mapping[str, object], given: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the needed arguments that have no value in `given`, and log what each of them costs.
+    """Return the needed arguments that have no value in `given`, with their values, and log what each of them costs.
 
-    Returns {} if none is missing.
+    Returns {} if none is missing. A value in `given` that differs from the needed one is not noticed.
 
     Args:
         model: name of the model, for the log.
@@ -172,7 +172,10 @@ def _of_positions(text: PretrainedConfig, options: VLLMOptions) -> Iterator[Refu
 
 
 def has_windows_in_some_layers(text: PretrainedConfig) -> bool:
-    """Return True if some layers have a sliding window and others full attention, and vLLM runs them so.
+    """Return True if some layers have a sliding window and all others full attention, and vLLM runs them so.
+
+    Returns False for a config without `layer_types`, and for one with `max_window_layers` (Qwen 2), because vLLM does
+    not run windows in some of its layers only.
 
     Args:
         text: config of the model's text part.

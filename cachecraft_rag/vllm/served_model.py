@@ -69,17 +69,18 @@ class ServedModel:
     def load(
         cls, name: str, *, dtype: str = "auto", options: VLLMOptions | None = None
     ) -> ServedModel:
-        """Read the config and the tokenizer of a model, and compute the digests of its weights; no weights are kept.
+        """Return facts about a model: read its config and its tokenizer, and digest its weights, which are not kept.
 
         Config and tokenizer come from the hub if they are not on this machine. Weights are not downloaded, except for
         the first use of "demo", see `demo_model_folder`. The digests are kept in the user's cache folder.
 
         Args:
             name: Hugging Face name or folder, or "demo" for the embedded model.
-            dtype: dtype of keys and values, such as "bfloat16"; it is not checked. "auto" is the checkpoint's own.
+            dtype: dtype of keys and values, such as "bfloat16"; it is not checked. "auto" is the checkpoint's own, or
+                float32 if its config names none.
             options: options of the vLLM that is about to start. If chunk-caches cannot be reused with them, the model
-                is refused before its weights are read. None for a vLLM that runs already: nothing is refused, and the
-                fingerprint is that of the checkpoint alone.
+                is refused before its weights are read. None for a vLLM that runs already: nothing is refused, the
+                fingerprint is that of the checkpoint alone, and `arguments` is {}.
 
         Raises:
             ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, a file cannot be read or
@@ -87,6 +88,8 @@ class ServedModel:
             UnsupportedModelError: chunk-caches cannot be reused with this model and these options, or it has no weight
                 files on this machine.
             ConfigError: `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
+            AttributeError: the config lacks the number of layers or heads, the width, or the longest context.
+            KeyError: the config has LongRoPE and lacks the original length.
         """
         from transformers import AutoTokenizer
 
@@ -124,9 +127,9 @@ class ServedModel:
         )
 
     def require_ranks(self, ranks: int) -> None:
-        """Raise UnsupportedModelError if the heads cannot be divided among so many tensor-parallel ranks.
+        """Raise UnsupportedModelError if the key/value heads cannot be divided among so many tensor-parallel ranks.
 
-        The message lists the possible numbers. Raises ConfigError if the number is below 1.
+        The message lists the possible numbers. Raises ConfigError if `ranks` is below 1. Otherwise returns None.
         """
         heads = self.layout.kv_heads
         check_whole("tensor_parallel_size", ranks, least=1)
@@ -140,12 +143,16 @@ class ServedModel:
 
     @property
     def identity(self) -> ModelIdentity:
-        """Fingerprint, layout and context length, which vLLM's processes get instead of the whole model."""
+        """A new `ModelIdentity` with this model's fingerprint, layout and context length, for vLLM's processes."""
         return ModelIdentity(self.fingerprint, self.layout, self.context_length)
 
     @cached_property
     def chunk_bound(self) -> ModelTokens:
-        """Bound of a document's chunks: this model's token count, and the most tokens of a chunk."""
+        """Bound of a document's chunks: this model's token count, and the most tokens of a chunk.
+
+        A chunk may have a quarter of the context's tokens, but at least 16 and at most 1,024. The bound is made at the
+        first use and kept, with a copy of the tokenizer.
+        """
         return ModelTokens.of(self.tokenizer, context_length=self.context_length)
 
 

@@ -42,8 +42,8 @@ _MEMORY = "vLLM has the device's memory; its own prefix cache takes the device t
 def check_config(config: EngineConfig) -> EngineConfig:
     """Return a copy of the config with `OFF` applied: `reuse.plain_prompts` is "off" in it.
 
-    Raises ConfigError for an option that has no effect over vLLM, and for a quality target without audits, or together
-    with a recompute ratio or α. Without effect are `device`, `decode_rows`, `max_waiting`, `preload_bytes`,
+    Raises ConfigError for the first option that has no effect over vLLM, and for a quality target without audits, or
+    together with a recompute ratio or α. Without effect are `device`, `decode_rows`, `max_waiting`, `preload_bytes`,
     `wait_timeout_s`, new variants "always", the text of audits, `reuse.refresh_rows`, and `device` and `device_bytes`
     of the store; their usual values are accepted.
     """
@@ -84,7 +84,8 @@ class EndpointSettings:
     search_system    True if system messages of such requests are searched too: applications may put the context there
     admin_keys       keys that allow priming and eviction, in addition to vLLM's own key; (): no such key is required
 
-    Raises ConfigError for a value that is unknown or of a wrong type, and for `search_system` without `plain_prompts`.
+    Raises ConfigError for a value that is unknown or of a wrong type, for a `session_header` or an admin key
+    of "", and for `search_system` while `plain_prompts` is "off".
     """
 
     root: str = ""
@@ -137,12 +138,15 @@ class ConnectorSettings:
 
     @property
     def namespace(self) -> str:
-        """Tenant; chunk-caches are never shared between namespaces."""
+        """The namespace of `config`, that is the tenant; chunk-caches are never shared between namespaces."""
         return self.config.namespace
 
     @classmethod
     def of(cls, vllm_config: VLLMConfig) -> ConnectorSettings:
-        """Return the settings of a running vLLM. Raises ConfigError if this package did not start it."""
+        """Return the settings in the config of a running vLLM, not a copy.
+
+        Raises ConfigError if the config has none, because this package did not start that vLLM.
+        """
         transfer = vllm_config.kv_transfer_config
         extra: Mapping[str, object] = {} if transfer is None else transfer.kv_connector_extra_config
         settings = extra.get(_KEY)
@@ -153,9 +157,9 @@ class ConnectorSettings:
         return settings
 
     def transfer_config(self) -> object:
-        """Return vLLM's `KVTransferConfig` that starts the connector with these settings.
+        """Return a new `KVTransferConfig` of vLLM, which holds these settings and starts the connector with them.
 
-        Raises ImportError if vLLM is not installed.
+        With it, vLLM computes blocks that cannot be filled. Imports vLLM; raises ImportError if it is not installed.
         """
         from vllm.config import KVTransferConfig
 

@@ -57,8 +57,9 @@ def lengths_up_to(longest: int) -> list[int]:
 def shortest_prompt(lengths: Sequence[int], measure: Callable[[int], Times | None]) -> int:
     """Return the smallest of these lengths at which reuse is sooner; 0 if it is the first one, or none was measured.
 
-    Longer prompts are not measured. If reuse is sooner at none of the measured lengths, the result is one more than the
-    last of them, and a warning is logged. Errors of `measure` pass.
+    Reuse counts as sooner if it takes less than 95 % of full prefill's time. Lengths are measured in order up to the
+    first one at which it is sooner. If it is sooner at none of those measured, the result is one more than the last of
+    them, and a warning is logged. The times and the result are logged at level INFO. Errors of `measure` pass.
 
     Args:
         lengths: lengths of prompts in tokens, ascending.
@@ -101,11 +102,13 @@ def shortest_prompt(lengths: Sequence[int], measure: Callable[[int], Times | Non
 def prompts_of(tokens: int, *, vocabulary: int) -> tuple[Prompt, Prompt]:
     """Return a prompt of about so many random tokens, and its instruction and chunks in another order to capture.
 
-    The second one has no question, and every chunk stands in another place in it, so that none is reused exactly.
+    The second one has no question. Every chunk has another place in it, because none is to be reused exactly. The
+    instruction and the question have 32 tokens each, and each chunk has 512; there are at least two chunks. The same
+    `tokens` give the same token ids, but each call gives new segment ids.
 
     Args:
-        tokens: length of the first prompt, at least `SHORTEST`.
-        vocabulary: number of token ids of the model.
+        tokens: length of the first prompt, at least `SHORTEST`; it is met to half a chunk.
+        vocabulary: number of token ids of the model. Raises ValueError if it is below 1.
     """
     dice = random.Random(tokens)
     start = secrets.token_hex(8)  # other servers on the same store use other names

@@ -13,7 +13,7 @@ KNOWN_VERSIONS = ("0.32", "0.33")
 
 
 def is_known_version(version: str) -> bool:
-    """Return True if a version of vLLM belongs to one of the known minor releases; False for any other text.
+    """Return True if a version of vLLM begins with one of `KNOWN_VERSIONS` and a dot, or is one; False for other text.
 
     >>> is_known_version("0.32.0"), is_known_version("0.33.1rc1+cpu"), is_known_version("0.3"), is_known_version("dev")
     (True, True, False, False)
@@ -26,11 +26,12 @@ def is_known_version(version: str) -> bool:
 def require_vllm() -> None:
     """Check that a known version of vLLM is installed, and make vLLM spawn its processes.
 
-    A forked process would inherit the store's locks without the threads that release them. The environment variable
-    `VLLM_WORKER_MULTIPROC_METHOD` becomes "spawn", unless it is set already. Imports vLLM.
+    A forked process would inherit the store's locks without the threads that release them. Imports vLLM. If its version
+    is known, the environment variable `VLLM_WORKER_MULTIPROC_METHOD` becomes "spawn", unless it is set already.
 
     Raises:
-        ConfigError: vLLM cannot be imported, or its version is unknown; says what to install.
+        ConfigError: importing vLLM raises ImportError, or its version is unknown; says what to install. Other errors of
+            the import pass.
     """
     try:
         import vllm

@@ -134,7 +134,10 @@ class Measuring:
         origin: OriginCondition,
         kind: type[ChunkCacheStore] | None = None,
     ) -> tuple[dict[str, object], list[Record]]:
-        """Measure what the folder's records lack.
+        """Measure what the folder's records lack, and append each measurement to them at once.
+
+        The model is loaded for this, with a store in a hidden folder inside `out` that is removed afterwards. Progress
+        goes to stderr.
 
         Args:
             methods: methods to measure, each at each recompute ratio if it takes one.
@@ -145,13 +148,15 @@ class Measuring:
             The settings as they are written to the folder (`EvaluationSettings.describe`), and all its records.
 
         Raises:
-            ConfigError: ratios, a warm-up, a device or a folder that cannot be used, or a folder with records of other
-                settings.
+            ConfigError: ratios, a warm-up, a device or a folder that cannot be used, or a folder with damaged records
+                or records of other settings; no method; data that cannot provide the origin; or the extra `eval` is not
+                installed.
             ModelNotFoundError, UnsupportedModelError: the model cannot be loaded, or failed its self-check.
             ContextLengthError: a question and its passages do not fit the model's context.
             StoreError: the store of chunk-caches in the folder cannot be used.
             OSError: a measurement cannot be written, such as on a full disk.
             RuntimeError, MemoryError: there is no memory for the model, or it fails.
+            SystemExit: in the main thread, for SIGTERM (exit code 143) or SIGHUP (129). What was measured stays.
         """
         from cachecraft_rag.evaluation import runner
         from cachecraft_rag.evaluation.measuring import trials_of
@@ -177,7 +182,9 @@ class Measuring:
 
 
 def recompute_ratios(text: str) -> list[float | None]:
-    """Return a comma-separated list of recompute ratios; None for "cfo". Raises ConfigError for other text.
+    """Return the recompute ratios of a comma-separated list, in order; None for "cfo".
+
+    Raises ConfigError for other text, "", NaN and infinities. The range of the ratios is not checked.
 
     >>> recompute_ratios("cfo, 0.15")
     [None, 0.15]
@@ -232,7 +239,10 @@ def evaluate(
 
 
 def require_packages() -> None:
-    """Raise ConfigError if the package of the extra `eval` is missing, before the first measurement needs it."""
+    """Raise ConfigError if rouge-score, the package of the extra `eval`, is missing; return None otherwise.
+
+    To be called before the first measurement needs it.
+    """
     from cachecraft_rag.evaluation.metrics import rouge_l
 
     rouge_l("one", "two")
@@ -246,7 +256,9 @@ def show_report(
     figures: Sequence[str] = (),
     as_json: bool,
 ) -> None:
-    """Write the report to `report.md` in the folder, as Markdown, and print a shorter one.
+    """Write the report to `report.md` in the folder, as Markdown, and print a shorter one to stdout.
+
+    An earlier page is replaced. Right, lost and won answers are left out if the questions have no gold answers.
 
     Args:
         described: the settings of the measurement, see `EvaluationSettings.describe`; they head the page.

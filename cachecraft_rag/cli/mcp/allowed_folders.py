@@ -59,8 +59,8 @@ class AllowedFolders:
             The path without links and `..` below the allowed folder's own name.
 
         Raises:
-            DocumentError: the path leads out of the allowed folders, to a hidden file or folder, or nowhere. For a path
-                outside, the message does not say whether it exists.
+            DocumentError: the path is empty or holds a NUL, or it leads out of the allowed folders, to a hidden file or
+                folder, or nowhere. For a path outside, the message does not say whether it exists.
         """
         if not text.strip():
             raise DocumentError(f"the path is empty; name a file or folder below {self}")

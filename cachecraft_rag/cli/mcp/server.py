@@ -57,7 +57,7 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """True for 127.0.0.1, ::1 and localhost, which only this computer reaches."""
+        """True for 127.0.0.1, ::1 and localhost, which only this computer reaches; False for any other host."""
         return self.host in (LOOPBACK, "localhost", "::1")
 
     def listen(self) -> socket.socket:
@@ -76,7 +76,7 @@ class Address:
 
 
 def server_of(tools: DocumentTools, *, folders: str, verbose: bool = False) -> MCPServer[None]:
-    """Return a server with these tools.
+    """Return a server with the tools `search`, `ask` and, with `folders`, `index`; it does not run yet.
 
     Args:
         folders: the allowed folders, for the agent; empty: the tool `index` is left out.
@@ -124,13 +124,17 @@ class ServerThread:
         self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve, in a daemon thread. Raises RuntimeError for a second call."""
+        """Begin to serve, in a daemon thread, and return at once.
+
+        Raises RuntimeError for a second call, and if the system has no room for a thread.
+        """
         self._thread.start()
 
     def wait(self) -> None:
         """Wait until the server ends: over stdio when its client has left, over HTTP not before Ctrl-C.
 
-        Raises what the server raised, and KeyboardInterrupt at Ctrl-C.
+        Returns None if it ended without an error. Raises what the server raised, KeyboardInterrupt at Ctrl-C, and
+        RuntimeError before `start`.
         """
         self._thread.join()
         if self._error is not None:

@@ -41,7 +41,14 @@ _WAIT_FOR_VARIANTS_S = 30.0
 
 
 def check_server(config: VLLMConfig) -> None:
-    """Raise ConfigError if this server does not report what audits need: the model's own 16 likeliest tokens."""
+    """Raise ConfigError if this server does not report what audits need: the model's own 16 likeliest tokens.
+
+    It does not if its `logprobs_mode` is another one than "raw_logprobs", or its `max_logprobs` is 0 to 15; a negative
+    number is no limit. Otherwise returns None.
+
+    Args:
+        config: config of the running vLLM.
+    """
     model = config.model_config
     if model.logprobs_mode != "raw_logprobs":
         raise ConfigError(
@@ -56,7 +63,7 @@ def check_server(config: VLLMConfig) -> None:
 
 
 def likeliest_of(logprobs: Mapping[int, TokenLogprob]) -> LikeliestTokens:
-    """Return the likeliest tokens from vLLM's log-probabilities of one place.
+    """Return the likeliest token and the log-probabilities of all given tokens, from those of vLLM at one place.
 
     Of equally likely tokens the one with the smallest id counts as the likeliest, as in greedy sampling.
 
@@ -119,7 +126,7 @@ class WaitingAnswer:
     tries: int = 0
 
     def holds(self, chunk_ids: Collection[str]) -> bool:
-        """Return True if the prompt of the answer has at least one of these chunks."""
+        """Return True if the prompt of the answer has at least one segment with one of these ids; False for no ids."""
         return any(segment.segment_id in chunk_ids for segment in self.request.prompt.segments)
 
 
@@ -189,9 +196,10 @@ class IdleAudits:
     ) -> None:
         """Have the first tokens of an answer audited, if its predictions were noted.
 
-        The audit waits for idle time. If too many answers wait, the oldest one is dropped and counted. An answer whose
-        chunks are all exact needs no audit: its result is kept at once. Does nothing after `close`, for an answer that
-        vLLM computed without chunk-caches, and if no token was read.
+        Returns at once: the audit waits for idle time. If more than `Audits.waiting` answers wait, the oldest one is
+        dropped and counted. An answer whose chunks are all exact needs no audit: its result is kept at once, and a
+        thread writes it to disk. Does nothing after `close`, for an answer that vLLM computed without chunk-caches, and
+        if no token was read. Raises nothing.
 
         Args:
             request: the request.
@@ -223,9 +231,10 @@ class IdleAudits:
             self._changed.notify_all()
 
     def forget(self, chunk_ids: Collection[str]) -> None:
-        """Drop the audits of prompts with these chunks, because the chunks were removed.
+        """Drop the audits of prompts with these chunks, because the chunks are removed, and count them as removed.
 
-        The audit under way goes on, but its result is not kept.
+        The audit under way goes on, but its result is not kept, and it is counted once it ends. Without such audits,
+        nothing happens.
         """
         removed = set(chunk_ids)
         with self._changed:
@@ -238,10 +247,10 @@ class IdleAudits:
             self._changed.notify_all()
 
     def settle(self, timeout: float | None = None) -> bool:
-        """Wait until no answer waits for its audit or is being audited; return False after `timeout` seconds.
+        """Wait until no answer waits for its audit or is being audited, and all results are written.
 
-        None waits without limit. After `close` returns True at once, also while an audit is under way. Raises nothing:
-        audits that fail are logged and counted.
+        Returns True then, and False after `timeout` seconds. None waits without limit. After `close` returns True at
+        once, also while an audit is under way. Raises nothing: audits that fail are logged and counted.
         """
         with self._changed:
             return self._changed.wait_for(self._settled, timeout)
@@ -251,9 +260,10 @@ class IdleAudits:
         return self._closed or is_done
 
     def close(self) -> None:
-        """Drop all waiting audits, and the result of the one under way; finish writing the others.
+        """Drop all waiting audits, and the result of the one under way, and count them as closed.
 
-        The audit under way is not waited for. A second call does nothing.
+        The audit under way is not waited for; results that are being written are, and then their file is closed. A
+        second call does nothing. Raises nothing.
         """
         with self._changed:
             if self._closed:

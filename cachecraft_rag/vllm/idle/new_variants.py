@@ -61,14 +61,20 @@ class IdleVariants:
 
     @property
     def stats(self) -> NewVariantStats:
-        """Statistics since this object was made."""
+        """A copy of the statistics since this object was made; also possible after `close`."""
         with self._changed:
             return self._wanted.stats()
 
     def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
         """Add the tokens of an answered prompt to the budget, and note the chunks that were fixed in it.
 
-        The threads begin with the first candidate. Does nothing if new variants are off, or after `close`.
+        The threads begin with the first candidate. If more than `NewVariants.waiting` candidates wait, the least
+        valuable one is dropped and counted. Returns at once, and raises nothing. Does nothing if new variants are off,
+        or after `close`.
+
+        Args:
+            prompt_tokens: tokens of the prompt; the share `NewVariants.share` of them may be computed.
+            candidate: the prompt's chunks that were fixed; None: none.
         """
         with self._changed:
             if self.config.when == "off" or self._closed:
@@ -82,9 +88,10 @@ class IdleVariants:
             self._changed.notify_all()
 
     def forget(self, chunk_ids: Collection[str]) -> None:
-        """Drop the candidates with these chunks, which are being removed.
+        """Drop the candidates with these chunks, because the chunks are being removed, and count them as removed.
 
-        A running candidate goes on; `removed` then names its chunks that were removed.
+        A candidate that is being captured is dropped too, but its capture goes on; `removed` then names its chunks that
+        were removed. Raises nothing.
         """
         with self._changed:
             for candidate in self._wanted.candidates.having(frozenset(chunk_ids)):
@@ -93,9 +100,9 @@ class IdleVariants:
                 removed.update(set(names).intersection(chunk_ids))
 
     def removed(self, candidate: Candidate) -> frozenset[str]:
-        """Return the chunks of a running candidate that were removed since it began.
+        """Return the ids of the chunks of a candidate that were removed since its capture began; maybe empty.
 
-        Raises KeyError for a candidate that is not running.
+        Raises KeyError for a candidate that is not being captured.
         """
         with self._changed:
             return frozenset(self._running[candidate.identity])
@@ -115,7 +122,8 @@ class IdleVariants:
     def close(self) -> None:
         """Drop all candidates and begin no more captures; a capture under way goes on, and is not waited for.
 
-        A second call does nothing.
+        The candidates, also those that are being captured, are counted as closed. A second call does nothing. Raises
+        nothing.
         """
         with self._changed:
             self._closed = True

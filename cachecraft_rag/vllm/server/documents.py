@@ -91,10 +91,13 @@ class Asked:
     """A request with documents.
 
     question  the user's; "" if the history ends with the result of a tool
+    chunks   the documents in the order of the request, best first
+    history  the turns before the question
     tools    tools that the model may call
     system   instruction of the request; None: the server's instruction
     config   reuse settings of the request; None: the server's settings
     reserve  number of tokens kept free for the answer
+    client_salt  `cache_salt` of the request; "" if it has none
     """
 
     question: str
@@ -115,7 +118,10 @@ class Asked:
         context_length: int,
         allowed: ClientSettings = "all",
     ) -> Self:
-        """Return the request with documents in vLLM's `ChatCompletionRequest`.
+        """Return the request with documents in vLLM's `ChatCompletionRequest`, which stays as it is.
+
+        System messages are joined into the instruction, and neighbouring messages of one role into a turn. `reserve` is
+        the request's `max_completion_tokens`, or else `max_tokens`, or else 128.
 
         Args:
             request: vLLM's request.
@@ -124,9 +130,9 @@ class Asked:
             allowed: reuse settings that the request may change, see `EndpointSettings`.
 
         Raises ConfigError, with what to do instead, for fields that do not work together with documents; documents,
-        messages or tools of another form, or with more than 64 characters per token of the context; a document whose id
-        is that of another text, if the request sets `strict_ids`; and reuse settings that are unknown, out of range, or
-        not for clients to change.
+        messages or tools of another form, or with more than 64 characters per token of the context in all; a last
+        message that is neither the user's nor the result of a tool; a document whose id is that of another text, if the
+        request sets `strict_ids`; and reuse settings that are unknown, out of range, or not for clients to change.
         """
         for name, (fine, advice) in _UNSUPPORTED.items():
             if not fine(getattr(request, name, None)):
@@ -167,6 +173,10 @@ def plain_config(
 ) -> ReuseConfig | None:
     """Return the reuse settings of a request without documents; None if it, or the server, turns reuse off.
 
+    A request turns it off with `plain_prompts` "off" or `reuse` False. `capture` is the server's own, because captures
+    follow later by the server's settings. A request can turn it off if `allowed` is "safe", and change it if `allowed`
+    is "all".
+
     Args:
         request: vLLM's request.
         default: the server's reuse settings, which hold for all that the request does not set.
@@ -188,9 +198,10 @@ def plain_config(
 
 
 def read_body(body: bytes, names: Collection[str]) -> dict[str, Any]:
-    """Return the fields of a JSON object; all of its fields must be among `names`, and any of them may be missing.
+    """Return the fields of a JSON object as a dict; any of `names` may be missing, and an empty object gives {}.
 
-    Raises ConfigError for bytes that are not a JSON object, and for other fields.
+    Raises ConfigError for bytes that are not a JSON object, and for a field that is not among `names`. Values are not
+    checked.
     """
     try:
         parsed = json.loads(body)
@@ -218,8 +229,8 @@ class PrimingRequest:
 def read_priming(body: bytes, *, context_length: int) -> PrimingRequest:
     """Return the request to prime in the body of an HTTP request.
 
-    Of the fields "documents", "related" and "estimate" only the first is required. Without the others nothing is
-    related, and the request is no estimate.
+    Of the fields "documents", "related" and "estimate" only the first is required; it is the list of one document's
+    chunks, which may be []. Without the others nothing is related, and the request is no estimate.
 
     Args:
         body: the body.
@@ -227,8 +238,8 @@ def read_priming(body: bytes, *, context_length: int) -> PrimingRequest:
 
     Raises:
         ConfigError: the body is not a JSON object, or has another field; documents have another form, see
-            `check_documents`; "estimate" is neither true nor false; the documents have more than 4,194,304 characters
-            in all; or one of them has more than 64 characters per token of the context.
+            `check_documents`; "estimate" is neither true nor false; documents and related ones have more than 4,194,304
+            characters in all; or one of them has more than 64 characters per token of the context.
     """
     given = read_body(body, ("documents", "related", "estimate"))
     related = given.get("related", [])
@@ -300,9 +311,10 @@ def _reuse_settings(request: PlainRequest) -> object:
 
 
 def check_documents(documents: object) -> None:
-    """Raise ConfigError, with an example, for anything but a list of at most 1,000 objects with a text.
+    """Raise ConfigError, with what to write instead, for anything but a list of at most 1,000 objects with a text.
 
-    The text is in a field "text", "page_content" or "content", and has no half surrogate pairs.
+    The text is in a field "text", "page_content" or "content", may be "", and has no half surrogate pairs. An empty
+    list is valid. Returns None.
     """
     if not isinstance(documents, list):
         raise ConfigError(f"documents must be a list; {_EXAMPLE}")
@@ -439,7 +451,15 @@ def _config(given: object, default: ReuseConfig, allowed: ClientSettings) -> Reu
 
 
 def shaping_settings(config: ReuseConfig, default: ReuseConfig) -> list[str]:
-    """Return the names of the settings that differ from the server's and change captured values; [] if none does."""
+    """Return the names of the settings that differ from the server's and change captured values; [] if none does.
+
+    They are in the order of the fields of `ReuseConfig`. All its settings change captured values but `reuse`,
+    `capture`, `loading` and `min_prompt_tokens`.
+
+    Args:
+        config: settings of a request.
+        default: settings of the server.
+    """
     names = [field.name for field in fields(ReuseConfig)]
     return [
         name

@@ -87,13 +87,17 @@ class ChatWithDocuments:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes of this package; those of completions, chat completions and responses replace vLLM's."""
+        """Add the routes of this package; those of completions, chat completions and responses replace vLLM's.
+
+        vLLM calls this once, after it has added its own routes, and then removes those with the same path and method.
+        """
         app.include_router(_router())
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Open the engine over vLLM's, check that reuse is exact here, and set `state.cachecraft` to an `Endpoint`.
 
-        vLLM calls this before the first request; an error ends the server.
+        Metrics of the engine are registered with this process's `prometheus_client.REGISTRY`. vLLM calls this before
+        the first request; an error ends the server.
 
         Args:
             engine_client: vLLM's `AsyncLLM`.
@@ -106,9 +110,10 @@ class ChatWithDocuments:
             ModelNotFoundError: a file of the model cannot be read or is damaged.
             UnsupportedModelError: the model has no weight files on this machine, or reuse is not exact on it.
             StoreError: the store cannot be opened, read or written.
+            KeyError, AttributeError: the model's config lacks a value that is needed, see `ServedModel.load`.
             ValueError: the metrics of another engine are registered in this process already.
 
-        vLLM's own exceptions pass, too.
+        vLLM's own exceptions pass, too, such as for a chat template that cannot be read, or a `max_logprobs` below 16.
         """
         settings = ConnectorSettings.of(engine_client.vllm_config)
         loop = asyncio.get_running_loop()
@@ -147,9 +152,10 @@ class Endpoint:
 
         Args:
             act: the function.
-            slow: True for work that may take minutes; it has separate threads.
+            slow: True for work that may take minutes; it has two separate threads. Other work has four.
 
-        Raises HTTPException (400, with the reason) in place of any CacheCraftError; other errors of `act` pass.
+        Waits for a free thread. Raises HTTPException (400, with the reason) in place of any CacheCraftError; other
+        errors of `act` pass. If the caller is cancelled, an `act` that has begun goes on in its thread.
         """
         threads = self._slow if slow else self._layouts
         try:
@@ -158,9 +164,10 @@ class Endpoint:
             raise bad_request(error) from error
 
     def session(self, raw_request: Request) -> str | None:
-        """Return the session in the trusted header; None without one, or if this server trusts no header.
+        """Return the session in the header that `EndpointSettings.session_header` names; None without that header.
 
-        Raises HTTPException (400) for a session that is empty or too long.
+        None also if this server trusts no header. Raises HTTPException (400) for a session that is empty or has more
+        than 256 characters.
         """
         header = self.engine.settings.session_header
         session = None if header is None else raw_request.headers.get(header)
@@ -190,10 +197,12 @@ async def _documents_are_well_formed(raw_request: Request) -> None:
 
 
 async def create_chat_completion(request: DocumentChatRequest, raw_request: Request) -> Response:
-    """Serve a chat completion; a request with `documents` is served from chunk-caches.
+    """Serve a chat completion; a request with `documents` is served from chunk-caches, even if these are [].
 
-    Returns JSON, or a stream of server-sent events if the request asks for one. What vLLM's own handler refuses is JSON
-    with the status that it chose.
+    A request without `documents` is passed to vLLM. If this server reuses plain prompts, its messages are searched on
+    the way. Returns JSON, or a stream of server-sent events if the request asks for one; None if the client has gone.
+    What vLLM's own handler refuses is JSON with the status that it chose. Requests with `documents` that are refused
+    are counted as such.
 
     Raises HTTPException (400) for an invalid session, and for documents, messages, tools or reuse settings that cannot
     be used, or that do not fit the context; also vLLM's own exceptions.
@@ -278,7 +287,10 @@ async def _plain_chat(
 
 
 async def create_completion(request: CompletionRequest, raw_request: Request) -> Response:
-    """Serve a completion. Returns JSON, or a stream of server-sent events if the request asks for one.
+    """Serve a completion by vLLM's own handler; its prompt is searched on the way if this server reuses plain prompts.
+
+    Returns JSON, or a stream of server-sent events if the request asks for one; None if the client has gone. What
+    vLLM's own handler refuses is JSON with the status that it chose.
 
     Raises HTTPException (400) for a request with `documents`, which only chat completions take, an invalid session, or
     reuse settings that cannot be used; also vLLM's own exceptions.
@@ -338,7 +350,10 @@ def _searching(stock: Any, raw_request: Request, origin: Origin, locate: Locate)
 
 
 async def create_responses(request: ResponsesRequest, raw_request: Request) -> Response:
-    """Serve a response. Returns JSON, or a stream of server-sent events if the request asks for one.
+    """Serve a response by vLLM's own handler; its prompt is searched on the way if this server reuses plain prompts.
+
+    Returns JSON, or a stream of server-sent events if the request asks for one; None if the client has gone. What
+    vLLM's own handler refuses is JSON with the status that it chose.
 
     Raises HTTPException (400) for a request with `documents`, which only chat completions take, an invalid session, or
     reuse settings that cannot be used; also vLLM's own exceptions.
@@ -419,14 +434,15 @@ async def _answer(
 
 
 async def facts(raw_request: Request) -> dict[str, object]:
-    """Return the served model and the settings that a client needs, as `ServerEngine.facts` does."""
+    """Return the served model and the settings that a client needs: the dict of `ServerEngine.facts`."""
     return _endpoint(raw_request).engine.facts()
 
 
 async def tokenizer(raw_request: Request) -> dict[str, object]:
-    """Return the files of the model's tokenizer, for clients that do not have them: {"files": name → text}.
+    """Return the files of the model's tokenizer, for clients that do not have them: {"files": {name: text}}.
 
-    Raises OSError if a file cannot be read, UnicodeDecodeError if it is not UTF-8; the client gets status 500.
+    The names are those of `TOKENIZER_FILES` that the model has, and the chat template is the one in use. Raises OSError
+    if a file cannot be read, UnicodeDecodeError if it is not UTF-8; the client gets status 500.
     """
     endpoint = _endpoint(raw_request)
     return {"files": await endpoint.in_thread(endpoint.engine.tokenizer_files)}
@@ -435,7 +451,9 @@ async def tokenizer(raw_request: Request) -> dict[str, object]:
 async def statistics(name: str, raw_request: Request) -> dict[str, object]:
     """Return statistics of a request that was recorded, see `Records.get`, and its audit as "audit".
 
-    "audit" has the values of `Audit`, or None for an answer that was not audited, or not yet.
+    Recorded are requests with `documents`, and others in whose prompt segments were found. "audit" has the values of
+    `Audit`, or None for an answer that was not audited, or not yet. Of a response, the statistics are those of its
+    first prompt.
 
     Args:
         name: id of the answer.
@@ -461,8 +479,9 @@ async def statistics(name: str, raw_request: Request) -> dict[str, object]:
 async def prime(raw_request: Request) -> dict[str, object]:
     """Capture the chunks of one document, in order; with "estimate", only count them.
 
-    Returns {"captured": number of captures that were stored}. With "estimate" returns {"missing": {variant id: tokens},
-    "disk": the fields of `DiskSpace`}, with an entry in "missing" for each capture that would be made.
+    Chunks that are stored already after the same neighbours are skipped. Returns {"captured": number of captures that
+    were stored}. With "estimate" returns {"missing": {variant id: tokens}, "disk": the fields of `DiskSpace`}, with an
+    entry in "missing" for each capture that would be made. The body is described at `read_priming`.
 
     Raises HTTPException (403) without the admin key that this server asks for; HTTPException (400) for an invalid or
     too large body, a chunk that does not fit a pass, a private instruction, and a store that is closed or cannot be
@@ -485,10 +504,12 @@ async def prime(raw_request: Request) -> dict[str, object]:
 async def evict(raw_request: Request) -> dict[str, object]:
     """Remove the chunk-caches of chunks in this server's namespace, by their ids; unknown ids are ignored.
 
-    Returns {"variants": number of variants removed, "nbytes": their bytes on disk}. Both are 0 without ids.
+    The body is {"chunk_ids": [id, …]}. Waiting audits and new variants with these chunks are dropped. Captures that
+    vLLM's processes have begun are not waited for. Returns {"variants": number of variants removed, "nbytes": their
+    bytes on disk}. Both are 0 if the list is empty.
 
     Raises HTTPException (403) without the admin key that this server asks for; HTTPException (400) for an invalid or
-    too large body, and for a store that is closed or cannot be written.
+    too large body, one without "chunk_ids", and for a store that is closed or cannot be read or written.
     """
     endpoint = _administered(raw_request)
     body = await _body(raw_request)

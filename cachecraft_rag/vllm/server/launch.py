@@ -42,7 +42,9 @@ def serve(
     """Serve a model until the process is stopped, then return.
 
     Environment variables of this process change: VLLM_PLUGINS gets the names of this package's plugins, and
-    PROMETHEUS_MULTIPROC_DIR is removed.
+    PROMETHEUS_MULTIPROC_DIR is removed. VLLM_WORKER_MULTIPROC_METHOD becomes "spawn" unless it is set,
+    VLLM_LOGGING_CONFIG_PATH is set with `json_logs` unless it is set, and VLLM_LOG_STATS_INTERVAL with
+    `--disable-log-stats`. The settings are logged.
 
     Args:
         model: as in `Engine.from_pretrained`; also the name that clients use, unless `arguments` name another.
@@ -59,7 +61,8 @@ def serve(
         ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is damaged.
         UnsupportedModelError: chunk-caches cannot be reused with this model and these arguments, its heads cannot be
             divided among the ranks, or it has no weight files on this machine.
-        SystemExit: vLLM's command line refuses an argument.
+        KeyError, AttributeError: the model's config lacks a value that is needed, see `ServedModel.load`.
+        SystemExit: vLLM's command line refuses an argument, or `arguments` ask for its help.
 
     These errors are raised before vLLM starts. Once it has started, errors of `ChatWithDocuments.init_state` pass, such
     as UnsupportedModelError if reuse is not exact on this model, and so do vLLM's own exceptions.
@@ -115,8 +118,9 @@ def summary(settings: ConnectorSettings) -> str:
 def check_arguments(arguments: Sequence[str]) -> None:
     """Raise ConfigError for arguments of vLLM's that are set here, or that conflict with what is set here.
 
-    Set here are --model, --dtype, --tokenizer, --kv-transfer-config, --kv-connector and --config. --api-server-count
-    and --headless conflict. All other arguments pass unchecked.
+    Set here are --model, --dtype, --tokenizer, --kv-transfer-config, --kv-connector and --config, also with a part of
+    their value named after a dot. --api-server-count (-asc) and --headless conflict. Underscores count as hyphens, and
+    a value may follow after "=". All other arguments pass unchecked. Returns None.
     """
     for argument in arguments:
         name = argument.partition("=")[0].partition(".")[0].replace("_", "-")

@@ -33,7 +33,8 @@ def messages_of(request: ResponseRequest) -> list[Message]:
     """Return the instruction as a system message, which may be empty, then one message for each item.
 
     An input that is a text becomes one message of the user. An output of a tool becomes a message of role "tool". Other
-    items stay as they are, so some have no role.
+    items keep their values, so some have no role. An empty list gives the instruction alone. The request stays as it
+    is.
     """
     system = {"role": "system", "content": request.instructions or ""}
     if isinstance(request.input, str):
@@ -56,10 +57,11 @@ def with_mark(request: ResponseRequest, place: int) -> dict[str, object]:
     """Return the fields of the request that change if the text of message `place` is replaced by `MARK`: one field.
 
     Args:
-        request: the request.
-        place: index in the list of `messages_of`.
+        request: the request, which stays as it is.
+        place: index in the list of `messages_of`; 0 is the instruction.
 
-    Raises IndexError if there is no such message, and KeyError if it has no role.
+    The field is "instructions" or "input". If the input is a text, every other place than 0 means that text. Raises
+    IndexError if the input is a list without such an item, and KeyError if the item has no role.
     """
     if place == 0:
         return {"instructions": MARK}

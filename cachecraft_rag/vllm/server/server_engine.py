@@ -99,10 +99,16 @@ class ServerEngine(AnswerEngine):
 
         Raises:
             ConfigError: vLLM has another tokenizer than the model's, or options with which answers cannot be audited;
-                or the instruction, or the chat template, cannot be used.
+                the instruction, or the chat template, cannot be used; or a setting of the store cannot be used here,
+                such as a codec whose package is not installed.
             ModelNotFoundError: a file of the model cannot be read or is damaged.
             UnsupportedModelError: the model has no weight files on this machine.
             StoreError: the store cannot be opened.
+            KeyError, AttributeError: the model's config lacks a value that is needed, see `ServedModel.load`.
+            TypeError: the instruction is private and holds half a surrogate pair.
+
+        If an error is raised, the store is closed. Earlier results of audits and a calibration in the store's folder
+        that cannot be read raise nothing: a warning is logged.
         """
         if model_config.tokenizer != model_config.model:
             raise ConfigError(
@@ -133,7 +139,16 @@ class ServerEngine(AnswerEngine):
         return engine
 
     def prepare(self, asked: Asked, *, session: str | None) -> tuple[Request, Ask]:
-        """Return a request with its prompt, and the message about it to vLLM's scheduler.
+        """Return a request with its prompt, and the message about it to vLLM's scheduler, named by the request's id.
+
+        The settings of both are those that were asked for, or the server's, with the recompute ratio of a quality
+        target or the calibrated α. They reuse and capture nothing if the prompt is shorter than `min_prompt_tokens`.
+        Chunks that do not fit the context are left out, see `PromptBuilder.build`. Nothing is sent, counted or
+        computed.
+
+        Args:
+            asked: the request with documents, as it was parsed.
+            session: session of the request; None without one.
 
         Raises:
             ContextLengthError: question, history and answer do not fit the model's context.
@@ -159,9 +174,12 @@ class ServerEngine(AnswerEngine):
         return request, ask
 
     def chosen_ratio(self, asked: ReuseConfig) -> tuple[float, str] | None:
-        """Return the recompute ratio that the quality target chooses, and the reason for it.
+        """Return the recompute ratio that the quality target chooses, and a sentence with the reason for it.
 
-        None without a target, without reuse, and for settings that have a ratio or α themselves.
+        None without a target, and for settings without reuse, or with a ratio or α. Raises nothing.
+
+        Args:
+            asked: the settings that the request asks for, before calibration.
         """
         return self._backend.audits.results.chosen_ratio(asked)
 
@@ -169,7 +187,7 @@ class ServerEngine(AnswerEngine):
         """Return an object that notes what is predicted along an answer; None if it is not to be audited.
 
         Answers without reuse or with a grammar are never audited, and none is after `close`. The others are drawn by
-        chance, with the share of audits.
+        chance, with the share of audits; by default it is 0. Raises nothing.
         """
         return self._backend.audits.recorder(request)
 
@@ -177,11 +195,18 @@ class ServerEngine(AnswerEngine):
         """Return the audit of an answer, by the id of its request.
 
         None if it was not audited, not yet (`settle` waits for it), or too long ago: the last 1,024 results are kept.
+        Raises nothing, also after `close`.
         """
         return self._backend.audits.results.get(request_id)
 
     def ended(self, record: RequestRecord) -> None:
-        """Count and log a request that has ended; its new variants and its audit then wait for idle time."""
+        """Count and log a request that has ended; its new variants and its audit then wait for idle time.
+
+        After `close` it is only counted and logged. Returns None at once, and raises nothing.
+
+        Args:
+            record: progress of the request, after `RequestRecord.end`.
+        """
         stats = record.stats()
         self.request_counts.add(stats)
         log_request(stats, error=record.error)
@@ -192,13 +217,15 @@ class ServerEngine(AnswerEngine):
         """Return vLLM's `kv_transfer_params` of a request, as plain JSON values.
 
         The keys are "prompt_token_ids", the token ids of the whole prompt, and `messages.FIELD`, the signed message.
+        The dict is a new one. Raises nothing.
         """
         return self._backend.transfer(ask)
 
     def check_reuse(self) -> None:
-        """Run the self-check of the model's chunk-caches, and measure `min_prompt_tokens` on a GPU.
+        """Run the self-check of the model's chunk-caches, then measure and set `min_prompt_tokens`, in tokens.
 
-        The captures of both are removed.
+        It becomes 0, which means all prompts, without a GPU and wherever else nothing is measured, see
+        `VLLMBackend.measured_min_prompt_tokens`. The captures of both are removed.
 
         If the context is too short for the check, or the store keeps no captures, a warning is logged and nothing is
         raised: reuse is then unchecked.
@@ -206,8 +233,9 @@ class ServerEngine(AnswerEngine):
         Raises:
             UnsupportedModelError: reuse is not exact on this model, or vLLM computed the prompts without chunk-caches.
             StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
-            CancelledError: `close` was called meanwhile.
-            RuntimeError: vLLM's event loop is closed; also vLLM's own exceptions.
+            CancelledError: `close` was called meanwhile, or the event loop ends.
+            RuntimeError: vLLM's event loop is closed; also vLLM's own exceptions, such as its ValueError if its
+                `max_logprobs` is below 16.
         """
         self._backend.check_reuse()
         self.min_prompt_tokens = self._backend.measured_min_prompt_tokens()
@@ -216,23 +244,26 @@ class ServerEngine(AnswerEngine):
         """Wait for new variants within their budget, and for audits.
 
         Returns True once none of them waits or is under way, and at once after `close`; False after `timeout` seconds.
-        None waits without limit. Raises nothing: captures and audits that fail are logged and counted.
+        None waits without limit. Candidates for which the budget is spent are not waited for. Raises nothing: captures
+        and audits that fail are logged and counted.
         """
         return self._backend.settle(timeout)
 
     def calibrated(self, config: ReuseConfig) -> ReuseConfig:
-        """Return a copy of these settings, with the calibrated α for them if there is one.
+        """Return a copy of these settings, with the calibrated α for them if `calibration_for` finds one.
 
         Its `plain_prompts` is "off", because `server.unmarked` searches unmarked text. Raises nothing.
         """
         return replace(super().calibrated(config), **OFF)
 
     def facts(self) -> dict[str, object]:
-        """Return facts that a client needs, as plain JSON values by name.
+        """Return facts that a client needs, as plain JSON values by name, in a new dict.
 
-        They are the versions of protocol and package, the model with its identity and limits, the namespace, the
-        instruction, and the settings of reuse and of the endpoint. "session_header" is the name of the header with a
-        request's session, or None if the server has no sessions.
+        The names are "protocol" and "version" (of the messages and of this package), "model", "fingerprint", "layout",
+        "context_length" (in tokens), "end_tokens" (ascending ids), "namespace", "system" (the instruction), "reuse"
+        (the server's settings of reuse), "client_settings" and "plain_prompts" (see `EndpointSettings`), and
+        "session_header", the name of the header with a request's session, or None if the server has no sessions. Keys
+        are not among them. Raises nothing, also after `close`.
         """
         return {
             "protocol": PROTOCOL,
@@ -253,8 +284,9 @@ class ServerEngine(AnswerEngine):
     def tokenizer_files(self) -> dict[str, str]:
         """Return the files of the model's tokenizer as texts, by name, with the chat template in use.
 
-        Files that the model does not have are left out. Raises OSError if a file cannot be read, UnicodeDecodeError if
-        it is not UTF-8.
+        The names are those of `TOKENIZER_FILES`. Files that the model does not have are left out. The text of
+        "chat_template.jinja" is the template in use, also if the model's folder has another one or none. Raises OSError
+        if a file cannot be read, UnicodeDecodeError if it is not UTF-8.
         """
         folder = self._model.folder
         assert folder is not None, "the server loaded it"
@@ -271,7 +303,8 @@ class ServerEngine(AnswerEngine):
     def close(self) -> None:
         """Give up work in idle time, end requests of this engine, and close the store; the API server ends vLLM itself.
 
-        A second call does nothing, and neither does a call in a fork of this process. Raises nothing.
+        Readers of its requests get CancelledError; requests of clients over HTTP go on. A second call does nothing, and
+        neither does a call in a fork of this process. Raises nothing.
         """
         if not self._home.here:
             return

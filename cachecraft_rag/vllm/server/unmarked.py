@@ -97,7 +97,7 @@ class Origin:
     def owner(self) -> str | None:
         """Session that owns the passages of the request; None if all users share them.
 
-        A request with a `cache_salt` and no session has a session that is named by the salt.
+        It is `session` if there is one, or else "salt " and a digest of the `cache_salt` if there is one.
         """
         return (
             self.session
@@ -155,8 +155,9 @@ class ServedPrompts:
     def note(self, ids: Sequence[int], origin: Origin, ask: Ask | None) -> None:
         """Note a prompt that was served; the oldest blocks that do not fit the prefix cache are forgotten.
 
-        If it was served from chunk-caches, only blocks that end after all of its chunks are noted: only these
-        distinguish it from other prompts.
+        A block has 16 tokens; tokens after the last whole block are not noted. If the prompt was served from
+        chunk-caches, only blocks that end after all of its chunks are noted: only these distinguish it from other
+        prompts.
 
         Args:
             ids: token ids of the prompt.
@@ -175,8 +176,13 @@ class ServedPrompts:
     def longest(self, ids: Sequence[int], origin: Origin) -> tuple[int, Ask | None]:
         """Return the number of tokens of the longest prefix that was served, and the request for chunk-caches for it.
 
-        The number is a multiple of 16. Returns (0, None) if no prefix was served, and (number, None) if vLLM computed
-        the prefix without chunk-caches.
+        Only prompts that were noted with an equal `origin` count. The number is a multiple of 16. Returns (0, None) if
+        no prefix was served or its blocks are forgotten, and (number, None) if vLLM computed the prefix without
+        chunk-caches.
+
+        Args:
+            ids: token ids of the prompt.
+            origin: origin of the request.
         """
         length = 0
         ask: Ask | None = None
@@ -203,6 +209,10 @@ def _chain(ids: Sequence[int], origin: Origin) -> Iterator[tuple[int, bytes]]:
 def text_in(ids: Sequence[int], marked: Sequence[int]) -> range:
     """Return the range in which a prompt differs from the same prompt with one text replaced; empty if it does not.
 
+    Args:
+        ids: token ids of the prompt; the range is one of its positions.
+        marked: token ids of the prompt with the text replaced.
+
     >>> text_in([1, 2, 7, 8, 9, 3], [1, 2, 5, 3])
     range(2, 5)
     """
@@ -219,9 +229,9 @@ def searched_messages(messages: Sequence[Message], *, search_system: bool) -> li
     """Return the indices of the messages to search, ascending; [] if there are none.
 
     These are messages of the user, results of tools, and with `search_system` system messages. Messages of fewer than
-    200 characters hold no passage and are left out, except for the last message. Messages without text are left out
-    too, and so are those that hold more than text, such as images. Of more than 16 messages only the last 16 are
-    returned.
+    200 characters hold no passage and are left out, except for the last message of the request. Messages without text
+    are left out too, and so are those that hold more than text, such as images. If more than 16 indices remain, only
+    the last 16 are returned.
     """
     roles = ("user", "tool", "function", *(("system", "developer") if search_system else ()))
     places = []
@@ -245,15 +255,19 @@ def _text_of(content: object) -> str | None:
 
 
 def role_of(message: Message) -> str:
-    """Return the role of a searched message for the metrics: "user", "tool" or "system"."""
+    """Return the role of a searched message for the metrics: "user", "tool" or "system".
+
+    A "function" counts as "tool", and a "developer" as "system". Other roles are returned as they are, as text.
+    """
     role = str(message.get("role"))
     return {"function": "tool", "developer": "system"}.get(role, role)
 
 
 def marked(messages: Sequence[Message], place: int) -> list[Message]:
-    """Return the messages with the text at index `place` replaced by `MARK`; the given list stays as it is.
+    """Return a new list of the messages with the content at index `place` replaced by `MARK`.
 
-    Raises IndexError if there is no such message.
+    Content that is not a text is replaced by a list with one part that has the text `MARK`. The given list and its
+    messages stay as they are. Raises IndexError if there is no such message.
     """
     is_text = isinstance(messages[place].get("content"), str)
     mark = MARK if is_text else [{"type": "text", "text": MARK}]
@@ -285,13 +299,14 @@ async def locate_messages(
 ) -> Searched:
     """Locate each message to search: there the prompt differs from the prompt with that message replaced.
 
-    A message whose prompt cannot be rendered is left out. In the result, `ends_with_question` is True if the last
-    message is the user's and is searched. Errors that `render` raises pass.
+    A message whose prompt cannot be rendered is left out. One that is not in the prompt, such as a system message that
+    the template leaves out, has an empty range. In the result, `ends_with_question` is True if the last message is the
+    user's and is to be searched. Errors that `render` raises pass.
 
     Args:
         ids: token ids of the prompt.
         messages: messages of the request.
-        render: renders the prompt with one message replaced.
+        render: renders the prompt with one message replaced; called once for each message to search, at most 16 times.
         search_system: True to search system messages too.
     """
     texts = []
@@ -331,15 +346,21 @@ class PlainPrompts:
     def prepare(self, ids: Sequence[int], searched: Searched, origin: Origin) -> Prepared | None:
         """Find segments in a prompt, and decide how it is served; None if there is no text to reuse or to note.
 
-        If the catalog cannot be read, a warning is logged, and vLLM computes the prompt.
+        The prompt is served from chunk-caches (`Prepared.ask`) if they hold at least 128 of its tokens, an eighth of
+        it, and more than vLLM's prefix cache has of it from a prompt without chunk-caches. If the prefix cache has as
+        much of it from an earlier prompt that was served from chunk-caches, the request may begin with that prompt's
+        chunks instead. A prompt that is shorter than `min_prompt_tokens` is served in the second way only.
+
+        Waits for the catalog and for a remote. Counts the searched messages in the metrics. If the catalog cannot be
+        read, a warning is logged, and vLLM computes the prompt.
 
         Args:
             ids: token ids of the prompt.
             searched: parts of the prompt to search.
             origin: origin of the request.
 
-        Raises StoreError if the store is closed, ConfigError if the settings have `refresh_rows`, which vLLM does not
-        support.
+        Raises StoreError if the store is closed, and ConfigError if the prompt would be served from chunk-caches and
+        the settings have `refresh_rows`, which vLLM does not support.
         """
         started = time.perf_counter()
         cached, before = self._served.longest(ids, origin)
@@ -468,12 +489,16 @@ class PlainPrompts:
     def asking(self, ask: Ask) -> tuple[dict[str, object], str]:
         """Return the `kv_transfer_params` of a request, and its salt for vLLM's prefix cache.
 
-        The parameters have one key, `messages.FIELD`, with the signed message. The salt is 32 hex digits.
+        The parameters have one key, `messages.FIELD`, with the signed message. The salt is 32 hex digits. Raises
+        nothing.
         """
         return {FIELD: self._engine.transfer(ask)[FIELD]}, ask.cache_salt(self._engine.namespace)
 
     def record(self, prepared: Prepared) -> RequestRecord:
-        """Return a new record of a request, for `Records.begin`."""
+        """Return a new record of a request, for `Records.begin`; chance decides if its answer is to be audited.
+
+        The record is `alone` if vLLM computes the prompt without chunk-caches. Raises nothing.
+        """
         name = prepared.request.request_id
         return RequestRecord(
             prepared.request,
@@ -485,10 +510,10 @@ class PlainPrompts:
         )
 
     async def aside(self, act: Callable[[], T]) -> T | None:
-        """Return the result of a blocking function, which is called in a thread.
+        """Return the result of a blocking function, which is called in one of four threads.
 
         Returns None if it raises CacheCraftError, OSError or RuntimeError, which is logged: vLLM then serves the
-        request without chunk-caches. Other errors pass.
+        request without chunk-caches. Other errors of the function pass.
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, act)
@@ -497,10 +522,10 @@ class PlainPrompts:
             return None
 
     def note(self, notes: Notes) -> None:
-        """Count a prompt's texts as seen, and let those that were seen before be captured in idle time.
+        """Count a prompt's texts as seen in the store, and let those that were seen before be captured in idle time.
 
         To be called after the answer. Returns at once and raises nothing: a thread does the work, and failures are only
-        logged.
+        logged. Does nothing without candidates.
 
         Args:
             notes: `Prepared.notes` of the prompt.
@@ -567,9 +592,15 @@ class SearchingClient:
     ) -> AsyncGenerator[RequestOutput]:
         """Yield outputs as vLLM's client does; closing the generator aborts the request.
 
-        If searching the prompt fails with an error of this package, of the disk or of a device, that is logged, and
-        vLLM serves the request without chunk-caches. Raises vLLM's own exceptions, and KeyError, TypeError or
-        ValueError as `RequestRecord.note` does.
+        Before the first output, the prompt is searched. If segments are found, the request is recorded, its last output
+        carries its statistics, and its texts count as seen once it has ended. If it is served from chunk-caches,
+        `params.extra_args` gets the message about them. Prompts with images or embeddings, requests for several answers
+        or for log-probabilities of the prompt, those with other `kv_transfer_params`, and those with a LoRA adapter are
+        passed on unchanged.
+
+        If searching the prompt fails with CacheCraftError, OSError or RuntimeError, that is logged, and vLLM serves the
+        request without chunk-caches. Raises vLLM's own exceptions, and KeyError, TypeError or ValueError for
+        a report that no connector of this version makes.
         """
         prompts = self._prompts
         client: EngineClient | RecordingClient = self._client

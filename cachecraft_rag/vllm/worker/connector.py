@@ -74,7 +74,10 @@ class StepNews(KVConnectorWorkerMetadata):
     news: News
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return the news of both ranks as one, see `News.joined`."""
+        """Return the news of both ranks as one, see `News.joined`.
+
+        Raises AssertionError if `other` is no `StepNews`.
+        """
         assert isinstance(other, StepNews), "all ranks run this connector"
         return StepNews(self.news.joined(other.news))
 
@@ -151,8 +154,9 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         """Return how many tokens will be filled, and True if there are any: they are filled between steps.
 
-        None in place of the number: it is not known yet, and vLLM asks again in the next step. Raises nothing: an
-        exception is logged, and (0, False) is returned, so vLLM computes the prompt.
+        (0, False) means that vLLM computes the prompt. (None, False) means that it is not known yet, or that the
+        request has to wait, and vLLM asks again in the next step. Raises nothing: an exception is logged, and (0,
+        False) is returned.
 
         Args:
             request: the request.
@@ -179,7 +183,12 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the work of this step, a `StepWork`, with as many rows as vLLM's own requests leave.
 
-        There are at least `ConnectorSettings.least_rows` rows, and exactly as many while the server is idle.
+        There are at least `ConnectorSettings.least_rows` rows, and exactly as many while the server is idle. Each
+        filling is handed out once. `gone` has the requests that have ended and those to be given up, in order of their
+        ids. Exceptions are not caught, and end vLLM.
+
+        Args:
+            scheduler_output: work of vLLM's own in this step.
         """
         scheduled = int(scheduler_output.total_num_scheduled_tokens)
         left = self._step_tokens - scheduled
@@ -194,7 +203,10 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         return StepWork(fills, gone, rows, scheduled == 0, idle, scheduling.take_wanted())
 
     def update_connector_output(self, connector_output: ConnectorOutput) -> None:
-        """Take the workers' news, and note the requests that are filled. Raises nothing: an exception is logged."""
+        """Take the workers' news, and note the requests that are filled or given up.
+
+        Raises nothing: an exception is logged.
+        """
         sent = connector_output.kv_connector_worker_meta
         self._safely(
             None, lambda: self._scheduling.take_news(sent.news) if sent is not None else None
@@ -206,7 +218,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: EngineRequest, block_ids: list[int]
     ) -> tuple[bool, dict[str, FillReport] | None]:
-        """Return False, because vLLM may free the blocks, and the statistics that the answer carries.
+        """Forget a request; return False, because vLLM may free the blocks, and the statistics that the answer carries.
 
         The statistics are `messages.FIELD` → report; None for a request without a message of this package. Raises
         nothing: an exception is logged, and (False, None) is returned.
@@ -216,7 +228,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: EngineRequest, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, FillReport] | None]:
-        """Return the same as `request_finished`; vLLM calls this if layers may be in several groups."""
+        """Return (False, statistics) as `request_finished`; vLLM calls this if layers may be in several groups."""
         return self.request_finished(request, [])
 
     # -- workers ------------------------------------------------------------------------------------------------------
@@ -224,7 +236,9 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
         """Begin, continue and end fillings for this step's share of time, before vLLM's own forward pass.
 
-        Raises nothing: an exception is logged, and vLLM computes the prompts that it concerns.
+        The work is the `StepWork` of `build_connector_meta`; the arguments are not used. The first filling frees the
+        memory that was reserved for fillings on a GPU. Raises nothing of the fillings: an exception is logged, and vLLM
+        computes the prompts that it concerns. Raises AssertionError without a `StepWork`.
         """
         work = self._get_connector_metadata()
         assert isinstance(work, StepWork), "made by build_connector_meta"
@@ -244,14 +258,17 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: captures are stored in the background."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return None, and the ids of requests whose blocks are filled or that were given up.
+        """Return None, and the ids of requests whose blocks are filled or left to vLLM, or that were given up.
 
-        The ids are None too if there are no such requests. Each id is returned once.
+        The ids are None too if there are no such requests. Each id is returned once. `finished_req_ids` is not used.
         """
         return None, self._workers.finished() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the ids of blocks that could not be filled and that vLLM has to compute; each is returned once."""
+        """Return the ids of blocks that could not be filled and that vLLM has to compute; each is returned once.
+
+        The set is empty if there are none.
+        """
         return self._workers.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -267,7 +284,9 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> StoreCounts | None:
         """Return running totals of the store, if they have changed, and reports of filled requests; None without both.
 
-        Of the workers only the first one reports. Raises nothing: an exception is logged, and None is returned.
+        Changes are those since the last result that had totals, and each report is returned once, by the scheduler's
+        side. Of the workers only the first one returns totals. Raises nothing: an exception is logged, and None is
+        returned.
         """
         return self._safely(None, self._new_counts)
 
@@ -293,11 +312,14 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_prom_metrics(cls, *arguments: object) -> ReportedCounts:
-        """Return the receiver of counts for /metrics, see `metrics.ServerCollector`."""
+        """Return a new receiver of counts for /metrics, see `metrics.ServerCollector`; vLLM gives the arguments."""
         return ReportedCounts(*arguments)
 
     def shutdown(self) -> None:
-        """Finish the captures, and close the store. Raises nothing: an exception is logged."""
+        """In a worker, give up fillings and finish the captures; in the scheduler, end the look-ups. Close the store.
+
+        Raises nothing: an exception is logged.
+        """
         for part in (self._end, self._store):
             self._safely(None, part.close)
 

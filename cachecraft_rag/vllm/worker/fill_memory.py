@@ -55,7 +55,8 @@ class FillMemory:
     def of(cls, config: VLLMConfig, settings: ConnectorSettings, *, gpu_bytes: int) -> Self:
         """Return the sizes for a model; `total` is what its longest prompts need, limited to a share of the GPU.
 
-        Nothing is allocated here, see `reserve`.
+        The limit is a tenth of the GPU's memory, or up to a quarter if a single prompt of the longest kind needs it.
+        `context` is vLLM's `max_model_len`. Nothing is allocated here, see `reserve`.
 
         Args:
             config: config of the running vLLM.
@@ -79,6 +80,8 @@ class FillMemory:
     def longest(self) -> int | None:
         """Return the most tokens of a prompt that can be filled even if all of it is computed; None without a limit.
 
+        At most `context`. Raises ZeroDivisionError if there is a `total` and the three sizes are 0.
+
         >>> FillMemory(10, 10, 5, total=1000).longest()
         40
         """
@@ -88,9 +91,9 @@ class FillMemory:
         return fitting if self.context is None else min(fitting, self.context)
 
     def room(self) -> int | None:
-        """Return the memory for keys and values of all fillings, in bytes, without that for the rows of a pass.
+        """Return the memory for keys and values of all fillings, in bytes: `total` without that for the rows of a pass.
 
-        None without a limit.
+        The rows are those of a prompt of `longest` tokens. None without a limit. Raises ZeroDivisionError as `longest`.
         """
         longest = self.longest()
         if self.total is None or longest is None:
@@ -103,7 +106,7 @@ UNLIMITED = FillMemory()
 
 @dataclass(frozen=True, slots=True)
 class FillSize:
-    """Size of one filling: tokens of the prompt, and of each segment that it captures."""
+    """Size of one filling: tokens of the prompt, and segment id → tokens of each segment that it captures."""
 
     tokens: int
     captured: Mapping[str, int]
@@ -123,7 +126,7 @@ class FillBudget:
         self._captured: dict[str, int] = {}
 
     def refusal(self, size: FillSize) -> str | None:
-        """Return why a prompt cannot be filled even alone, or None if it can."""
+        """Return why a prompt cannot be filled even alone, as a sentence, or None if it can and without a limit."""
         longest = self._memory.longest()
         if longest is None or size.tokens <= longest:
             return None
@@ -139,7 +142,7 @@ class FillBudget:
 
         Args:
             size: size of the filling.
-            capturing: segments whose captures are under way.
+            capturing: ids of segments whose captures are under way; those that no filling has announced take no room.
         """
         room = self._memory.room()
         if room is None or not (self._filling or capturing):
@@ -150,10 +153,10 @@ class FillBudget:
         return used + self._bytes(size) <= room
 
     def take(self, request: str, size: FillSize) -> None:
-        """Count a filling that begins.
+        """Count a filling that begins, and the captures that it will make; `fits` is not asked here.
 
         Args:
-            request: id of the request.
+            request: id of the request. A filling that is counted for it already is replaced.
             size: size of the filling.
         """
         self._filling[request] = size
@@ -197,7 +200,14 @@ def _pass_row(config: PretrainedConfig, layout: KVLayout, ranks: int) -> int:
 
 
 def fill_memory(config: VLLMConfig, settings: ConnectorSettings) -> FillMemory:
-    """Return the sizes on this machine's GPUs, the same in every process; `UNLIMITED` without a GPU."""
+    """Return the sizes on this machine's GPUs, the same in every process; `UNLIMITED` without a GPU.
+
+    Imports vLLM, and asks the driver for the memory of the first GPU.
+
+    Args:
+        config: config of the running vLLM.
+        settings: settings of the connector.
+    """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda_alike():
@@ -209,8 +219,13 @@ def fill_memory(config: VLLMConfig, settings: ConnectorSettings) -> FillMemory:
 def reserve(config: VLLMConfig, device: torch.device) -> list[Tensor]:
     """Return the memory of fillings in a list with one tensor; it is reserved as long as the list holds it.
 
-    The list is empty without a GPU, and in a server that this package did not start. Raises ConfigError if the GPU has
-    no room.
+    The tensor is uint8 `[bytes]`, as many as `FillMemory.total`, and not written. The list is empty on another device
+    than a CUDA GPU, and in a server that this package did not start. The size is logged. Raises ConfigError if the GPU
+    has no room.
+
+    Args:
+        config: config of the running vLLM.
+        device: device of the model.
     """
     if device.type != "cuda":
         return []

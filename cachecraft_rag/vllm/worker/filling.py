@@ -28,9 +28,9 @@ class Filling:
         result: result of the prefill; None until it is done.
         plan: the plan; after `end`, as it was executed.
 
-    Raises StoreError if the store is closed, and MemoryError if there is no room for keys and values. With several
-    ranks it raises AnotherRankFailedError if another rank has given this request up, and RanksApartError if a rank
-    missed the meeting.
+    Raises StoreError if the store is closed, MemoryError (on a GPU torch.OutOfMemoryError) if there is no room for keys
+    and values, and ValueError for a damaged variant. With several ranks it raises AnotherRankFailedError if another
+    rank has given this request up, and RanksApartError if a rank missed the meeting. Nothing stays open then.
     """
 
     def __init__(
@@ -85,7 +85,10 @@ class Filling:
 
     @property
     def row_pass(self) -> RowPass | None:
-        """The pass whose next layer can run now; None while the prefill waits for loads, and once it is done."""
+        """The pass whose next layer can run now; None while the prefill waits for loads, and once it is done.
+
+        Not to be read after `give_up`.
+        """
         return (
             self._step.row_pass if self.result is None and isinstance(self._step, Forward) else None
         )
@@ -93,9 +96,11 @@ class Filling:
     def go_on(self) -> None:
         """Take every step that is ready, up to the next layer or to the end of the prefill. Never waits for loads.
 
-        With several ranks it raises AnotherRankFailedError if another rank has given this request up, and
-        RanksApartError if a rank missed the meeting. Errors of the model and of its device pass. A chunk-cache that
-        cannot be loaded raises nothing: its tokens are computed.
+        Afterwards `row_pass` is the next layer's pass, or `result` is set, or both are None because loads are late.
+        Does nothing if a layer can run already, or the prefill is done. With several ranks it raises
+        AnotherRankFailedError if another rank has given this request up, and RanksApartError if a rank missed the
+        meeting. Errors of the model and of its device pass. A chunk-cache that cannot be loaded raises nothing: its
+        tokens are computed.
         """
         while self.result is None and not isinstance(step := self._step, Forward):
             now = time.perf_counter()
@@ -108,7 +113,7 @@ class Filling:
             self._send(not late)
 
     def begin_layer(self) -> None:
-        """Note that the layer runs now: the time since the last layer was spent waiting."""
+        """Note that the layer runs now: the time since the last layer counts as spent waiting for loads."""
         self._loads.waited_s += time.perf_counter() - self._idle_since
 
     def end_layer(self) -> None:
@@ -127,9 +132,11 @@ class Filling:
         self._idle_since = self._asked_at = time.perf_counter()
 
     def end(self) -> PrefillResult:
-        """Stop loading, note which rows were computed instead, and return the result.
+        """Stop loading, note in `plan` which rows were computed instead of loaded, and return the result.
 
-        Raises AssertionError if the prefill is not done.
+        The chunk-caches are closed; memory keeps those that were loaded whole. Captures that must not be stored, such
+        as those of chunks that are stored already, are dropped from the result's recorder. Raises AssertionError if the
+        prefill is not done.
         """
         assert self.result is not None, "it is not done"
         self._loader.end(self._loads)
@@ -137,7 +144,10 @@ class Filling:
         return self.result
 
     def give_up(self) -> None:
-        """Stop the prefill before it is done, stop loading, and close the chunk-caches."""
+        """Stop the prefill before it is done, stop loading, and close the chunk-caches.
+
+        Nothing is captured. `end` and `report` raise AssertionError afterwards.
+        """
         self._steps.close()
         self._close_loads()
 
@@ -148,7 +158,8 @@ class Filling:
     def report(self) -> FillReport:
         """Return the report of the request for its statistics; call it after `end`.
 
-        Raises AssertionError if the prefill is not done.
+        "fixed" is missing if the request does not capture, runs in idle time or has found segments, and "recomputed" is
+        missing unless the request asks for details. Raises AssertionError if the prefill is not done.
         """
         assert self.result is not None, "it is not done"
         segments = [

@@ -41,9 +41,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def self_attention_of(layer: object) -> SelfAttention | None:
-    """Return the module of a layer that holds vLLM's attention as `attn`.
+    """Return the direct child of a layer that holds vLLM's attention as `attn`.
 
-    None if there is not exactly one, such as for a layer that another rank holds.
+    None if there is not exactly one, such as for a layer that another rank holds, and for an object that is no torch
+    module. Raises nothing.
     """
     children = layer.children() if isinstance(layer, torch.nn.Module) else ()
     holders: list[Any] = [
@@ -62,11 +63,12 @@ class RotaryTable:
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin in this dtype at these positions, each `[tokens, rotary_dim]`.
 
-        Without a module both are empty: `[tokens, 0]`. Raises SurveyError if the module has no table of positions;
-        `survey_layers` has refused such a module already.
+        They are on the device of `positions`. Without a module both are empty: `[tokens, 0]`. Raises SurveyError if the
+        module has no table of positions; `survey_layers` has refused such a module already.
 
         Args:
-            positions: int64 `[tokens]`, below the length of the module's table.
+            positions: int64 `[tokens]` on the module's device, below the length of its table. Raises IndexError for
+                larger ones on a CPU; on a GPU that is an error of the device.
             dtype: dtype of the tables.
         """
         if self.module is None:
@@ -89,9 +91,10 @@ class VLLMLayerCall:
     carries_residual: bool
 
     def run(self, hidden: Tensor, positions: Tensor, *, rotates: bool = False) -> Tensor:
-        """Run the layer and return its output; both are `[streams, rows, hidden]`.
+        """Run the layer and return its output; input and output are `[streams, rows, hidden]`.
 
-        Errors of the layer and of its attention pass, after the rotary module is restored.
+        There are two streams, hidden states and residual, if the layer carries a residual; otherwise one. Errors of the
+        layer and of its attention pass, after the rotary module is restored.
 
         Args:
             hidden: the layer's input; the layer may overwrite it.
@@ -139,18 +142,21 @@ class WorkerLayer:
 
     @cached_property
     def original_order(self) -> Tensor | None:
-        """Index `[head_dim]` that undoes `order`; None without an order."""
+        """Index int64 `[head_dim]` that undoes `order`, on its device; None without an order. Computed once."""
         return None if self.order is None else torch.argsort(self.order)
 
     def run(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Run the layer with raw queries and keys and return its output; both are `[streams, rows, hidden]`.
+        """Run the layer with raw queries and keys and return its output.
 
-        Errors of the layer and of `attend` pass, after the layer's attention is restored.
+        Input and output are `[streams, rows, hidden]`, with two streams, hidden states and residual, if the layer
+        carries a residual; otherwise one. Errors of the layer and of `attend` pass, after the layer's attention is
+        restored.
 
         Args:
             hidden: the layer's input; the layer may overwrite it.
             positions: int64 `[rows]`, positions of the rows in their prompts.
-            attend: takes queries, keys and values `[rows, heads · head_dim]` in place of vLLM's attention.
+            attend: takes queries, keys and values `[rows, heads · head_dim]` in place of vLLM's attention, in the
+                model's own order of dimensions, and returns the result in the form of the queries.
         """
         with _attention_calls(self.attention, attend):
             return self.call.run(hidden, positions)
@@ -189,11 +195,12 @@ def survey_layers(
 ) -> tuple[list[WorkerLayer], list[RotaryTable], list[int]]:
     """Return the layers, their rotary tables, and for each layer the number of its table.
 
-    Layers that rotate alike share a table. Every rank has to call this, because norms of queries and keys may be
-    computed by all ranks together. Errors of the layers themselves pass.
+    Layers that rotate alike share a table. Every layer runs three times over a few rows up to its attention, and is
+    unchanged afterwards. Every rank has to call this, because norms of queries and keys may be computed by all ranks
+    together. Errors of the layers themselves pass. The lists are empty without layers.
 
     Args:
-        modules: the model's layers.
+        modules: the model's layers, in order.
         hidden_size: numbers in a row of hidden states.
         dtype: dtype of hidden states.
         device: device of the model.
@@ -236,9 +243,11 @@ def survey_transformers_layers(
     embed: Callable[[Tensor], Tensor],
     forward_context: Callable[[], AbstractContextManager[None]],
 ) -> tuple[list[WorkerLayer], Sequence[RotaryKind], Sequence[int]]:
-    """Return layers, rotary tables and numbers as `survey_layers` does, for a model with the layers of transformers.
+    """Return the layers, their rotary tables, and for each layer the number of its table.
 
-    Every rank has to call this, because the model's own forward runs over a few tokens. Errors of that forward pass.
+    This is `survey_layers` for a model that vLLM runs with the layers of transformers. The model is unchanged
+    afterwards. Every rank has to call this, because the model's own forward runs over a few tokens. Errors of that
+    forward pass.
 
     Args:
         model: the model without its head.

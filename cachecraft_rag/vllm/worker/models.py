@@ -22,10 +22,10 @@ _living: list[weakref.ReferenceType[CausalLM]] = []
 
 
 def model_of(vllm_config: VLLMConfig) -> CausalLM | None:
-    """Return the model of this process that was built with this config.
+    """Return the model of this process that was built with this config, the latest if there are several.
 
-    None if the model that vLLM runs is no class of this package, such as when another plugin has registered its
-    architecture too.
+    A model whose first layer does not hold one attention of vLLM's counts as built with any config. None if the model
+    that vLLM runs is no class of this package, such as when another plugin has registered its architecture too.
     """
     # by name; they belong to one model only
     layers = vllm_config.compilation_config.static_forward_context

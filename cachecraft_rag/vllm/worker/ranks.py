@@ -68,7 +68,7 @@ class TensorParallel:
         self._act = 0
 
     def act(self, number: int) -> None:
-        """Begin an act of this rank; numbers ascend in a round. Does not wait for other ranks."""
+        """Begin an act of this rank; numbers ascend in a round. Does not wait for other ranks, and raises nothing."""
         self._act = number
 
     def settle(self, failed: Mapping[str, str]) -> Mapping[str, str]:
@@ -92,7 +92,7 @@ class TensorParallel:
     def part(self) -> None:
         """Meet no more. The others find out at their next meeting, without waiting for its time limit.
 
-        A second call does nothing.
+        Their meeting raises RanksApartError. No collective may be called here afterwards. A second call does nothing.
         """
         if self._meetings is not None:
             torch.distributed.destroy_process_group(self._meetings)
@@ -101,13 +101,15 @@ class TensorParallel:
     def own_heads(self, kv: Tensor) -> Tensor:
         """Return this rank's share of `kv` `[2, tokens, all kv_heads, head_dim]`: `[2, tokens, kv_heads, head_dim]`.
 
-        It is a view. No other rank is asked.
+        It is a view: neighbouring heads, in the order of the ranks. No other rank is asked.
         """
         own = kv.shape[-2] // self.size
         return kv[..., self.rank * own : (self.rank + 1) * own, :]
 
     def gather_heads(self, own: Tensor) -> Tensor:
         """Return `[…, heads of all ranks, head_dim]` on the first rank, and `[…, 0, head_dim]` on the others.
+
+        The heads are in the order of the ranks. `own` stays as it is.
 
         Args:
             own: `[…, own heads, head_dim]`.
@@ -124,8 +126,8 @@ class TensorParallel:
     def mean(self, seen: Tensor) -> Tensor:
         """Return a statistic of this rank's heads, of any shape, averaged over the ranks; the shape stays.
 
-        Raises AnotherRankFailedError if another rank has given up this act, RanksApartError if a rank missed the
-        meeting.
+        The result is a new tensor, and equal on all ranks. Raises AnotherRankFailedError if another rank has given up
+        this act, RanksApartError if a rank missed the meeting.
         """
         seen = seen.clone()
         self._meet()
@@ -134,6 +136,8 @@ class TensorParallel:
 
     def agree(self, lost: frozenset[T]) -> frozenset[T]:
         """Return the union of what all ranks have lost. If no rank lost anything, it is `lost` itself, which is empty.
+
+        Waits for the other ranks.
 
         Args:
             lost: what this rank lost, such as ids of chunk-caches that it could not read.
@@ -144,7 +148,7 @@ class TensorParallel:
         return frozenset[T]().union(*self._gathered(lost)) if self._meet(bool(lost)) else lost
 
     def lead(self, decision: T) -> T:
-        """Return the first rank's decision: what depends on clocks would differ from rank to rank.
+        """Return the first rank's decision on every rank: what depends on clocks would differ from rank to rank.
 
         Raises AnotherRankFailedError if another rank has given up this act, RanksApartError if a rank missed the
         meeting.

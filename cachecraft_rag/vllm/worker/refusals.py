@@ -13,7 +13,7 @@ def start_up_refusal(config: VLLMConfig, kv_cache_config: KVCacheConfig) -> Refu
     """Return why a server with this `VllmConfig` and KV caches cannot reuse chunk-caches; None without a known reason.
 
     Of several reasons the first one is returned. After None, the survey of the layers and the self-check may still
-    refuse the model.
+    refuse the model. Raises KeyError for a model with LongRoPE whose config lacks the original length.
     """
     model = config.model_config
     early = refusal(model.hf_config, VLLMOptions.from_config(config))
@@ -56,7 +56,7 @@ def request_refusal(
     Args:
         request: the request.
         salt: the `cache_salt` that it must have while prefix caching is on; None while it is off.
-        is_audit: True if it asks for log-probabilities of tokens that are not filled.
+        is_audit: True if it asks for log-probabilities of tokens that are not filled, which is no reason then.
     """
     sampling = request.sampling_params
     if sampling is None:

@@ -122,15 +122,21 @@ class Scheduling:
     def matched(self, request: EngineRequest, computed: int) -> int | None:
         """Return how many tokens after the first `computed` will be filled; None: ask again in the next step.
 
-        0 if vLLM computes the rest: the request has no message of this package, is refused, or has nothing that could
-        be reused or captured. A refusal raises nothing; `finished` returns its reason.
+        0 if vLLM computes the remaining tokens: the request has no message of this package, is refused, has nothing
+        that could be reused or captured, or all of its chunks are in vLLM's prefix cache. A refusal raises nothing;
+        `finished` returns its reason. None while the look-up runs, while other requests compute its chunks, without
+        room for a further filling, and for work in idle time while other requests run.
+
+        The first call begins the look-up, without a remote in this thread. The request counts as running until
+        `finished`, unless it is work in idle time.
 
         Args:
             request: the request.
             computed: first tokens of the prompt that are in vLLM's prefix cache.
 
-        Raises StoreError if the store is closed, and RuntimeError after `close` if the store has a remote. A catalog or
-        a remote that cannot be read raises nothing: the prompt is then treated as if nothing of it were stored.
+        Raises StoreError if the store is closed. After `close`, if the store has a remote, raises RuntimeError for a
+        new request, and CancelledError for one whose look-up had not begun. A catalog or a remote that cannot be read
+        raises nothing: the prompt is then treated as if nothing of it were stored.
         """
         tokens = self._matched(request, computed)
         known = self._known.get(request.request_id)
@@ -192,7 +198,9 @@ class Scheduling:
         return int(request.num_prompt_tokens) - known.ask.own_tokens - computed
 
     def allocated(self, request: EngineRequest, blocks: tuple[int, ...], tokens: int) -> None:
-        """Note the blocks that vLLM has given the request.
+        """Note the blocks that vLLM has given the request: `take_fills` returns its filling next.
+
+        Does nothing for an unknown or refused request. Raises AssertionError if `matched` did not return these tokens.
 
         Args:
             request: the request.
@@ -230,14 +238,16 @@ class Scheduling:
     def idle(self) -> bool:
         """True while none of the requests that vLLM has asked about runs or waits.
 
-        A capture of a new variant does not count until it has waited too long for an idle server.
+        Work in idle time (captures of new variants, audits) does not count. A capture of unmarked text counts once it
+        has waited ten seconds for an idle server.
         """
         return not self._busy
 
     def take_given_up(self) -> list[str]:
-        """Return the ids of requests that capture new variants and are to be given up; [] if there are none.
+        """Return the ids of requests in idle time that are to be given up; [] if there are none.
 
-        They are given up because another request could not get blocks. vLLM ends them with their next token.
+        They are all audits and captures of new variants whose blocks are being filled, if since the last call another
+        request got no blocks; captures of unmarked text go on. vLLM ends them with their next token.
         """
         short = self._short
         self._short = set()
@@ -250,21 +260,22 @@ class Scheduling:
         ]
 
     def take_fills(self) -> list[Fill]:
-        """Return the fills that the workers begin in this step; each is returned once."""
+        """Return the fills that the workers begin in this step, in order; each is returned once, and [] without any."""
         fills = self._fills
         self._fills = []
         return fills
 
     def take_wanted(self) -> bool:
-        """Return True if a request has waited for captures since the last call."""
+        """Return True if a request has waited for captures since the last call, which resets this."""
         wanted = self._captures_wanted
         self._captures_wanted = False
         return wanted
 
     def take_news(self, news: News) -> None:
-        """Take the workers' reports after a step; reports of unknown requests are ignored.
+        """Take the workers' reports and running captures after a step; reports of unknown requests are ignored.
 
-        A request that the workers have refused is computed by vLLM from then on.
+        Only the first report of a request is kept and sent to the front end. A request that the workers have refused is
+        computed by vLLM from then on. Memory of captures that are stored is free for other fillings.
         """
         if news.capturing is not None:
             self._capturing = news.capturing
@@ -287,13 +298,22 @@ class Scheduling:
                 known.ask = None
 
     def take_reports(self) -> dict[str, FillReport]:
-        """Return the reports since the last call, by `Ask.name`; {} if there are none."""
+        """Return the reports since the last call, by `Ask.name`; {} if there are none.
+
+        Requests without a name are left out.
+        """
         reports = self._reports
         self._reports = {}
         return reports
 
     def ended(self, names: set[str]) -> None:
-        """Note that these requests are filled or were given up; unknown ones are ignored."""
+        """Note that these requests are filled or were given up; unknown ones are ignored.
+
+        Their part of the memory for fillings is free then, but for their captures.
+
+        Args:
+            names: ids of the requests.
+        """
         for name in names & self._known.keys():
             self._known[name].filling = False
         for name in names:
@@ -303,7 +323,8 @@ class Scheduling:
         """Forget a request, and return `FIELD` → its report, which its answer carries in `kv_transfer_params`.
 
         The report has only "refused" if vLLM computed the prompt without chunk-caches, and only "given_up" for work in
-        idle time that stopped. Returns None for a request without a message of this package.
+        idle time that stopped. A request that ended before it was filled counts as computed without chunk-caches.
+        Returns None for a request without a message of this package, and in a second call.
         """
         self._busy.discard(request.request_id)
         self._short.discard(request.request_id)
@@ -323,7 +344,10 @@ class Scheduling:
         return {FIELD: {"refused": known.refused or "it ended before its prompt was filled"}}
 
     def close(self) -> None:
-        """End the threads for look-ups, without waiting for look-ups under way."""
+        """End the threads for look-ups, without waiting for look-ups under way; those that wait are cancelled.
+
+        Does nothing without a remote. The store stays open.
+        """
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 

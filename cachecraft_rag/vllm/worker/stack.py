@@ -41,7 +41,7 @@ from cachecraft_rag.vllm.worker.ranks import OneRank, TensorParallel
 
 
 class WorkerStack:
-    """One rank's decoder layers inside a vLLM worker; see `compute.stack.Stack`.
+    """Decoder layers of one rank inside a vLLM worker; see `compute.stack.Stack`.
 
     Raises UnsupportedModelError with the reason if the passes cannot run these layers. Errors of the layers pass.
     """
@@ -103,9 +103,10 @@ class WorkerStack:
         return self._model.embed_input_ids(ids) * self._embedding_multiplier
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return the first layer's input `[streams, rows, hidden]` for token ids, int64 `[rows]`.
+        """Return the first layer's input `[streams, rows, hidden]` for token ids, int64 `[rows]` on the stack's device.
 
-        There are two streams, the second a residual of zeros, if layers carry one; otherwise one.
+        There are two streams, the second a residual of zeros, if layers carry one; otherwise one. With several ranks,
+        all of them have to call this with the same ids. Errors of the model pass.
         """
         hidden = self._embedded(ids)
         if not self._layers[0].carries_residual:
@@ -114,7 +115,7 @@ class WorkerStack:
 
     @property
     def rotary_kinds(self) -> Sequence[int]:
-        """For each layer, the number of its rotary table: layers with equal numbers rotate alike."""
+        """For each layer, in order, the number of its rotary table: layers with equal numbers rotate alike."""
         return self._kind_of
 
     def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
@@ -140,11 +141,12 @@ class WorkerStack:
         """Run one layer over `hidden` `[streams, rows, hidden]` and return its output, of the same shape.
 
         The layer's attention calls `layer_pass.attend`. If that raises, the layer continues with zeros up to its end,
-        because other ranks wait for its sums; then the error is raised. Errors of the layer itself pass.
+        because other ranks wait for its sums; then the error is raised. Errors of the layer itself pass. Raises
+        IndexError for a layer that does not exist.
 
         Args:
             index: number of the layer.
-            hidden: the layer's input.
+            hidden: the layer's input; the layer may overwrite it.
             positions: int64 `[rows]`, positions of the rows in their prompts.
             layer_pass: the running pass.
         """
@@ -169,11 +171,14 @@ class WorkerStack:
         return out
 
     def write_blocks(self, kv: Tensor, slots: Tensor, first: int) -> None:
-        """Copy a finished buffer into vLLM's blocks. Errors of vLLM's attention backend pass.
+        """Copy a finished buffer into vLLM's blocks, in all layers. `kv` stays as it is.
+
+        Errors of vLLM's attention backend pass. Raises ValueError if `kv` has another number of layers.
 
         Args:
-            kv: `[layers, 2, capacity, kv_heads, head_dim]`, rotated keys and values.
-            slots: int64 `[tokens]`, slots in the blocks of the positions from `first` on.
+            kv: `[layers, 2, capacity, kv_heads, head_dim]`, rotated keys and values, in the order of all models.
+            slots: int64 `[tokens]`, slots in the blocks of the positions from `first` on: number of the block times its
+                size, plus the place in it.
             first: first position that is copied.
         """
         last = first + len(slots)

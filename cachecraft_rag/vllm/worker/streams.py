@@ -23,7 +23,7 @@ class WorkerStream:
 
     @classmethod
     def current(cls, device: torch.device) -> WorkerStream:
-        """Return the stream that the calling thread computes on; on a CPU, a `WorkerStream` without one."""
+        """Return the device and the stream that the calling thread computes on; without a stream if it is no GPU."""
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         return cls(device, stream)
 

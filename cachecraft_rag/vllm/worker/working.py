@@ -43,7 +43,9 @@ _RESTS = 4
 
 
 class Workers:
-    """The side of one rank.
+    """The side of one rank: fills the blocks of requests, and describes and stores their captures in one thread.
+
+    All methods are for vLLM's worker thread.
 
     Args:
         block_size: tokens per vLLM block.
@@ -100,16 +102,20 @@ class Workers:
     ) -> None:
         """Begin new fillings, drop those in `gone`, and compute up to `rows` rows through all layers.
 
+        A single rank stops earlier after 0.05 seconds, or after 0.25 seconds if `alone` and not `idle`; several ranks
+        ignore the clock. At least one layer is computed if a filling is ready. Finished fillings are written into
+        vLLM's blocks, and their captures are described in the background.
+
         Raises nothing: an exception is logged, and vLLM computes the prompts that it concerns, see `failed_blocks`.
         With several ranks, a step that fails as a whole ends filling: vLLM computes all prompts from then on.
 
         Args:
             fills: fillings to begin.
-            gone: ids of requests that have ended or are given up.
-            rows: most rows to compute.
+            gone: ids of requests that have ended or are given up; unknown ones are ignored.
+            rows: most rows to compute, counted through all layers; the last layer may exceed it.
             alone: True if vLLM computes nothing in this step.
             idle: True if no requests are running, so that new variants may be computed.
-            wanted: True if a request waits for captures.
+            wanted: True if a request waits for captures, which are then described without pauses.
         """
         new = {fill.request_id: fill for fill in fills}
         if not self._broken:
@@ -158,16 +164,20 @@ class Workers:
                 return
 
     def finished(self) -> set[str]:
-        """Return the ids of requests that wait for nothing here any more; each is returned once.
+        """Return the ids of requests that wait for nothing here any more, as a new set; each is returned once.
 
-        Their blocks are filled or left to vLLM, or the requests are gone.
+        Their blocks are filled or left to vLLM, or the requests are gone. The set is empty without such requests. A
+        request with `Ask.when_stored` is not among them before its captures are stored.
         """
         done = self._done
         self._done = set()
         return done
 
     def failed_blocks(self) -> set[int]:
-        """Return the ids of blocks that vLLM has to compute itself, because a filling failed; each is returned once."""
+        """Return the ids of blocks that vLLM has to compute itself, because a filling failed; each is returned once.
+
+        The set is empty without such blocks.
+        """
         failed = self._failed_blocks
         self._failed_blocks = set()
         return failed
@@ -186,7 +196,10 @@ class Workers:
         return News(reports, capturing)
 
     def close(self) -> None:
-        """Give up unfinished fillings, and finish the captures. Raises nothing: what fails is logged and not stored."""
+        """Give up unfinished fillings, and finish the captures, waiting without limit. The store stays open.
+
+        Raises nothing: what fails is logged and not stored.
+        """
         for name in list(self._fillings):
             self._drop(name)
         self._hurry.set()
