@@ -86,7 +86,8 @@ def main() -> None:
     and are not raised. The prompt is then left out.
 
     Raises MemoryError if the template needs more than 1 GiB, ValueError or RecursionError if the input is not JSON,
-    ValueError or OSError if the system refuses the limits of `limit_resources`. The system ends the process if it takes too much CPU time.
+    ValueError or OSError if the system refuses the limits of `limit_resources`. The system ends the process if it takes
+    too much CPU time.
     """
     limit_resources()
     given = json.load(sys.stdin)
