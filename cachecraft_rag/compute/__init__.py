@@ -1,4 +1,4 @@
-"""One request on the model: decide what is reused, compute the rest among stored chunk-caches, and decode.
+"""A request on the model: decide what is reused, compute the rest among stored chunk-caches, and decode.
 
 `resolve` makes a `PrefillJob`, `OverlappedPrefill` executes it as steps, `driver` runs the steps, and `decode` goes on
 in the same `KVBuffer`. `Stack` (in `stack`) is the only view of the model from here. `warm_up` compiles GPU kernels.

@@ -40,12 +40,14 @@ class DecodeStep:
 def extend(stack: Stack, buffer: KVBuffer, tokens: Sequence[int], position: int) -> Tensor:
     """Compute these tokens, the first at `position`, and write their keys and values to the buffer.
 
-    Returns:
-        Their hidden states `[streams, tokens, hidden]`.
+    They attend to everything that the buffer holds before them: all earlier positions must be filled.
 
-    Raises what the model or a kernel raises, such as torch's RuntimeError without memory or without tokens. On a CPU,
-    raises IndexError for a token id that the model does not have, and for a position beyond the buffer. On a GPU torch
-    reports both later, as a RuntimeError.
+    Returns:
+        Their hidden states `[streams, tokens, hidden]` after the last layer, before the model's final norm.
+
+    Raises what the model or a kernel raises, such as torch's RuntimeError without tokens, and RuntimeError or
+    MemoryError without memory. On a CPU, raises IndexError for a token id that the model does not have, and for a
+    position beyond the buffer. On a GPU torch reports both later, as a RuntimeError.
     """
     positions = np.arange(position, position + len(tokens))
     return _compute(stack, [_row_pass(stack, buffer, tokens, positions)])
@@ -55,14 +57,16 @@ def extend(stack: Stack, buffer: KVBuffer, tokens: Sequence[int], position: int)
 def extend_all(stack: Stack, steps: Sequence[DecodeStep]) -> Tensor:
     """Compute one step of each of several answers in one pass, and write its keys and values to the steps' buffers.
 
-    Stale tokens that a step refreshes are computed and written too. They are not in the result.
+    Stale tokens that a step refreshes are computed and written too, and count in `Refresh.refreshed`. They are not in
+    the result.
 
     Returns:
-        Hidden states `[streams, steps, hidden]` of the steps' tokens, in the order of `steps`.
+        Hidden states `[streams, steps, hidden]` of the steps' tokens after the last layer, in the order of `steps`.
 
-    Raises what the model or a kernel raises, such as torch's RuntimeError without memory. Raises IndexError for no
-    steps, and for token ids and positions as in `extend`. Raises AssertionError for a step whose `refresh` began
-    another step that was not computed.
+    Raises IndexError for no steps, and on a CPU for a token id that the model does not have and for a position beyond
+    the buffer; on a GPU torch reports these two later, as a RuntimeError. Raises AssertionError for a step whose
+    `refresh` began another step that was not computed. Also raises what the model or a kernel raises, such as
+    MemoryError or torch's RuntimeError without memory.
     """
     passes = [_step_pass(stack, step) for step in steps]
     hidden = _compute(stack, passes)

@@ -54,12 +54,15 @@ def run(
     steps: Work[T],
     turn: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> T:
-    """Run the steps of a prefill or of a capture, and return the result of the generator.
+    """Run the steps of a prefill or of a capture in this thread, and return the result of the generator.
+
+    Blocks in each `Wait` up to its `timeout_s`, and in each `Future` without limit. The generator receives a step's
+    result, but not its error: then it is closed, and the error is raised here.
 
     Args:
         stack: the model's layers.
-        steps: the generator of steps; it is closed in the end.
-        turn: makes the context in which a step that computes is run.
+        steps: the generator of steps; it is closed in the end, also after an error.
+        turn: makes the context in which a `Forward` or a `Call` is run.
 
     Raises what the generator, a called function, the model or the work of a `Future` raises, such as torch's
     RuntimeError without memory or CancelledError. Raises AssertionError for a `DecodeStep` and for `Until`: only
@@ -89,18 +92,23 @@ def run(
 
 
 def prefill(stack: Stack, job: PrefillJob) -> PrefillResult:
-    """Run a job that has nothing to load, up to its last step, in this thread.
+    """Run a job that has nothing to load, up to its last step, in this thread; return its result.
 
-    Raises what the model or a kernel raises, such as torch's RuntimeError, or IndexError for a token id that the model
-    does not have; MemoryError without room for the keys and values.
+    The result holds a new buffer with the keys and values of the prompt, to decode in.
+
+    Raises what the model or a kernel raises, such as IndexError for a token id that the model does not have (on a GPU
+    torch reports it later, as a RuntimeError), MemoryError or torch's RuntimeError without memory, and what the job's
+    `ProbeRequest.choose` raises. With several ranks, raises AnotherRankFailedError and RanksApartError, see
+    `stack.Ranks`.
     """
     return run(stack, prefill_steps(stack, job))
 
 
 def prefill_steps(stack: Stack, job: PrefillJob) -> Work[PrefillResult]:
-    """Return the steps of a job that has nothing to load, see `OverlappedPrefill.steps`.
+    """Return the generator of the steps of a job that has nothing to load, see `OverlappedPrefill.steps`.
 
-    Raises MemoryError without room for its keys and values.
+    The buffer for its keys and values is made at once; nothing is computed before the first step is taken. Raises
+    MemoryError without room for the buffer, and torch's RuntimeError without room for the rotary tables.
     """
     no_loads = PendingLoads.of_nothing(stack.layout.layers)
     speed = ComputeSpeed(stack.keys_per_row)

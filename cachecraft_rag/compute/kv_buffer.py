@@ -34,7 +34,10 @@ class KVBuffer:
 
     Args:
         stack: the model's layers.
-        capacity: number of positions to make room for. Raises MemoryError if there is no room.
+        capacity: number of positions to make room for.
+
+    The constructor raises MemoryError without room for the keys and values, and torch's RuntimeError without room for
+    the rotary tables.
 
     Attributes:
         kv: `[layers, 2, capacity, kv_heads, head_dim]`, rotated keys, then values, of this rank's heads.
@@ -57,9 +60,11 @@ class KVBuffer:
             chunk: `[2, tokens, all kv_heads, head_dim]`, raw keys, then values, on any device.
             start: position of the first token; `start + tokens` is at most the capacity.
 
+        The chunk itself stays as it is. Only this rank's heads of it are written.
+
         Raises IndexError for an unknown layer, and ValueError if the chunk reaches beyond the capacity. Other shapes
         that do not fit raise ValueError with Triton and torch's RuntimeError with torch; the compiled kernels do not
-        check them. RuntimeError without memory.
+        check them. Raises torch's RuntimeError without memory for a copy on this device.
         """
         own_heads = self._on_device(self._ranks.own_heads(chunk))
         cos, sin = self.rotary.of_layer(layer)
@@ -68,12 +73,15 @@ class KVBuffer:
     def place_resident(self, layer: int, resident: ResidentKV) -> None:
         """Write one layer of a chunk-cache in memory at its place. Call it for each layer, beginning with the first.
 
-        On a CPU each call places one layer. A chunk-cache on this GPU is placed in all layers at the first call,
-        because launching a kernel for each layer would take longer than placing them. One in main memory is copied to a
-        GPU in groups of layers: each group at the call of its first layer, while the next group is being copied.
+        On a CPU each call places one layer. With Triton, a chunk-cache on the buffer's own device that holds this
+        rank's heads only is placed in all layers at the call for layer 0, because launching a kernel for each layer
+        would take longer than placing them. Any other chunk-cache is copied to a GPU in groups of four layers
+        (`LAYERS_PER_COPY`): each group is placed at the call for its first layer, and the copy of the next group begins
+        then. The calls for the other layers do nothing in these two cases.
 
-        Raises ValueError if the chunk reaches beyond the capacity. Other shapes that do not fit raise ValueError with
-        Triton and torch's RuntimeError with torch; the compiled kernels do not check them. RuntimeError without memory.
+        Raises ValueError if the chunk reaches beyond the capacity, and on a CPU IndexError for an unknown layer. Other
+        shapes that do not fit raise ValueError with Triton and torch's RuntimeError with torch; the compiled kernels do
+        not check them. Raises torch's RuntimeError without memory for a copy on this device.
         """
         if self._is_on_this_gpu(resident.kv):
             if layer == 0:

@@ -74,13 +74,13 @@ Steps = Generator[Step, bool, PrefillResult]
 def passes_measure(device: torch.device) -> bool:
     """Return True if passes measure the attention of captures themselves: on a CUDA device, in its attention kernel.
 
-    On other devices, captures keep their queries and are described later.
+    False for other devices: captures keep their queries there and are described later.
     """
     return device.type == "cuda"
 
 
 class OverlappedPrefill:
-    """One request's prefill while its chunk-caches are being loaded.
+    """Prefill of a request while its chunk-caches are being loaded.
 
     Args:
         stack: the model's layers.
@@ -88,6 +88,8 @@ class OverlappedPrefill:
         loads: chunk-caches that are being loaded; the readers are running.
         speed: computing speed; updated with the passes measured here.
         timer: called with each part.
+
+    The constructor makes the buffer for keys and values. It raises MemoryError or torch's RuntimeError without memory.
     """
 
     def __init__(
@@ -135,11 +137,14 @@ class OverlappedPrefill:
 
         Yields a `Wait` wherever it would wait and a `Forward` for each layer. Before each pass it yields a `Wait` that
         is not `in_pass`: the steps up to the next such `Wait` require the driver's lock. The generator returns the
-        result. Call this method once for each object.
+        result. It takes tokens from the loads to compute them, places loaded chunk-caches, and records the passes in
+        the computing speed. Call this method once for each object.
 
-        Raises, while the generator runs, what the model or a kernel raises, such as torch's RuntimeError or MemoryError
-        without memory, and what `ProbeRequest.choose` raises; with several ranks AnotherRankFailedError and
-        RanksApartError. Chunk-caches that fail to load raise nothing: their tokens are computed.
+        Raises, while the generator runs, what the model or a kernel raises, such as IndexError for a token id that the
+        model does not have (on a GPU torch reports it later, as a RuntimeError), and MemoryError or torch's
+        RuntimeError without memory. Also raises what `ProbeRequest.choose` raises; with several ranks
+        AnotherRankFailedError if another rank has given up, and RanksApartError if one does not answer in time.
+        Chunk-caches that fail to load raise nothing: their tokens are computed.
         """
         first_look = self._strategy.first_look(self._split())
         if first_look.enough != "nothing":

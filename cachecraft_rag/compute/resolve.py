@@ -48,12 +48,18 @@ class Resolved:
 
     @property
     def to_load(self) -> list[tuple[StoredVariant, int]]:
-        """Chunk-caches that have to be loaded and their first positions, in prompt order; [] without any."""
+        """Pairs of a chunk-cache that has to be loaded and its first position in the prompt, in prompt order.
+
+        A new list; [] if nothing has to be loaded.
+        """
         bounds = self.job.rows.bounds
         return [(variant, bounds[index]) for index, variant in self.stored.items()]
 
     def close(self) -> None:
-        """Close the stored variants, which ends their reads; a second call does no harm."""
+        """Close the variants of `stored`, which ends their reads; a second call does no harm.
+
+        Tensors that were loaded, and the resident chunk-caches of `job`, stay usable. Raises nothing.
+        """
         for variant in self.stored.values():
             variant.close()
 
@@ -70,6 +76,10 @@ def resolve(
 ) -> Resolved:
     """Decide what is reused, open it, and make the prefill job.
 
+    If a variant cannot be opened, the plan is made again without it, so variants of an earlier plan may be open and
+    not in use: they are closed. With several ranks, every rank must call this with the same prompt and look-up, and all
+    of them leave out what one could not open. Nothing is loaded or computed here.
+
     Args:
         prompt: the segments of the prompt.
         found: result of the look-up, with the variants of each segment.
@@ -80,12 +90,14 @@ def resolve(
         scores: token scores by variant id, if another process has read them; None reads them from `store`.
 
     Returns:
-        The plan of the variants that could be opened. The caller closes it.
+        The plan of the variants that could be opened, with its job. The caller closes it.
 
-    Raises StoreError if the store is closed, ForkError in a fork of the process that opened it, and ValueError as
-    `make_plan` and `with_selection` do for damaged variants. With several ranks, raises AnotherRankFailedError if
-    another rank has given up, and RanksApartError if another rank does not answer in time. Variants that cannot be
-    opened raise nothing: the plan goes without them. If anything is raised, the opened variants are closed.
+    Raises StoreError if the store is closed, and ForkError in a fork of the process that opened it. Raises ValueError
+    for a variant that has another number of values in `inter` than ids in its origin prefix, and for a chunk to fix
+    whose id does not begin with eight hexadecimal digits; the store returns neither. With several ranks, raises
+    AnotherRankFailedError if another rank has given up, and RanksApartError if another rank does not answer in time.
+    Variants that cannot be opened raise nothing: the reason is in the plan, and the store removes those whose bytes are
+    missing or damaged, in the background. If anything is raised, the opened variants are closed.
     """
     opened: dict[str, LoadedVariant | StoredVariant] = {}
     lost: dict[str, str] = {}
@@ -177,15 +189,16 @@ def _resolved(
 
 
 def rows_of(plan: Plan, bounds: Sequence[int]) -> Rows:
-    """Return the rows that are computed regardless of loading.
+    """Return the rows of a prompt; the open ones are the positions that are computed regardless of loading.
 
-    These are all tokens of segments without a chunk-cache, and the chosen tokens of the other segments.
+    All tokens of segments without a variant are NEW, the tokens to recompute of the other segments are RECOMPUTED, and
+    all other tokens are STORED.
 
     Args:
         plan: the plan of a prompt.
         bounds: `[segments + 1]`, segment bounds of the prompt.
 
-    Raises IndexError if the plan has more segments than `bounds`.
+    Raises IndexError for a token to compute beyond the end of `bounds`, as when the plan has more segments.
     """
     new: list[int] = []
     recomputed: list[int] = []
@@ -282,12 +295,14 @@ def _plan_with_probe(
 def executed_plan(resolved: Resolved, loads: PendingLoads, result: PrefillResult) -> Plan:
     """Return the plan as it was executed, with the tokens that were computed instead of loaded, and why.
 
-    Each segment has one reason. If a part of it failed to load, that is the reason of all its tokens, also of those
-    that were computed because that was expected to be faster.
+    It is a new plan, based on the one after the probe if a probe ran. Segments of which nothing was computed instead of
+    loaded stay as they are (`planner.with_not_loaded`). Each segment has one reason. If a part of it failed to load,
+    that is the reason of all its tokens, also of those that were computed because that was expected to be faster.
+    COMPUTED_LATE replaces both for reused segments that are in `result.late`.
 
-    Also drops captures from the recorder of `result`: those of segments that were loaded and need no fixing, because
-    they are stored already, and those of reused segments that were computed late, because their tokens attended to
-    stored ones. Raises KeyError if `loads` are not those of `resolved`.
+    Also drops captures from the recorder of `result`: those of segments that did not fail to load and need no fixing,
+    because they are stored already, and those of reused segments that were computed late, because their tokens attended
+    to stored ones. Raises KeyError if `loads` are not those of `resolved`.
     """
     plan = result.plan or resolved.plan
     segments = list(plan.segments)

@@ -42,57 +42,66 @@ class AttentionSettings:
 
 
 class LayerPass(Protocol):
-    """A pass of some rows through the layers; called back by each layer's attention."""
+    """A pass of some rows through the layers; each layer calls its `attend` once."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings
     ) -> Tensor:
-        """Attend in one layer.
+        """Attend in one layer, from the rows of the pass to everything before them.
+
+        A prefill or decode step also writes the rows' rotated keys and their values to the request's buffer here.
 
         Args:
+            layer: index of the layer.
             q: raw queries (before rotary embedding) `[rows, heads, head_dim]`.
             k, v: raw keys and values of the same rows `[rows, kv_heads, head_dim]`.
+            settings: attention settings of the layer.
 
         Returns:
-            `[rows, heads, head_dim]`.
+            The attention's output `[rows, heads, head_dim]`, before the layer's output projection.
 
-        Raises what a kernel raises, such as ValueError for shapes that do not fit together or torch's RuntimeError
-        without memory.
+        Raises what a kernel raises, such as ValueError for shapes that do not fit together, and MemoryError or torch's
+        RuntimeError without memory. Raises RuntimeError for a layer that has failed and cannot be repeated, see
+        `row_pass.RowPass.attend`.
         """
 
 
 class Ranks(Protocol):
     """The tensor-parallel ranks that run one model, each with its share of the heads.
 
-    Every rank makes the same calls in the same order; each call is a collective where there are several ranks. Then
-    every method but `own_heads` raises AnotherRankFailedError if another rank has given up this call, and
-    RanksApartError if a rank does not make it in time.
+    Every rank makes the same calls in the same order. With several ranks, every method but `own_heads` waits for the
+    same call of all ranks, and raises AnotherRankFailedError if another rank has given up this call, and
+    RanksApartError if a rank does not make it in time (`vllm.worker.ranks`).
     """
 
     def own_heads(self, kv: Tensor) -> Tensor:
         """Return this rank's share of `kv` `[2, tokens, all kv_heads, head_dim]`: `[2, tokens, kv_heads, head_dim]`.
 
-        It is a view.
+        It is a view, or `kv` itself for a single rank. Asks no other rank.
         """
 
     def mean(self, seen: Tensor) -> Tensor:
         """Return a statistic of this rank's heads, of any shape, averaged over the ranks; the shape stays.
 
-        Raises AnotherRankFailedError or RanksApartError, see `Ranks`.
+        `seen` is not changed, and may be returned itself. Raises AnotherRankFailedError or RanksApartError, see
+        `Ranks`.
         """
 
     def agree(self, lost: frozenset[T]) -> frozenset[T]:
-        """Return the union of all ranks' losses. Raises AnotherRankFailedError or RanksApartError, see `Ranks`."""
+        """Return the union of the sets of all ranks, such as of what each could not load; the same on every rank.
+
+        Raises AnotherRankFailedError or RanksApartError, see `Ranks`.
+        """
 
     def lead(self, decision: T) -> T:
-        """Return the first rank's decision: what depends on clocks would differ from rank to rank.
+        """Return the first rank's decision on every rank, because decisions by time would differ from rank to rank.
 
         Raises AnotherRankFailedError or RanksApartError, see `Ranks`.
         """
 
 
 class Alone:
-    """One rank with all heads. Its methods exchange nothing and raise nothing."""
+    """A single rank with all heads. Its methods exchange nothing and raise nothing."""
 
     def own_heads(self, kv: Tensor) -> Tensor:
         """Return `kv` itself, `[2, tokens, kv_heads, head_dim]`."""
@@ -112,7 +121,7 @@ class Alone:
 
 
 class Stack(Protocol):
-    """One rank's decoder layers.
+    """Decoder layers of a single rank.
 
     Hidden states are `[streams, rows, hidden]`: one stream on Hugging Face, two where a layer carries its residual
     beside its output. Rows are cut and joined along dimension 1.
@@ -136,10 +145,10 @@ class Stack(Protocol):
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that run this model."""
+        """The ranks that run this model; `Alone` for a single one."""
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return the first layer's input `[streams, rows, hidden]` for token ids, int64 `[rows]`.
+        """Return the first layer's input `[streams, rows, hidden]` for token ids, int64 `[rows]` on the device.
 
         Raises IndexError for an id that the model does not have, on a CPU; on a GPU torch reports it later, as a
         RuntimeError.
@@ -152,8 +161,9 @@ class Stack(Protocol):
     def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
         """Return cos and sin of one rotary table at these positions, int64 `[rows]`; each is `[rows, rotary_dim]`.
 
-        The table of layers that do not rotate has a rotary_dim of 0. Raises IndexError for a table that the model does
-        not have.
+        They are in the stack's dtype, on its device. `kind` is one of `rotary_kinds`. The table of layers that do not
+        rotate has a rotary_dim of 0. Raises IndexError for a table that the model does not have, and torch's
+        RuntimeError without memory.
         """
 
     def layer(
@@ -161,12 +171,17 @@ class Stack(Protocol):
     ) -> Tensor:
         """Run one layer over `hidden` `[streams, rows, hidden]` and return its output, of the same shape.
 
-        The layer's attention calls `layer_pass.attend`.
+        The layer's attention calls `layer_pass.attend`, or writes and attends to the rows of a pass itself if all of
+        them are `plain` (`row_pass.plain_rows`).
 
         Args:
+            index: index of the layer.
+            hidden: input of the layer, which may overwrite it.
             positions: int64 `[rows]`, positions of the rows in their prompts.
+            layer_pass: the pass, or several joint passes, whose rows these are.
 
-        Raises what the model raises, such as torch's RuntimeError without memory, and what `layer_pass.attend` raises.
+        Raises IndexError for a layer that does not exist, what the model raises, such as MemoryError or torch's
+        RuntimeError without memory, and what `layer_pass.attend` raises.
         """
 
 
@@ -183,7 +198,10 @@ class RotaryTables:
 
     @classmethod
     def of(cls, stack: Stack, positions: Tensor) -> RotaryTables:
-        """Return the tables of a stack at these positions, int64 `[positions]` on its device."""
+        """Return the tables of a stack at these positions, int64 `[positions]` on its device.
+
+        There is one for each number in `Stack.rotary_kinds`. Raises torch's RuntimeError without memory.
+        """
         kinds = stack.rotary_kinds
         return cls(kinds, [stack.rope(positions, kind) for kind in range(max(kinds) + 1)])
 
@@ -192,16 +210,17 @@ class RotaryTables:
         return self.tables[self.kinds[layer]]
 
     def rows(self, positions: Tensor) -> RotaryTables:
-        """Return the tables' rows at these indices, int64 `[rows]`: each table is then `[rows, rotary_dim]`.
+        """Return a copy of the tables' rows at these indices, int64 `[rows]`: each table is then `[rows, rotary_dim]`.
 
-        Raises IndexError for an index beyond the tables, on a CPU; on a GPU torch reports it later, as a RuntimeError.
+        The indices count the positions of these tables. Raises IndexError for an index beyond the tables, on a CPU; on
+        a GPU torch reports it later, as a RuntimeError.
         """
         return RotaryTables(
             self.kinds, [(cos[positions], sin[positions]) for cos, sin in self.tables]
         )
 
     def layers(self, kind: int) -> list[int]:
-        """Return the layers of one kind, ascending; [] if there are none.
+        """Return the indices of the layers of one kind, ascending; [] if there are none.
 
         >>> RotaryTables([0, 1, 0], []).layers(0)
         [0, 2]
@@ -210,10 +229,11 @@ class RotaryTables:
 
 
 def keys_per_row_of(config: PretrainedConfig) -> float:
-    """Return `Stack.keys_per_row` of a Hugging Face config; of a mixture of experts, for those that one token uses.
+    """Return the number of keys that cost as much to attend to as the rest of a row, estimated from a model's config.
 
-    Raises AttributeError for a config without hidden_size, without num_attention_heads, or with neither
-    intermediate_size nor moe_intermediate_size.
+    It is `Stack.keys_per_row`. Of a mixture of experts, only the experts that one token uses are counted. If the layers
+    differ, the last one counts. Raises AttributeError for a config without hidden_size, without num_attention_heads, or
+    with neither intermediate_size nor moe_intermediate_size.
     """
     # Gemma 4: its layers differ
     last_layer = [config, *(getattr(config, "per_layer_config", None) or ())][-1]

@@ -31,12 +31,12 @@ _BLOCK = nullcontext()
 
 
 def untimed(_part: Part) -> AbstractContextManager[None]:
-    """Return a context that measures nothing: a `Timer` where no times are wanted."""
+    """Return a context that measures nothing: a `Timer` for use without measuring."""
     return _BLOCK
 
 
 def within(timer: Timer, part: Part) -> Timer:
-    """Return a timer that counts every part as `part`; `untimed` stays as it is."""
+    """Return a timer that counts the time of every part as `part`, by `timer`; for `untimed`, `untimed` itself."""
     if timer is untimed:
         return untimed
     return lambda _part: timer(part)
@@ -67,7 +67,10 @@ class PartTimer:
 
     @property
     def total(self) -> float:
-        """Sum of all parts, in seconds. The time since the last begin or end of a part is not counted yet."""
+        """Sum of all parts, in seconds; 0.0 before any part has begun.
+
+        The time since the last begin or end of a part is not counted yet, and time outside of all parts never is.
+        """
         return sum(self.seconds.values())
 
     def _count_until_now(self) -> None:

@@ -33,8 +33,14 @@ class ModelTokens:
     def of(cls, tokenizer: PreTrainedTokenizerBase, *, context_length: int) -> ModelTokens:
         """Return the bound for a transformers tokenizer and its model's context length.
 
-        The limit is a quarter of the context, at least 16 tokens and at most 1,024. The tokenizer is copied, so later
-        changes to it do not matter; a slow tokenizer is used itself.
+        The limit is a quarter of the context, rounded down, at least 16 tokens and at most 1,024. `count` adds no
+        special tokens, and reads special tokens in a text as plain text. The tokenizer is copied, so later changes to
+        it do not matter; a slow tokenizer, which has no backend to copy, is used itself, with its own treatment of
+        special tokens. Models with the same tokenizer and the same limit get the same `name`.
+
+        Args:
+            tokenizer: the model's tokenizer; it is not changed.
+            context_length: most tokens of prompt and answer together.
         """
         limit = min(MODEL_TOKENS, max(SMALLEST_LIMIT, context_length // 4))
         backend = getattr(tokenizer, "backend_tokenizer", None)

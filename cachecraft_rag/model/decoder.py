@@ -126,6 +126,8 @@ class Decoder:
         layout: shape and dtype of its chunk-caches.
         fingerprint: identity of checkpoint, tokenizer and dtype, see `fingerprint`; equal in every process.
         context_length: most tokens of prompt and answer together.
+        end_tokens: ids that end an answer, see `end_tokens_of`.
+        device, dtype: of the model's weights; keys and values have the same.
         attention_paths: the fastest ways to attend on this CPU, measured by `load`.
         fused_layers: layers that run fewer operations than the model's own; None = the model's own run.
         survey: how the model calls its layers, and how each of them rotates and attends.
@@ -204,7 +206,9 @@ class Decoder:
     def load(cls, name: str, *, dtype: str = "auto", device: str = "auto") -> Decoder:
         """Load a model by Hugging Face name, folder, or `"demo"` for the embedded SmolLM2-135M-Instruct.
 
-        On a CPU, the fastest ways to attend are measured, unless the user's cache folder has them.
+        Downloads what this disk lacks; the first use of "demo" also converts the model, see `demo_model_folder`. Reads
+        all weights once more for the fingerprint, unless the user's cache folder has their digests. On a CPU, the
+        fastest ways to attend are measured, unless the user's cache folder has them. Both are kept there.
 
         Args:
             name: Hugging Face name or folder, or "demo".
@@ -253,7 +257,10 @@ class Decoder:
 
     @cached_property
     def chunk_bound(self) -> ModelTokens:
-        """Bound of a document's chunks for this model: its token count, and the most tokens of a chunk."""
+        """Token count of this model and its limit for a document's chunks in tokens, see `ModelTokens.of`.
+
+        Made at the first use and kept.
+        """
         return ModelTokens.of(self.tokenizer, context_length=self.context_length)
 
     @torch.no_grad()
@@ -280,6 +287,8 @@ class Decoder:
     def embed(self, ids: Tensor) -> Tensor:
         """Return the first layer's input `[1, rows, hidden]`, in the model's dtype, of token ids int64 `[rows]`.
 
+        The ids must be on the model's device.
+
         Raises IndexError for an id that the model does not have, on a CPU; on a GPU torch reports it later, as a
         RuntimeError.
         """
@@ -290,7 +299,7 @@ class Decoder:
 
     @property
     def rotary_kinds(self) -> Sequence[int]:
-        """For each layer, the number of its rotary table: the `kind` of `rope`."""
+        """For each layer, in order, the number of its rotary table: the `kind` of `rope`."""
         return self.survey.kind_of
 
     def rope(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
@@ -311,7 +320,8 @@ class Decoder:
     ) -> Tensor:
         """Run one layer over hidden states `[1, rows, hidden]`; return the new ones in the same shape and dtype.
 
-        A fused layer runs if the model has some and can run this one; otherwise the model's own.
+        A fused layer runs if the model has some and can run this one; otherwise the model's own. `hidden` stays as it
+        is. A pass also writes the rows' keys and values to the buffers of its requests.
 
         Args:
             index: number of the layer, from 0.
@@ -425,9 +435,10 @@ class Decoder:
     def watched(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """Record the input of each layer and the output of its attention while the block runs.
 
-        Yields a list that fills with pairs (input, attention output), each `[1, rows, hidden]`, in the order in which
-        layers run. Fused layers do not run meanwhile, because they leave layers with hooks to the model. Exceptions of
-        the block pass; the hooks are removed.
+        Yields an empty list that fills with pairs (input, attention output), each `[1, rows, hidden]`, in the order in
+        which layers run. They are the tensors themselves, no copies, and the list keeps them. Fused layers do not run
+        meanwhile, because they leave layers with hooks to the model. Exceptions of the block pass; the hooks are
+        removed at its end.
         """
         seen: list[tuple[Tensor, Tensor]] = []
         inputs: list[Tensor] = []
@@ -461,14 +472,19 @@ def _widened(heads: Tensor, head_dim: int) -> Tensor:
 def chunk_bound_of(name: str) -> ModelTokens:
     """Return `Decoder.chunk_bound` of a model that is not loaded: only its config and its tokenizer are read.
 
+    Both are downloaded if this disk lacks them. For a config without `max_position_embeddings` the limit is the highest
+    one, 1,024 tokens.
+
     Args:
-        name: Hugging Face name or folder, or "demo". Its first use also converts or downloads the demo model's weights,
-            see `demo_model_folder`.
+        name: Hugging Face name or folder, or "demo". The first use of "demo" also converts or downloads the demo
+            model's weights, see `demo_model_folder`.
 
     Raises:
         ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing or
             damaged.
         KeyError: the config has LongRoPE, but not the original length.
+        ConfigError: for "demo", `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
+        RuntimeError, MemoryError: for "demo", torch has no memory to convert it.
     """
     from transformers import AutoTokenizer
 
@@ -485,13 +501,17 @@ def chunk_bound_of(name: str) -> ModelTokens:
 def config_of(name: str) -> PretrainedConfig:
     """Return the config of a model, without its weights.
 
+    A config that this disk lacks is downloaded, after a quick check that the hub has the model (`require_hub`).
+
     Args:
-        name: Hugging Face name or folder, or "demo". Its first use also converts or downloads the demo model's weights,
-            see `demo_model_folder`.
+        name: Hugging Face name or folder, or "demo". The first use of "demo" also converts or downloads the demo
+            model's weights, see `demo_model_folder`.
 
     Raises:
         ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or the config is damaged or
             names an unknown kind of model.
+        ConfigError: for "demo", `$CACHECRAFT_CACHE` begins with the home folder of an unknown user ("~name").
+        RuntimeError, MemoryError: for "demo", torch has no memory to convert it.
     """
     from huggingface_hub import try_to_load_from_cache
     from transformers import AutoConfig
@@ -520,11 +540,17 @@ def _loading_bars(source: str) -> contextlib.AbstractContextManager[None]:
 def loading(name: str) -> Iterator[str]:
     """Give the block a model's folder, or its name on the hub, and turn what a loader raises into our errors.
 
-    Whatever the block raises becomes ModelNotFoundError, except for errors of this package and lack of memory. So does
-    a folder that does not exist, and a demo model that cannot be converted.
+    Whatever exception the block raises becomes ModelNotFoundError, except for errors of this package and lack of memory
+    (MemoryError, torch's RuntimeError), which pass. So does a demo model that cannot be converted, and a name that
+    begins with "/", "." or "~" and is no folder. Other names are given to the block unchecked, without a request to the
+    hub.
 
     Args:
-        name: Hugging Face name or folder, or "demo".
+        name: Hugging Face name or folder, or "demo". The first use of "demo" converts or downloads the demo model, see
+            `demo_model_folder`; the block gets its folder.
+
+    Raises ConfigError if `name` is "demo" and `$CACHECRAFT_CACHE` begins with the home folder of an unknown user
+    ("~name").
     """
     try:
         if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
@@ -577,7 +603,10 @@ def auto_dtype(config: PretrainedConfig, place: torch.device) -> str:
 
 
 def computes_bfloat16() -> bool:
-    """Return True if this CPU computes bfloat16 faster than float32 (AMX or AVX-512 BF16), False if it emulates it."""
+    """Return True if this CPU computes bfloat16 faster than float32 (AMX or AVX-512 BF16), False if it emulates it.
+
+    Also False for a CPU about which torch knows nothing. Measures nothing.
+    """
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name) for name in _FAST_BFLOAT16)
 
@@ -620,11 +649,12 @@ def _latent_head_dim(config: PretrainedConfig) -> int | None:
 
 
 def context_length_of(config: PretrainedConfig) -> int:
-    """Return the number of positions that one set of rotary frequencies serves.
+    """Return the number of positions, in tokens, that one set of rotary frequencies serves.
 
-    LongRoPE has two sets and changes all keys if a prompt exceeds the original length, so a chunk-cache captured on one
-    side of it is wrong on the other. Only prompts up to the original length are served. Rejected: a fingerprint for
-    each side, which would capture every chunk twice.
+    It is `max_position_embeddings`, or the original length of LongRoPE if that is shorter. LongRoPE has two sets and
+    changes all keys if a prompt exceeds the original length, so a chunk-cache captured on one side of it is wrong on
+    the other. Only prompts up to the original length are served. Rejected: a fingerprint for each side, which would
+    capture every chunk twice.
 
     Raises AttributeError for a config without `max_position_embeddings`, KeyError for one with LongRoPE but without the
     original length.
@@ -658,11 +688,11 @@ def rope_parameters_of(config: PretrainedConfig) -> list[Mapping[str, object]]:
 
 
 def end_tokens_of(*holders: object) -> frozenset[int]:
-    """Return the ids that end an answer, of the generation config, the config and the tokenizer together.
+    """Return the ids that end an answer, those of all holders together.
 
     Args:
-        holders: objects with an `eos_token_id`, which is an id, a list of ids or None; others, such as None, are
-            ignored.
+        holders: objects with an `eos_token_id`, which is an id, a list of ids or None, such as a model's generation
+            config, config and tokenizer; objects without one, such as None, are ignored.
 
     Returns:
         The ids; empty if no holder has one.

@@ -22,7 +22,7 @@ class ModelFacts(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Identity of checkpoint, tokenizer and dtype, as text; chunk-caches of another one are never used."""
+        """Identity of checkpoint, tokenizer and dtype, as text; chunk-caches of another fingerprint are never used."""
 
     @property
     def layout(self) -> KVLayout:
@@ -30,11 +30,11 @@ class ModelFacts(Protocol):
 
     @property
     def context_length(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """Limit of prompt and answer together, in tokens."""
 
     @property
     def chunk_bound(self) -> ModelTokens:
-        """Bound of a document's chunks for this model: its token count, and the most tokens of a chunk."""
+        """Token count of this model and its limit for a document's chunks in tokens, see `ModelTokens`."""
 
 
 @dataclass(frozen=True, slots=True)

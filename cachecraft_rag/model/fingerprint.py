@@ -54,11 +54,13 @@ _SETTLED_NS = 2_000_000_000
 def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
     """Return the fingerprint of the checkpoint in `folder` used in `dtype` ("float32", "bfloat16", "float16").
 
-    It is text such as "2-5f0c…", equal for equal files wherever they are. Quantised weights and their scales are
-    tensors of the checkpoint, and the kind of quantisation is in its config, so both are digested. Digests are kept in
-    the user's cache folder; one that cannot be read or written there raises nothing, and the weights are read again.
+    It is text such as "2-5f0c…", equal for equal weights, config, tokenizer and dtype, wherever the files are.
+    Quantised weights and their scales are tensors of the checkpoint, and the kind of quantisation is in its config, so
+    both are digested. Reads all weights, which takes a moment per gigabyte. Digests of weight files that have not
+    changed for two seconds are kept in the user's cache folder; one that cannot be read or written there raises
+    nothing, and the weights are read again.
 
-    Returns None if the folder has no config or no weights of a known kind.
+    Returns None if the folder has no config.json or no weights of a known kind, also if the folder is missing.
 
     Raises:
         OSError: a file cannot be read, such as a missing one that the index of the weights names.
@@ -84,8 +86,9 @@ def checkpoint_fingerprint(folder: Path, *, dtype: str) -> str | None:
 def checkpoint_config(folder: Path) -> dict[str, object]:
     """Return the settings in a checkpoint's config.json, without those that differ between saves and change no number.
 
-    Raises OSError if the file cannot be read, ValueError if it is not valid JSON, and AttributeError if its JSON is not
-    an object.
+    Left out are the dtype, the name or path, the classes (`architectures`) and the version of transformers. Raises
+    OSError if the file cannot be read, ValueError if it is not valid JSON, and AttributeError if its JSON is not an
+    object.
     """
     text = (folder / "config.json").read_text(encoding="utf-8")
     return _without(json.loads(text), _VOLATILE)
@@ -95,8 +98,9 @@ def model_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     """Return the fingerprint of a Hugging Face model that is given as an object, from digests of its tensors.
 
     It is text in the form of `checkpoint_fingerprint`, but never equal to that of a checkpoint: a model that was loaded
-    may hold other tensors than its files. Reads all weights, copying them to main memory one by one. Raises torch's
-    NotImplementedError for a weight on the meta device, which has no values, as in a model that is partly offloaded.
+    may hold other tensors than its files. Reads all weights, copying them to main memory one by one, and keeps nothing.
+    Raises torch's NotImplementedError for a weight on the meta device, which has no values, as in a model that is
+    partly offloaded, and RuntimeError without memory.
     """
     tensors = {}
     for name, tensor in model.state_dict().items():
@@ -134,7 +138,8 @@ def snapshot_folder(
 ) -> Path | None:
     """Return the folder with the files of a model: `source` itself, or where the hub's client keeps what it loaded.
 
-    Returns None if the client has not loaded this `file` of this revision; the network is never used.
+    In the latter case it is the folder that holds `file`. Returns None if the client has not loaded this `file` of this
+    revision; the network is never used.
 
     Args:
         source: a folder, or a name on the hub.

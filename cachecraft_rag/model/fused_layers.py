@@ -79,7 +79,10 @@ class KnownLayer:
 
     @property
     def hooked(self) -> bool:
-        """True if the layer or a part that is replaced here has hooks, which a fused layer would not run."""
+        """True if the layer or a part that is replaced here has forward hooks, which a fused layer would not run.
+
+        Parts are the attention, the MLP with its activation, and the norms; linear layers do not count.
+        """
         layer = self._layer
         parts = [
             layer,
@@ -276,9 +279,9 @@ def fused_layers(
 ) -> list[CompiledLayer | GPULayer] | None:
     """Return the fused layers of a model, in order, each tried on three rows of noise.
 
-    Returns None if the class of the layers or their activation is not known, if they use attention sinks, if the
-    kernels do not support the dtype, if a layer has hooks, or if the output of a fused layer differs from that of the
-    model's own. The list is empty without layers.
+    Returns None if the class of a layer or its activation is not known, if a layer uses attention sinks, if the kernels
+    do not support the dtype, if a layer has hooks, or if the output of a fused layer differs from that of the model's
+    own by more than rounding. Otherwise the list is empty without layers. The model is not changed.
 
     Args:
         layers: the model's decoder layers.
@@ -286,11 +289,12 @@ def fused_layers(
         dtype: dtype of the model.
         device: device of the model.
         rotary_dims: for each layer, the dimensions of a head that it rotates.
-        run: runs a stock layer: its number, hidden states, positions and the pass that attends.
-        kind: class of the result; None = the one for this device.
+        run: runs a stock layer, given its number, hidden states, positions and the pass that attends; returns its
+            output.
+        kind: class of the result; None = `GPULayer` on a CUDA device, else `CompiledLayer`.
 
-    Raises torch's RuntimeError without memory, and whatever `run` raises, such as UnsupportedModelError for a layer
-    that attends more than once.
+    Raises MemoryError or torch's RuntimeError without memory, and whatever `run` raises, such as UnsupportedModelError
+    for a layer that attends more than once. Raises AssertionError for a layer that does not attend.
     """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(

@@ -12,11 +12,12 @@ _TIMEOUT_S = 5.0
 
 
 def require_hub(names: Sequence[str]) -> None:
-    """Raise an error if the hub cannot be reached or has none of these models; asks for each name, for 5 seconds each.
+    """Raise an error if the hub cannot be reached or has none of these models.
 
-    Returns None as soon as the hub has one of the models, even if that requires a login, and if the hub answers with
-    another error: the loader of the model can say more about that. In offline mode no request is made: the libraries
-    then fail at once.
+    Asks the hub for the config of each name in turn, with a time limit of 5 seconds each; downloads nothing. Returns
+    None as soon as the hub has one of the models, even if that requires a login, and if the hub answers with another
+    error: the loader of the model can say more about that. In offline mode (`$HF_HUB_OFFLINE`) no request is made and
+    nothing is raised: the libraries then fail at once.
 
     Args:
         names: names on the hub that a model may have, at least one.

@@ -116,9 +116,11 @@ class RotationForm:
 
     @property
     def order(self) -> Tensor | None:
-        """Index of a head's dimensions in the order of all models, int64 `[head_dim]` on the CPU.
+        """Indices that put a head's dimensions into the order of all models, int64 `[head_dim]` on the CPU.
 
-        None if the dimensions have that order already.
+        Dimension i of that order is dimension `order[i]` of the model's head, see `in_order`. The order has the rotated
+        dimensions first, paired as in Llama, and then those that are not rotated. None if the model's heads have that
+        order already.
 
         >>> RotationForm(head_dim=6, rotary_dim=4, interleaved=True, last=True).order.tolist()
         [2, 4, 3, 5, 0, 1]
@@ -140,7 +142,8 @@ class RotationForm:
             cos: `[tokens, width]`, as the rotary module returns it; its width must fit `table` and `rotary_dim`.
             sin: likewise.
 
-        The results may be the arguments themselves. A width that does not fit is not noticed.
+        The results may be the arguments themselves. They are `[tokens, 0]` for a `rotary_dim` of 0. A width that does
+        not fit is not noticed.
         """
         if self.rotary_dim == 0:
             return cos[:, :0].contiguous(), sin[:, :0].contiguous()
@@ -156,9 +159,9 @@ class RotationForm:
 
     @classmethod
     def candidates(cls, head_dim: int, width: int) -> Iterator[RotationForm]:
-        """Yield all forms that cos and sin `[tokens, width]` allow for heads of this width, the usual ones first.
+        """Yield all forms that cos and sin `[tokens, width]` allow for heads of `head_dim` dimensions.
 
-        The last one rotates nothing (rotary_dim 0), so there is at least one.
+        The usual forms are first. The last one rotates nothing (rotary_dim 0), so at least one is yielded.
         """
         tables = (("halves", width), ("half", 2 * width), ("pairs", width))
         choices = (False, True)
@@ -237,8 +240,9 @@ class LayerCall:
             hidden: hidden states of the tokens.
             positions: int64 `[tokens]`.
 
-        Raises whatever the model's own module raises, such as torch's RuntimeError without memory, and the exceptions
-        of the attention function that it calls.
+        The rotary embedding is `rotary`, and the layer gets no mask and no cache. `hidden` is handed to the module
+        itself. Raises whatever the module raises, such as torch's RuntimeError without memory, and the exceptions of
+        the attention function that it calls.
         """
         given = dict(self.named)
         if "position_ids" in self.takes:
@@ -282,6 +286,7 @@ class ModelSurvey:
 def cos_and_sin(given: object) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each `[tokens, width]`, of what a rotary module returned.
 
+    They are the two tensors of a pair, or the real and the imaginary part of a complex tensor; views where possible.
     Raises SurveyError if it is neither a pair of tensors nor a complex tensor.
     """
     if isinstance(given, Tensor) and given.is_complex():
@@ -307,7 +312,7 @@ def identity_like(given: Any, dtype: torch.dtype) -> object:
         dtype: dtype of cos and sin in a pair.
 
     Returns:
-        A pair of ones and zeros of one token, ones in the shape of a complex tensor of one token, or None.
+        A pair of ones and zeros of one token, a complex tensor of ones of one token, or None. A pair is a tuple.
 
     Raises SurveyError for a value of another form.
     """
@@ -339,7 +344,10 @@ def survey_model(
     forward: Callable[[Tensor], object],
     watch: Watch,
 ) -> ModelSurvey:
-    """Run the model's own forward and each layer over a few tokens.
+    """Return how a model calls its layers and how they rotate and attend, found by running them over six tokens.
+
+    The model's own forward runs once over random tokens, then each layer up to its attention. Hooks are added to the
+    model meanwhile and removed at the end, also after an error.
 
     Args:
         model: a decoder-only model of transformers, with or without its head.
@@ -349,6 +357,7 @@ def survey_model(
 
     Raises:
         SurveyError: the layers cannot be run one by one, with the reason.
+        KeyError: keys are not float32, float16 or bfloat16.
         RuntimeError: torch has no memory. Other exceptions of `forward` and of the model's modules pass, too.
     """
     parameter = next(model.parameters())
@@ -498,9 +507,10 @@ def rotation_form(rotary: object, raw: SeenAttention, rotated: SeenAttention) ->
         rotated: the same with the model's own.
 
     Returns:
-        The known form with the smallest error; one with rotary_dim 0 for a layer that rotates nothing.
+        The known form with the smallest error; one with rotary_dim 0 for a layer that rotates nothing, and if `rotary`
+        is None, without a comparison.
 
-    Raises SurveyError if no known form comes near enough, or if `rotary` is neither a pair of tensors nor a complex
+    Raises SurveyError if no known form is near enough, or if `rotary` is neither a pair of tensors nor a complex
     tensor; KeyError for keys that are not float32, float16 or bfloat16.
     """
     head_dim = raw.key.shape[-1]
@@ -534,9 +544,9 @@ def _rotation_error(
 
 
 def in_order(heads: Tensor, order: Tensor | None) -> Tensor:
-    """Return heads `[…, head_dim]` with their dimensions in this order, int64 `[head_dim]`.
+    """Return a copy of heads `[…, head_dim]` with their dimensions in this order, int64 `[head_dim]`.
 
-    Without an order (None) they are returned themselves. Raises IndexError for an order with a dimension that does not
-    exist.
+    Without an order (None) the heads are returned themselves. `order` may be on another device. Raises IndexError for
+    an order with a dimension that does not exist.
     """
     return heads if order is None else heads[..., order.to(heads.device)]

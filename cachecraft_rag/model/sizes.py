@@ -51,8 +51,10 @@ def layout_named(model: str, *, dtype: str = "auto") -> KVLayout:
     Raises:
         ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or the config is damaged or
             names an unknown kind of model.
-        ConfigError: an unknown dtype.
-        UnsupportedModelError: the config does not name layers or heads.
+        ConfigError: an unknown dtype; or for "demo", a `$CACHECRAFT_CACHE` that begins with the home folder of an
+            unknown user ("~name").
+        UnsupportedModelError: the config does not name layers, heads or the width of hidden states.
+        RuntimeError, MemoryError: for "demo", torch has no memory to convert it.
     """
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}")

@@ -71,8 +71,9 @@ class Calibration:
 def save_calibration(store: Path, fingerprint: str, calibration: Calibration) -> None:
     """Save the calibration of a model in place of an earlier one; calibrations of other models stay.
 
-    Creates the folder if it is missing. A file that cannot be read or parsed is logged as a warning and replaced. Of
-    two processes that save at the same time, one may lose its result.
+    Writes `calibration.json` in the folder, and creates the folder if it is missing. A file that cannot be read or
+    parsed is logged as a warning and replaced; JSON that is not an object is replaced without a warning. Of two
+    processes that save at the same time, one may lose its result.
 
     Args:
         store: the folder that a user names as the store.
@@ -96,7 +97,10 @@ def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
     """Return the calibration of this model, or None if the store has no usable one.
 
     Raises nothing: a file that cannot be read or parsed, and an entry that is damaged, is logged as a warning and gives
-    None. A missing file or folder, and JSON that is not an object, gives None without a warning.
+    None. A missing file or folder, an entry that is missing or null, and JSON that is not an object, gives None without
+    a warning. An entry is damaged if it lacks a field of `Calibration` other than `nearest_share` or has an unknown
+    one, if alpha, quality or questions is not a number, or if alpha is not allowed in `ReuseConfig`; its other values
+    are not checked.
 
     Args:
         store: the folder that a user names as the store.
@@ -122,8 +126,12 @@ def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
 def all_calibrations(store: Path) -> dict[str, Calibration]:
     """Return fingerprint → calibration of each model in this store; {} if there are none.
 
-    Raises nothing: a damaged entry is logged as a warning and left out; a file that cannot be read or parsed is logged
-    and gives {}.
+    Raises nothing: a damaged entry is logged as a warning and left out, and an entry of null is left out without one. A
+    file that cannot be read or parsed is logged as a warning and gives {}. A missing file, and JSON that is not an
+    object, gives {} without a warning.
+
+    Args:
+        store: the folder that a user names as the store.
     """
     calibrations = {
         name: load_calibration(store, name) for name in _known(store / CALIBRATION_FILE)

@@ -69,14 +69,14 @@ class Candidate:
 
     @property
     def identity(self) -> _Path:
-        """Key (session, segment ids) shared by all requests with the same chunks in the same order."""
+        """Key (session, ids of `segments` in order), shared by all candidates of the same session and chunks."""
         return self.session, tuple(segment.segment_id for segment in self.segments)
 
     def paths(self) -> Iterator[tuple[_Path, int]]:
         """Yield each capture to be made with the number of tokens that it saves per use.
 
-        A capture is a pair of the session and the segment ids up to the one to be captured. Yields nothing if `fixed`
-        is empty.
+        A capture is a pair of the session and the segment ids up to the one to be captured, that one included. They are
+        in the order of `fixed`. Yields nothing if `fixed` is empty.
         """
         session, ids = self.identity
         for index, tokens in self.fixed.items():
@@ -117,8 +117,9 @@ class Candidates:
     def add(self, candidate: Candidate) -> Candidate | None:
         """Add a candidate that a request asked for, and count its tokens as saved once more.
 
-        A candidate with the same identity is merged with it, not kept twice. If more than `most` candidates wait then,
-        removes the least valuable one, which may be this one, and returns it; otherwise returns None.
+        A candidate with the same identity is merged with it, not kept twice; it counts as the latest then. If more than
+        `most` candidates wait then, removes the least valuable one with its counts, which may be this one, and returns
+        it; of equally valuable ones it is the earliest. Otherwise returns None.
         """
         known = self._waiting.pop(candidate.identity, None)
         self._would_have_saved.update(dict(candidate.paths()))
@@ -135,8 +136,8 @@ class Candidates:
     def best(self, among: Callable[[Candidate], bool] | None = None) -> Candidate | None:
         """Return the most valuable of the candidates for which `among` returns True (by default all).
 
-        Of equally valuable candidates, returns the latest. Does not remove it. Returns None if there is no such
-        candidate. Errors of `among` pass through.
+        Of equally valuable candidates, returns the latest. Does not remove it. Returns None if no such candidate waits.
+        Errors of `among` pass through.
         """
         latest_first = reversed(self._waiting.values())
         candidates = [candidate for candidate in latest_first if among is None or among(candidate)]
@@ -145,8 +146,8 @@ class Candidates:
     def remove(self, candidate: Candidate) -> None:
         """Remove a candidate, and the count of each of its captures unless another candidate has that capture too.
 
-        The waiting candidate with the same identity is removed, with all captures that `add` merged into it. Raises
-        nothing if there is no such candidate.
+        The waiting candidate with the same identity is removed, with all captures that `add` merged into it. If none is
+        waiting, only the counts of the captures of `candidate` are removed. Raises nothing.
         """
         waiting = self._waiting.pop(candidate.identity, candidate)
         wanted = {path for other in self._waiting.values() for path, _ in other.paths()}

@@ -197,11 +197,12 @@ class ReuseConfig:
         """Return the settings for a prompt of this length.
 
         They are these settings themselves, or for a prompt that is too short to reuse anything, a copy that reuses and
-        captures nothing.
+        captures nothing and has the least length as its `min_prompt_tokens`. With `reuse=False` they are always these
+        settings themselves.
 
         Args:
-            tokens: length of the prompt.
-            measured: value in place of a `min_prompt_tokens` of None.
+            tokens: length of the prompt in tokens. It is too short if it is below the least length.
+            measured: least length in place of a `min_prompt_tokens` of None.
 
         >>> ReuseConfig(min_prompt_tokens=1000).for_prompt(800).reuse
         False
@@ -212,8 +213,9 @@ class ReuseConfig:
         return replace(self, reuse=False, capture=False, min_prompt_tokens=least)
 
     def is_too_short(self, tokens: int) -> bool:
-        """Return True if `for_prompt` has switched reuse off for a prompt of this length.
+        """Return True if `for_prompt` has switched reuse off for a prompt of this length, in tokens.
 
-        Also True for settings that were made with `reuse=False` and a `min_prompt_tokens` above this length.
+        Also True for settings that were made with `reuse=False` and a `min_prompt_tokens` above this length. False for
+        all settings with `reuse=True`, and for a `min_prompt_tokens` of None.
         """
         return not self.reuse and tokens < (self.min_prompt_tokens or 0)

@@ -57,9 +57,10 @@ class FocusMonitor:
     def observe(self, layer: int, mass: Sequence[float]) -> bool:
         """Add one layer's attention mass from the question to each chunk, `[chunks]` (eq. 15).
 
-        Returns True in the layer that decides, after it has set `focused` and `layer`. Returns False in all other
-        layers; those after the decision are ignored. Raises ValueError if `mass` does not have one value per chunk,
-        unless the decision was made before.
+        Call it once for each layer, in order. Returns True in the layer that decides, after it has set `focused` and
+        `layer`: the first in which the same chunks have led in `window` consecutive calls. Returns False in all other
+        layers; those after the decision are ignored. Without chunks the decision is an empty set. Raises ValueError if
+        `mass` does not have one value per chunk, unless the decision was made before.
         """
         if self.focused is not None:
             return False

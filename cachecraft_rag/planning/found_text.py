@@ -279,9 +279,10 @@ def marks(
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
     """Return the marks of a text: positions, int64 `[marks]`, ascending, and hashes, uint64 `[marks]`.
 
-    A window is 16 tokens in a row. Of each `width` neighbouring windows, the one with the lowest hash is a mark. The
-    position of a mark is that of its last token. This is winnowing (Schleimer et al., SIGMOD 2003): two texts with
-    `width + 15` equal tokens in a row share a mark. Both arrays are empty for a text of fewer tokens than that.
+    The hashes are those of `window_hashes`, below 2**48. A window is 16 tokens in a row. Of each `width` neighbouring
+    windows, the one with the lowest hash is a mark. The position of a mark is that of its last token. This is winnowing
+    (Schleimer et al., SIGMOD 2003): two texts with `width + 15` equal tokens in a row share a mark. Both arrays are
+    empty for a text of fewer tokens than that.
 
     Raises:
         ValueError: `width` is below 1.

@@ -76,7 +76,10 @@ class SegmentPlan:
 
     @property
     def to_fix(self) -> bool:
-        """True if the segment is reused in a new context, so that some of its tokens may have to be recomputed."""
+        """True if the segment is reused in a new context, so that some of its tokens may have to be recomputed.
+
+        That is an outcome of "reused" without `at_origin`. False for "exact" and "computed".
+        """
         return self.outcome == "reused" and not self.at_origin
 
 
@@ -96,6 +99,14 @@ def make_plan(
     refused: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
     """Choose for each segment the stored variant with the lowest CFO, or to compute it.
+
+    An exact variant, and one that needs no fixing, is preferred to all others. With `scoring="corrected"`, the default,
+    the CFO of primed variants and of those captured after the instruction only is weighted to compare them. A chunk
+    whose best variant has a CFO of 1 is computed, unless `config.recompute_ratio` is set. With `config.reuse` off,
+    everything is computed. With `config.scope` "prefix", only variants are chosen that need no fixing because they are
+    after their origin prefix; with "set", also those of the longest beginning of the prompt whose chunks were captured
+    in another order. An instruction is reused from a lossless codec only. The last chunk is marked `in_full` if it is
+    reused in a new context and small enough for `config.nearest_share`.
 
     The tokens to recompute are chosen later, in `with_selection`, which needs the token scores of the chosen variants
     only.
@@ -367,7 +378,7 @@ def with_selection(
     The budget of a chunk is ⌈CFO · |C|⌉ tokens (§3.2.1), or ⌈r · |C|⌉ if a fixed ratio r is set. With
     `budget_scope="prompt"`, the default, the budgets are added and spent on the best tokens of all chunks, so a chunk
     may get more tokens than its own budget, or fewer (see `selectors.select`). Of a chunk that is marked `in_full`, all
-    tokens are chosen, outside of the budgets.
+    tokens but the `excluded` ones are chosen, outside of the budgets.
 
     Args:
         plan: a plan from `make_plan`.
@@ -381,12 +392,13 @@ def with_selection(
     Returns:
         A new plan. In each segment with `to_fix`, `recompute` holds the chosen offsets, and reason and detail say how
         many there are; for a segment marked `in_full` reason and detail stay. If no token is chosen, the reason is
-        `Reason.REUSED`.
+        `Reason.REUSED` and the detail "".
 
     Raises:
         ValueError: the id of a chunk to fix does not begin with eight hexadecimal digits, which seed the selector
             "random"; or the selector adds stored and probed scores, and those of a chunk differ in length.
-        IndexError: an offset in `recomputed` or `excluded` is beyond the end of its chunk.
+        IndexError: an offset in `recomputed` or `excluded` is beyond the end of its chunk. Not raised for a chunk
+            without a budget or marked `in_full`.
     """
     facts: list[TokenFacts] = []
     budgets: list[int] = []
@@ -458,9 +470,10 @@ def with_not_loaded(
 
     Returns:
         `planned` itself if `computed` is empty or no variant was chosen. Otherwise a copy with this reason and detail,
-        which counts the tokens in `not_loaded` and no longer has them in `recompute`. If all tokens of the variant
-        were computed, the copy has the outcome "computed" and no variant, unless the reason is
-        `Reason.COMPUTED_LATE`: then first layers used stored values.
+        whose `not_loaded` is the number of these tokens and whose `recompute` no longer has them. But if all tokens of
+        the variant were computed, the copy has the outcome "computed", no variant and an empty `recompute`, and
+        `not_loaded` stays as it was. That does not apply to `Reason.COMPUTED_LATE`: then first layers used stored
+        values.
     """
     if not computed or planned.variant is None:
         return planned

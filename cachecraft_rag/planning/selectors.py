@@ -79,7 +79,7 @@ def leading(facts: TokenFacts) -> np.ndarray:
 def random(facts: TokenFacts) -> np.ndarray:
     """Return random scores, float64 `[tokens]` in [0, 1): the RANDOM-RECOMP baseline of Cache-Craft §5.1.4.
 
-    The same seed gives the same scores. Raises ValueError for a negative seed.
+    The same `facts.seed` gives the same scores. Raises ValueError for a negative seed.
     """
     return np.random.default_rng(facts.seed).random(facts.tokens)
 
@@ -89,7 +89,8 @@ def question(facts: TokenFacts) -> np.ndarray:
 
     Adds `QUESTION_WEIGHT` times the probe's score to the score of eq. 14 (that of `leading` if no chunk stood before
     this one at capture). Both are 1 on average. The question's attention alone is better on most questions but fails
-    badly on some (docs/decisions/choosing-tokens.md). Without a probe's score, returns the first part only.
+    badly on some (docs/decisions/choosing-tokens.md). Without a probe's score, returns the first part only. The array
+    is a new one.
 
     Raises ValueError if `token_inter` and `probed` differ in length.
 
@@ -153,9 +154,10 @@ def select(
         tokens than the budgets allow if there are not enough tokens to choose from.
 
     Raises:
-        ValueError: `facts` and `budgets` differ in length; or the selector raises it, as `random` and `question` do.
+        ValueError: `facts` and `budgets` differ in length; or the selector raises it: `random` for a negative seed, and
+            `question` if the scores of a chunk differ in length.
         IndexError: `excluded` or `spent` is given for fewer chunks than `facts`, or an excluded offset is beyond the
-            end of its chunk.
+            end of its chunk. The offsets of a chunk without a budget are not checked.
         ZeroDivisionError: with "prompt", a chunk of 0 tokens has a budget.
 
     >>> few, many = np.array([0.1, 0.2, 0.1]), np.array([0.5, 0.3, 0.9])

@@ -72,7 +72,7 @@ LOADING_CONSTANTS = LoadingConstants()
 def preload_depth(layers: int, *, prefill_s: float, load_s: float) -> int:
     """Return how many layers must be loaded before the first is computed, to compute without a gap (eq. 16).
 
-    The result is from 1 to `layers`, rounded up.
+    The result is rounded up and from 1 to `layers`; it is 1 unless loading takes longer than computing.
 
     Args:
         layers: number of layers.
@@ -92,7 +92,9 @@ def preload_depth(layers: int, *, prefill_s: float, load_s: float) -> int:
 def tokens_to_compute(
     *, load_s: float, compute_s: float, load_token_s: float, compute_token_s: float
 ) -> float:
-    """Return how many tokens to compute instead of loading, so that both finish together; negative: none.
+    """Return how many tokens to compute instead of loading, so that both finish together; may be a fraction.
+
+    The result is negative if loading ends first anyway. It is not limited by the number of tokens to load.
 
     Args:
         load_s: remaining seconds of loading.
@@ -142,9 +144,10 @@ class LoadSplit:
     def next_piece(self) -> tuple[float, bool]:
         """Return the number of tokens in the next piece of the front, and True if the last pass includes them.
 
-        The number may be a fraction. It may exceed that of the waiting tokens while the speed of computing is unknown.
-        (0.0, True) means that the last pass comes next and that no token is computed instead of loaded. That is also
-        the result if no tokens are waiting.
+        False means that a separate pass computes the piece first; then the next piece is decided. The number may be a
+        fraction. It may exceed that of the waiting tokens while the speed of computing is unknown. (0.0, True) means
+        that the last pass is next and that no token is computed instead of loaded. That is also the result if no tokens
+        are waiting. Raises nothing.
         """
         if not self.waiting:
             return 0.0, True
@@ -180,14 +183,15 @@ class LoadSplit:
 
     @property
     def is_untouched(self) -> bool:
-        """True if no token of the prompt is computed or loaded yet."""
+        """True if no token of the prompt is computed or loaded yet: each is among `waiting` or `own_positions`."""
         return len(np.union1d(self.own_positions, self.waiting)) == self.tokens
 
     def load_first(self) -> bool:
         """Return True if loading should finish before the last pass, because readers would slow that pass down.
 
-        False if no tokens are waiting, if computing a front pays off, or while the speed of computing or the rate of
-        loading is unknown.
+        That is so if they keep at least `LoadingConstants.busy_cores` cores busy. False if they keep fewer, if no
+        tokens are waiting, if computing a front pays off, or while the speed of computing is unknown or the rate of
+        loading is 0.
         """
         if not self.waiting or not self.speed.known or self.bytes_per_s <= 0.0:
             return False
@@ -195,7 +199,10 @@ class LoadSplit:
 
     @property
     def load_s(self) -> float:
-        """Remaining seconds of loading. Raises ZeroDivisionError for a rate of 0."""
+        """Remaining seconds of loading at the current rate, 0.0 without bytes left.
+
+        Raises ZeroDivisionError for a rate of 0.
+        """
         return self.bytes_left / self.bytes_per_s
 
     def share(self, *, layers_left: float = 1.0) -> float:
@@ -204,10 +211,11 @@ class LoadSplit:
         Args:
             layers_left: fraction of the layers whose loading the front still saves.
 
-        Returns the number of all waiting tokens for a rate of 0, and 0 if no tokens are waiting, no bytes are left, or
-        computing a front would save too little. Any other number reaches to the end of an extent, or is a fraction
-        after the last end in `extent_ends`. Raises AssertionError if the speed of computing is unknown and neither the
-        rate, the number of waiting tokens nor that of bytes is 0.
+        Returns the number of all waiting tokens for a rate of 0. Returns 0.0 if no tokens are waiting, no bytes are
+        left, computing a front would save too little, or the first extent would take more time to compute than it
+        saves. Any other number reaches to the end of an extent, or is a fraction after the last end in `extent_ends`.
+        Raises AssertionError if the speed of computing is unknown and neither the rate, the number of waiting tokens
+        nor that of bytes is 0.
         """
         count = len(self.waiting)
         if not count or self.bytes_per_s <= 0.0:
@@ -262,7 +270,10 @@ class LoadSplit:
         return self.speed.seconds(self._extra_rows(front), passes=0) / len(front)
 
     def rest_s(self) -> float:
-        """Return the seconds to compute all that is left in one pass. Raises AssertionError unless `speed.known`."""
+        """Return the seconds to compute all that is left in one pass: `rows` and all waiting positions.
+
+        Raises AssertionError unless `speed.known`.
+        """
         rows = self.rows + self._extra_rows(self.waiting)
         return self.speed.whole_s(rows) if self.is_untouched else self.speed.seconds(rows)
 
@@ -318,21 +329,22 @@ class LayerWise:
     computes_front = False
 
     def first_look(self, split: LoadSplit) -> WaitCondition:
-        """Return the condition to wait for before the first decision: nothing."""
+        """Return the condition to wait for before the first decision: "nothing", without a limit of time."""
         return WaitCondition("nothing")
 
     def before_pass(self, split: LoadSplit, layers: int) -> WaitCondition:
         """Return the condition to wait for before the next pass: enough layers to compute without a gap (eq. 16).
 
-        It is one layer while the rate of loading is 0, otherwise all layers while the speed of computing is unknown and
-        bytes are left. The wait has no limit.
+        It is the number of layers of `preload_depth`. That is one layer while the rate of loading is 0, otherwise all
+        layers while the speed of computing is unknown and bytes are left. The wait has no limit of time, and the order
+        of loading stays.
         """
         prefill_s = split.speed.seconds(split.rows) if split.speed.known else 0.0
         load_s = split.load_s if split.bytes_per_s > 0.0 else 0.0
         return WaitCondition(preload_depth(layers, prefill_s=prefill_s, load_s=load_s))
 
     def next_piece(self, split: LoadSplit) -> tuple[float, bool]:
-        """Return (0.0, True): there is no front, and the last pass comes next. `Cake` computes a front."""
+        """Return (0.0, True): no token is computed instead of loaded, and the last pass is next."""
         return 0.0, True
 
 
@@ -340,7 +352,7 @@ class Whole(LayerWise):
     """Load everything, then compute."""
 
     def before_pass(self, split: LoadSplit, layers: int) -> WaitCondition:
-        """Return the condition to wait for before the next pass: everything is loaded, without a limit of time."""
+        """Return the condition to wait for before the next pass: "all", that is everything, without a limit of time."""
         return WaitCondition("all")
 
 
@@ -352,8 +364,9 @@ class Cake(LayerWise):
     def first_look(self, split: LoadSplit) -> WaitCondition:
         """Return the condition to wait for before the first decision.
 
-        It is nothing if the rate is settled. Otherwise it is that everything is loaded, for `first_look_s` seconds at
-        most, and for less if computing the whole prompt takes little time (`first_look_fraction`).
+        It is "nothing" if the rate of loading is settled. Otherwise it is "all", for `first_look_s` seconds at most,
+        and for at most `first_look_fraction` of the time to compute all that is left, if the speed of computing is
+        known.
         """
         if split.is_settled:
             return WaitCondition("nothing")
@@ -379,7 +392,8 @@ class Cake(LayerWise):
     def next_piece(self, split: LoadSplit) -> tuple[float, bool]:
         """Return the number of tokens in the next piece of the front, and True if the last pass includes them.
 
-        See `LoadSplit.next_piece`.
+        False means that a separate pass computes the piece first. (0.0, True) means that no token is computed instead
+        of loaded, as without waiting tokens. It is the decision of `LoadSplit.next_piece`.
         """
         return split.next_piece()
 

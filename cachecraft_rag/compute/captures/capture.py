@@ -51,11 +51,14 @@ class RecordedChunk:
 
     @property
     def nbytes(self) -> int:
-        """Memory of this capture, in bytes."""
+        """Memory of the tensors of this capture, in bytes; it grows while queries are kept."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that this capture holds: `kv`, `mass` if there is one, and the queries of each layer."""
+        """Return the tensors that this capture holds: `kv`, `mass` unless it is None, and the queries of each layer.
+
+        The list is new; the tensors are the capture's own.
+        """
         mass = () if self.mass is None else (self.mass,)
         return [self.kv, *mass, *self.queries.values()]
 
@@ -92,7 +95,7 @@ class CaptureRecorder:
 
     @property
     def captures(self) -> tuple[RecordedChunk, ...]:
-        """The chunks that were computed through all layers and not forgotten, ascending; () without any."""
+        """The chunks that were recorded in all layers and not forgotten, in prompt order; () without any."""
         complete = [
             capture
             for capture in self._recorded.values()
@@ -106,28 +109,32 @@ class CaptureRecorder:
 
     @property
     def missing(self) -> frozenset[int]:
-        """Segments that should have been captured and are not among `captures`; empty if all are."""
+        """Indices of the segments that should have been captured and are not among `captures`; empty if all are."""
         wanted = frozenset(segment for segment, _start, _stop in self._spans)
         return wanted - {capture.segment for capture in self.captures}
 
     @property
     def needs_keys(self) -> bool:
-        """True if the captures are described later, with the keys of the whole prompt."""
+        """True if queries are kept, and captures are described later with the keys of the whole prompt.
+
+        False if the passes measure the attention themselves.
+        """
         return self._measured is None
 
     def with_all_heads(
         self, gather: Callable[[Tensor], Tensor], mean: Callable[[Tensor], Tensor]
     ) -> CaptureRecorder:
-        """Join the heads of all tensor-parallel ranks on the first rank; the result is empty on the other ranks.
+        """Return a recorder with the heads of all tensor-parallel ranks on the first rank; it is empty on other ranks.
 
-        Every rank must have recorded the same chunks.
+        This recorder stays as it is. Only complete captures (`captures`) are joined. Every rank must have recorded the
+        same chunks, and calls this at the same time.
 
         Args:
             gather: a collective that joins the ranks' `[…, heads, head_dim]` on the first rank and returns an empty
                 tensor on the others.
             mean: a collective that averages a statistic over the ranks.
 
-        Raises what `gather` and `mean` raise.
+        Raises what `gather` and `mean` raise, and torch's RuntimeError without memory.
         """
         joined = CaptureRecorder(self._layout, self._like, self._spans, measured=self._measured)
         joined.settings = self.settings
@@ -153,10 +160,11 @@ class CaptureRecorder:
         return joined
 
     def locate(self, positions: NDArray[np.int64]) -> list[tuple[RecordedChunk, slice]]:
-        """Return the captures among the ascending positions of a pass, int64 `[rows]`, with their rows.
+        """Return the captures among the ascending positions of a pass, int64 `[rows]`, each with a slice of the rows.
 
         A chunk is captured only by a pass that computes all of its tokens. The captures are in prompt order, and new
-        ones get their memory here; the list is empty if the pass has none. Raises MemoryError if there is no room.
+        ones get their memory here; the list is empty if the pass has none. Raises MemoryError without room for keys and
+        values, and torch's RuntimeError without room for the attention.
         """
         edges = [edge for _segment, start, stop in self._spans for edge in (start, stop)]
         edge_rows = np.searchsorted(positions, edges).tolist()
@@ -194,8 +202,10 @@ class CaptureRecorder:
             qkv: rotated queries `[rows, heads, head_dim]`, raw keys and values `[rows, kv_heads, head_dim]`.
             settings: attention settings of the layer.
 
-        A layer that is recorded again replaces what was kept of it. If the passes measure attention, a layer is
-        complete only after `add_mass`. Raises torch's RuntimeError for shapes that do not fit the layout.
+        Keys and values are copied; queries are kept as views, unless the passes measure attention. Then a layer is
+        complete only after `add_mass`. The settings of a layer are added to `settings` when the layer is recorded for
+        the first time, also without captures. A layer that is recorded again replaces what was kept of it. Raises
+        torch's RuntimeError for shapes that do not fit the layout.
         """
         if layer == len(self.settings):
             self.settings.append(settings)
@@ -214,8 +224,9 @@ class CaptureRecorder:
             places: captures and their rows, as returned by `locate`.
 
         Returns:
-            int64 `[segments + 1]`; the last segment is that of the last capture. None if the pass measures nothing,
-            because there are no captures or they keep their queries instead.
+            int64 `[segments + 1]` on the device of the recorded keys; the first segment is that of the system and the
+            last that of the last capture. None if the pass measures nothing, because there are no captures or they keep
+            their queries instead.
         """
         if self._measured is None or not places:
             return None
@@ -226,6 +237,8 @@ class CaptureRecorder:
         self, layer: int, places: Sequence[tuple[RecordedChunk, slice]], mass: Tensor
     ) -> None:
         """Add the attention that a pass measured in one layer; does nothing for a layer that was added before.
+
+        Then the layer counts as recorded. Captures that keep their queries are left as they are.
 
         Args:
             layer: index of the layer.
@@ -297,8 +310,8 @@ class AttentionAccumulator:
         A layer that is added twice counts twice.
 
         Raises KeyError if the capture holds no queries of this layer, as when the pass measured the attention, and
-        IndexError if there are no settings of this layer. Raises ValueError, MemoryError or torch's RuntimeError as
-        `segment_mass` does, such as without memory.
+        IndexError if there are no settings of this layer. Raises ValueError for a wrong number of sinks, ValueError or
+        torch's RuntimeError for other shapes that do not fit, and MemoryError or torch's RuntimeError without memory.
         """
         settings = self._settings[layer]
         visible = self._visible.setdefault(
@@ -319,8 +332,10 @@ class AttentionAccumulator:
         """Return the averages over all layers of `settings` (eq. 10) and the scores derived from them.
 
         Layers that were not added count as 0. `inter` has one value for each segment before the capture, beginning with
-        that of the system. The token scores are unknown if no chunk precedes the capture. Raises ZeroDivisionError if
-        the capture or a chunk before it has no tokens.
+        that of the system; it is () for the system's own capture. The token scores are unknown (`inter` None) if no
+        chunk precedes the capture. Changes nothing, so it may be called again after more layers. On a GPU it waits for
+        the work that this thread has launched. Raises ZeroDivisionError if the capture or a chunk before it has no
+        tokens.
         """
         # [tokens, segments up to the capture's]
         mass = self._mass.cpu().numpy() / len(self._settings)

@@ -99,19 +99,20 @@ class WriteBackQueue:
         self._followers: weakref.WeakSet[RemovedChunks] = weakref.WeakSet()
 
     def follow(self, removed: RemovedChunks) -> RemovedChunks:
-        """Add chunks that are removed from now on to this set, and return the set.
+        """From now on, add the ids of all chunks that `remove` is called with to this set; return the same set.
 
-        The queue does not keep the set alive: hold it as long as captures may come.
+        The queue does not keep the set alive: hold it as long as captures may follow.
         """
         with self._guard:
             self._followers.add(removed)
         return removed
 
     def remove(self, chunk_ids: Sequence[str]) -> None:
-        """Prepare the removal of these chunks.
+        """Prepare the removal of these chunks: add their ids to all sets of `follow`, and wait for their captures.
 
-        Requests that began before do not capture them any more. Captures under way have ended when this returns, stored
-        or dropped; it waits without limit and raises nothing for a capture that fails.
+        Requests that began before do not store them any more. Captures of them that are under way have ended when this
+        returns, stored or dropped; it waits for them without limit, and raises nothing for one that fails. Removes
+        nothing from the store.
         """
         with self._guard:
             for removed in self._followers:
@@ -122,9 +123,9 @@ class WriteBackQueue:
         """Queue the captures of a prefill and return at once.
 
         Call it in the thread that computed the prefill, because captures wait for the work launched by this thread.
-        Captures are dropped after `close`, while more than `max_bytes` are waiting, and if they are private and the
-        context has no session. The answer is not affected: a capture that is dropped or fails is counted and logged,
-        not raised.
+        Each capture of `recorder.captures` is given to `start`. Captures are dropped instead after `close`, while more
+        than `max_bytes` are waiting, and if they are private and the context has no session. The answer is not
+        affected: a capture that is dropped or fails is counted in the store and logged, not raised.
 
         Args:
             recorder: recorder of the prefill.
@@ -132,7 +133,7 @@ class WriteBackQueue:
                 if the recorder does not need them.
             context: facts about the prompt.
 
-        Raises what `start` raises; that capture then counts as failed, and later ones are not queued.
+        Raises what `start` raises; that capture is then logged and counted as failed, and later ones are not queued.
         """
         computed = launched(keys.device)
         needed = keys if recorder.needs_keys else None
@@ -164,7 +165,11 @@ class WriteBackQueue:
         context: CaptureContext,
         computed: torch.cuda.Event | None = None,
     ) -> Work[Variant | Unavailable]:
-        """Describe and store one capture, a layer at a time.
+        """Return the steps that describe one capture, a `Call` for each layer, and store it.
+
+        Nothing happens before the first step is taken. A capture whose chunk is in `context.removed` after the last
+        layer is not stored, but counted in the store and logged. If the passes measured the attention, the only step is
+        the future of `ChunkCacheStore.put`.
 
         Args:
             capture: the capture.
@@ -174,10 +179,12 @@ class WriteBackQueue:
             computed: event after the prefill, if another thread may run these steps on another stream of the GPU.
 
         Returns:
-            The generator of the steps; its result is the stored variant, or the reason why the capture is dropped.
+            The generator of the steps; its result is the stored variant, or the reason why the capture is dropped, such
+            as by a closed store.
 
-        Raises, while the generator runs, StoreError if the tensor does not have its layout, ForkError in a fork of the
-        process that opened the store, and what a kernel raises, such as torch's RuntimeError without memory.
+        Raises, while the generator runs, StoreError if the tensor does not have the queue's layout or has no token,
+        ForkError in a fork of the process that opened the store, and ZeroDivisionError if a chunk before the capture
+        has no tokens. Also raises what a kernel raises, such as MemoryError or torch's RuntimeError without memory.
         """
         if not recorder.needs_keys:
             keys = None
@@ -216,29 +223,35 @@ class WriteBackQueue:
         return stored
 
     def pending(self, segment_ids: Iterable[str] | None = None) -> frozenset[str]:
-        """Return the segments with a capture under way, among these or among all; maybe empty."""
+        """Return the ids of the segments with a capture under way, of these segments or by default of all.
+
+        Empty if there are no such segments.
+        """
         with self._guard:
             under_way = frozenset(self._pending)
         return under_way if segment_ids is None else under_way & frozenset(segment_ids)
 
     @property
     def crowded(self) -> bool:
-        """True if waiting captures fill more than a quarter of their limit."""
+        """True if waiting captures fill more than a quarter of `max_bytes`."""
         return 4 * self._waiting_bytes > self._max_bytes
 
     def wait_for(self, segment_ids: Iterable[str], timeout: float | None = None) -> bool:
-        """Block until no capture of these segments is under way; return True then, False after `timeout` seconds.
+        """Block until all captures of these segments that are queued by now have ended; return True then.
 
-        `timeout` None waits without limit. Raises nothing for a capture that fails: it is logged.
+        Returns True at once if no capture of them is under way, and False after `timeout` seconds; None waits without
+        limit. Captures that are queued after the call are not waited for. Raises nothing for a capture that fails: it
+        is logged.
         """
         with self._guard:
             jobs = [job for chunk_id in segment_ids for job in self._pending.get(chunk_id, ())]
         return not wait(jobs, timeout).not_done
 
     def close(self) -> None:
-        """Finish the queued captures and refuse new ones; waits without limit. A second call does no harm.
+        """Refuse new captures, and wait without limit for those that are queued.
 
-        Raises nothing for a capture that fails: it is logged.
+        Later captures are dropped by `submit`, counted and logged. A second call does no harm. Raises nothing for a
+        capture that fails: it is logged.
         """
         with self._guard:
             self._closed = True

@@ -66,8 +66,9 @@ class DriftCorrection:
     def locate(self, positions: NDArray[np.int64], rows: Rows) -> None:
         """Set the rows of the layers that follow, at these ascending positions `[rows]`.
 
-        Only recomputed rows show the change: rows whose stored values were not loaded have nothing to compare with. A
-        chunk with fewer than two recomputed rows is not corrected. Raises IndexError for a position beyond the prompt.
+        Replaces the rows of an earlier call. Only recomputed rows show the change: rows whose stored values were not
+        loaded have nothing to compare with. A chunk with fewer than two recomputed rows is not corrected. Changes no
+        keys or values. Raises IndexError for a position beyond the prompt, and torch's RuntimeError without memory.
         """
         is_recomputed = rows.reason[positions] == RowReason.RECOMPUTED
         segments = rows.segment[positions]
@@ -122,7 +123,7 @@ class DriftCorrection:
         self._inverse_rotation = RotaryTables(self._rotary.kinds, inverse_tables)
 
     def correct(self, layer: int, merged: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Correct one layer, before its rows are written.
+        """Move the stale tokens of one layer in place. Call it once for each layer, before its rows are written.
 
         Args:
             layer: number of the layer, which decides how its keys are rotated.
@@ -130,8 +131,8 @@ class DriftCorrection:
             keys: `[rows, kv_heads, head_dim]`, rotated keys of the pass's rows.
             values: `[rows, kv_heads, head_dim]`, values of the pass's rows.
 
-        Does nothing if no chunk has two recomputed rows, and before `locate`. Raises what torch or a kernel raises,
-        such as torch's RuntimeError or MemoryError without memory.
+        Does nothing if no chunk has two recomputed rows, and before `locate`. Otherwise raises IndexError for an
+        unknown layer, and MemoryError or torch's RuntimeError without memory.
         """
         if not self._ranges:
             return

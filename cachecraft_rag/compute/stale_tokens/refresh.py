@@ -46,11 +46,12 @@ class AttentionReceived:
     def observe(
         self, layer: int, q: Tensor, k: Tensor, visible: Visibility, settings: AttentionSettings
     ) -> None:
-        """Add the attention of one of the deeper layers; other layers are left out.
+        """Add the attention of one of the deeper layers to the sum; does nothing for other layers.
 
-        `q` is `[watched rows, heads, head_dim]` and `k` `[keys, kv_heads, head_dim]`, both rotated; see
-        `Observer.observe`. Raises ValueError, MemoryError or torch's RuntimeError as `attention_mass` does, such as
-        without memory.
+        Deeper layers are those from two fifths of the layers on, with `every` only each n-th of them. `q` is
+        `[watched rows, heads, head_dim]` and `k` `[keys, kv_heads, head_dim]`, both rotated; see `Observer.observe`.
+        Raises ValueError for a wrong number of sinks, ValueError or torch's RuntimeError for other shapes that do not
+        fit, and MemoryError or torch's RuntimeError without memory.
         """
         if layer not in self._layers:
             return
@@ -71,8 +72,8 @@ class AttentionReceived:
     def seen(self) -> Tensor:
         """Return the attention to each position up to the last watched position, float32 `[positions]`.
 
-        It is the sum over the observed layers and rows, averaged over heads; a row's own position is left out. Raises
-        AssertionError if no layer was observed.
+        It is the sum over the observed layers and rows, averaged over heads; a row's own position is left out. The
+        tensor is on the model's device and belongs to this object. Raises AssertionError if no layer was observed.
         """
         assert self._received is not None, "the range of layers is never empty"
         return self._received
@@ -123,8 +124,10 @@ class Refresh:
     def begin(self, position: int) -> tuple[NDArray[np.int64], AttentionReceived]:
         """Return the positions to recompute with the step at `position`, and the observer of that step.
 
-        The positions are int64 `[rows]`, ascending; empty once no stale token is left. They count as refreshed and
-        are not chosen for a later step. If a step failed and begins again, it gets the same positions. Raises
+        First the earlier attention fades, and that of the step before is added to it: its observer must have observed a
+        pass. Then the stale tokens with the most attention are chosen, at most `rows`. The positions are int64
+        `[chosen]`, ascending; empty once no stale token is left. They count in `refreshed` and are not chosen for a
+        later step. If a step failed and begins again, it gets the same positions and a new observer. Raises
         AssertionError if a step at another position was begun before and not computed.
         """
         if position != self._position:
