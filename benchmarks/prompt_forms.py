@@ -3,7 +3,7 @@
 Each form is sent several times. A passage can be reused from the third time on: the first time it is new, the second
 time it is recognised and captured. Without a server the search alone is measured, with the model's tokenizer and no
 model: the share of passage tokens in found segments that two earlier prompts held. With `--server` the same prompts are
-sent to a `cachecraft serve --reuse-plain-prompts --search-system` server, and what it reports as cached is counted.
+sent to a `cachecraft serve --reuse-plain-prompts --search-system` server, and its statistics are counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Message = dict[str, Any]
 Form = Callable[[Sequence[str], str], list[Message]]
 
 _INSTRUCTION = "You are a helpful assistant. Answer from the given context, and say so if it does not hold the answer."
-_SETTLE_S = 20.0
+_SETTLE_S = 12.0  # captures are made when the server idles, or after ten seconds each
 
 
 def _user(text: str) -> Message:
@@ -202,23 +202,49 @@ def searched(
 def served(
     form: Form, prompts: Sequence[Sequence[str]], question: str, url: str, tokenizer: Any
 ) -> Reused:
-    """Send the prompts of one form to a server, leaving it time to capture after each."""
+    """Send the prompts of one form to a server, leaving it time to capture after each.
+
+    Counted are the tokens of passages that were taken from chunk-caches or from the server's prefix cache, with those
+    that were then recomputed to repair them.
+    """
     shares = []
-    for number, passages in enumerate(prompts):
-        body = {
-            "messages": form(passages, f"{question} ({number})"),
-            "max_tokens": 4,
-            "temperature": 0,
-        }
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=600)
-        answer.raise_for_status()
-        details = answer.json()["usage"].get("prompt_tokens_details") or {}
-        total = sum(
-            len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in passages
-        )
-        shares.append((details.get("cached_tokens") or 0) / total)
-        time.sleep(_SETTLE_S)
+    with httpx.Client(base_url=url, timeout=600) as client:
+        for number, passages in enumerate(prompts):
+            body = {
+                "messages": form(passages, f"{question} ({number})"),
+                "max_tokens": 4,
+                "temperature": 0,
+            }
+            answer = client.post("/v1/chat/completions", json=body)
+            answer.raise_for_status()
+            found = client.get(f"/v1/cachecraft/requests/{answer.json()['id']}")
+            # A prompt in which nothing was found has no statistics.
+            chunks = found.json()["stats"]["chunks"] if found.status_code == 200 else []
+            reused = sum(
+                chunk["tokens"] - chunk["computed"]
+                for chunk in chunks
+                if chunk["outcome"] in ("exact", "reused")
+            )
+            total = sum(
+                len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in passages
+            )
+            shares.append(min(1.0, reused / total))
+            _wait_for_captures(client)
     return Reused(tuple(shares))
+
+
+def _wait_for_captures(client: httpx.Client) -> None:
+    """Wait until the server has captured nothing for a while; at most two minutes."""
+    deadline = time.monotonic() + 120.0
+    last_change = time.monotonic()
+    before = ""
+    while time.monotonic() < min(deadline, last_change + _SETTLE_S):
+        time.sleep(0.5)
+        lines = client.get("/metrics").text.splitlines()
+        captures = "\n".join(line for line in lines if line.startswith("cachecraft_captures_total"))
+        if captures != before:
+            before = captures
+            last_change = time.monotonic()
 
 
 def handbook_passages(count: int) -> list[str]:
