@@ -56,17 +56,17 @@ test-gpu: $(VENV)/.dev  ## The tests of the engine and of the kernels on a CUDA 
 	TESTS_DEVICE=cuda $(BIN)/pytest tests/engine
 	$(BIN)/pytest tests/kernels_gpu
 
-lint: $(VENV)/.dev  ## ruff, plain English, then mypy --strict on the package as it installs
+lint: $(VENV)/.dev  ## ruff, mypy --strict on the package as it installs, then plain English
 	@echo "== ruff"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@echo "== plain English"
-	$(BIN)/python docs/site/plain_english.py
 	@echo "== mypy, on an installed copy: it cannot follow package-dir in the tree"
 	rm -rf build/typed build/lib* build/bdist.*
 	$(PIP) install --quiet --no-deps --no-build-isolation --no-compile --target build/typed .
 	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache \
 	  --python-executable $(CURDIR)/$(BIN)/python -p cachecraft_rag
+	@echo "== plain English"
+	$(BIN)/python docs/site/plain_english.py
 
 lint-deploy: $(VENV)/.deploy  ## The Dockerfile, the Helm chart and the workflows: hadolint, Helm's linter, Kubernetes' schemas
 	TESTS_REQUIRE_LINTERS=1 $(BIN)/pytest tests/deploy

@@ -1,7 +1,7 @@
 """Scan of the model families that vLLM runs: which are served from chunk-caches, and why others are refused.
 
 Runs in an environment with vLLM's CPU build. Each family is a tiny random checkpoint in float32. It is accepted if it
-passes the self-check of a server's start, and if tokens and log probabilities of an answer are those of vLLM's own
+passes the self-check of a server's start, and if tokens and log-probabilities of an answer are those of vLLM's own
 prefill: with chunks reused after their own prefix, and with moved chunks recomputed at ratio 1. The CSV is the source
 of a part of docs/models.md.
 """

@@ -62,7 +62,7 @@ from cachecraft_rag.vllm.versions import require_vllm
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
-# Most tokens whose log probabilities the self-check compares, fewer if vLLM's `--max-logprobs` is lower; half as many
+# Most tokens whose log-probabilities the self-check compares, fewer if vLLM's `--max-logprobs` is lower; half as many
 # of the plain request.
 _LIKELIEST = 16
 # prompts that are timed with and without reuse for each length; the first of each warms up

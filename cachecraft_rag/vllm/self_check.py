@@ -25,7 +25,7 @@ logger = logging.getLogger("cachecraft_rag.vllm")
 
 TOKENS = 24  # least tokens of each of the three segments, which are also longer than a vLLM block
 LEAST = 8  # segments shorter than this prove nothing
-# Largest difference of log probabilities that rounding explains, by dtype.
+# Largest difference of log-probabilities that rounding explains, by dtype.
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 
 
@@ -123,7 +123,7 @@ def self_check(
         if not all(difference <= TOLERANCE[dtype] for difference in differences):
             raise UnsupportedModelError(
                 f"{name} cannot be served from chunk-caches in this vLLM: in a self-check on {tokens} tokens, the "
-                f"log probabilities {what} differ from vLLM's own by up to {max(differences):.3g}; please report it."
+                f"log-probabilities {what} differ from vLLM's own by up to {max(differences):.3g}; please report it."
             )
         return max(differences)
 

@@ -121,7 +121,7 @@ def primed_cases(
 
 @dataclass
 class Served:
-    """Greedy token ids of a request, their log probabilities, and the server's report; `likeliest` first tokens."""
+    """Greedy token ids of a request, their log-probabilities, and the server's report; `likeliest` first tokens."""
 
     tokens: list[int]
     logprobs: list[float]

@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "another variant": (KETTLE, [1, 0, 5], {}),
 }
 TOKENS = 16
-# On an H100 log probabilities in fp32 were up to 0.0016 apart, also of a prompt without reuse.
+# On an H100 log-probabilities in fp32 were up to 0.0016 apart, also of a prompt without reuse.
 LOGPROBS_APART = 2e-3 if torch.cuda.is_available() else 1e-3
 
 

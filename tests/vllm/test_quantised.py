@@ -36,7 +36,7 @@ def require_kernel(kind: str) -> None:
 
 
 def assert_same_prediction(found: Served, plain: Served) -> None:
-    """The likeliest first tokens have vLLM's own log probabilities, but for rounding."""
+    """The likeliest first tokens have vLLM's own log-probabilities, but for rounding."""
     for token, logprob in list(plain.likeliest.items())[:8]:
         assert found.likeliest[token] == pytest.approx(logprob, abs=TOLERANCE[DTYPE])
 

@@ -505,12 +505,13 @@ def test_what_is_refused_is_refused_by_name(engine: Engine, scheduling: Scheduli
         ({"lora_request": 1}, "LoRA"),
         ({"prompt_embeds": 1}, "embeddings"),
         ({"sampling_params": None}, "no text"),
-        ({"sampling_params": SimpleNamespace(prompt_logprobs=1)}, "log probabilities"),
-        ({"skip_reading_prefix_cache": True}, "log probabilities"),
+        ({"sampling_params": SimpleNamespace(prompt_logprobs=1)}, "log-probabilities"),
+        ({"skip_reading_prefix_cache": True}, "log-probabilities"),
     ]
     for changed, reason in cases:
         request = request_of(ask, **changed)
-        assert (scheduling.matched(request, 0), scheduling.matched(request, 0)) == (0, 0)
+        tokens = (scheduling.matched(request, 0), scheduling.matched(request, 0))
+        assert tokens == (0, 0), reason
         report = scheduling.finished(request)
         assert report is not None
         assert reason in report[FIELD]["refused"]
