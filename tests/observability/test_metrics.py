@@ -227,6 +227,23 @@ def test_times_and_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
         assert found["cachecraft_ttft_seconds_count"][0].value == 1 + 7  # nor the failed one
 
 
+def test_the_guide_names_every_metric(decoder: Decoder, tmp_path: Path) -> None:
+    guide = (Path(__file__).resolve().parents[2] / "docs/guides/production.md").read_text("utf-8")
+    with (
+        ChunkCacheStore.open(tmp_path / "caches", remote="memory://") as store,
+        Engine(decoder, store) as opened,
+    ):
+        ask(opened, CHUNKS[0])
+        registry = CollectorRegistry()
+        registry.register(EngineCollector(opened))
+        names = {family.name for family in registry.collect()}
+    assert len(names) >= 20
+    missing = {
+        name for name in names if name not in guide and f"…_{name.rsplit('_', 1)[1]}" not in guide
+    }
+    assert not missing
+
+
 def test_dashboard_and_alerts_ask_for_what_is_there(decoder: Decoder, tmp_path: Path) -> None:
     folder = Path(__file__).resolve().parents[2] / "examples/monitoring"
     panels = json.loads((folder / "dashboard.json").read_text())["panels"]
