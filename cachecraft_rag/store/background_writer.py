@@ -33,14 +33,15 @@ T = TypeVar("T")
 
 
 class BackgroundWriter:
-    """One thread that changes the catalog, the disk and the remote, one job after the other.
+    """Thread that changes the catalog, the disk and the remote, one job after the other.
 
-    Any thread may call any method. Only `shut_down` waits, and `write_uses`, which writes in the caller's thread. A
-    capture that cannot be written is dropped, and the reason is counted.
+    Any thread may call any method. Only `shut_down` waits, and `write_uses`, which writes in the caller's thread. If
+    the system has no room for a thread, the jobs run in the caller's thread. A capture that cannot be written is
+    dropped, and the reason is counted.
 
     Args:
         queue_bytes: most bytes of waiting captures and copies; further ones are dropped.
-        codec: name of the codec for captures.
+        codec: name of the codec for captures; those without an origin prefix are always raw.
         warn_once: called with the kind of a problem, a message and, if any, the fields of a structured log.
     """
 
@@ -75,8 +76,13 @@ class BackgroundWriter:
     def put(self, capture: Capture) -> Future[Variant | Unavailable]:
         """Queue a capture; return a future of the stored variant, or of the reason why the capture is dropped.
 
-        A drop is counted and logged. Raises StoreError if the tensor does not have its layout, see `variant_of`. An
-        error of the disk or the catalog, and lack of memory while encoding, is a drop and not raised.
+        Main memory holds the tensor at once, if it fits there; a capture that is dropped leaves memory too. A shared
+        capture that was queued and encoded is also sent to the remote, even if the disk or the catalog refuses it.
+
+        A drop is counted and logged, not raised. Its reasons: `shut_down` was called, the queue has no room, the scores
+        are flawed, the capture is too large or cannot be encoded, memory is too short to encode it, the future was
+        cancelled, or `DurableVariants.write` refused it or failed. Raises StoreError if the tensor does not have its
+        layout, has no token, is not contiguous or is not on the CPU.
         """
         variant = self._variant_of(capture)
         ticket = next(self._tickets)
@@ -101,9 +107,10 @@ class BackgroundWriter:
         return refused
 
     def keep_copy(self, variant: Variant, encoded: Encoded) -> None:
-        """Write a variant from the remote to the local disk, if the queue has room and the store is not closed.
+        """Write a variant from the remote to the local disk in the background, with its token scores if they are known.
 
-        Otherwise it does nothing. A copy that cannot be written is logged, not raised.
+        Does nothing, without a log line, if the queue has no room, after `shut_down`, or if the file has a row or is
+        being written. A copy that cannot be written is logged, neither counted nor raised.
         """
         ticket = next(self._tickets)
         with self._lock:
@@ -120,7 +127,10 @@ class BackgroundWriter:
             self._done(variant, ticket)
 
     def record_use(self, variant_id: str, use: Use) -> None:
-        """Add a use in the catalog; uses are written in batches. A failure is logged, not raised."""
+        """Add a use in the catalog; uses are written in batches in the background. A failure is logged, not raised.
+
+        After `shut_down` uses are kept until `write_uses` is called.
+        """
         is_due = False
         try:
             with self._lock:
@@ -137,24 +147,25 @@ class BackgroundWriter:
             raise
 
     def discard(self, file: FileRef, chunk_id: str, reason: str) -> None:
-        """Remove the row and the file of a variant that can never be served, in the background.
+        """Remove the row and the file of a variant that can never be served, in the background, with a warning.
 
-        Does nothing if the store is closed or read-only, or its folder is gone. If the catalog cannot be changed, the
-        row stays and a warning is logged.
+        Does nothing if the store is closed or read-only, if its folder is gone, or if the row was removed or replaced
+        meanwhile. If the catalog cannot be changed, the row stays and this is logged, not raised.
         """
         self.submit(partial(self._discard, file, chunk_id, reason))
 
     def submit(
         self, job: Callable[[], T], *, ended: Callable[[Future[T]], object] | None = None
     ) -> Future[T] | None:
-        """Submit a job to the thread; return the future of its result, or None if the store is closed.
+        """Submit a job to the thread; return the future of its result, or None after `shut_down`: the job is dropped.
 
         When the interpreter exits, the thread accepts no more jobs, but an engine that was never closed still submits
         its captures: then the job runs in the caller's thread, and this raises what the job raises. Otherwise an
         exception of the job is logged, and the future holds it.
 
         Args:
-            ended: called with the future once it is done.
+            ended: called with the future once it is done or cancelled; not called for a job that is dropped or whose
+                exception is raised here.
         """
 
         def has_ended(future: Future[T]) -> None:
@@ -173,7 +184,7 @@ class BackgroundWriter:
             return future
 
     def shut_down(self) -> None:
-        """Refuse new jobs, and wait for the others; a second call does nothing.
+        """Refuse new jobs, and wait without limit for the others; a second call does nothing.
 
         Raises nothing for a job that fails: it is logged.
         """
@@ -182,10 +193,10 @@ class BackgroundWriter:
         self._thread.shut_down()
 
     def write_uses(self) -> None:
-        """Write the uses noted so far; after a failure they are written together with the next ones.
+        """Write the uses noted so far in this thread; after a failure they are kept and written with the next ones.
 
-        Raises nothing: if the catalog cannot be changed, a warning is logged. In a read-only or deleted folder the uses
-        are dropped.
+        Raises nothing: if the catalog cannot be changed or is closed, this is logged. In a read-only or deleted folder
+        the uses are dropped.
         """
         with self._lock:
             uses = self._uses
@@ -204,9 +215,9 @@ class BackgroundWriter:
                     )
 
     def counts(self) -> tuple[int, dict[str, int]]:
-        """Return the bytes of waiting captures and copies, and outcome → number of captures.
+        """Return the bytes of the tensors of waiting captures and copies, and outcome → number of captures so far.
 
-        The outcomes are "stored" and each `CaptureDrop`; those without captures are left out.
+        The outcomes are "stored" and each `CaptureDrop`; those without captures are left out. The dictionary is a copy.
         """
         with self._lock:
             return self._queued_bytes(), dict(self._captures)
@@ -215,7 +226,7 @@ class BackgroundWriter:
         return sum(self._queued.values())
 
     def count_drop(self, chunk_id: str, code: CaptureDrop, reason: str) -> None:
-        """Count a capture that is not stored, and log it."""
+        """Count a capture that is not stored, and log it with `warn_once`, once per `code` as a warning."""
         with self._lock:
             self._captures[code] += 1
         fields = {"event": "capture_dropped", "chunk_id": chunk_id, "reason": code}
@@ -348,9 +359,9 @@ def _closed(variant: Variant) -> Unavailable:
 
 
 def log_mistake(future: Future[T]) -> None:
-    """Log the exception of a background job, whose future no caller may look at: it is a bug.
+    """Log the exception of a background job as an error: it is a bug, and no caller may look at the future.
 
-    Waits for a future that is not done. Does nothing for a result or a cancelled future.
+    Waits for a future that is not done. Does nothing for a result or a cancelled future. Raises nothing.
     """
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.error("A background job failed", exc_info=error)
@@ -359,7 +370,8 @@ def log_mistake(future: Future[T]) -> None:
 def variant_of(capture: Capture, *, codec: str, created: float) -> Variant:
     """Return the variant that the catalog will list, without any use, and with `inter` rounded to float32.
 
-    Raises StoreError if the tensor does not have its layout, has no token, is not contiguous or is not on the CPU.
+    `codec` is the name of its codec, and `created` is the time of the capture in seconds since 1970. Raises StoreError
+    if the tensor does not have its layout, has no token, is not contiguous or is not on the CPU.
     """
     kv = capture.kv
     layout = capture.layout

@@ -13,7 +13,7 @@ from cachecraft_rag.types.variants import Variant
 
 @dataclass(frozen=True, slots=True)
 class FileRef:
-    """One file of one variant: `created` distinguishes the file of a replaced variant from its successor's.
+    """Name of a variant's file: `created` distinguishes the file of a replaced variant from its successor's.
 
     file_bytes  bytes of the file; 0 also where they are not known
     evicted     reason why its row has gone; None if it has not
@@ -44,7 +44,13 @@ class DamagedRow:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over the whole catalog; `reserved_bytes` are files being written or deleted right now, by any process."""
+    """Sums over the whole catalog.
+
+    variants        number of rows
+    chunks          number of different chunks with a row; a chunk of two namespaces or two models counts twice
+    file_bytes      bytes of the files with a row
+    reserved_bytes  bytes of files being written or deleted right now, by any process
+    """
 
     variants: int
     chunks: int
@@ -65,8 +71,9 @@ class Limits:
 class RowFilter:
     """Rows that an administrator chooses: those that satisfy all fields. None leaves a field open.
 
-    An empty list of chunk ids chooses no rows. `created_before` is in seconds since the epoch. `chunk_prefix` is how a
-    chunk id begins: tables show no more of it. Raises ConfigError for a field of a wrong type.
+    An empty list of chunk ids chooses no rows. `created_before` is in seconds since the epoch, exclusive.
+    `chunk_prefix` is how a chunk id begins: tables show no more of it. Raises ConfigError for a field of a wrong type,
+    NaN, and text that is not valid Unicode.
     """
 
     namespace: str | None = None
@@ -85,10 +92,10 @@ class RowFilter:
         check_number("created_before", self.created_before, least=-math.inf, optional=True)
 
     def as_sql(self) -> tuple[str, list[str | float]]:
-        """Return a condition on variants `v` and scopes `s`, and its parameters; "TRUE" and [] without a choice.
+        """Return a condition on variants `v` and scopes `s`, and a new list of its parameters, one for each `?`.
 
-        Of the given parts only: with `? IS NULL OR …` for the others SQLite would use no key and read every row. Raises
-        nothing.
+        Without a choice these are "TRUE" and []. The condition consists of the given parts only: with `? IS NULL OR …`
+        for the others SQLite would use no key and read every row. Raises nothing.
         """
         chunks = None if self.chunk_ids is None else json.dumps(self.chunk_ids)
         parts = (

@@ -130,14 +130,18 @@ class ChunkCacheStore(Closeable):
     def open(cls, root: str | Path, config: StoreConfig | None = None, **settings: Any) -> Self:
         """Open or create the store in the folder `root`; `settings` override fields of `config`.
 
+        Files that killed writers have left are deleted. Limits and a policy that are set are stored with the folder,
+        and variants beyond the limits on bytes and on all variants are evicted.
+
         Returns:
-            The store, which is to be closed. In a folder that can be written, a store of another version is set aside,
-            and a new one is made in its place. A store that cannot be written is opened all the same, see `read_only`.
+            The store, which is to be closed. In a folder that can be written, a store of another version is moved to
+            its folder "set-aside", with a warning, and a new one is made in its place. A store that cannot be written
+            is opened all the same, with a warning and without these changes, see `read_only`.
 
         Raises:
             StoreError: the folder or its catalog cannot be used, or it is of another version and cannot be written.
-            ConfigError: a setting is unknown or invalid, the URL or the keys of the remote cannot be used, or a package
-                that the codec or the remote needs is not installed.
+            ConfigError: `root` is no path, `config` is no `StoreConfig`, a setting is unknown or invalid, the URL or
+                the keys of the remote cannot be used, or a package that the codec or the remote needs is not installed.
         """
         check_path("root", root)
         check_kind("config", config, StoreConfig, optional=True)
@@ -161,10 +165,11 @@ class ChunkCacheStore(Closeable):
     ) -> dict[str, list[Variant]]:
         """Return chunk id → variants: shared ones, and private ones of this session. One query, no tensors.
 
-        Every given chunk id is a key of the result; its list may be empty. Damaged variants are left out, see `find`.
-        Chunks with too few variants here are looked up on the remote, within its time limit. If the catalog cannot be
-        read or the folder is gone, a warning is logged and nothing is found there: the answer is then computed without
-        reuse. A remote that fails raises nothing either.
+        Every given chunk id is a key of the result; its list may be empty and has no order. Damaged variants are left
+        out, see `find`. Chunks with fewer variants here than `RemoteConfig.ask_below` are looked up on the remote too,
+        within its time limit; only shared variants are there. If the catalog cannot be read or the folder is gone, a
+        warning is logged and nothing is found there: the answer is then computed without reuse. A remote that fails
+        raises nothing either.
 
         Args:
             namespace: the tenant.
@@ -194,15 +199,16 @@ class ChunkCacheStore(Closeable):
 
         Damaged rows are refused, and with `bounds` also rows that do not fit the model or the chunks. Refused rows are
         removed in the background, from the remote or from a catalog that can be written. Rows of a remote that only
-        this process cannot use stay there: they have an unknown codec, or are not signed with its key.
+        this process cannot use stay there: they have an unknown codec, or are not signed with its key. The outcome of
+        each chunk is counted (`StoreStats.lookups`).
 
         Args:
             namespace: the tenant.
             fingerprint: identity of the model.
             chunk_ids: ids of the chunks.
             session: session whose private variants are found too; None: shared variants only.
-            bounds: limits from model and prompt; must know every given chunk. None: any row of the right form is
-                returned.
+            bounds: limits from model and prompt; must know every given chunk. The variants then carry the model's
+                layout. None: any row of the right form is returned.
 
         Returns:
             `variants` maps every given chunk id to a list, which may be empty; `refused` maps a chunk id to the reason
@@ -276,10 +282,11 @@ class ChunkCacheStore(Closeable):
             self._writer.discard(file, chunk_id, reason)
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Return variant id → token scores, for every given id; unknown scores if the catalog cannot be read.
+        """Return variant id → token scores, for every given id; {} without ids. The arrays are copies.
 
-        Unknown scores have `inter` None. For variants of a remote the scores are those of rows that this process has
-        seen.
+        Scores have `inter` None where none were stored, they are damaged, or the variant is unknown; and for all
+        variants, with a warning, if the catalog cannot be read or the folder is gone. Those of a variant on the remote
+        are known only if this process has seen its row in a look-up.
 
         Raises StoreError if the store is closed, ForkError in a fork of the process that opened it, and TypeError for
         an id that JSON cannot hold, such as bytes.
@@ -298,10 +305,11 @@ class ChunkCacheStore(Closeable):
         return scores
 
     def seen_texts(self, names: Sequence[str]) -> set[str]:
-        """Note that these texts were seen in prompts; return those that had been seen before.
+        """Note that these texts were seen in prompts; return the names of those that had been seen before.
 
-        A name that stands twice in `names` counts as seen before. Does nothing and returns an empty set if the folder
-        cannot be written or is gone, or the catalog cannot be used. The latter two are logged.
+        `names` are digests of the texts, see `prompt.unmarked.candidates_of`. A repeated name in `names` counts as seen
+        before. The newest 65,536 names are remembered. Does nothing and returns an empty set if the folder cannot be
+        written or is gone, or the catalog cannot be used. The latter two are logged.
 
         Raises StoreError if the store is closed, ForkError in a fork of the process that opened it, and ValueError
         (UnicodeEncodeError) for a name with half a surrogate pair.
@@ -321,9 +329,10 @@ class ChunkCacheStore(Closeable):
         *,
         session: str | None = None,
     ) -> list[MarkedText]:
-        """Return the captured texts that have one of these marks; [] if there are none, or the catalog cannot be read.
+        """Return the captured texts that have one of these marks; [] if no text has one.
 
-        They are in no order, and any field of a text may be damaged.
+        Also [], with a warning, if the catalog cannot be read or the folder is gone. A text occurs once for each of its
+        marks that is asked for. They are in no order, and any field of a text may be damaged.
 
         Args:
             namespace: the tenant.
@@ -352,11 +361,11 @@ class ChunkCacheStore(Closeable):
     def open_variants(
         self, variants: Sequence[Variant]
     ) -> list[LoadedVariant | StoredVariant | Unavailable]:
-        """Call `open_variant` for each variant, in the same order. Those on the remote are fetched concurrently.
+        """Call `open_variant` for each variant; return the results in the same order, [] without variants.
 
-        Returns [] without variants. Pass each opened variant to `keep` or `lost` afterwards. Raises StoreError if the
-        store is closed, and ForkError in a fork of the process that opened it; a variant that cannot be served raises
-        nothing.
+        The transfers of those on the remote that are not in memory all begin first, so they run concurrently. Each
+        `StoredVariant` of the result must be closed, see `open_variant`. Raises StoreError if the store is closed, and
+        ForkError in a fork of the process that opened it; a variant that cannot be served raises nothing.
         """
         self._check_open()
         streams: dict[str, RemoteStream | Unavailable] = {}
@@ -371,13 +380,15 @@ class ChunkCacheStore(Closeable):
     ) -> LoadedVariant | StoredVariant | Unavailable:
         """Return the tensor if it is in memory, otherwise the opened variant, or the reason why it cannot be served.
 
-        Of an opened variant the header is verified and the tensor is allocated, but not filled; read it, then pass it
-        to `keep` or `lost`. A variant whose bytes are missing or damaged is removed where it was found, from the
-        catalog or the remote, in the background.
+        Of an opened variant the header is verified and the tensor is allocated, but not filled. Read it, then pass it
+        to `keep`; or, if that fails, close it and pass its `variant` to `lost`. A tensor from memory counts as a load,
+        and one from main memory is copied to the device in the background, if there is a device tier. A variant that
+        cannot be served is passed to `lost` here: it is counted, and removed if its bytes are missing or damaged.
 
         Args:
             variant: a variant from a look-up.
             stream: the payload, if its transfer from the remote has already begun; or the reason why it cannot begin.
+                A stream is closed if it is not needed. None: a transfer begins if it is needed.
 
         Raises StoreError if the store is closed, and ForkError in a fork of the process that opened it; a variant that
         cannot be served raises nothing.
@@ -414,19 +425,19 @@ class ChunkCacheStore(Closeable):
     def host_copy(self, kv: torch.Tensor) -> torch.Tensor:
         """Return a capture `[layers, 2, tokens, kv_heads, head_dim]` in main memory; one on a CPU is returned itself.
 
-        It is page-locked if it comes from a GPU and the host tier will hold it. Raises torch's RuntimeError if memory
-        is short.
+        The copy of one on a GPU is page-locked if it fits the host tier and the system grants such memory. Nothing is
+        stored. Also possible after `close`. Raises torch's RuntimeError if memory is short.
         """
         from cachecraft_rag.kernels.memory import to_host  # it imports torch
 
         return to_host(kv, pinned=self._memory.host.admits(kv.nbytes))
 
     def keep(self, stored: StoredVariant, *, whole: bool = True) -> None:
-        """Record a load and close the variant; if it was read as a `whole`, keep it.
+        """Count a load, by tier, and close the variant; if it was read as a `whole`, keep it.
 
-        Memory keeps a tensor that fits its budget. A variant from the remote is also written to disk, in the
-        background, if the queue of writes has room. Raises nothing, also after `close`: a copy that cannot be written
-        is logged.
+        Main memory keeps the tensor itself if it fits the budget and was not released; others leave for it. A variant
+        from the remote is also written to disk, in the background, if the queue of writes has room. Raises nothing,
+        also after `close`: a copy that cannot be written is logged.
         """
         stored.close()
         self._count_load(stored.tier)
@@ -440,17 +451,17 @@ class ChunkCacheStore(Closeable):
                 self._writer.keep_copy(replace(stored.variant, home="disk"), encoded)
 
     def keeps(self, stored: StoredVariant) -> bool:
-        """Return True if main memory would keep this variant; otherwise the loader may release it once it is placed.
+        """Return True if main memory would keep this variant, that is, if its tensor fits the host tier's whole budget.
 
-        False if its tensor is not allocated. Raises nothing.
+        Otherwise the loader may release it once it is placed. False if its tensor is not allocated. Raises nothing.
         """
         return stored.kv is not None and self._memory.host.admits(stored.kv.nbytes)
 
     def lost(self, variant: Variant, why: Unavailable) -> None:
-        """Record that a variant could not be read; one whose reason is `Damaged` is removed where it was found.
+        """Count and log that a variant could not be read; one whose reason is `Damaged` is removed where it was found.
 
-        It is removed in the background, from the remote or from a catalog that can be written. Raises nothing, also
-        after `close`: a failure is logged.
+        It is removed in the background, from the remote or from a catalog that can be written; after `close` it stays.
+        An opened variant is not closed here. Raises nothing: a failure is logged.
         """
         remote = self._remote if variant.home == "remote" else None
         with self._lock:
@@ -476,10 +487,11 @@ class ChunkCacheStore(Closeable):
                 self._writer.discard(file, variant.key.chunk_id, why.reason)
 
     def load(self, variant: Variant) -> LoadedVariant | Unavailable:
-        """Return the whole tensor from memory, disk or remote (see `keep`), or the reason why it cannot be served.
+        """Return the whole tensor from memory, disk or remote, or the reason why it cannot be served.
 
-        Raises StoreError if the store is closed, and ForkError in a fork of the process that opened it; a variant that
-        cannot be read raises nothing.
+        Waits for the disk or the remote. A tensor that was read is verified and kept, see `keep`; one that cannot be
+        read is passed to `lost`. Raises StoreError if the store is closed, and ForkError in a fork of the process that
+        opened it; a variant that cannot be read raises nothing.
         """
         stored = self.open_variant(variant)
         if not isinstance(stored, StoredVariant):
@@ -498,7 +510,8 @@ class ChunkCacheStore(Closeable):
         """Run a job on one of the reading threads; return True, or False if the job is dropped.
 
         After `close` the job is dropped. False also if the system has no room for a thread; another reading thread may
-        then still run the job. An exception of the job is logged, not raised. Raises ForkError in a forked process.
+        then still run the job. An exception of the job is logged as an error, not raised. Raises ForkError in a forked
+        process.
         """
         self._home.require()
         try:
@@ -511,11 +524,13 @@ class ChunkCacheStore(Closeable):
         """Store a chunk-cache in the background, without waiting. The caller must not write to `capture.kv` again.
 
         Memory holds a tensor that fits its budget at once, but `lookup` returns the variant only after its row is
-        committed. A capture replaces an older one of the same identity atomically.
+        committed. A capture replaces an older one of the same identity atomically, and others are evicted for it if the
+        store is full. A shared capture is also sent to the remote, even if the disk has no room for it.
 
         Returns:
-            A future of the stored variant, or of the reason why the capture was dropped (also logged). After `close`
-            all captures are dropped.
+            A future of the stored variant, or of the reason why the capture was dropped; then memory drops it too, and
+            the drop is counted and logged. After `close` all captures are dropped. Cancelling the future drops a
+            capture that still waits.
 
         Raises:
             StoreError: the tensor does not have its layout, has no token, is not contiguous or is not on the CPU, which
@@ -528,15 +543,19 @@ class ChunkCacheStore(Closeable):
         return self._writer.put(capture)
 
     def count_drop(self, chunk_id: str, code: CaptureDrop, reason: str) -> None:
-        """Count and log a capture that was dropped before `put`. Raises nothing, also after `close`."""
+        """Count and log a capture that was dropped before `put`; the first drop with this `code` is a warning.
+
+        Raises nothing, also after `close`.
+        """
         self._writer.count_drop(chunk_id, code, reason)
 
     def used(self, variant_id: str, cfo: float, tokens: int) -> None:
-        """Record a use, which raises the eviction score, see `eviction.Use`; a variant that is gone is passed over.
+        """Record a use, which raises the eviction score in memory and catalog; a variant that is gone is passed over.
 
-        `cfo` is the share of the chunk that had to be computed again, and `tokens` is the chunk's number of tokens.
-        Uses are written in batches in the background; a failure is logged, and the next batch tries again. After
-        `close` nothing is written. Raises ZeroDivisionError for 0 `tokens`, ForkError in a forked process.
+        `cfo` is the share of the chunk that had to be computed again, from 0 to 1, and `tokens` is the chunk's number
+        of tokens; see `eviction.Use.of` for values out of range. Uses are written in batches in the background; a
+        failure is logged, and the next batch tries again. After `close` nothing is written. Raises ZeroDivisionError
+        for 0 `tokens`, ForkError in a forked process.
         """
         self._home.require()
         use = Use.of(cfo, tokens)
@@ -548,9 +567,9 @@ class ChunkCacheStore(Closeable):
     def stats(self, *, ask_remote: bool = True) -> StoreStats:
         """Return sizes, budgets and counts; with `ask_remote` also the remote's sizes, which takes at most two seconds.
 
-        If the folder was deleted, its sizes are 0, and the counts of this process remain. A remote that does not answer
-        raises nothing: its sizes are None. Raises StoreError if the catalog cannot be read or the store is closed, and
-        ForkError in a fork of the process that opened it.
+        If the folder was deleted, its sizes are 0, with a warning, and the counts of this process remain; this is so
+        after `close` too. A remote that does not answer raises nothing: its sizes are None. Otherwise raises StoreError
+        if the catalog cannot be read or the store is closed, and ForkError in a fork of the process that opened it.
         """
         self._home.require()
         totals = Totals(0, 0, 0, 0) if self._gone() else self._durable.catalog.totals()
@@ -620,15 +639,19 @@ class ChunkCacheStore(Closeable):
     ) -> Evicted:
         """Remove the chosen variants: all, or those with the lowest scores until the files have `down_to_bytes` bytes.
 
-        Captures of the chosen chunk ids that engines are storing end first, so that they are not stored again.
+        Their rows and files are removed, and this process's memory drops them; chunk-caches on a remote stay there. If
+        `chosen` has chunk ids, the functions in `before_removal` are called with them first. With one of these, an
+        `Engine` on this store waits for its running captures of these chunks: otherwise they would be stored again.
+        Captures in other processes are not waited for.
 
         Args:
-            chosen: which variants; None: any.
+            chosen: which variants; None: any. An empty list of chunk ids chooses none.
             down_to_bytes: bytes that all files of the store may have afterwards; more are left if the variants that are
                 not chosen have more. None: all chosen variants are removed.
 
         Returns:
-            The number of the variants that were removed, and their bytes on disk; both 0 if none was chosen.
+            The number of the variants that were removed, and their bytes on disk; both 0 if none was removed. A file
+            that cannot be deleted counts too, with a warning in the log.
 
         Raises:
             ConfigError: `down_to_bytes` is negative, `chosen` is no `RowFilter`, or there is neither `down_to_bytes`
@@ -660,14 +683,17 @@ class ChunkCacheStore(Closeable):
     ) -> CheckReport:
         """Compare rows and files, read every byte, and report flaws; with `repair` fix them.
 
-        Safe while other processes read and write: files that a running writer uses are skipped.
+        Safe while other processes read and write: files that a running writer uses are skipped. The rate limit of
+        reading applies. A remote is not checked.
 
         Args:
-            repair: remove what is damaged or left over.
+            repair: remove what is damaged or left over, and count wrong sums again. Foreign files, files that cannot be
+                read at present, and a damaged SQLite file are reported only.
             progress: called after each row with the number of rows so far and in all; its text is "". None: never.
 
         Returns:
-            The report; without flaws its `findings` are empty. Files that cannot be deleted are logged.
+            The report; without flaws its `findings` are empty. They include flaws that were repaired. Files that cannot
+            be deleted are logged.
 
         Raises:
             StoreError: the store is closed; the folder is gone; the catalog cannot be read, or with `repair` not be
@@ -688,9 +714,10 @@ class ChunkCacheStore(Closeable):
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all captures and uses so far are written, and sent to the remote or dropped there.
 
-        Returns True then, and False after `timeout` seconds; None waits without limit. After `close` it returns True. A
-        capture that could not be written does not raise here: `put` returns its future. Raises ConfigError for a
-        `timeout` below 0 or above a million, and ForkError in a fork of the process that opened the store.
+        Returns True then, and False after `timeout` seconds, in all; None waits without limit. After `close` it returns
+        True. A capture that could not be written does not raise here, and counts as done: `put` returns its future.
+        Raises ConfigError unless `timeout` is None or a number from 0 to a million, and ForkError in a fork of the
+        process that opened the store.
         """
         self._home.require()
         check_number("timeout", timeout, most=MOST_SECONDS, optional=True)
@@ -701,10 +728,11 @@ class ChunkCacheStore(Closeable):
         return written and (self._remote is None or self._remote.flush(left))
 
     def close(self) -> None:
-        """Write waiting captures and uses, then close; a second call does nothing. A remote gets `close_timeout_s`.
+        """Write waiting captures and uses, then close the folder; a second call does nothing.
 
-        Waits without limit for what is being written. What cannot be written is dropped, with a warning in the log and
-        no error. In a forked process it does nothing. Raises nothing.
+        Waits without limit for what is being written, and for jobs of the reading threads. Then captures that wait to
+        be sent to the remote have `RemoteConfig.close_timeout_s` seconds; later ones are dropped. What cannot be
+        written is dropped and logged. In a forked process it does nothing. Raises nothing.
         """
         # a fork has no waiting captures, and the files belong to its parent
         if not self._home.here:

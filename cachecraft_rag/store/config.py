@@ -83,7 +83,10 @@ class StoreConfig:
 
     @property
     def given_limits(self) -> dict[str, int]:
-        """Return name → limit for those of the three limits that the caller has set; the folder stores them."""
+        """Return name → limit for the names of `DEFAULT_LIMITS` that are not None here; {} if all are.
+
+        A new dictionary each time. The folder stores these limits.
+        """
         given = {name: getattr(self, name) for name in DEFAULT_LIMITS}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -92,7 +95,12 @@ class StoreConfig:
 class StoreStats:
     """State of the whole store, including other processes, and counts of this process. Counts of 0 may be left out.
 
+    variants    number of chunk-caches in the catalog
+    chunks      number of different chunks among them; a chunk of two namespaces or two models counts twice
     disk_bytes  bytes of files with a row, and of files that are being written or deleted
+    disk_budget, host_budget, device_budget  limits in bytes; without a device its limit is 0
+    host_bytes, device_bytes  bytes of the chunk-caches that this process holds in main memory and on the device
+    queued_bytes  bytes of captures, and of copies from the remote, that wait to be written
     lookups     outcome → number of chunks: "found", "not_stored", or "refused" (the row did not pass the checks)
     loads       tier → number of chunk-caches loaded: "device", "host", "disk", "remote"
     load_failures  tier → `LoadFailure` → number of chunk-caches

@@ -54,12 +54,15 @@ class Kind:
 
 
 class Database:
-    """A SQLite file. Any thread may call any method; every failure of SQLite is the error of its kind.
+    """A SQLite file. Any thread may call any method.
+
+    Every failure of SQLite is raised as the kind's error: `Kind.disk_full` on a full or broken disk, if the kind has
+    one, otherwise `Kind.error`.
 
     Args:
-        path: the file, made if it is not there.
-        kind: what it is.
-        busy_timeout_s: how long to wait for another process's transaction.
+        path: the file, made if it does not exist.
+        kind: properties of the file.
+        busy_timeout_s: longest wait for another process's transaction, in seconds.
     """
 
     def __init__(self, path: Path, *, kind: Kind, busy_timeout_s: float) -> None:
@@ -94,9 +97,9 @@ class Database:
                 raise
 
     def close(self) -> None:
-        """Close both connections; a second call does nothing.
+        """Close both connections; a second call does nothing. Waits for blocks that run in other threads.
 
-        All other calls but `problems` then raise the kind's error.
+        All other calls but `problems`, or the blocks that they return, then raise the kind's error.
         """
         with self._open_lock:
             self._closed = True
@@ -110,16 +113,17 @@ class Database:
     def reading(self) -> Block:
         """Return a block that lends the connection that reads, for this thread alone while the block runs.
 
-        The block raises the kind's error (`Kind.error`: StoreError for the catalog) if the database cannot be read or
-        is closed, also for an error of SQLite within the block. Other errors of the block pass unchanged.
+        A block in another thread waits for this one. Blocks of one thread may be nested. The block raises the kind's
+        error (StoreError for the catalog) if the database cannot be read or is closed, also for an error of SQLite
+        within the block. Other errors of the block pass unchanged. This call itself raises nothing.
         """
         return Block(self._reading(""))
 
     def snapshot(self) -> Block:
-        """Return a block that reads in one transaction: everything in the block is of one moment.
+        """Return a block that lends the connection that reads, in one transaction: all it reads is of one moment.
 
         The block raises the kind's error if the database cannot be read or is closed, as in `reading`, and if this
-        thread is in a `snapshot` already.
+        thread is in a `snapshot` already. This call itself raises nothing.
         """
         return Block(self._reading("BEGIN DEFERRED"))
 
@@ -129,7 +133,8 @@ class Database:
         The transaction is committed at the end, and rolled back on any error. No other writer, in any process, gets in
         between. This call raises the kind's error for a read-only file. The block raises it if the database cannot be
         written, stays locked by another process for the busy timeout, or is closed, and if this thread is in such a
-        block already. On a full disk it is `Kind.disk_full`, where the kind has one.
+        block already. On a full disk it is `Kind.disk_full`, where the kind has one. An error of SQLite within the
+        block is raised as the kind's error, and other errors of the block pass unchanged.
         """
         if self.read_only:
             raise self._error(
@@ -162,11 +167,12 @@ class Database:
                     )
 
     def problems(self) -> list[str]:
-        """Return at most 100 findings of SQLite's `PRAGMA quick_check` as sentences; empty when all is well.
+        """Return at most 100 findings of SQLite's `PRAGMA quick_check` as sentences; [] when all is well.
 
-        It reads the whole file, but does not compare indexes with their tables. Raises the kind's error (`Kind.error`:
-        StoreError for the catalog, IndexStoreError for the index) if the file cannot be read. After `close` it
-        opens the file once more for the check.
+        It reads the whole file, but does not compare indexes with their tables. Raises the kind's error (StoreError for
+        the catalog, IndexStoreError for the index) if the file cannot be read or is so damaged that the check cannot
+        run. After `close` it opens the file once more for the check, and raises the kind's error only if the disk was
+        full until then.
         """
         with self._errors():
             self._reopen()
@@ -405,12 +411,12 @@ def _is_full(error: sqlite3.Error) -> bool:
 
 
 def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
-    """Return a connection to a file that this user cannot change, in a folder that may not be written either.
+    """Return a connection that only reads, for a file that this user cannot change in a folder that may be read-only.
 
-    Where SQLite's helper files are there, another process may be writing: the file is then read along with them. Where
-    they are not, and cannot be made, no process has it open, and it is read as it lies there. Raises sqlite3.Error if
-    the file cannot be opened or read, or the first query does. Raises OSError if the system refuses to look at its
-    journal.
+    If SQLite's helper files exist or can be made, changes by other processes are seen, and `timeout_s` is the longest
+    wait for a lock, in seconds. Otherwise no process has the file open, and it is read without helper files and locks.
+    Raises sqlite3.Error if the file is missing, is no database or cannot be read, or if it stays locked; without helper
+    files only the first query may raise it. Raises OSError if the system refuses to look at its journal.
     """
     place = path.absolute().as_uri()
     connect = partial(
@@ -433,7 +439,7 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
 
 
 def can_be_written(path: Path) -> bool:
-    """Return True if this user may change a database: the file, and its folder, where SQLite keeps files beside it.
+    """Return True if this user may write both the database file and its folder, where SQLite keeps helper files.
 
     False for a missing file; raises nothing.
     """
@@ -441,9 +447,11 @@ def can_be_written(path: Path) -> bool:
 
 
 def fetched(connection: sqlite3.Connection, query: str, parameters: Parameters) -> list[Any]:
-    """Return all rows, [] if there are none; invalid text becomes half surrogate pairs, so that it hides no other row.
+    """Return all rows of a query, one tuple each, [] without rows.
 
-    Raises sqlite3.Error if the query fails.
+    Bytes of a text that are not UTF-8 become half surrogate pairs; an error would hide the other rows. Raises
+    sqlite3.Error if the query fails, ValueError (UnicodeEncodeError) if a parameter holds half a surrogate pair, and
+    OverflowError if one is a whole number of more than 63 bits.
     """
     try:
         return connection.execute(query, parameters).fetchall()

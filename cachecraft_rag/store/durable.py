@@ -54,11 +54,11 @@ logger = logging.getLogger("cachecraft_rag.store")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One flaw: its kind, its place, the reason in words, and the action in words.
+    """A flaw: its kind, its place, the reason in words, and the action in words.
 
     The action is the one that the check took, or would take with `repair`. For a flaw that a check never repairs it is
-    advice, or says that the file was left alone. A file that the system refused to delete is reported as removed too;
-    a warning in the log names it.
+    advice, or says that the file was left alone. A warning in the log names each file that the system refused to
+    delete.
     """
 
     kind: FindingKind
@@ -100,13 +100,18 @@ class Caches(Protocol):
     def evict(self, chosen: RowFilter | None = None) -> Evicted:
         """Remove the chosen chunk-caches; return their number and their bytes on disk, both 0 if none was chosen.
 
+        A filter with an empty list of chunk ids chooses none. For the effects see `ChunkCacheStore.evict` and
+        `ServerCaches.evict`.
+
         Raises:
             StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
-            ServerError: no server answers, it asks for a key, or its reply is malformed.
+            ForkError: the store was opened in the process of which this one is a fork.
+            ServerError: no server answers, it fails or asks for a key, its reply is malformed, or its engine is
+                closed.
             ConfigError: a store is asked with no filter, or one without any choice; or a server refuses the request
                 with status 400.
             ContextLengthError: a server refuses the request with status 400, and its message names a context.
-            UnsupportedCallError: a server is asked without a filter by chunk ids alone.
+            UnsupportedCallError: a server is asked with no filter, or with one that has more than chunk ids.
         """
 
 
@@ -171,7 +176,10 @@ class DurableVariants:
             raise
 
     def close(self) -> None:
-        """Release the folder; a second call does nothing. A lock file that cannot be deleted stays."""
+        """Close the catalog and give up this process's lock file; a second call does nothing. Raises nothing.
+
+        A lock file that cannot be deleted stays until the folder is opened again.
+        """
         self._writers.leave()
         self.catalog.close()
 
@@ -190,7 +198,11 @@ class DurableVariants:
         return self._gone
 
     def evictions(self) -> dict[EvictionReason, int]:
-        """Return reason → number of rows that this process has removed; reasons without any are left out."""
+        """Return reason → number of variants that this object has removed from the folder; a copy.
+
+        Reasons without any are left out. Includes variants whose files were deleted but whose rows stay, because the
+        disk is full.
+        """
         with self._lock:
             return dict(self._evictions)
 
@@ -204,8 +216,10 @@ class DurableVariants:
     ) -> Unavailable | None:
         """Store a variant, and evict others if needed; return None, or the reason why it cannot be stored.
 
+        It takes the place of an older variant of the same identity. Others are evicted for the byte budget, the number
+        of variants, and the number of variants of its chunk; their files are deleted, and `on_removed` is called.
         Reasons are a read-only or deleted folder, a size beyond the whole byte budget, no room because of other
-        writers, and a chunk that was removed meanwhile.
+        writers, and, of an `extra_variant`, a chunk that was removed meanwhile.
 
         Args:
             variant: the variant.
@@ -213,8 +227,9 @@ class DurableVariants:
             token_scores: its token scores.
             extra_variant: see `types.captures.Capture`.
 
-        Raises OSError or StoreError if the disk or the catalog fails; then its file is deleted, now or, if that
-        fails, when the store is opened next.
+        Raises OSError if the disk fails or the system refuses a file or a lock, and StoreError if the catalog cannot be
+        read or changed. Then its file is deleted, now or, if that fails, when the store is opened next. If the file was
+        begun, `on_removed` is called for the variant itself.
         """
         if self.read_only:
             return Unavailable(variant.variant_id, CaptureDrop.READ_ONLY, "the store is read-only")
@@ -262,7 +277,8 @@ class DurableVariants:
         """Remove the row and the file of a variant that can never be served, with a warning.
 
         Does nothing if the row was evicted or replaced after the look-up, if another thread has removed it, if the
-        store is read-only, or if its folder is gone. Raises StoreError if the catalog cannot be changed.
+        store is read-only, or if its folder is gone. Counts as an eviction with the reason `DAMAGED`, and calls
+        `on_removed`. Raises StoreError if the catalog cannot be changed.
         """
         if self.read_only or self.gone():
             return
@@ -276,9 +292,12 @@ class DurableVariants:
         Args:
             down_to_bytes: only as many rows as leave at most so many bytes of files; None: all chosen rows.
 
-        Returns the number of rows that were removed and the bytes of their files, both 0 if none was. Raises StoreError
-        if the catalog cannot be read or changed. On a full disk the files are deleted and counted, and their rows stay
-        as misses.
+        The chunk ids of `chosen`, if it has any, are no longer remembered as evicted. `on_removed` is called for each
+        variant.
+
+        Returns the number of rows that were removed and the bytes of their files, both 0 if none was. A file that
+        cannot be deleted counts too, with a warning. Raises StoreError if the catalog cannot be read or changed, also
+        if no row is chosen. On a full disk the files are deleted and counted, and their rows stay as misses.
         """
         files = self.catalog.chosen(chosen, down_to_bytes=down_to_bytes)
         gone = self._evict(files, EvictionReason.ADMINISTRATOR, forget=chosen.chunk_ids or ())
@@ -331,7 +350,8 @@ class DurableVariants:
     def finish_interrupted(self) -> None:
         """Delete files whose rows were removed just before Ctrl-C; they would take up room.
 
-        Raises StoreError if the catalog cannot be read.
+        Files that still have a row stay. Does nothing if no removal was interrupted. Raises StoreError if the catalog
+        cannot be read; then nothing is deleted, and a later call tries again.
         """
         files = list(self._interrupted)
         without_row = [file for file in files if not self.catalog.holds(file)]
@@ -343,9 +363,10 @@ class DurableVariants:
     def delete(self, files: Iterable[FileRef]) -> None:
         """Delete files without a row, then settle them in the catalog. Never raises.
 
-        Memory drops them too (`on_removed`); evictions are counted and logged. A file that cannot be deleted stays in
-        `files_at_risk` until the store is opened again. Files that were deleted and cannot be settled are settled by a
-        later call, or when the store is opened again.
+        Memory drops them too (`on_removed`); those with a reason in `FileRef.evicted` are counted and logged. A file
+        that is missing counts as deleted. One that cannot be deleted is logged, and stays in `files_at_risk` until the
+        store is opened again. Files that were deleted and cannot be settled are settled by a later call, or when the
+        store is opened again.
         """
         files = list(files)
         with self._lock:
@@ -383,10 +404,11 @@ class DurableVariants:
             self._unsettled = others + unsettled
 
     def check(self, *, repair: bool, progress: Callable[[Progress], None] | None) -> CheckReport:
-        """Compare rows and files and read every byte; see `ChunkCacheStore.check`.
+        """Compare rows and files and read every byte; with `repair` fix flaws. See `ChunkCacheStore.check`.
 
-        Raises StoreError if the catalog cannot be read, stays locked by another process, or with `repair` cannot be
-        changed; OSError if the system refuses to look at a file or at a writer's lock; and what `progress` raises.
+        Returns the report, with flaws that were repaired too. Raises StoreError if the catalog cannot be read, stays
+        locked by another process, or with `repair` cannot be changed; OSError if the system refuses to look at a file
+        or at a writer's lock; and what `progress` raises.
         """
         if repair and self.read_only:
             raise StoreError(
@@ -534,7 +556,7 @@ def _locked(folder: Path, how: int) -> Iterator[None]:
 
 
 def too_large(variant: Variant, nbytes: int, limits: Limits) -> Unavailable:
-    """Return the reason why a capture of this size is not stored (`TOO_LARGE`); the size itself is not checked."""
+    """Return the reason `TOO_LARGE` for a capture of `nbytes` bytes, in words; the size itself is not checked."""
     why = f"larger than the whole byte budget: {nbytes} of {limits.disk_bytes} bytes"
     return Unavailable(variant.variant_id, CaptureDrop.TOO_LARGE, why)
 

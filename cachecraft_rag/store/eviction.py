@@ -33,9 +33,10 @@ class Use(NamedTuple):
 
     @classmethod
     def of(cls, cfo: float, tokens: int) -> Use:
-        """Return a use of a chunk of `tokens` tokens. A CFO below 0 counts as 0, one above 1 or NaN counts as 1.
+        """Return one use of a chunk of `tokens` tokens, of which the fraction `cfo` was computed again.
 
-        SQLite refuses NaN. Raises ZeroDivisionError for 0 tokens.
+        A CFO below 0 counts as 0, one above 1 or NaN counts as 1, because SQLite refuses NaN. For `frequency` it counts
+        as at least 1 / `tokens`. Raises ZeroDivisionError for 0 tokens.
         """
         cfo = max(cfo, 0.0) if cfo <= 1.0 else 1.0
         return cls(1.0 / max(cfo, 1.0 / tokens), 1.0 - cfo)
@@ -72,7 +73,10 @@ class Policy(Protocol):
         """Name in the catalog. If the policy has changed, the catalog computes all scores again when it is opened."""
 
     def score(self, standing: VariantFacts, clock: float) -> float:
-        """Return the new score; `clock` begins at 0 and is moved by `ticked` and `ticked_by_return`."""
+        """Return the new score of a variant; the one with the lowest score is evicted first.
+
+        `clock` begins at 0 and is moved by `ticked` and `ticked_by_return`; a score may start from it, to age others.
+        """
 
 
 def worth(*, saved: float, exact_share: float) -> float:
@@ -92,8 +96,9 @@ def worth(*, saved: float, exact_share: float) -> float:
 def ticked(clock: float, score: float, *, used: bool) -> float:
     """Return the clock after a variant with this score was evicted.
 
-    It moves to that score, or a tenth of the way if the variant was never used. GreedyDual always moves to the score:
-    then a series of chunks that are requested once ages the others and soon evicts them (docs/decisions/eviction.md).
+    It moves to that score, or a tenth of the way if the variant was never used; it never goes back. GreedyDual always
+    moves to the score: then a series of chunks that are requested once ages the others and soon evicts them
+    (docs/decisions/eviction.md).
 
     >>> ticked(1.0, 5.0, used=True), ticked(1.0, 5.0, used=False), ticked(5.0, 1.0, used=True)
     (5.0, 1.4, 5.0)
@@ -102,7 +107,7 @@ def ticked(clock: float, score: float, *, used: bool) -> float:
 
 
 def ticked_by_return(clock: float, lowest: float) -> float:
-    """Return the clock after an evicted variant was stored again: it moves halfway to the lowest score.
+    """Return the clock after an evicted variant was stored again: halfway to the lowest score, but never back.
 
     The variant should not have been evicted, so the scores of the variants that stayed instead were too high.
 
@@ -128,7 +133,7 @@ class Saving:
     name: str = "saving"
 
     def score(self, standing: VariantFacts, clock: float) -> float:
-        """Return the new score: `clock` plus the variant's worth times its tokens per byte."""
+        """Return the new score: `clock` plus the variant's `worth` times its tokens per byte; 0 bytes count as 1."""
         _, _, tokens, nbytes, exact_share, (_, saved) = standing
         return clock + worth(saved=saved, exact_share=exact_share) * (tokens / max(nbytes, 1))
 
@@ -167,7 +172,10 @@ class LowestScored:
         self._heap: list[tuple[float, float, str]] = []
 
     def push(self, name: str) -> None:
-        """Note the score of an item that was added or whose score changed. Raises KeyError if there is no such item."""
+        """Note the score of an item that was added or whose score changed.
+
+        Raises KeyError if the dictionary has no item of this name.
+        """
         item = self._items[name]
         heapq.heappush(self._heap, (item.score, item.order, name))
         # mostly outdated entries: rebuild it, amortised O(1)
@@ -175,7 +183,10 @@ class LowestScored:
             self._rebuild()
 
     def name(self) -> str | None:
-        """Return the name of the item with the lowest score; None if there are no items."""
+        """Return the name of the item with the lowest score, among equal ones the lowest `order`; None without items.
+
+        The item stays in the dictionary.
+        """
         while True:
             while self._heap:
                 score, order, name = self._heap[0]
@@ -199,7 +210,10 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 
 def policy_named(name: str) -> Policy:
-    """Return the policy of that name. Raises ConfigError, with the known names, if it is unknown."""
+    """Return the policy of that name, "saving" or "f_r": always the same object.
+
+    Raises ConfigError, with the known names, if it is unknown.
+    """
     try:
         return POLICIES[name]
     except KeyError:

@@ -75,9 +75,10 @@ class Header:
     block_sizes: tuple[int, ...] = ()
 
     def blocks(self) -> list[tuple[int, int]]:
-        """Return the offset of each layer's block in the data section, and its number of bytes.
+        """Return a pair for each layer, in order: offset of its block in the data section, and its number of bytes.
 
-        Raises ValueError if the fields contradict each other, ConfigError for an unknown codec.
+        Raises ValueError if the fields contradict each other, there is no layer or no token, or a block is larger than
+        the codec makes; ConfigError if the codec is unknown or not installed.
         """
         layers = self.layout.layers
         self._require_checksums()  # first: the number of checksums limits all other numbers
@@ -113,9 +114,10 @@ class Header:
             raise ValueError("checksums")
 
     def encode(self) -> bytes:
-        """Return the first bytes of the file, up to its data: length, JSON, padding.
+        """Return the first bytes of the file, up to its data: length, JSON, padding to a multiple of 4096 bytes.
 
-        Raises ValueError if the fields contradict each other, ConfigError for an unknown codec.
+        Raises ValueError if the fields contradict each other, or there is no layer or no token; ConfigError if the
+        codec is unknown or not installed.
         """
         return self._around(json.dumps(self._fields(), separators=(",", ":")))
 
@@ -156,10 +158,10 @@ class Header:
 
     @classmethod
     def decode(cls, raw: bytes) -> Header:
-        """Return the header in the bytes of `encode`; unknown fields are ignored.
+        """Return the header in the bytes of `encode`, which `raw` holds up to the data; unknown fields are ignored.
 
-        Raises ValueError if any byte of `raw` differs from what this version would write, and if the codec is unknown
-        or not installed. It is never the subclass ConfigError.
+        Raises ValueError if any byte of `raw` differs from what this version would write for its fields, if it is of
+        another layout version, and if the codec is unknown or not installed. It is never the subclass ConfigError.
         """
         try:
             metadata = json.loads(raw[8:])["__metadata__"]
@@ -208,17 +210,21 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of the file."""
+        """Number of bytes of the file: header and blocks."""
         return len(self.header) + sum(block.nbytes for block in self.blocks)
 
 
 def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
     """Return header and blocks of `kv` `[layers, 2, tokens, kv_heads, head_dim]`, contiguous and on the CPU.
 
+    `kv` must have the layout and the tokens of `variant`, which is not checked. Raw blocks share its memory.
+
     Raises:
         ConfigError: the codec is unknown or not installed.
-        ValueError: the codec cannot encode the values, or `variant` and `layout` contradict each other.
+        ValueError: the codec cannot encode the values (infinities, NaN).
         RuntimeError: of torch, if there is no memory or `kv` is not contiguous.
+
+    Without a layer or a token it raises ValueError, ZeroDivisionError or IndexError, depending on the codec.
     """
     codec = codec_named(variant.codec)
     blocks = tuple(
@@ -238,7 +244,7 @@ def encode(variant: Variant, layout: KVLayout, kv: torch.Tensor) -> Encoded:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor of any shape, which share its memory.
+    """Return the bytes of a contiguous CPU tensor of any shape as a flat, writable view: they share its memory.
 
     Raises torch's RuntimeError if the tensor is not contiguous.
     """
@@ -251,8 +257,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 def extents(codec: Codec, layout: KVLayout, tokens: int) -> list[tuple[int, int]]:
     """Return (first token, end) of each piece of a layer that can be read and verified alone, in order.
 
-    Each piece has `EXTENT_TOKENS` tokens, and the last one what is left. Of a codec whose blocks can only be decoded as
-    a whole it is one piece.
+    Each piece has `EXTENT_TOKENS` tokens, and the last one what is left; [] for 0 tokens. For a codec whose blocks can
+    only be decoded as a whole, the result is always one piece of all tokens.
     """
     if not codec.run(layout, tokens, 0, tokens):  # can only be decoded as a whole
         return [(0, tokens)]
@@ -269,13 +275,17 @@ class ByteSource(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes. A file raises OSError if the system refuses to look at it, or after `close`."""
+        """Number of bytes, header included; of a remote, the number that the look-up named.
+
+        A file raises OSError if the system refuses to look at it, or after `close`.
+        """
 
     def read(self, buffer: memoryview, at: int) -> None:
-        """Fill `buffer` from offset `at` on; any thread may call it.
+        """Fill all of `buffer` with the bytes from offset `at` on, and wait for them.
 
-        Raises OSError if the bytes cannot be read, if there are too few, after `close`, and if a `sequential` source is
-        not read in order. Raises ValueError if the bytes are not those that were signed.
+        Several threads may call it at the same time, of a `sequential` source only one. Raises OSError if the bytes
+        cannot be read, if there are too few, after `close`, and if a `sequential` source is not read in order. Raises
+        ValueError if the bytes are not those that were signed.
         """
 
     def close(self) -> None:
@@ -290,8 +300,8 @@ class StoredVariant:
 
     Attributes:
         variant: its row in the catalog.
-        kv: `[layers, 2, tokens, kv_heads, head_dim]`, allocated by `allocate` and filled by `read`; None before
-            `allocate` and after `release`.
+        kv: `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values, allocated by `allocate` and filled by
+            `read`; None before `allocate` and after `release`.
         source: source of its bytes.
         tier: where its bytes are: "disk" or "remote".
         extents: the smallest pieces for `read`, see `extents`; a single one if the bytes must be read in order.
@@ -343,7 +353,7 @@ class StoredVariant:
         self.token_bytes = (needed - self._begin) / header.tokens
 
     def allocate(self, *, pinned: bool = False) -> None:
-        """Allocate `kv`, uninitialised, page-locked if `pinned`; a second call replaces it.
+        """Allocate `kv` in main memory, uninitialised, page-locked if `pinned`; a second call replaces it.
 
         Raises MemoryError if there is no room for it, or if the system grants no page-locked memory.
         """
@@ -368,9 +378,10 @@ class StoredVariant:
         return self.kv[layer, :, start:stop]
 
     def scratch(self, tokens: int, old: torch.Tensor | None) -> torch.Tensor:
-        """Return an uninitialised tensor `[2, tokens, kv_heads, head_dim]`, in the memory of `old` if it fits.
+        """Return an uninitialised tensor `[2, tokens, kv_heads, head_dim]` for `read`, in the dtype of `kv`.
 
-        Raises MemoryError if there is no room for it.
+        It is in the memory of `old`, an earlier result, if that has this dtype and is large enough; otherwise, and with
+        `old` None, in new memory. Raises MemoryError if there is no room for that.
         """
         import torch
 
@@ -388,7 +399,10 @@ class StoredVariant:
         return old.as_strided(shape, torch.empty(shape, device="meta").stride())
 
     def read(self, layer: int, start: int, stop: int, *, out: torch.Tensor | None = None) -> None:
-        """Fill `kv[layer, :, start:stop]` and verify it; both ends must be borders of `extents`.
+        """Read a range of tokens of a layer from the source into `kv[layer, :, start:stop]`, and verify it.
+
+        Both ends must be borders of `extents`, which is not checked. Several threads may read different ranges at the
+        same time, of a `sequential` variant only one.
 
         Args:
             out: tensor to fill instead, contiguous, `[2, stop - start, kv_heads, head_dim]`; None: `kv`.
@@ -396,7 +410,8 @@ class StoredVariant:
         Raises:
             OSError: the bytes cannot be read, also after `close`, or the layers of a `sequential` one are not read in
                 order.
-            ValueError: the bytes are damaged.
+            ValueError: the bytes are damaged, or are not those that were signed; or, if the look-up named the model's
+                layout, they hold infinities, NaN, or numbers beyond 1e9.
             RuntimeError, MemoryError: of torch and NumPy, if memory is short.
             AssertionError: there is neither `out` nor an allocated `kv`.
 
@@ -443,8 +458,9 @@ class StoredVariant:
     def read_all(self) -> torch.Tensor:
         """Read every layer, in order, and return `kv`, `[layers, 2, tokens, kv_heads, head_dim]`, not a copy.
 
-        Raises the same exceptions as `read`: OSError, ValueError, RuntimeError, MemoryError, and AssertionError if `kv`
-        was not allocated.
+        Raises OSError if the bytes cannot be read, also after `close`, and if a part of a `sequential` variant was read
+        before; ValueError if they are damaged or hold numbers that no model produces; RuntimeError or MemoryError if
+        memory is short; and AssertionError if `kv` was not allocated.
         """
         for layer in range(self._header.layout.layers):
             self.read(layer, 0, self._header.tokens)
@@ -462,9 +478,9 @@ class StoredVariant:
 def open_source(source: ByteSource, variant: Variant) -> StoredVariant | Unavailable:
     """Return the open variant with a verified header, or the reason why not; then the source is closed.
 
-    The reason is a `Damaged` if the bytes are damaged or of another variant, so that they are of no use to anyone. An
-    unknown codec does not count as damage, because a missing package may provide it. Raises nothing for bytes that are
-    missing, damaged or cannot be read.
+    The reason is a `Damaged` if the bytes are damaged or of another variant, and so of no use to anyone. An unknown
+    codec does not count as damage (`UNKNOWN_FORMAT`), because a missing package may provide it, and neither do bytes
+    that cannot be read or are gone from a remote (`UNREADABLE`). Raises nothing for any of these.
     """
     opened: StoredVariant | Unavailable
     try:
@@ -481,7 +497,8 @@ def unreadable(variant_id: str, error: Exception) -> Unavailable:
     """Return the miss for an exception of `StoredVariant`.
 
     For ValueError, which means damage, it is a `Damaged`, and the file is of no more use. Any other exception is one of
-    the system, and reading may succeed later. Raises nothing.
+    the system, and reading may succeed later: the code is `NO_MEMORY` for MemoryError, otherwise `UNREADABLE`. Raises
+    nothing.
     """
     if isinstance(error, ValueError):
         return Damaged(variant_id, LoadFailure.DAMAGED, str(error))
@@ -492,10 +509,10 @@ def unreadable(variant_id: str, error: Exception) -> Unavailable:
 
 
 def longest_header(variant: Variant, layout: KVLayout) -> int:
-    """Return an upper bound of the header's bytes.
+    """Return an upper bound of the header's bytes, for a variant of this key, codec and number of tokens.
 
-    Raises ConfigError if the codec is unknown or not installed, and ValueError for a variant without tokens or a layout
-    with a number below 1 or an unknown dtype.
+    Raises ConfigError if the codec is unknown or not installed. Raises ValueError for a variant without tokens or a
+    layout with a number below 1 or an unknown dtype; for `layers` 0 and the codec raw it is ZeroDivisionError.
     """
     codec = codec_named(variant.codec)
     sums = ((0,) * len(extents(codec, layout, variant.tokens)),) * layout.layers
@@ -509,10 +526,10 @@ def longest_header(variant: Variant, layout: KVLayout) -> int:
 
 
 def longest_payload(variant: Variant, layout: KVLayout) -> int:
-    """Return an upper bound of all bytes, header and blocks.
+    """Return an upper bound of all bytes of a variant's file, header and blocks.
 
-    Raises ConfigError if the codec is unknown or not installed, and ValueError for a variant without tokens or a layout
-    with a number below 1 or an unknown dtype.
+    Raises ConfigError if the codec is unknown or not installed. Raises ValueError for a variant without tokens or a
+    layout with a number below 1 or an unknown dtype; for `layers` 0 and the codec raw it is ZeroDivisionError.
     """
     blocks = layout.layers * codec_named(variant.codec).most_bytes(layout, variant.tokens)
     return longest_header(variant, layout) + blocks

@@ -78,7 +78,7 @@ class MemoryTier:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the current tensors."""
+        """Bytes of the tensors that are held now."""
         with self._lock:
             return self._sum()
 
@@ -97,14 +97,15 @@ class MemoryTier:
         return held is not None and held.variant.created == variant.created
 
     def admits(self, nbytes: int) -> bool:
-        """Return True if a tensor of that size fits the budget alone."""
+        """Return True if a tensor of `nbytes` bytes fits the whole budget, were it the only one."""
         return nbytes <= self.budget_bytes
 
     def add(self, variant: Variant, kv: torch.Tensor) -> bool:
         """Hold `kv` `[layers, 2, tokens, kv_heads, head_dim]`, not a copy; return False if it exceeds the budget alone.
 
-        Otherwise it returns True: an older tensor of the same variant is replaced, and others leave if there is no
-        room. The caller must not write to `kv` again. Raises what `on_leave` raises.
+        Nothing changes then. Otherwise it returns True: an older tensor of the same variant is replaced, and others
+        leave if there is no room; these are counted in `evicted` and passed to `on_leave`. The caller must not write to
+        `kv` again. Raises what `on_leave` raises, after `kv` is held.
         """
         held = _Held(variant, kv, kv.nbytes, _uses(variant))
         if not self.admits(held.nbytes):
@@ -133,7 +134,7 @@ class MemoryTier:
         return True
 
     def read(self, variant: Variant) -> LoadedVariant | None:
-        """Return the tensor of this very capture itself, not a copy; None if it is not held."""
+        """Return the tensor of this very capture itself, not a copy; None if it is not held. Records no use."""
         with self._lock:
             held = self._held.get(variant.variant_id)
         if held is None or held.variant.created != variant.created:
@@ -141,7 +142,10 @@ class MemoryTier:
         return LoadedVariant(variant.variant_id, held.kv, self.name)
 
     def remove(self, variant_id: str, created: float) -> None:
-        """Remove the tensor of this very capture; does nothing if it is not held."""
+        """Remove the tensor of this very capture; does nothing if it is not held.
+
+        Neither counted in `evicted` nor passed to `on_leave`.
+        """
         with self._lock:
             held = self._held.get(variant_id)
             if held is not None and held.variant.created == created:
@@ -151,7 +155,7 @@ class MemoryTier:
                 self._bytes = nbytes
 
     def record_use(self, variant_id: str, use: Use) -> None:
-        """Add a use, so that the tensor stays longer; does nothing if it is not held."""
+        """Add a use and compute the tensor's score again, so it stays longer; does nothing if it is not held."""
         with self._lock:
             if (held := self._held.get(variant_id)) is not None:
                 held.used += use
@@ -201,11 +205,14 @@ class Memory:
         self.device = MemoryTier(budget, name="device", on_leave=self._demote)
 
     def follow(self, policy: Policy) -> None:
-        """Use this policy for eviction scores from now on. Scores that are there stay until the next use."""
+        """Use this policy for eviction scores from now on. The score of a held tensor changes at its next use."""
         self.host.policy = self.device.policy = policy
 
     def read(self, variant: Variant) -> LoadedVariant | None:
-        """Return the tensor of this very capture from the faster tier that holds it; None if neither does."""
+        """Return the tensor of this very capture, not a copy, from the device tier, else from the host tier.
+
+        None if neither holds it. Records no use.
+        """
         return self.device.read(variant) or self.host.read(variant)
 
     def _demote(self, variant: Variant, kv: torch.Tensor) -> None:
@@ -214,10 +221,12 @@ class Memory:
         self.host.add(variant, to_host(kv, pinned=self.host.admits(kv.nbytes)))
 
     def promote(self, held: LoadedVariant, variant: Variant) -> None:
-        """Copy a tensor from the host to the device; does nothing without a device tier, or if it is there already.
+        """Copy a tensor of the host tier to the device tier; the host tier keeps its own too.
 
-        A copy that exceeds the device's budget alone is not kept. Tensors that leave the device for it are copied to
-        the host tier. Raises torch's RuntimeError if the device or main memory has no room.
+        Does nothing if the device tier has a budget of 0 or holds the tensor already, or if `held` is not of the host
+        tier. A copy that exceeds the device's budget alone is made but not kept. Tensors that leave the device for it
+        are copied to the host tier. Raises torch's RuntimeError if the device or main memory has no room, and
+        AssertionError if torch was built without this device.
         """
         if self.device.budget_bytes and held.tier == "host" and variant not in self.device:
             self.device.add(variant, held.kv.to(self._place))
@@ -228,6 +237,6 @@ class Memory:
         self.device.remove(variant_id, created)
 
     def record_use(self, variant_id: str, use: Use) -> None:
-        """Add a use in both tiers, so that the tensor stays longer; does nothing if neither holds it."""
+        """Add a use in each tier that holds the tensor, so it stays longer; does nothing if neither does."""
         self.host.record_use(variant_id, use)
         self.device.record_use(variant_id, use)

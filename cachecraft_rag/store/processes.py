@@ -21,7 +21,7 @@ class HomeProcess:
         return os.getpid() == self._pid
 
     def require(self) -> None:
-        """Raise ForkError in a forked child."""
+        """Raise ForkError in a forked child, with advice; do nothing in the process that created this object."""
         if not self.here:
             raise ForkError(
                 f"The {self._what} was opened in process {self._pid} and cannot be used in its fork ({os.getpid()}): "

@@ -37,9 +37,10 @@ class LookupResult:
     remote: str | None = None
 
     def outcomes(self) -> dict[str, int]:
-        """Return outcome → number of chunks: "found", "not_stored" and, if there are any, "refused".
+        """Return outcome → number of chunks: "found" and "not_stored", maybe 0, and "refused" if it is not 0.
 
-        A chunk counts as "refused" only if no other variant of it was found.
+        A chunk counts as "found" if it has a variant, and as "refused" only if it has none but a refused one. The sum
+        is the number of chunks that were asked for.
         """
         hits = sum(map(bool, self.variants.values()))
         refused = sum(name in self.refused for name, offers in self.variants.items() if not offers)
@@ -61,10 +62,10 @@ class RowBounds:
     segments: Mapping[str, tuple[int, str]]
 
     def flaw(self, variant: Variant) -> str:
-        """Return the reason why this variant cannot belong to this model, or "".
+        """Return the first reason why this variant cannot belong to this model or prompt, or "".
 
-        Another tokenisation is not a flaw: the planner ignores such a variant. Raises KeyError if `segments` lacks its
-        chunk.
+        It compares the number of tokens, the length with the origin prefix, repeated segments, bytes and id. Another
+        tokenisation is not a flaw: the planner ignores such a variant. Raises KeyError if `segments` lacks its chunk.
         """
         tokens, tokens_digest = self.segments[variant.key.chunk_id]
         prefix = variant.key.origin_prefix
@@ -81,14 +82,15 @@ class RowBounds:
         return ""
 
     def with_layout(self, variant: Variant) -> Variant:
-        """Return the variant with the model's layout, which its payload must have."""
+        """Return a copy of the variant whose payload carries the model's layout, with which its bytes are checked."""
         return replace(variant, payload=replace(variant.payload, layout=self.layout))
 
 
 def row_error(variant: Variant) -> str:
     """Return why the row is invalid, or "" if it is valid. Every look-up checks every row, so this is fast.
 
-    Fields of a wrong type raise nothing: they are a reason too.
+    It checks types and ranges of the fields, and that `inter` has one number per segment of the origin prefix. Fields
+    of a wrong type, NaN and text that is not valid Unicode raise nothing: they are a reason too.
     """
     key = variant.key
     tokens = variant.tokens
@@ -128,9 +130,10 @@ def row_error(variant: Variant) -> str:
 
 
 def scores_are_wrong(scores: TokenScores, tokens: int) -> bool:
-    """Return True if token scores are not `[tokens]`, or not valid attention: from 0 to the number of tokens.
+    """Return True if token scores are not `[tokens]`, or not valid attention: below 0, above `tokens`, or NaN.
 
-    False if there are no scores. Raises ValueError if `tokens` is 0 and the scores are an empty array.
+    The upper limit has a tolerance of 0.1 %. False if there are no scores, that is, `inter` is None. Raises ValueError
+    if `tokens` is 0 and the scores are an empty array.
     """
     inter = scores.inter
     if inter is None:

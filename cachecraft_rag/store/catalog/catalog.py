@@ -175,8 +175,8 @@ class Catalog:
     ) -> tuple[dict[str, list[Variant]], list[DamagedRow]]:
         """Return chunk id → variants of the chunks, each with this `payload`; and the damaged rows of these chunks.
 
-        Shared variants and those private to exactly that session. Every asked chunk id is a key of the first part; its
-        list is empty if nothing is stored.
+        Shared variants and those private to exactly that session, in no order. Every given chunk id is a key of the
+        first part; its list is empty if no intact variant is stored. Any field of a damaged row may be wrong.
 
         Raises:
             StoreError: the catalog cannot be read or is closed.
@@ -200,9 +200,10 @@ class Catalog:
         return found, damaged
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
-        """Return variant id → token scores; empty ones where none were stored, they are damaged or the row is gone.
+        """Return variant id → token scores, for every given id; {} without ids. The arrays are copies.
 
-        Damaged scores are logged. Raises StoreError if the catalog cannot be read.
+        Scores have `inter` None where none were stored, they are damaged, or there is no row. Damaged scores are
+        logged. Raises StoreError if the catalog cannot be read or is closed.
         """
         found = {}
         for variant_id, *columns in self._fetched(_SCORES, (json.dumps(list(variant_ids)),)):
@@ -213,10 +214,10 @@ class Catalog:
         return found
 
     def rows(self, chosen: RowFilter, *, offset: int = 0, limit: int = 100) -> list[Listed]:
-        """Return a page of rows, the highest eviction score first; empty after the last row.
+        """Return a page of the chosen rows, the highest eviction score first; [] after the last row.
 
-        Damaged rows count towards `offset` and `limit` but are left out, so any page may be shorter than `limit`.
-        Raises StoreError if the catalog cannot be read.
+        `offset` is the number of rows before the page, and `limit` its largest size. Damaged rows count towards both
+        but are left out, so any page may be shorter than `limit`. Raises StoreError if the catalog cannot be read.
         """
         condition, parameters = chosen.as_sql()
         query = f"{_LISTED} WHERE {condition} ORDER BY v.score DESC, v.created DESC, v.variant_id LIMIT ? OFFSET ?"
@@ -231,8 +232,9 @@ class Catalog:
     def scan(self, page: int = 500) -> Iterator[Listed | DamagedRow]:
         """Yield every row once, in the order of variant ids, its token scores verified; `page` rows per query.
 
-        Rows that are added or removed meanwhile may or may not be seen. A damaged row is yielded as a `DamagedRow`.
-        Raises StoreError, while it is iterated over, if the catalog cannot be read.
+        Rows that are added or removed meanwhile may or may not be seen. A row that is damaged, or has damaged token
+        scores, is yielded as a `DamagedRow`. Nothing is locked between two rows. Raises StoreError, while it is
+        iterated over, if the catalog cannot be read.
         """
         query = f"{_LISTED} WHERE v.variant_id > ? ORDER BY v.variant_id LIMIT ?"
         after = ""
@@ -254,7 +256,10 @@ class Catalog:
             return fetched(connection, query, parameters)
 
     def totals(self) -> Totals:
-        """Return sums over all rows, of all processes. Raises StoreError if the catalog cannot be read."""
+        """Return sums over all rows, of all namespaces and models, as of one moment; 0 in an empty catalog.
+
+        Raises StoreError if the catalog cannot be read.
+        """
         # Both queries see one moment: in between, a file's bytes could move from "reserved" to its row and count twice.
         with self._db.snapshot() as connection:
             variants, file_bytes = _sums(connection)
@@ -263,9 +268,10 @@ class Catalog:
             return Totals(variants, chunks, file_bytes, reserved_bytes)
 
     def holds(self, file: FileRef, *, or_at_risk: bool = False) -> bool:
-        """Return True if exactly this file has a row or, if asked, a writer is about to create or delete it.
+        """Return True if exactly this file, by id and time, has a row.
 
-        Raises StoreError if the catalog cannot be read.
+        With `or_at_risk` also True if a writer is about to create or delete it, or did not finish that. Raises
+        StoreError if the catalog cannot be read.
         """
         query = """SELECT 1 FROM variants WHERE variant_id = :variant_id AND created = :created
             UNION ALL SELECT 1 FROM files_at_risk
@@ -281,8 +287,8 @@ class Catalog:
     def at_risk(self) -> dict[str, list[FileRef]]:
         """Return writer → files that may exist without a row, because it is (or was) about to create or delete them.
 
-        Empty if there are none. The `file_bytes` of a file are those reserved for it. Raises StoreError if the catalog
-        cannot be read.
+        The keys are tokens, see `Writers.token`. {} without such files. The `file_bytes` of a file are those reserved
+        for it. Raises StoreError if the catalog cannot be read.
         """
         found: dict[str, list[FileRef]] = {}
         with self._db.reading() as connection:
@@ -345,12 +351,15 @@ class Catalog:
     def reserve(
         self, variant: Variant, *, file_bytes: int, writer: str, limits: Limits
     ) -> list[FileRef] | None:
-        """Reserve room for a file before it is created; return [] if there is room.
+        """Reserve room for a file of `file_bytes` bytes before it is created; return [] if there is room.
 
-        Otherwise nothing is reserved, and the result lists files whose rows were removed to make room. The caller
-        deletes those, calls `settle` and asks again: a file that is not deleted yet still counts, or a second writer
-        would fill the room before it is free. Returns None, with nothing changed, if even an empty catalog would leave
-        no room because of other writers. Raises StoreError if the catalog cannot be changed.
+        Otherwise nothing is reserved, and the result lists files whose rows were removed to make room, those with the
+        lowest scores, with the reason `BUDGET`. The caller deletes those, calls `settle` and asks again: a file that is
+        not deleted yet still counts, or a second writer would fill the room before it is free. Only `limits.disk_bytes`
+        counts here, and `writer` is the caller's token (`Writers.token`).
+
+        Returns None, with nothing changed, if even an empty catalog would leave no room, because of other writers or
+        because the file alone is too large. Raises StoreError if the catalog cannot be changed.
         """
         with self._db.writing() as connection:
             excess = _state(connection)[2] + file_bytes - limits.disk_bytes
@@ -379,11 +388,15 @@ class Catalog:
         If a chunk has no variant left because they were evicted, its next variant gets the f_r (reuse frequency, see
         `eviction.Use`) that the catalog remembers of the chunk, added to its own.
 
-        Returns the files whose rows were removed for it, [] without any: the older one, unless it has the same name,
-        and those beyond the limits on the number of variants. The caller deletes them and calls `settle`. Returns None,
-        with nothing changed, for an `extra_variant` of a chunk that has no variant left and is not remembered as
-        evicted: the chunk was removed on purpose, and the caller deletes the file that it has written. Raises
-        StoreError if the catalog cannot be changed.
+        The reservation of the file ends. Returns the files whose rows were removed for it, [] without any: the older
+        one, unless it has the same name, and those beyond the limits on the number of variants, in the chunk and in
+        all; the new row itself stays. The caller deletes them and calls `settle`. Returns None, with nothing changed,
+        for an `extra_variant` of a chunk that has no variant left and is not remembered as evicted: the chunk was
+        removed on purpose, and the caller deletes the file that it has written.
+
+        Raises StoreError if the catalog cannot be changed. The caller has checked the variant with `row_error`;
+        otherwise TypeError, ValueError, AttributeError, OverflowError or struct.error may be raised too. After any
+        error nothing is changed.
         """
         key = variant.key
         with self._db.writing() as connection:
@@ -436,9 +449,9 @@ class Catalog:
         ]
 
     def settle(self, files: Iterable[FileRef]) -> None:
-        """Remove entries of files at risk that no longer exist, or never did.
+        """Remove the entries of these files at risk, which no longer exist or never did; their room is free then.
 
-        Raises StoreError if the catalog cannot be changed.
+        Files without an entry are passed over. Raises StoreError if the catalog cannot be changed.
         """
         with self._db.writing() as connection:
             _settle(connection, files)
@@ -453,8 +466,10 @@ class Catalog:
     ) -> list[FileRef]:
         """Remove the rows of exactly these files; return those that had a row, [] if none had.
 
-        Chunk ids to `forget` are no longer remembered as evicted: they were removed on purpose. Raises StoreError if
-        the catalog cannot be changed.
+        The result has the bytes of each file, and `why` as its `evicted`. The files are at risk then, on behalf of the
+        token `writer`; the caller deletes them and calls `settle`. Chunk ids to `forget` are no longer remembered as
+        evicted, in any namespace: they were removed on purpose. Raises StoreError if the catalog cannot be changed,
+        also without files.
         """
         query = f"SELECT {_FILE} FROM variants WHERE variant_id = ? AND created = ?"
         with self._db.writing() as connection:
@@ -472,9 +487,10 @@ class Catalog:
             )
 
     def limits(self) -> dict[str, int]:
-        """Return name → stored limit, {} if none is stored; unknown names and damaged values are left out.
+        """Return name → stored limit, {} if none is stored. The names are fields of `Limits`.
 
-        Raises StoreError if the catalog cannot be read.
+        Unknown names, and values that are no whole numbers above 0, are left out. Raises StoreError if the catalog
+        cannot be read.
         """
         with self._db.reading() as connection:
             found = connection.execute("SELECT name, value FROM limits").fetchall()
@@ -486,7 +502,7 @@ class Catalog:
         }
 
     def set_limits(self, limits: Mapping[str, int]) -> None:
-        """Store these limits, if they differ from those stored; other limits stay.
+        """Store these limits, by name, if any differs from the one stored; other limits stay. No row is removed.
 
         Raises StoreError if the catalog cannot be read, or would have to be changed and cannot be.
         """
@@ -498,7 +514,8 @@ class Catalog:
         """Return files beyond the byte budget or the number of variants, lowest score first, and the limit exceeded.
 
         If both limits are exceeded, the result is the longer list, with its limit. If neither is, it is no files and
-        `BUDGET`. Raises StoreError if the catalog cannot be read.
+        `BUDGET`. Files being written or deleted count towards the byte budget; `limits.variants_per_chunk` does not
+        count. Nothing is removed here. Raises StoreError if the catalog cannot be read.
         """
         with self._db.reading() as connection:
             _, variants, nbytes = _state(connection)
@@ -511,9 +528,9 @@ class Catalog:
         return many, EvictionReason.COUNT_CAP
 
     def record_uses(self, uses: Mapping[str, Use]) -> None:
-        """Add to the uses of each variant id, which raises its score; ids that are gone are passed over.
+        """Add to the uses of each variant id and compute its score again; ids without a row are passed over.
 
-        Raises StoreError if the catalog cannot be changed.
+        Raises StoreError if the catalog cannot be changed, also without uses; then none is added.
         """
         with self._db.writing() as connection:
             self._record_uses(connection, uses)
@@ -548,8 +565,8 @@ class Catalog:
     def standstill(self) -> Iterator[None]:
         """Keep every other writer, in any process, from adding or removing rows while the block runs. Keep it short.
 
-        Raises StoreError if the catalog cannot be written, another process holds its lock for longer than the busy
-        timeout, or this thread changes the catalog within the block.
+        Raises StoreError if the catalog cannot be written or is closed, or another process holds its lock for longer
+        than the busy timeout. Within the block, a call by this thread that changes the catalog raises StoreError.
         """
         with self._db.writing():
             yield

@@ -42,18 +42,19 @@ class MarkedText(NamedTuple):
 class FoundTexts:
     """Two tables of the catalog: seen texts, and marks of captured texts. Any thread may call any method.
 
-    Every method raises StoreError if the catalog cannot be read or written, or is closed.
+    The marks of a chunk are removed with its last variant. Every method raises StoreError if the catalog cannot be read
+    or written, or is closed.
     """
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
     def seen(self, names: Sequence[str]) -> set[str]:
-        """Note that these texts were seen; return those that had been seen before.
+        """Note that these texts were seen; return the names of those that had been seen before, a set.
 
-        `names` are digests that stand for texts, see `prompt.unmarked.candidates_of`. A name that stands twice in
-        `names` counts as seen before. The newest `MOST_SEEN` are remembered. Raises StoreError if the catalog cannot be
-        written. Raises ValueError (UnicodeEncodeError) for a name with half a surrogate pair.
+        `names` are digests of texts, see `prompt.unmarked.candidates_of`. A repeated name in `names` counts as seen
+        before. The `MOST_SEEN` names that were first seen most recently are remembered. Raises StoreError if the
+        catalog cannot be written. Raises ValueError (UnicodeEncodeError) for a name with half a surrogate pair.
         """
         with self._db.writing() as connection:
             insert = "INSERT OR IGNORE INTO seen_texts (name) VALUES (?)"
@@ -63,10 +64,11 @@ class FoundTexts:
         return known
 
     def mark(self, namespace: str, fingerprint: str, chunk_id: str, mark: tuple[int, int]) -> None:
-        """Note a mark of a captured text and its place in it, see `Capture.mark`; replaces an earlier place.
+        """Note a mark of a captured text and its place in it, see `Capture.mark`.
 
-        Does nothing if no chunk-cache of this namespace and fingerprint was ever stored. Raises StoreError if the
-        catalog cannot be written. Raises ValueError (UnicodeEncodeError) for a text with half a surrogate pair, and
+        An earlier place of this mark is replaced; a text may have several marks. The chunk need not be stored. Does
+        nothing if no chunk-cache of this namespace and fingerprint was ever stored. Raises StoreError if the catalog
+        cannot be written. Raises ValueError (UnicodeEncodeError) for a text with half a surrogate pair, and
         OverflowError for a number of more than 63 bits.
         """
         with self._db.writing() as connection:
@@ -83,10 +85,12 @@ class FoundTexts:
     def marked(
         self, namespace: str, fingerprint: str, marks: Mapping[int, object], *, session: str | None
     ) -> list[MarkedText]:
-        """Return the captured texts that have one of these marks, in no order, as far as this session may see them.
+        """Return the captured texts that have one of these marks, in no order, [] without any.
 
-        Empty if there are none. Raises StoreError if the catalog cannot be read. Raises ValueError (UnicodeEncodeError)
-        for a text with half a surrogate pair, and TypeError for marks that JSON cannot hold.
+        Only texts with a stored variant that is shared or private to `session`. A text occurs once for each of its
+        marks that is among the keys of `marks`; the values are not used. Raises StoreError if the catalog cannot be
+        read. Raises ValueError (UnicodeEncodeError) for a text with half a surrogate pair, and TypeError for marks that
+        JSON cannot hold.
         """
         with self._db.reading() as connection:
             given = {

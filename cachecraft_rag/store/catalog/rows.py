@@ -64,6 +64,8 @@ COLUMNS = ", ".join(f"v.{name}" for name in CatalogRow._fields)
 def pack_ids(ids: Sequence[str]) -> bytes | str:
     """Return segment ids as 16 bytes each; as JSON text, which SQLite keeps apart by type, if one is not a digest.
 
+    A digest is 32 lower-case hex digits. Without ids the result is b"".
+
     >>> unpack_ids(pack_ids(("00" * 16, "ff" * 16))) == ("00" * 16, "ff" * 16)
     True
     >>> unpack_ids(pack_ids(("system", "a")))
@@ -81,7 +83,8 @@ def pack_ids(ids: Sequence[str]) -> bytes | str:
 def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
     """Return the ids that `pack_ids` has packed, () without any.
 
-    Raises ValueError, TypeError or RecursionError for damaged text. Damaged bytes give other ids and raise nothing.
+    Raises ValueError, TypeError or RecursionError for damaged text, and AttributeError for a column that is None or a
+    whole number. Damaged bytes, and some damaged text, give other ids and raise nothing.
     """
     if isinstance(packed, str):
         return tuple(json.loads(packed))
@@ -92,10 +95,11 @@ def unpack_ids(packed: bytes | str) -> tuple[str, ...]:
 
 
 def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow:
-    """Return the row of a variant, with its checksum; `file_bytes` are those of its file, `frequency` is its f_r.
+    """Return the row of a variant, with its checksum, and with `inter` as float32.
 
-    Raises TypeError, ValueError, AttributeError or struct.error for fields of a wrong type, and OverflowError or
-    struct.error for numbers out of range.
+    `file_bytes` is the size of its file in bytes, and `frequency` takes the place of its `reuse_frequency`. Raises
+    TypeError, ValueError, AttributeError or struct.error for fields of a wrong type, and OverflowError or struct.error
+    for numbers out of range.
     """
     key = variant.key
     row = CatalogRow(
@@ -112,10 +116,11 @@ def row_of(variant: Variant, *, file_bytes: int, frequency: float) -> CatalogRow
 
 
 def sum_of(namespace: str, fingerprint: str, row: CatalogRow) -> int:
-    """Return the xxh3 of everything that never changes in a row, as SQLite's signed integer.
+    """Return the xxh3 (64 bit) of everything that never changes in a row, as SQLite's signed integer.
 
-    Raises TypeError, ValueError, AttributeError or struct.error for a column of the wrong kind, and OverflowError or
-    struct.error for a number out of range.
+    It covers all columns but `reuse_frequency` and `row_sum`, and the two names. Raises TypeError, ValueError,
+    AttributeError or struct.error for a column of the wrong kind, and OverflowError or struct.error for a number out of
+    range.
     """
     ids = row.origin_prefix
     owner = "shared" if row.session is None else "of " + row.session
@@ -137,7 +142,10 @@ def sum_of(namespace: str, fingerprint: str, row: CatalogRow) -> int:
 
 
 def sum_of_scores(inter: bytes | None) -> int:
-    """Return the xxh3 of a variant's token scores, as SQLite's signed integer; None, for no scores, has one too."""
+    """Return the xxh3 (64 bit) of a variant's token scores, as SQLite's signed integer.
+
+    None, for no scores, has a checksum too. Raises TypeError for a column that is not bytes.
+    """
     length = struct.pack("<q", -1 if inter is None else len(inter))
     return xxhash.xxh3_64_intdigest(length + (inter or b"")) - _HALF
 
@@ -147,7 +155,8 @@ def variant_of_row(
 ) -> Variant:
     """Return the variant of a row; `payload` holds the look-up's facts about its bytes.
 
-    Raises ValueError when the row is not as it was written.
+    Raises ValueError, and nothing else, if the row is not as it was written, or a column has the wrong type. The ranges
+    of its numbers are not checked, see `row_error`.
     """
     try:
         if row.row_sum != sum_of(namespace, fingerprint, row):
@@ -167,7 +176,8 @@ def variant_of_row(
 def unpacked(scores: bytes | None) -> np.ndarray | None:
     """Return token scores from a column of the catalog, float32 `[tokens]`, a writable copy; None for None.
 
-    Raises ValueError or TypeError for bytes that are no array.
+    Raises ValueError if the number of bytes is not a multiple of 4, and TypeError for a column that is not bytes. The
+    number of tokens is not checked.
     """
     return None if scores is None else np.frombuffer(scores, dtype="<f4").astype(np.float32)
 

@@ -32,7 +32,10 @@ CODECS: Mapping[str, type[Raw | Int8 | Entropy]] = MappingProxyType(
 
 
 def codec_named(name: str) -> Codec:
-    """Return the codec of that name. Raises ConfigError if it is unknown, or if it needs a missing package."""
+    """Return a new codec of that name, one of `CODECS`.
+
+    Raises ConfigError if it is unknown, or if it needs a missing package.
+    """
     try:
         make = CODECS[name]
     except KeyError:

@@ -49,35 +49,37 @@ class Codec(ABC):
 
     @abstractmethod
     def block_bytes(self, layout: KVLayout, tokens: int) -> int | None:
-        """Return the bytes of each layer's block; None if they depend on the values."""
+        """Return the number of bytes of each layer's block, for `tokens` tokens; None if it depends on the values."""
 
     @classmethod
     def typical_bytes(cls, layout: KVLayout, tokens: int) -> int:
         """Return the approximate number of bytes of a layer's block; by default the exact one of `block_bytes`.
 
-        Override it wherever `block_bytes` returns None: the default is 0 then. It is a class method, so that the
-        packages of a codec need not be installed to look at sizes.
+        Override it wherever `block_bytes` returns None: the default is 0 then. The default makes a codec. An override
+        needs none, and so works without the codec's package.
         """
         return cls().block_bytes(layout, tokens) or 0
 
     def most_bytes(self, layout: KVLayout, tokens: int) -> int:
-        """Return the bytes of the largest block that `encode` may return; a larger one is damaged.
+        """Return the number of bytes of the largest block that `encode` may return; a larger one is damaged.
 
         Override it wherever `block_bytes` returns None: the default is 0 then.
         """
         return self.block_bytes(layout, tokens) or 0
 
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
-        """Return the tensors in a block of `nbytes`, in order.
+        """Return the tensors in a layer's block of `nbytes` bytes, in order.
 
-        By default it is a single one, of bytes that only the codec understands.
+        By default it is a single one, of bytes that only the codec understands. Codecs with a fixed block size ignore
+        `nbytes`.
         """
         return (BlockPart("", "U8", (nbytes,)),)
 
     def run(self, layout: KVLayout, tokens: int, start: int, stop: int) -> tuple[slice, ...]:
         """Return the slices of a block that, joined, are a block of the tokens from `start` up to `stop`.
 
-        `stop` is exclusive. Empty if a block can only be decoded as a whole, as by default.
+        `stop` is exclusive; `tokens` are those of the whole block. () if a block can only be decoded as a whole, as by
+        default.
         """
         return ()
 
@@ -103,8 +105,9 @@ class Codec(ABC):
 def stretches(out: Tensor) -> Iterator[slice]:
     """Yield runs of tokens of `out` `[2, tokens, kv_heads, head_dim]` that torch processes in a single thread.
 
-    Longer runs would be divided among all of torch's threads, again for each reader. These threads and those of a
-    running pass would wait for each other: on two cores both take several times as long.
+    The runs follow each other and cover all tokens; each has at least one token. There are none without tokens. Longer
+    runs would be divided among all of torch's threads, again for each reader. These threads and those of a running pass
+    would wait for each other: on two cores both take several times as long.
 
     >>> import torch
     >>> [(run.start, run.stop) for run in stretches(torch.empty(2, 100, 3, 64))]

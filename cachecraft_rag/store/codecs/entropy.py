@@ -62,12 +62,12 @@ class Entropy(Codec):
 
     @classmethod
     def typical_bytes(cls, layout: KVLayout, tokens: int) -> int:
-        """Return a quarter of the bytes of a layer in bfloat16: the ratio that was measured."""
+        """Return a quarter of the bytes of a layer in bfloat16, whatever its dtype: the ratio that was measured."""
         values = 2 * tokens * layout.kv_heads * layout.head_dim
         return round(values * 2 / _SMALLER)
 
     def most_bytes(self, layout: KVLayout, tokens: int) -> int:
-        """Return an upper bound: the bytes of steps, anchor and length, and of two frames of noise.
+        """Return an upper bound of a block's bytes: those of steps, anchor and length, and of two frames of noise.
 
         zstandard makes noise longer by less than a 128th and 1 KiB.
         """
@@ -81,7 +81,8 @@ class Entropy(Codec):
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
         """Return the block, uint8 `[bytes]`, of `kv` `[2, tokens, kv_heads, head_dim]`; see `Codec.encode`.
 
-        Raises ValueError for infinities, NaN, and values that are too large to be squared.
+        The block is a new tensor. Raises ValueError for infinities, NaN, and values that are too large to be squared
+        (beyond 1e18), and torch's IndexError without tokens.
         """
         import torch
 

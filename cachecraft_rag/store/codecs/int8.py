@@ -26,11 +26,14 @@ class Int8(Codec):
     name = "int8"
 
     def block_bytes(self, layout: KVLayout, tokens: int) -> int:
-        """Return the bytes of a layer's scales and 8-bit values."""
+        """Return the number of bytes of a layer's scales, two bytes each, and 8-bit values."""
         return 2 * tokens * layout.kv_heads * (_SCALE_BYTES + layout.head_dim)
 
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
-        """Return the scales, then the values: in this order both are aligned, whatever the shape."""
+        """Return two parts: the scales `[2, tokens, kv_heads, 1]` in bfloat16, then the values as 8-bit integers.
+
+        In this order both are aligned, whatever the shape. `nbytes` is ignored.
+        """
         _, *shape = layout.shape(tokens)
         return BlockPart(".scale", "BF16", (*shape[:3], 1)), BlockPart(".int8", "I8", tuple(shape))
 
@@ -49,7 +52,7 @@ class Int8(Codec):
     def encode(self, kv: Tensor, *, layer: int, layers: int) -> Tensor:
         """Return the block, uint8 `[bytes]`, of `kv` `[2, tokens, kv_heads, head_dim]`; see `Codec.encode`.
 
-        Raises ValueError for infinities and NaN.
+        The block is a new tensor. Raises ValueError for infinities and NaN.
         """
         import torch
 
@@ -68,7 +71,7 @@ class Int8(Codec):
     def decode(self, block: Tensor, *, out: Tensor) -> None:
         """Fill `out` `[2, tokens, kv_heads, head_dim]` from a block, uint8 `[bytes]`; see `Codec.decode`.
 
-        Raises ValueError for a block of another length.
+        `out` need not be contiguous. Raises ValueError for a block of another length.
         """
         import torch
 

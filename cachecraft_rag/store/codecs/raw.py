@@ -20,15 +20,18 @@ class Raw(Codec):
     in_place = True
 
     def block_bytes(self, layout: KVLayout, tokens: int) -> int:
-        """Return the bytes of a layer of the tensor."""
+        """Return the number of bytes of a layer of the tensor. Raises ZeroDivisionError for a layout without layers."""
         return layout.nbytes(tokens) // layout.layers
 
     def parts(self, layout: KVLayout, tokens: int, nbytes: int) -> tuple[BlockPart, ...]:
-        """Return the layer's tensor as the only part."""
+        """Return the layer's tensor `[2, tokens, kv_heads, head_dim]` as the only part; `nbytes` is ignored."""
         return (BlockPart("", _NAMES[layout.dtype], layout.shape(tokens)[1:]),)
 
     def run(self, layout: KVLayout, tokens: int, start: int, stop: int) -> tuple[slice, ...]:
-        """Return two slices: one of the keys and one of the values."""
+        """Return two slices: one of the keys and one of the values.
+
+        Raises ZeroDivisionError for a layout without layers.
+        """
         token = layout.nbytes(1) // (2 * layout.layers)
         return tuple(slice(token * (half + start), token * (half + stop)) for half in (0, tokens))
 

@@ -42,10 +42,10 @@ class Throttle:
         self._filled = time.perf_counter()
 
     def pieces(self, buffer: memoryview) -> Iterator[tuple[memoryview, int]]:
-        """Yield `buffer` in pieces of at most 64 KiB with their offsets, each as soon as the rate allows it.
+        """Yield `buffer` in pieces of at most 64 KiB with their offsets in it, each as soon as the rate allows it.
 
-        The iteration waits until then. Without a rate the whole buffer is yielded at once, as a single piece. With a
-        rate, an empty buffer yields nothing.
+        The iteration waits until then; all threads share the rate. The pieces are views. Without a rate the whole
+        buffer is yielded at once, as a single piece. With a rate, an empty buffer yields nothing.
         """
         if self.bytes_per_s == math.inf:
             yield buffer, 0
@@ -140,10 +140,11 @@ class DiskTier:
         return path.with_name(f".{path.name}.{writer}.tmp")
 
     def write(self, variant: Variant, encoded: Encoded, *, writer: str) -> None:
-        """Write the file completely and sync it; a file of the same id and time is replaced.
+        """Write the file completely, wait until it is synced, and then give it its name.
 
-        `writer` marks the temporary file. Raises OSError if the system refuses a step. There is no new file then,
-        unless only the last step failed, which syncs the folder.
+        Missing folders are created. A file of the same id and time is replaced. `writer` is a token of hex digits,
+        which marks the temporary file. Raises OSError if the system refuses a step. There is no new file then, and no
+        temporary one, unless only the last step failed, which syncs the folder.
         """
         path = self.path(variant.variant_id, variant.created)
         temporary = self._temporary(path, writer)
@@ -167,10 +168,11 @@ class DiskTier:
         _sync_folder(path.parent)
 
     def open(self, variant: Variant) -> StoredVariant | Unavailable:
-        """Open the file and verify its header. A file that can never be read is `Damaged`.
+        """Open the file and verify its header; return the opened variant, without an allocated tensor, or the reason.
 
-        The opened variant is to be closed. Raises nothing for a missing, unreadable or damaged file or a missing codec:
-        the result is the reason.
+        The opened variant is to be closed. Raises nothing: the reason is a `Damaged` for a missing or damaged file and
+        one of another variant, which can never be read, and otherwise an `Unavailable`, for a file that the system
+        refuses to open or read, or a codec that is unknown or not installed.
         """
         try:
             source = _File(self.path(variant.variant_id, variant.created), self.throttle)
@@ -182,10 +184,11 @@ class DiskTier:
         return open_source(source, variant)
 
     def read(self, variant: Variant) -> LoadedVariant | Unavailable:
-        """Return the whole tensor, with every byte verified.
+        """Return the whole tensor, with every byte verified, or the reason why it cannot be read.
 
-        Unavailable with the reason if the file is missing, unreadable or damaged, if its codec is not installed, or if
-        memory is short; raises nothing for these.
+        The file is closed again, and nothing is kept or counted. The reason is a `Damaged` if the file is missing,
+        damaged or of another variant. It is another `Unavailable` if the system refuses to read it, its codec is
+        unknown or not installed, or memory is short. Raises nothing for these.
         """
         stored = self.open(variant)
         if isinstance(stored, Unavailable):
@@ -199,7 +202,7 @@ class DiskTier:
             stored.close()
 
     def remove(self, variant_id: str, created: float) -> None:
-        """Delete the file, if it exists. Raises OSError if the system refuses."""
+        """Delete the file, if it exists; its folder stays. Raises OSError if the system refuses."""
         self.path(variant_id, created).unlink(missing_ok=True)
 
     def leftovers(self, variant_id: str, created: float, writer: str) -> list[Path]:
@@ -211,10 +214,11 @@ class DiskTier:
         return [part for part in (self._temporary(path, writer), path) if part.exists()]
 
     def scan(self) -> Iterator[tuple[Path, FileRef]]:
-        """Yield the path of every file below the root, temporary ones too, and what its name and its size say of it.
+        """Yield the path of every file below the root, temporary ones too, with id and time from its name and its size.
 
-        A foreign file has the id "" and the time 0.0. The files may change meanwhile. Raises OSError if the system
-        refuses to look at a file. A folder that cannot be listed is left out, the root too.
+        A file whose name is not of this store has the id "" and the time 0.0. There is no order, and the files may
+        change meanwhile. Raises OSError if the system refuses to look at a file. A folder that cannot be listed is left
+        out, the root too.
         """
         for folder, _, names in os.walk(self.root):
             for name in names:

@@ -26,10 +26,10 @@ class Writers:
         self._lock = threading.Lock()
 
     def enter(self) -> None:
-        """Count as alive from now on. Called before the first write, because readers need no file.
+        """Count as alive from now on: create this token's lock file in `folder`, and lock it until `leave`.
 
-        A second call before `leave` does nothing. Raises OSError if the folder or the lock file cannot be made, or the
-        file system has no locks.
+        Called before the first write, because readers need no file. A second call before `leave` does nothing. Raises
+        OSError if the folder or the lock file cannot be made, or the file system has no locks.
         """
         with self._lock:
             if self._descriptor >= 0:
@@ -52,8 +52,9 @@ class Writers:
     def is_alive(self, token: str) -> bool:
         """Return True if the writer of this token still runs; always True for this store's own token.
 
-        False is final for a writer that has been alive: tokens are never used twice. Raises OSError if its lock file
-        cannot be opened, or the file system has no locks.
+        False for an unknown token, and for one that is no text of letters and digits, from a damaged row. False is
+        final for a writer that has been alive: tokens are never used twice. Raises OSError if its lock file cannot be
+        opened, or the file system has no locks.
         """
         if token == self.token:
             return True
@@ -75,17 +76,17 @@ class Writers:
     def remove_stale_locks(self) -> None:
         """Delete the lock files of killed writers. To be called after their other files are removed.
 
-        Raises OSError if one cannot be opened, locked or deleted. Files that another process has deleted are passed
-        over.
+        Those of running writers stay. Raises OSError if a file cannot be opened, locked or deleted; later ones then
+        stay too. Files that another process has deleted are passed over, and a missing folder counts as empty.
         """
         for path in self.folder.glob("*.lock"):
             if not self.is_alive(path.stem):
                 path.unlink(missing_ok=True)
 
     def leave(self) -> None:
-        """Count as ended from now on, and do nothing if not entered.
+        """Count as ended from now on: delete this token's lock file and release the lock. Does nothing if not entered.
 
-        A lock file that cannot be deleted is left to the next opening.
+        Raises nothing: a file that cannot be deleted is left to the next opening. `enter` may be called again.
         """
         with self._lock:
             if self._descriptor >= 0:

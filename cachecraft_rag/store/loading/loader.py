@@ -28,13 +28,17 @@ class Loader:
         self._cpu_s_per_byte: dict[str, float] = {}
 
     def begin(self, stored: Sequence[tuple[StoredVariant, int]]) -> PendingLoads:
-        """Begin to read; hand the result to `end`.
+        """Begin to read in at most two threads of the store; return the loads at once. Hand them to `end`.
+
+        Without variants there is nothing to load, and the loads are complete. The expected rate is the lowest of those
+        remembered for the tiers of the variants.
 
         Args:
-            stored: opened variants and the positions they take in the prompt, in prompt order.
+            stored: pairs in prompt order: an opened variant whose tensor is allocated, and the position in the prompt
+                of its first token.
 
         Raises nothing for a closed store, or if the system has no room for a thread: all extents then fail with
-        `LoadFailure.CLOSED`. Raises ForkError in a forked process.
+        `LoadFailure.CLOSED`. Raises ForkError in a forked process, unless `stored` is empty.
         """
         extents = [
             Extent(variant, start, first, last, kept=self._store.keeps(variant))
@@ -54,9 +58,11 @@ class Loader:
         return loads
 
     def end(self, loads: PendingLoads) -> None:
-        """Stop reading. Memory keeps chunk-caches that were loaded whole; missing and damaged ones leave the store.
+        """Stop reading and close all chunk-caches of the request. Reads that run end soon; this does not wait for them.
 
-        Raises nothing: what the store cannot do is logged.
+        A chunk-cache of which a part failed to load is passed to `ChunkCacheStore.lost`: a damaged one leaves the
+        store. The others of which a layer was read are passed to `keep`: memory keeps those that were loaded whole. The
+        rate is remembered if all were in one tier. Raises nothing: a failure of the store is logged.
         """
         loads.close()
         tiers = {extent.stored.tier for extent in loads.extents}

@@ -38,7 +38,11 @@ class KVSink(Protocol):
     """Destination of loaded chunk-caches."""
 
     def place(self, layer: int, chunk: Tensor, start: int) -> None:
-        """Take over one layer `[2, tokens, kv_heads, head_dim]`, raw keys and values, at position `start`."""
+        """Copy one layer of a chunk, `[2, tokens, kv_heads, head_dim]`, raw keys and values, to its place.
+
+        `start` is the position in the prompt of its first token. The memory of `chunk` is used again after the call.
+        Several threads may call it at the same time, for different places.
+        """
 
 
 @dataclass(eq=False, slots=True)
@@ -74,18 +78,19 @@ class Extent:
 
     @property
     def is_taken(self) -> bool:
-        """True if all tokens are computed instead."""
+        """True if all tokens of the extent are computed instead of loaded."""
         return self.taken >= self.last - self.first
 
     @property
     def positions(self) -> range:
-        """Positions in the prompt of the tokens that are not computed."""
+        """Positions in the prompt of the extent's tokens that are not computed: a range, empty if all are computed."""
         return range(self.start + self.first + self.taken, self.start + self.last)
 
     def adjoins(self, other: Extent) -> bool:
-        """Return True if both are neighbours in one chunk and have equally many layers, and none of the later is taken.
+        """Return True if both are neighbours in one chunk, have equally many layers, and can be read as one.
 
-        The first tokens of the earlier one may be taken, that is, computed instead of loaded.
+        For that, no token of the later one may be taken, that is, computed instead of loaded. First tokens of the
+        earlier one may be taken. Either of the two may be the later one.
         """
         if self.stored is not other.stored or self.layers != other.layers:
             return False
@@ -165,7 +170,7 @@ class PendingLoads:
 
     @classmethod
     def of_nothing(cls, layers: int) -> Self:
-        """Return the loads of a request that needs none."""
+        """Return the loads of a request that needs none: without extents, and complete."""
         return cls(layers, (), Meter(None))
 
     # -- for the threads that read ------------------------------------------------------------------------------------
@@ -173,9 +178,13 @@ class PendingLoads:
     def read(self) -> None:
         """Read until no extent is left, or until `close`; several threads may run this at the same time.
 
-        Extents that other threads are reading are left to them. A chunk-cache that cannot be read, or memory that is
-        short, raises nothing: the incomplete extents become `lost`. Raises what `on_change` raises, and what the sink
-        of `send_to` raises, except OSError, ValueError, RuntimeError and MemoryError, which make extents `lost` too.
+        Returns at once if other threads are reading all that is left. After each read the layer is placed, if `send_to`
+        was called and memory does not keep the chunk-cache, and `on_change` is called. A chunk-cache that cannot be
+        read, or memory that is short, raises nothing: its incomplete extents become `lost`.
+
+        Raises what `on_change` raises, and what the sink of `send_to` raises, except OSError, ValueError, RuntimeError
+        and MemoryError, which make extents `lost` too. Raises AssertionError if the tensor of a chunk-cache is not
+        allocated.
         """
         scratch: Tensor | None = None
         for number in itertools.count():
@@ -242,9 +251,10 @@ class PendingLoads:
                     sink.place(job.layer, out[:, first - begin : last - begin], first)
 
     def fail(self, code: LoadFailure, reason: str) -> None:
-        """Mark all incomplete extents as failed, and call `on_change`. To be called while no extent is being read.
+        """Mark all incomplete extents as `lost`, with this code and reason, and call `on_change`.
 
-        Raises what `on_change` raises.
+        A `wait` looks again at its condition. To be called while no extent is being read. Raises what `on_change`
+        raises.
         """
         with self._lock:
             for extents in self._by_chunk.values():
@@ -370,8 +380,9 @@ class PendingLoads:
     def send_to(self, sink: KVSink) -> None:
         """Let readers place chunk-caches that memory does not keep as soon as each layer is loaded.
 
-        Then at most one layer of them is held. The sink must allow writes from any thread. Layers that were loaded
-        before this call are placed, and their memory released, by the next `place`.
+        Then each reader holds at most one layer of them. The sink must allow writes from any thread; it is used until
+        `close`, and a second call replaces it. Layers that were loaded before this call are placed, and their memory
+        released, by the next `place`.
         """
         with self._lock:
             self._sink = sink
@@ -383,7 +394,8 @@ class PendingLoads:
         """Take up to this many tokens from the first incomplete extents to compute them; return their positions.
 
         `tokens` is rounded to a whole number; infinity takes all. Fewer positions are returned if fewer are left, and
-        [] if no extent is incomplete.
+        [] if no extent is incomplete. Tokens of an extent that is being read may be taken too. Once all tokens of an
+        extent are taken, it is not read any further, and the source of a `sequential` chunk-cache is closed.
         """
         positions: list[int] = []
         wanted = round(tokens) if tokens < math.inf else self._tokens
@@ -405,7 +417,10 @@ class PendingLoads:
         return positions
 
     def failed(self) -> list[int]:
-        """Return the positions that failed to load, [] without any; each is returned once and must then be computed."""
+        """Return the positions that failed to load, in prompt order, [] without any; the caller must compute them.
+
+        They count as taken from then on, so each is returned once.
+        """
         positions: list[int] = []
         with self._lock:
             if not self._has_lost:
@@ -424,7 +439,10 @@ class PendingLoads:
             return not self._left
 
     def incomplete(self) -> list[int]:
-        """Return the positions that are still to be loaded: neither loaded completely, nor lost, nor computed."""
+        """Return the positions that are still to be loaded: neither loaded completely, nor lost, nor computed.
+
+        In prompt order; [] without any.
+        """
         with self._lock:
             return [position for extent in self._incomplete() for position in extent.positions]
 
@@ -439,7 +457,10 @@ class PendingLoads:
             return self.incomplete(), list(borders), self.bytes_left()
 
     def bytes_left(self) -> float:
-        """Return the bytes still to be read. An extent is read as a whole even if a part of it is computed."""
+        """Return the stored bytes that are still to be read, a fraction in general; 0 if no extent is incomplete.
+
+        Extents count as a whole, even if a part of their tokens is computed or they are being read.
+        """
         with self._lock:
             left = [
                 (extent, (extent.last - extent.first) * (self.layers - extent.layers))
@@ -451,14 +472,17 @@ class PendingLoads:
         )
 
     def depth(self) -> int:
-        """Return how many first layers are loaded of every extent that is to be loaded; all layers if there is none."""
+        """Return how many first layers are loaded of every extent that is still to be loaded.
+
+        The number of all layers if no extent is incomplete.
+        """
         with self._lock:
             while self._depth < self.layers and not self._at_depth[self._depth]:
                 self._depth += 1
             return self._depth
 
     def lost(self, stored: StoredVariant) -> Unavailable | None:
-        """Return why a part of this chunk-cache failed to load: the first failed extent's reason; None without any.
+        """Return why a part of this chunk-cache failed to load: the first failed extent's reason; None if none failed.
 
         Raises KeyError if it is not an object of this request's `chunks`; equal objects do not count.
         """
@@ -476,8 +500,9 @@ class PendingLoads:
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until `ready()` is true; return True then, False after `timeout` seconds.
 
-        `ready` is called at once, and again after each read, `fail` and `close`. `close` alone does not end the wait.
-        `timeout` None waits without limit. Raises what `ready` raises.
+        `ready` is called at once, and again after each read, `fail` and `close`, with the lock of these loads held.
+        `close` alone does not end the wait. `timeout` None waits without limit. The time counts in `waited_s`. Raises
+        what `ready` raises.
         """
         started = time.perf_counter()
         try:
@@ -489,10 +514,11 @@ class PendingLoads:
     def place(self, layer: int, sink: KVSink, *, below: int | None = None) -> None:
         """Put one layer into `sink`, of the extents that have loaded it. Tokens that are computed are left out.
 
-        Chunk-caches that readers place themselves (see `send_to`) are left out too, except layers that were loaded
-        before `send_to`: all of these are placed in the sink given there. With `below`, only complete extents that end
-        at or before this position are placed, and none again after its last layer. Raises what `place` of the sink
-        raises, such as torch's RuntimeError.
+        Extents that have not loaded it are left out without waiting; `failed` names those that are lost. Chunk-caches
+        that readers place themselves (see `send_to`) are left out too, except layers that were loaded before `send_to`:
+        all of these are placed in the sink given there. With `below`, only complete extents that end at or before this
+        position are placed, and none again after its last layer. Raises what `place` of the sink raises, such as
+        torch's RuntimeError.
         """
         self._place_waiting()
         with self._lock:
@@ -537,9 +563,10 @@ class PendingLoads:
             yield extent
 
     def close(self) -> None:
-        """Start no more reads, and close the sources of all chunk-caches. Current reads end soon.
+        """Start no more reads, and close the sources of all chunk-caches, but not their tensors. Does not wait.
 
-        A second call does no harm.
+        Current reads end soon. Extents that are incomplete stay so; they do not become `lost`. A second call does no
+        harm.
         """
         with self._lock:
             self._closed = True

@@ -33,7 +33,7 @@ class Meter:
         self._cpu_s = 0.0
 
     def stop(self) -> None:
-        """End the measurement: from now on the rate does not fall."""
+        """End the measurement: from now on the rate does not fall with time. A second call does nothing."""
         with self._lock:
             self._advance()
             self._stopped = True
@@ -46,7 +46,7 @@ class Meter:
             return self._known or self._seconds >= _ENOUGH_S
 
     def begin(self, nbytes: float) -> None:
-        """Record that a read of this many bytes has begun."""
+        """Record that a read of `nbytes` bytes has begun; its `end` names the same number."""
         with self._lock:
             self._advance()
             self._in_flight += nbytes
@@ -55,7 +55,8 @@ class Meter:
         """Record that a read has ended.
 
         Args:
-            came: True if it was successful.
+            nbytes: its bytes, as given to `begin`.
+            came: True if it was successful; only then its bytes count in the rate.
             cpu_s: its CPU seconds, with those of verifying and decoding; None if they were not measured.
         """
         with self._lock:
@@ -70,18 +71,24 @@ class Meter:
 
     @property
     def came(self) -> bool:
-        """True if the rate was measured, now or by an earlier request; otherwise it is an upper bound."""
+        """True once a read was successful, or if an earlier request's rate is known; otherwise the rate is a bound."""
         return self._rate > 0.0
 
     @property
     def cpu_s_per_byte(self) -> float:
-        """CPU seconds per byte, mostly for verifying and decoding; the expected value before the first read."""
+        """CPU seconds per byte, mostly for verifying and decoding; the expected value before a read was measured.
+
+        The expected value is that of an earlier request, by default 0.
+        """
         with self._lock:
             return self._cpu_s / self._timed_bytes if self._timed_bytes else self._expected_cpu
 
     @property
     def cores(self) -> float:
-        """Number of cores that reading keeps busy at this rate; may be a fraction, and 0 before the first read."""
+        """Number of cores that reading keeps busy, `cpu_s_per_byte` times `bytes_per_s`: a fraction in general.
+
+        0 while one of the two is unknown.
+        """
         return self.cpu_s_per_byte * self.bytes_per_s
 
     @property
