@@ -6,7 +6,8 @@ import json
 import math
 from dataclasses import dataclass, field
 
-from cachecraft_rag.checks import check_kind, check_number, check_text
+from cachecraft_rag.checks import check_kind, check_number, check_text, shown
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.types.store_reasons import EvictionReason
 from cachecraft_rag.types.variants import Variant
 
@@ -73,7 +74,7 @@ class RowFilter:
 
     An empty list of chunk ids chooses no rows. `created_before` is in seconds since the epoch, exclusive.
     `chunk_prefix` is how a chunk id begins: tables show no more of it. Raises ConfigError for a field of a wrong type,
-    NaN, and text that is not valid Unicode.
+    NaN, text that is not valid Unicode, and a chunk id with a NUL.
     """
 
     namespace: str | None = None
@@ -89,6 +90,12 @@ class RowFilter:
         check_kind("chunk_ids", self.chunk_ids, (tuple, list), optional=True)
         for chunk_id in self.chunk_ids or ():
             check_text("each of chunk_ids", chunk_id)
+            if (
+                "\0" in chunk_id
+            ):  # SQLite would read the id up to there, and that may be another chunk's
+                raise ConfigError(
+                    f"each of chunk_ids must be an id without NUL, not {shown(chunk_id)}"
+                )
         check_number("created_before", self.created_before, least=-math.inf, optional=True)
 
     def as_sql(self) -> tuple[str, list[str | float]]:

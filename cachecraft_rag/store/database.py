@@ -426,8 +426,10 @@ def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:
     try:
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         return connection
-    except sqlite3.OperationalError as error:
+    except sqlite3.DatabaseError as error:
         connection.close()
+        if not isinstance(error, sqlite3.OperationalError):
+            raise
         journal = path.with_name(f"{path.name}-wal")
         locked_out = error.sqlite_errorcode & 0xFF in (
             sqlite3.SQLITE_CANTOPEN,

@@ -756,6 +756,14 @@ def test_check_finds_a_row_that_was_changed_and_repair_removes_it(tmp_path: Path
         assert files(tmp_path) == []
 
 
+def test_an_id_with_a_nul_does_not_stand_for_the_id_before_it(tmp_path: Path) -> None:
+    with ChunkCacheStore.open(tmp_path) as store:
+        stored(store, make("a"))
+        with pytest.raises(ConfigError, match="without NUL"):
+            store.evict(RowFilter(chunk_ids=("a\0b",)))
+        assert store.stats().variants == 1
+
+
 def test_repair_says_which_files_it_could_not_delete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
