@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cachecraft_rag.planning.reasons import Reason, explain
+from cachecraft_rag.store.codecs import CODECS
 from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig
 from cachecraft_rag.types.kv_layout import KVLayout
 
@@ -573,6 +574,12 @@ def test_the_tables_of_sizes_follow_from_the_formula() -> None:
             int(number) for number in megabytes.split(" or ")
         ]
     assert len(rows) >= 5
+
+
+@pytest.mark.parametrize("page", ["docs/glossary.md", "docs/guides/choosing.md"])
+def test_codecs_are_named(page: str) -> None:
+    text = PAGES[page].read_text("utf-8")
+    assert [name for name in CODECS if f"`{name}`" not in text] == []
 
 
 def test_the_reference_lists_every_reason() -> None:

@@ -12,7 +12,7 @@
 
 Errors are upper bounds; ratios are for heads of 64 values and chunks of at least about 100 tokens.
 
-A new codec is a module in this folder and a line in `CODECS`.
+A new codec is a module in this folder and a line in `CODECS`; CONTRIBUTING.md lists what else names it.
 """
 
 from __future__ import annotations

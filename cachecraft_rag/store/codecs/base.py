@@ -78,7 +78,8 @@ class Codec(ABC):
     def run(self, layout: KVLayout, tokens: int, start: int, stop: int) -> tuple[slice, ...]:
         """Return the slices of a block that, joined, are a block of the tokens from `start` up to `stop`.
 
-        `stop` is exclusive; `tokens` are those of the whole block. () if a block can only be decoded as a whole, as by
+        `stop` is exclusive; `tokens` are those of the whole block. Runs may share a slice, such as scales of the whole
+        chunk, which each of them then reads. () if a block can only be decoded as a whole, as by
         default.
         """
         return ()

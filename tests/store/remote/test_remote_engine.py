@@ -374,7 +374,7 @@ def put(store: ChunkCacheStore, *captures: Capture) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 def test_every_codec_travels(codec: str, tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
-    url, one = f"file://{tmp_path}/shared", capture()
+    url, one = RemoteConfig(f"file://{tmp_path}/shared", **PATIENT), capture()
     with ChunkCacheStore.open(tmp_path / "a", remote=url, codec=codec, host_bytes=0) as first:
         put(first, one)
         own = first.load(first.lookup("ns", "model", ["chunk"])["chunk"][0])
