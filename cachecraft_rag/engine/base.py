@@ -162,7 +162,9 @@ class AnswerEngine(ABC):
         """Answer a question over ordered chunks (best first).
 
         The prompt is checked now; the model runs when the first piece is requested. Some errors are therefore raised by
-        `next` of the result, not by this call.
+        `next` of the result, not by this call. An answer whose first piece was requested is counted in `request_counts`
+        and logged (`log_request`) once it has ended, and traced if `is_tracing`. A question that this call refuses with
+        an error of this package counts as refused; it is not logged.
 
         Args:
             question: the question; not empty, unless the history ends with the result of a tool.
@@ -175,7 +177,8 @@ class AnswerEngine(ABC):
             tools: tools that the model may call, see `prompt.tools`; `prompts_with` gives the form of its calls.
 
         Returns:
-            The answer as an iterator of pieces of text; its `text` and `stats` are complete once it has ended.
+            The answer as an iterator of pieces of text; its `text` and `stats` are complete once it has ended. Closing
+            it early keeps its captures.
 
         Raises:
             ContextLengthError: question, history and answer do not fit the model's context; by a piece, if a server
@@ -230,9 +233,13 @@ class AnswerEngine(ABC):
     def stream_text(self, prompt: str, **options: Unpack[AnswerOptions]) -> Generation:
         """Answer unmarked text: a prompt that an application wrote as one piece, with its documents inside.
 
-        Passages that were captured before are recognised and reused if `ReuseConfig.plain_prompts` is "reuse".
+        In an engine in this process, passages that were captured before are recognised and reused if
+        `ReuseConfig.plain_prompts` is "reuse" and reuse is on. An engine over HTTP leaves that to the server, and one
+        over vLLM does not search the text. The answer is counted and logged as one of `stream`.
 
         Args:
+            prompt: the user's message, with its documents inside; not empty, unless the history ends with the result of
+                a tool.
             options: arguments of `stream` by name.
 
         Returns:
@@ -261,8 +268,9 @@ class AnswerEngine(ABC):
         return self.stream(prompt, (), **options)
 
     def prompts_with(self, tools: Sequence[Tool]) -> PromptBuilder:
-        """Return the prompt builder for these tools; without tools it is `prompts`. The last 16 are kept.
+        """Return the prompt builder for these tools; without tools it is `prompts`.
 
+        The builders of the 16 sets of tools that were used last are kept: the same tools give the same builder.
         Raises ConfigError for an invalid tool, for a private instruction whose tools hold the model's control tokens,
         or if the chat template cannot be used with these tools. That is so too if a server sent the template, and it
         takes too much time or memory, or no process can be started to render it.
@@ -334,11 +342,11 @@ class AnswerEngine(ABC):
         return self._prepared(request, asked)
 
     def for_prompt(self, config: ReuseConfig, prompt: Prompt) -> ReuseConfig:
-        """Return the settings for a prompt: these, or if it is too short, ones that reuse and capture nothing.
+        """Return the settings for a prompt: these, or if it is too short, a copy that reuses and captures nothing.
 
         A prompt is too short if it has fewer tokens than `ReuseConfig.min_prompt_tokens`, or than the engine's
-        `min_prompt_tokens` if the settings leave that open. Settings without reuse are returned unchanged. Raises
-        nothing.
+        `min_prompt_tokens` if that is None; the copy has this limit as its `min_prompt_tokens`. Settings without reuse
+        are returned unchanged. Raises nothing.
         """
         return config.for_prompt(prompt.bounds[-1], measured=self.min_prompt_tokens)
 
@@ -351,7 +359,7 @@ class AnswerEngine(ABC):
         return None
 
     def calibration_for(self, config: ReuseConfig) -> Calibration | None:
-        """Return the calibration that decides how much is recomputed with these settings.
+        """Return the engine's `calibration` if it decides how much is recomputed with these settings.
 
         Returns None if the engine has no calibration, if the settings have a `recompute_ratio` or an `alpha`, or if the
         calibration was made with other settings (`Calibration.fits`). Raises nothing.
@@ -373,9 +381,11 @@ class AnswerEngine(ABC):
     # -- chunk-caches -------------------------------------------------------------------------------------------------
 
     def primer(self, *, related: Related | None = None) -> DocumentPrimer:
-        """Return a primer, which captures documents for this engine before the first question.
+        """Return a new primer, which captures documents for this engine before the first question.
 
-        Nothing is computed yet: the methods of the primer raise errors, such as StoreError of a closed store.
+        Nothing is computed, and nothing is raised yet: the methods of the primer raise errors, such as StoreError if
+        the store is closed. A pass of the primer computes at most 2,048 tokens. An engine over HTTP returns a primer
+        that sends the documents to the server.
 
         Args:
             related: returns the chunks of other documents that a chunk is likely to be retrieved with, best first; a
@@ -391,8 +401,10 @@ class AnswerEngine(ABC):
 
         Args:
             prompt: system segment and chunks, without a question.
-            captures: indices of segments, ascending; at least one.
-            primed: True if this is priming, and the chunks are captured after their neighbours in the document.
+            captures: indices of segments, ascending; at least one. In this process, what is stored already is computed
+                and stored again.
+            primed: True if this is priming, and the chunks are captured after their neighbours in the document; noted
+                in the variants.
 
         Raises:
             UnsupportedCallError: this engine captures texts only, see `capabilities`.
@@ -411,16 +423,19 @@ class AnswerEngine(ABC):
     def look_up(self, segments: Sequence[Segment], *, session: str | None = None) -> LookupResult:
         """Return the stored variants of these segments for this model; variants that do not fit are left out.
 
-        If the catalog of the store cannot be read, a warning is logged and no segment has a variant.
+        Nothing is loaded. A remote is asked for segments with too few variants here, within its time limit. Rows that
+        do not fit are removed in the background, and the look-ups are counted (`ChunkCacheStore.stats`). If the catalog
+        of the store cannot be read, a warning is logged and no segment has a variant there; a remote that fails raises
+        nothing either.
 
         Args:
             segments: segments of prompts, such as those of `PromptBuilder.chunk_segment`.
             session: session whose private variants are found too; None: shared variants only.
 
         Returns:
-            `variants` maps the id of each given segment to a list of its variants, which may be empty; `refused` maps
-            the id of a segment to the reason why a row did not fit. `remote` is the outcome of the look-up in a remote,
-            or None if no remote was asked.
+            `variants` maps the id of each given segment to a list of its variants, which may be empty; without segments
+            it is {}. `refused` maps the id of a segment to the reason why a row did not fit. `remote` is the outcome of
+            the look-up in a remote, or None if no remote was asked.
 
         Raises:
             UnsupportedCallError: the chunk-caches are a server's, see `capabilities`.
@@ -448,10 +463,13 @@ class AnswerEngine(ABC):
         )
 
     def disk_space(self) -> DiskSpace:
-        """Return the space of the folder where captures are stored, in bytes, and the codec of the store.
+        """Return the bytes that the store's files use, their limit, the free bytes of the disk, and the store's codec.
 
-        Raises StoreError if the store is closed, or the folder or its catalog cannot be read, and ForkError in a fork
-        of the process. An engine over HTTP raises ServerError if the server fails, and ConfigError if it refuses.
+        If the store has a remote, it is asked for its sizes too, which takes at most two seconds. Raises StoreError if
+        the store is closed, its folder was deleted, or the folder or its catalog cannot be read, and ForkError in a
+        fork of the process. An engine over HTTP asks the server: it raises ServerError if the server does not answer in
+        time, asks for a key, fails or sends a malformed reply, or if the engine is closed, and ConfigError or
+        ContextLengthError if the server refuses with status 400.
         """
         assert isinstance(self.store, ChunkCacheStore), "engines over HTTP ask the server"
         stats = self.store.stats()

@@ -60,10 +60,10 @@ class EngineConfig:
     audit_text      whether the text of audited answers is kept with their results, see `Audits`. An engine over vLLM
                     refuses it
     quality_target  agreement with full prefill (`Audit.agreement`, near-ties counted as agreement) that answers should
-                    have, such as 0.98; None = no target. Audits then raise and lower the recompute ratio of requests
-                    that set neither a ratio nor α. Needs `audit`
-    min_ratio       smallest recompute ratio that a quality target chooses
-    max_ratio       largest recompute ratio that a quality target chooses
+                    have, such as 0.98: more than 0 and less than 1; None = no target. Audits then raise and lower the
+                    recompute ratio of requests that set neither a ratio nor α. Needs `audit`
+    min_ratio       smallest recompute ratio that a quality target chooses, 0 to 1
+    max_ratio       largest recompute ratio that a quality target chooses, 0 to 1; not below `min_ratio`
     decode_rows     most answers that a decode step computes together; 1 = each separately
     max_waiting     most requests that wait while another request has its turn; further ones get BusyError
     preload_bytes   most bytes of chunk-caches that waiting requests load before their turn, besides the next one, which
@@ -72,7 +72,9 @@ class EngineConfig:
                     engine over vLLM, which has its own queue and batches, refuses these four
     store           budgets, codec and remote of the chunk-caches
 
-    Raises ConfigError for a value of a wrong type or out of range.
+    Words and numbers become objects: `new_variants` is kept as a `NewVariants`, and `audit` as an `Audits`. Raises
+    ConfigError for a value of a wrong type or out of range. An unknown dtype or device is noticed when the model is
+    loaded.
     """
 
     dtype: str = "auto"
@@ -166,8 +168,8 @@ class EngineConfig:
     def require_usable_target(self) -> None:
         """Raise ConfigError for a quality target that could not act; return None otherwise, and without a target.
 
-        A target cannot act without audits, or if the settings of reuse fix `recompute_ratio` or `alpha`. Engines call
-        this, because the options of one engine may come from several places.
+        A target cannot act without audits (a share of 0), or if the settings of reuse fix `recompute_ratio` or `alpha`.
+        Engines call this when they are made, because the options of one engine may come from several places.
         """
         if self.quality_target is None:
             return
@@ -183,8 +185,8 @@ class EngineConfig:
     def target(self) -> QualityTarget | None:
         """Return the quality target with its limits, or None without one.
 
-        Raises nothing: options with a target of 0 or 1, or a `min_ratio` above `max_ratio`, cannot be made, because
-        that raises ConfigError. `require_usable_target` checks that answers are audited.
+        Raises nothing for options that exist: making them raises ConfigError for a target of 0 or 1, and for a target
+        with a `min_ratio` above `max_ratio`. `require_usable_target` checks that answers are audited.
         """
         if self.quality_target is None:
             return None
@@ -194,17 +196,19 @@ class EngineConfig:
     def option_names(cls) -> frozenset[str]:
         """Return the names that `with_options` takes: the fields of this class but `store`, and those of `StoreConfig`.
 
-        Both classes have a `device`: here it is the device of the model.
+        Both classes have a `device`; the name means the device of the model.
         """
         return frozenset(_own_names(cls) | {setting.name for setting in fields(StoreConfig)})
 
     def with_options(self, **options: Any) -> Self:
-        """Return a copy with these options by name; options that are None are ignored.
+        """Return a copy with these options by name; options that are None keep the value that they have here.
 
         Args:
-            options: fields of this class or of `StoreConfig` (`option_names`) with their values.
+            options: fields of this class or of `StoreConfig` (`option_names`) with their values; `device` is that of
+                the model. A `reuse` replaces all settings of reuse.
 
-        Raises ConfigError for an unknown option, or for a value of a wrong type or out of range.
+        Raises ConfigError for an unknown option, also if its value is None, for a value of a wrong type or out of
+        range, and for a codec whose package is not installed.
 
         >>> EngineConfig().with_options(namespace="acme", host_bytes=1 << 30).store.host_bytes
         1073741824

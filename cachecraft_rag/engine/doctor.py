@@ -50,6 +50,9 @@ class Advice:
 class Facts:
     """Facts about the model and the store, and the two speeds.
 
+    model             name of the model, as the engine was opened with it
+    dtype, device     number format of its chunk-caches, such as "bfloat16", and torch's name of its device
+    threads           CPU threads that torch uses
     cores             physical cores of this machine
     kernels           name of the CPU kernels in use (`kernels/cpu`); "torch" without them
     torch_because     why the kernels are torch's; "" if they are not
@@ -57,6 +60,8 @@ class Facts:
     compute_speed     tokens per second of a prefill of `MEASURED_TOKENS`, without reuse
     disk_bytes_per_s  speed of reading past the system's cache; None if the folder cannot be written
     load_speed        tokens per second that the disk delivers with this store's codec; None likewise
+    store             statistics of the store; the remote is not asked
+    read_only         whether the store could not be written when it was opened
     of_this_model     whether at least one stored chunk-cache belongs to this model
     problems          findings of a check of the store; None if it was not checked
     omp_num_threads   the environment variable OMP_NUM_THREADS; "" if it is not set
@@ -83,15 +88,16 @@ class Facts:
 def examine(engine: Engine, *, check: bool = True) -> Facts:
     """Look and measure; takes seconds, and with `check` as long as reading every stored byte.
 
-    The file written for measuring is removed again; a folder that cannot be written raises nothing, its speeds are
+    Prefills run in the calling thread, without reuse and without captures; a file of 64 MiB is written into the store's
+    folder, read, and removed again. If that folder cannot be written, nothing is raised: the two speeds of the disk are
     None. Flaws of the store are in `problems`.
 
     Args:
-        engine: an open engine in this process.
+        engine: an open engine in this process that answers no question meanwhile.
         check: read and compare every stored chunk-cache; False leaves `problems` None.
 
     Raises:
-        StoreError: the store is closed, or its folder or catalog cannot be read.
+        StoreError: the store is closed, its folder was deleted, or its folder or catalog cannot be read.
         UnsupportedModelError: a layer of the model does something that its survey did not show.
         RuntimeError, MemoryError: the model fails, such as torch without memory.
         ForkError: this process is a fork of the one that opened the store.
@@ -130,7 +136,8 @@ def examine(engine: Engine, *, check: bool = True) -> Facts:
 def compute_speed(decoder: Decoder) -> float:
     """Measure a prefill of up to 256 random tokens, and return its speed in tokens per second.
 
-    Of two prefills the second counts, because the first warms up. Raises torch's RuntimeError or MemoryError if the
+    A model with a shorter context gets as many tokens as that has. Nothing is stored. Of two prefills the second
+    counts, because the first warms up. Raises torch's RuntimeError or MemoryError if the
     model fails, such as without memory, and UnsupportedModelError if a layer does something that its survey did not
     show.
     """
@@ -147,10 +154,12 @@ def read_speed(folder: Path, nbytes: int = DISK_BYTES) -> float | None:
     """Write a file into this folder, and return the bytes per second of reading it.
 
     Returns None if the folder is missing or cannot be written or read; an OSError is not raised. The file is removed.
+    It is read past the system's cache on Linux; elsewhere the speed may be that of the cache.
 
     Args:
-        folder: an existing folder.
-        nbytes: size of the file, at least 1 MiB; whole MiB are written.
+        folder: the folder, on the disk to be measured.
+        nbytes: size of the file in bytes, a multiple of 1 MiB; the speed is too high for other numbers, because only
+            whole MiB are written.
     """
     block = os.urandom(1 << 20)
     try:
@@ -173,8 +182,8 @@ def read_speed(folder: Path, nbytes: int = DISK_BYTES) -> float | None:
 def findings(facts: Facts) -> Iterator[Advice]:
     """Judge the facts: yield one `Advice` on each subject that applies, whether it is "ok" or to be changed.
 
-    The model and the store are always among them. Nothing is measured or read, so only facts decide, and nothing is
-    raised.
+    The order is: model, dtype, kernels, threads, store, check, folder, other models, disk budget, disk. The model and
+    the store are always among them. Nothing is measured or read, so only facts decide, and nothing is raised.
     """
     speed = f"{facts.model}: {facts.compute_speed:,.0f} tokens/s computed in {facts.dtype} on {facts.device}"
     yield Advice("model", "ok", f"{speed}, {facts.threads} threads")

@@ -92,7 +92,8 @@ class Engine(AnswerEngine):
 
     Raises:
         ConfigError: an argument has a wrong type or an option is invalid, a quality target could not act
-            (`EngineConfig.require_usable_target`), or the model's chat template cannot be cut into segments.
+            (`EngineConfig.require_usable_target`), a private instruction holds the model's control tokens, or the
+            model's chat template cannot be cut into segments.
         TypeError: an option that is no field of `EngineConfig`.
 
     Attributes:
@@ -230,15 +231,18 @@ class Engine(AnswerEngine):
             options: fields of `config` by name, which take precedence: see `EngineConfig.with_options`.
 
         Returns:
-            The engine, with the `calibration` in the store folder if there is one for this model; a damaged one is
-            logged and ignored.
+            The engine, with the `calibration` in the store folder if it holds one for this model; a damaged one is
+            logged and ignored. The chunk-caches are in the subfolder "caches" of the store folder.
 
         Raises:
             ModelNotFoundError: nothing of that name can be loaded, or a file of it is damaged.
             UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
-            StoreError: the store folder or its catalog cannot be used.
+            StoreError: the store folder or its catalog cannot be used, or it is of another version and cannot be
+                written.
             ConfigError: an unknown option, a value out of range, a dtype or device that is not available, a quality
-                target that could not act, or a chat template that cannot be cut into segments.
+                target that could not act, a remote or its keys that cannot be used, a package that the codec or the
+                remote needs and that is not installed, a private instruction with the model's control tokens, or a chat
+                template that cannot be cut into segments. Options are checked before the model is loaded.
             RuntimeError, MemoryError: there is no memory for the model, such as torch.OutOfMemoryError on a GPU.
         """
         check_text("model", model, empty=False)
@@ -278,23 +282,27 @@ class Engine(AnswerEngine):
     ) -> ScoredAnswer:
         """Answer greedily, and score the model against target tokens (teacher-forced).
 
-        Up to the first token it runs the same steps as `stream`, so its TTFT is that of `stream`.
+        Up to the first token it runs the same steps as `stream`, so its TTFT is that of `stream`. It captures chunks
+        and counts uses of chunk-caches as `stream` does, but the answer is not counted in `request_counts`, logged,
+        traced or audited.
 
         Args:
             question: the question; empty only if the history ends with a tool's result.
             chunks: passages that retrieval returned, best first.
-            target: token ids of a given answer, at most `max_new_tokens`; None = the greedy answer itself.
+            target: token ids of a given answer, 1 to `max_new_tokens`; None = the greedy answer itself.
             max_new_tokens: longest answer, in tokens.
             config: settings of reuse for this question; None = the engine's.
             history: earlier turns, pairs of role and text.
             tools: tools that the model may call, as for `stream`.
 
         Returns:
-            The greedy answer, and the predictions for each token of the target: float32 `[target, vocabulary]`.
+            The greedy answer with its statistics, and the predictions for each token of the target: float32 `[target,
+            vocabulary]`. The prediction for a token is made from the prompt and the target tokens before it.
 
         Raises:
             ConfigError: a target without tokens, with more than `max_new_tokens`, or with unknown ones; an empty
-                question; a history or tools that `PromptBuilder` refuses; or an argument of a wrong type.
+                question, a `max_new_tokens` below 1, an argument of a wrong type; or a history or tools that
+                `PromptBuilder.build` refuses, or at which the chat template fails.
             ContextLengthError: question and answer do not fit the model's context.
             BusyError: too many requests wait already (`EngineConfig.max_waiting`).
             WaitTimeoutError: the request waited longer for its turn than `EngineConfig.wait_timeout_s`.
@@ -340,7 +348,11 @@ class Engine(AnswerEngine):
 
     @property
     def preloading_bytes(self) -> int:
-        """Bytes of chunk-caches that waiting requests load before their turn; 0 with `EngineConfig.preload_bytes` 0."""
+        """Bytes of chunk-caches that waiting requests load or have loaded before their turn, at this moment.
+
+        The next request in line counts only if it began to load while others waited before it. Always 0 with an
+        `EngineConfig.preload_bytes` of 0. Raises nothing.
+        """
         return self._admission.preloading_bytes
 
     def settle(self, timeout: float | None = None) -> bool:
@@ -350,11 +362,13 @@ class Engine(AnswerEngine):
         waits for answers that are under way, so read or close them first.
 
         Args:
-            timeout: longest wait in seconds, 0 to a million; None waits without limit.
+            timeout: longest wait in seconds, 0 to a million; None waits without limit. With 0 the result may be False
+                although nothing is left to do, because another thread answers.
 
         Returns:
-            True once all of it is done or dropped, False if that takes longer than `timeout`. A capture or an audit
-            that fails is logged and raises nothing.
+            True once all of it is done or dropped, and sent to a remote or dropped there; False if that takes longer
+            than `timeout`. A capture or an audit that fails is logged and raises nothing. After `close` it returns
+            True.
 
         Raises:
             ConfigError: `timeout` is out of range.
@@ -375,9 +389,11 @@ class Engine(AnswerEngine):
     def close(self) -> None:
         """Store the captures that are still waiting, and give up new variants and audits; waits without limit.
 
-        A store that `from_pretrained` did not open stays open. A question raises StoreError once the store is closed.
-        A second call does nothing, and neither does a call in a fork of the process. Raises nothing for a capture that
-        cannot be stored: it is logged and dropped.
+        Closes the store too if `from_pretrained` opened it; any other stays open, and then questions are still
+        answered, but nothing is captured. Once the store is closed, a question raises StoreError, by the call or by its
+        first piece. Answers under way are not waited for; their captures are dropped. A second call does nothing, and
+        neither does a call in a fork of the process. Raises nothing for a capture that cannot be stored: it is logged
+        and dropped.
         """
         if not self._home.here:  # in a fork of its process there is nothing to finish or to release
             return

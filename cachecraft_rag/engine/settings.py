@@ -112,9 +112,9 @@ class Setting:
     def shown(self) -> object:
         """The value in a form that people and logs may see.
 
-        A key of a remote is "***", and the URL of a remote has no credentials; a frozenset becomes a sorted list. Other
-        values are returned unchanged. Raises ConfigError for a `remote.url` that is not a URL of a remote;
-        `load_settings` gives out none.
+        The `remote.key` is "***" unless it is None, and the URL of a remote has no credentials; a frozenset becomes a
+        sorted list. Other values are returned unchanged. Raises ConfigError for a `remote.url` that is not a URL of a
+        remote; `load_settings` gives out none.
         """
         if self.key in _SECRET and self.value is not None:
             return "***"
@@ -127,9 +127,11 @@ class Setting:
 class KnownKey:
     """A key: the field of a dataclass.
 
-    kind   annotation of the field without "| None", such as "bool" or "tuple[str, ...]"
-    help   first clause of its description in the dataclass's docstring
-    check  makes the dataclass with this value; raises ConfigError
+    key      its name: that of the field, after "reuse." or "remote." for the tables
+    kind     annotation of the field without "| None", such as "bool" or "tuple[str, ...]"
+    default  default of the field; None also for `remote.url`, which has none
+    help     first clause of its description in the dataclass's docstring
+    check    makes the dataclass with this value and drops it; raises ConfigError
     """
 
     key: str
@@ -151,8 +153,10 @@ class KnownKey:
     def read(self, text: str) -> object:
         """Return the value of the text of a variable or a flag, unchecked: `checked` refuses a wrong one.
 
-        That is a bool or a number where the text is one, a list of texts for a key with several values, and the text
-        itself otherwise. Raises nothing for text that cannot be read: it is returned unchanged.
+        For a key of kind "bool", true, yes, on and 1 mean True, and false, no, off and 0 mean False, in any case. For
+        "int" and "float" it is an int if the text is one, else a float. For a key with several values it is a list of
+        the parts between commas, stripped and without blank ones. Any other text is returned unchanged: for all other
+        kinds, for sizes (`is_size`), and if it cannot be read. Raises nothing.
         """
         if self.kind == "bool":
             return _BOOLEANS.get(text.strip().lower(), text)
@@ -165,11 +169,12 @@ class KnownKey:
     def checked(self, value: object) -> object:
         """Return the value in the type of its dataclass: a size as bytes, and a list as a tuple or a frozenset.
 
-        A size may be a text: a number with a unit such as "2 GiB", or a number alone, which counts bytes. For bytes per
-        second it may also be "inf" or "none", for no limit, which is returned as an infinite float. All other values
-        are returned as they are.
+        A size may be a text: a number with a unit such as "2 GiB", or a number alone, which counts bytes (`size_of`).
+        For bytes per second it may also be "inf" or "none", for no limit, which is returned as an infinite float. All
+        other values are returned as they are.
 
-        Raises ConfigError if its type or its range is wrong, or the text of a size cannot be read.
+        Raises ConfigError if its type or its range is wrong, if it is an unknown name, such as that of a codec, or if
+        the text of a size cannot be read. Also raises it for None where the field has no default of None.
         """
         if self.is_size and isinstance(value, str):
             value = math.inf if value in ("inf", "none") else size_of(value)
@@ -195,7 +200,11 @@ def _number(text: str) -> float | str:
 
 
 def size_of(text: str) -> int:
-    """Return the bytes of a size with a unit, rounded down. Raises ConfigError for an invalid or too large size.
+    """Return the bytes of a size with a unit, rounded down.
+
+    Units are k, M, G and T (powers of 1,000) and Ki, Mi and Gi (powers of 1,024), in any case and with or without "B";
+    without a unit, bytes. Raises ConfigError for any other text, also for a negative number or one with an exponent,
+    and for a size beyond the range of a float.
 
     >>> size_of("50 GB"), size_of("1.5 MiB"), size_of("100")
     (50000000000, 1572864, 100)
@@ -287,7 +296,10 @@ class Settings:
         return self.entries[key].value
 
     def given(self) -> dict[str, object]:
-        """Return key → value of all settings that are not defaults; empty if there are none."""
+        """Return key → value of all settings from a flag, a variable or the file, also where they equal the default.
+
+        Empty if there are none. Defaults of a command (`defaults` of `load_settings`) are not among them.
+        """
         return {
             key: setting.value for key, setting in self.entries.items() if setting.origin != DEFAULT
         }
@@ -303,10 +315,11 @@ class Settings:
     def only(self, *keys: str) -> Settings:
         """Return a copy in which every key but these has its dataclass's default.
 
-        That is so also where a command has another default (`defaults` of `load_settings`).
+        That is so also where a command has another default (`defaults` of `load_settings`). `file` stays the same.
 
         Args:
-            keys: keys, or beginnings of keys: "remote." means the whole table. Unknown ones are ignored.
+            keys: keys, or beginnings of keys: "remote." means the whole table, and "top" also "top_k". Unknown ones are
+                ignored; without any, all keys have their defaults.
         """
         known = known_settings()
         kept = {}
@@ -319,11 +332,15 @@ class Settings:
     def engine_config(self, **options: object) -> EngineConfig:
         """Return the configuration of the engine, with its store, remote and settings of reuse.
 
+        It is made of the settings in `given`; all others have the defaults of `EngineConfig`, so defaults of a command
+        (`defaults` of `load_settings`) have no effect. The key file of a remote is read, and its keys are checked.
+
         Args:
             options: options of `EngineConfig.with_options`, which override the settings; None overrides nothing.
 
-        Raises ConfigError for an unknown option or a value out of range; also for settings of a remote without a URL,
-        and for keys of a remote that are too short or cannot be read.
+        Raises ConfigError for an unknown option or a value out of range; for values that do not fit each other, such as
+        a quality target with a `min_ratio` above `max_ratio`; for settings of a remote without a URL; and for keys of a
+        remote that are empty, too short, cannot be printed, or cannot be read.
         """
         names = EngineConfig.option_names() - {"reuse", "remote"}
         flat = {key: value for key, value in self.given().items() if key in names}
@@ -333,10 +350,11 @@ class Settings:
         return replace(config, store=store).with_options(**options)
 
     def remote(self) -> RemoteConfig | None:
-        """Return the configuration of the remote, or None if no setting names one.
+        """Return the configuration of the remote, or None if no setting of the table `remote` is in `given`.
 
-        Raises ConfigError for settings of a remote without a URL, for a value that is invalid, and for keys that are
-        empty, too short or cannot be read.
+        Its keys are checked too, and a key file is read. Raises ConfigError for settings of a remote without a URL, for
+        a value that is invalid or does not fit the URL, and for keys that are empty, too short, cannot be printed, or
+        cannot be read.
         """
         table = self._table("remote")
         if not table:
@@ -350,7 +368,11 @@ class Settings:
         return config
 
     def sampling(self) -> SamplingParams:
-        """Return the sampling parameters. Raises ConfigError for an invalid value; `load_settings` gives out none."""
+        """Return the sampling parameters of these settings, defaults of a command included.
+
+        Raises ConfigError for an invalid value. The result of `load_settings` has none, except in the `defaults` that
+        its caller gave.
+        """
         return SamplingParams(
             **{setting.name: self[setting.name] for setting in fields(SamplingParams)}
         )
@@ -373,19 +395,23 @@ def load_settings(
 ) -> Settings:
     """Read the settings file, then the environment, then flags; later values override earlier ones.
 
-    The result has every key of `known_settings`, with its origin. Empty variables are ignored.
+    The result has every key of `known_settings`, with its origin: the flag, the variable, the path of the file, or
+    "default". Ignored are empty variables, and those that Kubernetes adds for a service whose name begins with
+    "cachecraft".
 
     Args:
         path: the file; None: the file named by `CACHECRAFT_SETTINGS`, or `cachecraft.toml` in the working directory if
             it exists. A relative `store` or `remote.key_file` in it is relative to its folder; folders named by `model`
             and `embeddings` are relative to the working directory.
         environment: variables; None: those of the process.
-        flags: keys of `known_settings` with the values of a command's flags.
-        defaults: defaults of a command; they replace those of the dataclasses.
+        flags: keys of `known_settings` with the values of a command's flags; leave out flags that were not given,
+            because None counts as a value. A text is read as that of a variable.
+        defaults: defaults of a command; they replace those of the dataclasses. Neither keys nor values are checked.
 
     Raises:
-        ConfigError: the file is missing or cannot be read, or a key or value is wrong: it names file, variable or flag,
-            and key.
+        ConfigError: the file is missing or cannot be read, or is not valid TOML; a key of the file is unknown, or a
+            variable that begins with "CACHECRAFT_"; or a value is wrong. It names file, variable or flag, and key.
+            Values that are valid alone but do not fit each other are not noticed here.
         KeyError: a key in `flags` is not in `known_settings`, which is a mistake of the program.
     """
     environment = os.environ if environment is None else environment
@@ -450,8 +476,11 @@ def settings_file(
 ) -> Path | None:
     """Return the file that `load_settings` reads; None if none is named and the working directory has none.
 
+    A named path is returned as it was given; that of `cachecraft.toml` is absolute. The file is not read.
+
     Args:
-        path: the file; None: the file named by `CACHECRAFT_SETTINGS`, or `cachecraft.toml` in the working directory.
+        path: the file; None or "": the file named by `CACHECRAFT_SETTINGS` unless that is empty, or `cachecraft.toml`
+            in the working directory.
         environment: variables of the process.
 
     Raises ConfigError if `path` or the variable names a file that does not exist, or is not a path.

@@ -123,7 +123,10 @@ class Calibrated:
 
     @property
     def held(self) -> bool:
-        """True if the lower end of the chosen α's interval reaches the quality. If none does, the largest is chosen."""
+        """True if the lower end of the chosen α's interval reaches the quality.
+
+        False if that of no α that was tried does; then the largest of `ALPHAS` was chosen.
+        """
         return self.calibration.low >= self.calibration.quality
 
     @property
@@ -155,7 +158,8 @@ def smallest_that_holds(alphas: Sequence[float], holds: Callable[[float], bool])
 def halves(dataset: Dataset, *, seed: int) -> tuple[Dataset, Dataset]:
     """Return the questions in two parts, drawn by the seed; the first has one more if the number is odd.
 
-    Both keep all documents, so that origin prefixes stay the same.
+    The parts are new datasets of the same name, with their questions in random order. Both keep all documents, so that
+    origin prefixes stay the same. The dataset itself is unchanged.
 
     Raises:
         ConfigError: there are fewer than two questions.
@@ -181,11 +185,20 @@ def calibrate(
 
     The bound is the lower end of a bootstrap interval over questions. It holds for the mean over questions like those
     of the validation set; single answers vary more. Trying several α costs some of the confidence. Quality grows with
-    α, so a bisection tries about four of the ten. Full prefill answers each question once.
+    α, so a bisection tries about four of the ten. Full prefill answers each question once. The chunks of the questions
+    are captured in the engine's store; the calibration itself is not saved (`save_calibration`).
 
     Args:
         engine: from `runner.open_engine`, with an empty store; its config says how tokens are selected.
-        folder: of the measurements, from which a stopped calibration resumes; None keeps them in memory only.
+        dataset: the questions to calibrate on.
+        settings: the quality to keep.
+        folder: of the measurements, from which a stopped calibration resumes; None keeps them in memory only. It is
+            created if missing; measurements in it with other settings, or damaged ones, are discarded.
+        progress: called with the number of measurements so far and in all; None: never.
+
+    Returns:
+        The smallest α that holds, and the results of all that were tried. If none holds, the largest of `ALPHAS`: see
+        `Calibrated.held`.
 
     Raises:
         ConfigError: there are no questions, or some lack the gold answers that f1 needs; this data cannot provide the
@@ -193,8 +206,13 @@ def calibrate(
             extra `eval`, is missing.
         ContextLengthError: a question with its passages, or a chunk to capture, does not fit the model's context.
         StoreError: the store is closed or cannot be written.
-        OSError: a measurement cannot be written, such as on a full disk.
+        OSError: a measurement or the settings cannot be written, such as on a full disk.
+        UnsupportedModelError: a layer of the model does something that its survey did not show.
+        BusyError, WaitTimeoutError: other requests keep the engine busy.
+        ForkError: this process is a fork of the one that made the engine.
         RuntimeError, MemoryError: the model fails, such as torch without memory.
+
+    Exceptions of `progress` pass.
     """
     tries = math.ceil(math.log2(len(ALPHAS))) + 1
     with Validation(
@@ -233,7 +251,15 @@ def check(
     folder: Path | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Point:
-    """Measure an α on questions it was not calibrated on; arguments as `calibrate`.
+    """Measure an α on questions it was not calibrated on; return its result.
+
+    Args:
+        engine: as in `calibrate`; the chunks of the questions are captured in its store.
+        dataset: the questions.
+        settings: metric, origin, length of answers and seed; `quality` is not used.
+        alpha: the α.
+        folder: of the measurements, as in `calibrate`.
+        progress: as in `calibrate`.
 
     Raises:
         ConfigError: there are no questions, or some lack the gold answers that f1 needs; α is out of range; this data
@@ -241,8 +267,13 @@ def check(
             rouge-score, of the extra `eval`, is missing.
         ContextLengthError: a question with its passages, or a chunk to capture, does not fit the model's context.
         StoreError: the store is closed or cannot be written.
-        OSError: a measurement cannot be written, such as on a full disk.
+        OSError: a measurement or the settings cannot be written, such as on a full disk.
+        UnsupportedModelError: a layer of the model does something that its survey did not show.
+        BusyError, WaitTimeoutError: other requests keep the engine busy.
+        ForkError: this process is a fork of the one that made the engine.
         RuntimeError, MemoryError: the model fails, such as torch without memory.
+
+    Exceptions of `progress` pass.
     """
     with Validation(engine, dataset, settings, folder=folder, progress=progress) as validation:
         point = validation.at(alpha)
@@ -258,7 +289,7 @@ class Validation(Closeable):
         folder: see `calibrate`.
 
     Raises ConfigError if there are no questions, some lack the gold answers that f1 needs, or the folder cannot be
-    written.
+    written, and OSError if the settings cannot be written into it, such as on a full disk.
     """
 
     def __init__(
@@ -307,13 +338,18 @@ class Validation(Closeable):
         return tuple(self._points[alpha] for alpha in sorted(self._points))
 
     def at(self, alpha: float) -> Point:
-        """Return the result of this α, measured on the first call.
+        """Return the result of this α, measured on the first call; later calls return the same object.
+
+        The first call answers each question once with this α, and the first α also with full prefill. Measurements that
+        the folder has already are not repeated.
 
         Raises ConfigError if the metric is f1 and full prefill answers no question, if this data cannot provide the
         origin condition, if α is out of range, or if the package rouge-score is missing; ContextLengthError if a
         question with its passages, or a chunk to capture, does not fit the model's context; StoreError if the store is
-        closed or cannot be written; OSError if a measurement cannot be written; RuntimeError or MemoryError if the
-        model fails.
+        closed or cannot be written; OSError if a measurement cannot be written; ValueError after `close` if there is a
+        file of measurements; UnsupportedModelError, RuntimeError or MemoryError if the model fails; BusyError or
+        WaitTimeoutError if other requests keep the engine busy; and ForkError in a fork of the engine's process.
+        Exceptions of `progress` pass.
         """
         if alpha not in self._points:
             self._run.total = max(self._run.total, len(self._questions) * (len(self._points) + 1))
@@ -333,7 +369,7 @@ class Validation(Closeable):
         return self._points[alpha]
 
     def finish(self) -> None:
-        """Report to `progress` that no further α will be tried."""
+        """Report to `progress` that no further α will be tried: its total becomes what was measured. Returns None."""
         self._run.total = len(self._questions) * len(self._points)
         self._run.show("")
 

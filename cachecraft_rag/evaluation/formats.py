@@ -64,16 +64,24 @@ class SourceBuilder:
         self._questions: list[SourceQuestion] = []
 
     def place(self, document: str, text: str) -> Place:
-        """Return the place of the passage with this text; a new passage is appended to the document."""
+        """Return the place of the passage with this text; a new passage is appended to the document.
+
+        A new document follows the others. The place is (number of the document, number of the passage in it), both from
+        0. The same text in another document has another place.
+        """
         number, passages = self._documents.setdefault(document, (len(self._documents), {}))
         return number, passages.setdefault(text, len(passages))
 
     def ask(self, question: SourceQuestion) -> None:
-        """Add a question."""
+        """Add a question after the others; its places are not checked. Returns None."""
         self._questions.append(question)
 
     def source(self, *, passage_tokens: int = PASSAGE_TOKENS) -> QuestionFile:
-        """Return all documents and questions so far; empty tuples if there are none."""
+        """Return all documents and questions so far, in the order in which they were added; () for either without any.
+
+        Args:
+            passage_tokens: length in tokens above which passages are split later.
+        """
         documents = tuple(
             SourceDocument(name, tuple(texts)) for name, (_, texts) in self._documents.items()
         )
@@ -90,7 +98,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class JsonRecord:
-    """One JSON object, line or row; `where` locates it, in words, for error messages.
+    """A JSON object, line or row; `where` locates it, in words, for error messages.
 
     Every method but `label` raises DocumentError with the place and the field if the field is missing or of another
     type.
@@ -123,12 +131,15 @@ class JsonRecord:
         return text
 
     def label(self, name: str, default: str) -> str:
-        """Return an identifier as text. Raises nothing: the default if it is missing, blank, no text and no number."""
+        """Return an identifier, a text or a whole number, as text; the text is not stripped. Raises nothing.
+
+        Returns the default if the field is missing, blank, or of another type, such as a number with a decimal point.
+        """
         value = self.fields.get(name)
         return str(value) if isinstance(value, str | int) and str(value).strip() else default
 
     def texts(self, name: str, *, optional: bool = False) -> list[str]:
-        """Return a list of texts; empty if it is optional and missing or null.
+        """Return a list of texts as they are, blank ones too; empty if it is optional and missing or null.
 
         Raises DocumentError, with the place in the file, if it is missing, no list, or holds anything but texts.
         """
@@ -141,7 +152,7 @@ class JsonRecord:
         return [items._field(item, str, "a text") for item in items.fields]
 
     def records(self, name: str) -> list[JsonRecord]:
-        """Return a list of objects.
+        """Return the list of objects in the field `name`, as records; [] for an empty list.
 
         Raises DocumentError, with the place in the file, if it is missing, no list, or holds anything but objects.
         """
@@ -248,8 +259,9 @@ def is_squad(record: JsonRecord) -> bool:
 def read_squad(records: Sequence[JsonRecord]) -> QuestionFile:
     """Read questions in SQuAD's format.
 
-    The passages of a question are the paragraphs of its article; unanswerable questions have no answers. Raises
-    DocumentError for a record that is not in the format.
+    The passages of a question are the paragraphs of its article; unanswerable questions have no answers. Articles with
+    the same title are one document. A question without an id gets its number in the file, from 1. Without records the
+    result has no documents and no questions. Raises DocumentError for a record that is not in the format.
     """
     builder = SourceBuilder()
     # article, paragraph, question, answers
@@ -309,14 +321,19 @@ EXAMPLE = '{"question": "…?", "passages": ["…", "…"], "answers": ["…"], 
 
 
 def is_own(record: JsonRecord) -> bool:
-    """Return True for this package's own format: a record with `question` and `passages`."""
+    """Return True for this package's own format: a record with `question` and `passages`, of any type.
+
+    Raises nothing.
+    """
     return {"question", "passages"} <= record.fields.keys()
 
 
 def read_own(records: Sequence[JsonRecord]) -> QuestionFile:
     """Read questions in this package's own format. The passages keep their order; some fields are optional.
 
-    Optional are `answers`, `id` and `document`. Raises DocumentError for a line that is not in the format.
+    Optional are `answers`, `id` (by default the number of the record, from 1) and `document`. Blank and repeated
+    passages are left out. Without records the result has no documents and no questions. Raises DocumentError for a line
+    that is not in the format, or has no passage that is not blank.
 
     `document` names the document of all passages of the line, in the document's order. Without it each passage counts
     as a separate document, because passages next to each other in a retriever's list are rarely so in a document.
@@ -376,11 +393,19 @@ def read_source(
     formats: Sequence[Format] = FORMATS,
     read: Callable[[Path], list[JsonRecord]] = read_records,
 ) -> QuestionFile:
-    """Read a file of questions. If no format is named, it is recognised from the first record.
+    """Read a file of questions, and return its documents and questions; there is at least one question.
+
+    Args:
+        path: the file.
+        format: name of its format; None: the first of `formats` that recognises the first record.
+        formats: the formats to choose from.
+        read: returns the file's records.
 
     Raises:
-        ConfigError: no format has that name.
+        ConfigError: no format has that name; the file is not read then.
         DocumentError: the file cannot be read, is in no known format, is malformed, or holds no questions.
+
+    Other errors of `read` pass.
     """
     known = "; ".join(f"{entry.name} ({entry.description})" for entry in formats)
     if format is not None and format not in {entry.name for entry in formats}:

@@ -32,12 +32,17 @@ def mean_interval(
 ) -> Interval:
     """Return the mean over questions and its interval, from one value per question.
 
+    The same arguments always give the same interval.
+
     Args:
-        resamples: number of bootstrap resamples.
-        level: share of the resamples that the interval holds.
+        values: one number for each question, `[questions]`; bools count as 0 and 1.
+        resamples: number of bootstrap resamples, at least 1.
+        seed: of the resamples, 0 or more.
+        level: share of the resamples that the interval holds, 0 to 1.
 
     Raises:
-        ValueError: there are no values, one is not a finite number, or `resamples` or `level` is out of range.
+        ValueError: there are no values, or not one per question; one is not a finite number; or `resamples`, `seed` or
+            `level` is out of range (a `level` from -1 to 0 is not noticed).
 
     >>> mean_interval([2.0, 2.0, 2.0])
     Interval(mean=2.0, low=2.0, high=2.0)
@@ -51,9 +56,13 @@ def paired_interval(
 ) -> Interval:
     """Return the mean of a − b over questions that both methods answered, and its interval.
 
+    Args:
+        a, b: one number of each method for each question, `[questions]`, in the same order of questions.
+        resamples, seed, level: as in `mean_interval`.
+
     Raises:
-        ValueError: there are no values, one is not a finite number, the two are not equally many, or `resamples` or
-            `level` is out of range.
+        ValueError: there are no values, one is not a finite number, the two are not equally many, or `resamples`,
+            `seed` or `level` is out of range.
 
     >>> paired_interval([3.0, 8.0], [2.0, 7.0])  # the questions differ, the methods' difference does not
     Interval(mean=1.0, low=1.0, high=1.0)
@@ -92,9 +101,13 @@ def ratio_interval(
 
     Resamples whose mean of b is 0 have no ratio and are left out.
 
+    Args:
+        a, b: one number of each method for each question, `[questions]`, in the same order of questions.
+        resamples, seed, level: as in `mean_interval`.
+
     Raises:
         ValueError: there are no values, one is not a finite number, the two are not equally many, the mean of b is 0,
-            or `resamples` or `level` is out of range.
+            or `resamples`, `seed` or `level` is out of range.
 
     >>> ratio_interval([1.0, 4.0], [2.0, 8.0])
     Interval(mean=0.5, low=0.5, high=0.5)

@@ -1,4 +1,4 @@
-"""One measurement: full prefill answers a question, and a method is scored against the tokens of that answer."""
+"""A measurement: full prefill answers a question, and a method is scored against the tokens of that answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Preparation = Callable[
 
 @dataclass(frozen=True)
 class Method:
-    """One way to answer.
+    """A way to answer.
 
     name         in tables and in `cachecraft eval --methods`
     source       the paper or package that it comes from
@@ -84,7 +84,11 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 
 
 def methods_named(names: Sequence[str], known: Mapping[str, Method] = METHODS) -> list[Method]:
-    """Return the methods with these names, in the given order, each once.
+    """Return the methods with these names, in the given order, each once; [] without names.
+
+    Args:
+        names: names of methods.
+        known: name → method.
 
     Raises:
         ConfigError: a name is unknown; the message lists the known ones.
@@ -121,7 +125,11 @@ class Trial:
 
     @property
     def config(self) -> ReuseConfig:
-        """Settings of the engine for this trial. Raises ConfigError for a ratio outside 0 to 1."""
+        """Settings of the engine for this trial, as its method makes them from the ratio.
+
+        If the method takes a ratio and there is None, they leave it open (`recompute_ratio` None). Raises ConfigError
+        for a ratio outside 0 to 1 of a method that takes one.
+        """
         config = self.method.config(self.ratio or 0.0)
         if self.method.takes_ratio and self.ratio is None:
             return replace(config, recompute_ratio=None)
@@ -131,11 +139,12 @@ class Trial:
 def trials_of(methods: Sequence[Method], ratios: Sequence[float | None]) -> tuple[Trial, ...]:
     """Return each method at each ratio, or once if it takes no ratio. The ratio None stands for CFO's choice.
 
-    The methods are in the given order; the ratios of each are ascending, each once, and None comes first.
+    The methods are in the given order; the ratios of each are ascending, each once, and None is the first. Returns ()
+    without methods.
 
     Raises:
-        ConfigError: a method needs a ratio and none is given, a ratio is out of range, or a method whose
-            preparation needs a number gets None.
+        ConfigError: a method needs a ratio and `ratios` is empty; a ratio is not above 0 and at most 1, even if no
+            method takes one; or a method with a preparation, which needs a number, gets None.
     """
     numbers = {ratio for ratio in ratios if ratio is not None}
     if any(not 0 < ratio <= 1 for ratio in numbers):
@@ -168,13 +177,15 @@ class Record:
 
     kl, top1            `metrics.divergence` from full prefill, over the tokens of full prefill's answer
     rouge_l             of the method's own greedy answer against full prefill's
-    right, reference_right  True if the answer holds a gold answer, the method's and full prefill's; None likewise
+    right, reference_right  True if the answer holds a gold answer, the method's and full prefill's; None without gold
+                        answers
     margin              difference of full prefill's two highest probabilities at the first token at which the method's
                         answer departs from full prefill's; None if it does not
     f1, reference_f1    of the method's answer and of full prefill's against the gold answers; None if there are none
     ttft_s              seconds to the first token, with the method's preparation and a selector's probes
     reference_ttft_s    the same of full prefill
-    recomputed          chunk tokens recomputed, computed or refreshed while decoding / all chunk tokens of the prompt
+    recomputed          chunk tokens recomputed, computed or refreshed while decoding / all chunk tokens of the prompt;
+                        0 without chunk tokens
     text                the method's answer
     """
 
@@ -196,17 +207,20 @@ class Record:
 
     @property
     def is_near_tie(self) -> bool:
-        """True if the answers depart at a token for which full prefill's two highest probabilities nearly tie."""
+        """True if `margin` is below `NEAR_TIE`: full prefill's two likeliest tokens nearly tie where answers depart.
+
+        False if they do not depart.
+        """
         return self.margin is not None and self.margin < NEAR_TIE
 
     @property
     def is_lost(self) -> bool:
-        """True if full prefill's answer is right and the method's is wrong."""
+        """True if full prefill's answer is right and the method's is wrong; False without gold answers."""
         return self.reference_right is True and self.right is False
 
     @property
     def is_won(self) -> bool:
-        """True if full prefill's answer is wrong and the method's is right."""
+        """True if full prefill's answer is wrong and the method's is right; False without gold answers."""
         return self.reference_right is False and self.right is True
 
     @property
@@ -225,13 +239,21 @@ class Reference:
 
 
 def reference_of(engine: Engine, question: EvaluationQuestion, *, answer_tokens: int) -> Reference:
-    """Answer with full prefill (FULL-RECOMP) and capture nothing.
+    """Answer greedily with full prefill (FULL-RECOMP), reuse and capture nothing, and return the answer.
 
     Args:
         engine: opened with `best_last=False`, because a question's passages are in prompt order already.
+        question: the question with its passages.
+        answer_tokens: longest answer, in tokens, at least 1.
 
-    Raises ContextLengthError if the prompt does not fit the model, ConfigError for an invalid question, StoreError if
-    the store is closed, BusyError or WaitTimeoutError if the engine is too busy, as `Engine.score_answer`.
+    Raises:
+        ConfigError: the question is empty, `answer_tokens` is below 1, or the chat template fails at the question.
+        ContextLengthError: question and answer do not fit the model's context.
+        BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+        StoreError: the store is closed.
+        ForkError: this process is a fork of the one that made the engine.
+        UnsupportedModelError: a layer of the model does something that its survey did not show.
+        RuntimeError, MemoryError: the model fails, such as torch without memory.
     """
     answer = engine.score_answer(
         question.text, question.passages, max_new_tokens=answer_tokens, config=_FULL
@@ -240,14 +262,27 @@ def reference_of(engine: Engine, question: EvaluationQuestion, *, answer_tokens:
 
 
 def measure(engine: Engine, reference: Reference, trial: Trial) -> Record:
-    """Answer with one method over the store as it is, and compare with the reference.
+    """Answer with one method over the store as it is, compare with the reference, and return the result.
+
+    Uses of chunk-caches are counted in the store; chunks are captured only if the method's settings say so, and those
+    of `METHODS` do not.
 
     Args:
         engine: the one that made the reference.
+        reference: full prefill's answer to the question.
+        trial: the method, at its recompute ratio.
 
-    Raises ContextLengthError if the prompt does not fit the model, ConfigError for an invalid question, StoreError if
-    the store cannot be used, BusyError or WaitTimeoutError if the engine is too busy (all as `Engine.score_answer`);
-    ConfigError if the package rouge-score is missing; and the errors of the method's preparation.
+    Raises:
+        ConfigError: the question is empty, the trial's ratio is out of range, the chat template fails at the question,
+            or the package rouge-score is missing.
+        ContextLengthError: question and answer do not fit the model's context.
+        BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
+        StoreError: the store is closed.
+        ForkError: this process is a fork of the one that made the engine.
+        UnsupportedModelError: a layer of the model does something that its survey did not show.
+        RuntimeError, MemoryError: the model fails, such as torch without memory.
+
+    Errors of the method's preparation pass.
     """
     question = reference.question
     full = reference.answer

@@ -86,7 +86,8 @@ def first_difference(reference: Sequence[int], other: Sequence[int]) -> int | No
 def margin_at(logits: Tensor, place: int) -> float | None:
     """Return the difference of the two highest probabilities at a place of `[positions, vocabulary]`.
 
-    None if the logits end before that place. `place` counts from 0.
+    The probabilities are the softmax of the logits there. None if the logits end before that place; `place` counts from
+    0. Raises torch's RuntimeError for a vocabulary of one token.
 
     >>> import math, torch
     >>> round(margin_at(torch.tensor([[5.0, 5.0], [math.log(3.0), 0.0]]), 1), 3)  # ¾ − ¼
@@ -101,8 +102,9 @@ def margin_at(logits: Tensor, place: int) -> float | None:
 def rouge_l(reference: str, prediction: str) -> float:
     """Return the ROUGE-L F1 (0 to 1) of one answer against another, with stems (Lin, 2004; the package rouge_score).
 
-    Equal answers score 1, empty ones too. The package's tokenizer knows only a–z and 0–9, so answers in other scripts
-    that differ score 0. Raises ConfigError if the package is not installed.
+    Answers that are equal but for white space score 1, empty ones too, and the package is not needed for them. Its
+    tokenizer knows only a–z and 0–9, so answers in other scripts that differ score 0. Raises ConfigError if the package
+    is needed and not installed.
 
     >>> rouge_l("The cat sat on the mat", "the cats sat there")  # the cat sat: 3 of 6 words, and 3 of 4
     0.6
@@ -124,7 +126,8 @@ def divergence(reference_logits: Tensor, logits: Tensor) -> tuple[float, float]:
     """Return KL(reference ‖ method) of the next-token distributions in nats, and the share of equal likeliest tokens.
 
     Both logits are `[positions, vocabulary]` in any float type. Both results are means over positions; the log-softmax
-    is in float64. A token that the reference rules out (logit −∞) adds nothing. Raises ValueError for other shapes.
+    is in float64. A token that the reference rules out (logit −∞) adds nothing; one that only the method rules out
+    makes the divergence infinite. Raises ValueError if the shapes differ, are not two-dimensional, or have no position.
 
     >>> import math, torch
     >>> even, uneven = torch.tensor([[0.0, 0.0]]), torch.tensor([[math.log(3.0), 0.0]])  # (½, ½) and (¾, ¼)

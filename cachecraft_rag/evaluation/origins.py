@@ -50,7 +50,7 @@ class OriginCondition:
 
     @property
     def is_stream(self) -> bool:
-        """True if captures are left to the questions, as in production."""
+        """True if captures are left to the questions, as in production: the third rule. True for "stream" alone."""
         return self.origin_prefix is None and not self.primes_documents
 
 
@@ -138,10 +138,14 @@ class Origins:
         """Capture the chunks of a question that is measured next; with the origin "stream" do nothing.
 
         An evaluation does not call it for a question that an earlier run has measured. Chunks that are stored already
-        are not captured again.
+        are not captured again. With the origin "documents", the documents of the passages are primed, each once; chunks
+        that do not fit a pass are left out, and chunk-caches of chunks that no question asks for are removed again.
 
-        Raises ContextLengthError if a chunk does not fit a pass, StoreError if the store cannot be read or written, and
-        ConfigError if the dataset has no unrelated chunks for the origin "unrelated" or the instruction is private.
+        Raises ContextLengthError if the instruction, or with another origin than "documents" a chunk with it, does not
+        fit a pass; StoreError if the store is closed, or if it cannot be read or written when chunk-caches are removed;
+        ConfigError if the dataset has no unrelated chunks for the origin "unrelated" or the instruction is private;
+        KeyError, unless the origin is "alone", for a passage of no document of the dataset; ForkError in a fork of the
+        engine's process; and UnsupportedModelError, RuntimeError or MemoryError if the model fails.
         """
         if self.condition.primes_documents:
             for chunk in question.passages:
@@ -182,8 +186,13 @@ class Origins:
     def after(self, question: EvaluationQuestion) -> None:
         """With captures left to the questions, ask this one with the default settings, which capture.
 
-        Called after every question, also those of the warm-up and those that an earlier run has measured. Raises the
-        errors of `AnswerEngine.stream`, such as ContextLengthError, ConfigError, StoreError or RuntimeError.
+        Called after every question, also those of the warm-up and those that an earlier run has measured. The answer
+        ends with its first piece, and its captures are waited for without limit. With other origins it does nothing.
+
+        Raises ContextLengthError if question and answer do not fit the model's context, ConfigError for an empty
+        question or if the chat template fails at it, StoreError if the store is closed, BusyError or WaitTimeoutError
+        if other requests keep the engine busy, ForkError in a fork of the engine's process, and UnsupportedModelError,
+        RuntimeError or MemoryError if the model fails. A capture that cannot be stored is logged and raises nothing.
         """
         if not self.condition.is_stream:
             return

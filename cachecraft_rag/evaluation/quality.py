@@ -68,7 +68,7 @@ class QualityReport:
     by_termination   with and without early termination
     by_position      by the token's place in its answer
     computed_tokens  tokens that were computed for the audits
-    worst            the answers that agree least, the worst first
+    worst            answers with a difference, those that agree least first; () if every answer agrees everywhere
     """
 
     exact: int
@@ -82,14 +82,22 @@ class QualityReport:
     worst: tuple[Audit, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """Return a dict of plain values, for JSON; groups, intervals and audits are dicts too."""
+        """Return a new dict of plain values by field name, for JSON; groups, intervals and audits are dicts too.
+
+        Each of `worst` is the dict of `Audit.as_dict`. Raises nothing.
+        """
         return asdict(self) | {"worst": [audit.as_dict() for audit in self.worst]}
 
 
 def summarise_audits(audits: Sequence[Audit], *, worst: int = WORST) -> QualityReport | None:
-    """Sum up audits; None if there are none. `worst` limits the answers that are listed.
+    """Return the summary of audits, with groups in the order of their names; None without audits.
 
-    Raises ValueError if the KL divergence of an audit is not a finite number.
+    Args:
+        audits: the audits, in any order.
+        worst: most answers that `QualityReport.worst` lists, 0 or more.
+
+    Raises ValueError if the KL divergence of an audit is not a finite number, or if all audits of a group have 0
+    tokens; an audit of an engine has at least 1.
     """
     if not audits:
         return None

@@ -22,7 +22,9 @@ _SHOWN = 3  # differences in one message
 
 
 class RecordLog(Closeable):
-    """The open file, for one process at a time. A file that holds no measurement yet takes the new settings.
+    """The open file, for one process at a time; a second one is not kept out. Its name in the folder is `FILE`.
+
+    A file that holds no measurement yet takes the new settings.
 
     Args:
         folder: created if missing.
@@ -30,9 +32,14 @@ class RecordLog(Closeable):
         restart: discard the measurements of an earlier evaluation.
         discard_others: discard what would be refused: a damaged file, or one with other settings.
 
+    Attributes:
+        records: the measurements of the file, in its order, those of an earlier evaluation first.
+
     Raises:
         ConfigError: the folder holds an evaluation with other settings or by another version of this package, or a
-            damaged file, or it cannot be written.
+            damaged file, or it cannot be opened for writing.
+        OSError: the settings cannot be written, such as on a full disk.
+        TypeError: a value of `settings` is none that JSON has.
     """
 
     def __init__(
@@ -69,9 +76,10 @@ class RecordLog(Closeable):
             self._write({"version": VERSION, "settings": plain})
 
     def append(self, record: Record) -> None:
-        """Add a measurement; the operating system has it when this returns, so it survives a killed process.
+        """Add a measurement to the file and to `records`. It is not synced, but survives a killed process.
 
-        Raises OSError if it cannot be written, such as on a full disk, and ValueError after `close`.
+        Half a surrogate pair in a text becomes "?" in the file. Raises OSError if it cannot be written, such as on a
+        full disk, and ValueError after `close`; `records` then lacks it.
         """
         self._write(asdict(record))
         self.records.append(record)

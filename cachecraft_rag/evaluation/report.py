@@ -185,7 +185,9 @@ MEASURES: tuple[Measure, ...] = (
 class Report:
     """Each method's estimates by label, one for each measure.
 
+    methods     label → name of a measure → its estimate, None without questions to estimate from; in the report's order
     measures    of every question; `ANSWER_MEASURES` are kept apart, because they need gold answers
+    ratios      label → name of the method and its recompute ratio, None without one
     questions   number of questions that every method has answered; only these count
     full_right  full prefill's right answers; None if no question has gold answers
     full_f1     F1 of full prefill's answers against the gold answers; None if there are none
@@ -208,7 +210,9 @@ class Report:
     def as_dict(self) -> dict[str, object]:
         """Return plain values for JSON: each mean under its name, its interval under `…_ci`, its questions under `…_n`.
 
-        Shares also have the number of questions counted, under `…_hits`.
+        Shares also have the number of questions counted, under `…_hits`. A measure without questions has None under its
+        name and under `…_ci`, and 0 under `…_n`. "methods" maps each label to such values, with the "method" and its
+        "ratio"; beside it are "questions", "near_tie_margin", and full prefill's "full_right" and "full_f1".
         """
         methods: dict[str, dict[str, object]] = {}
         for label, estimates in self.methods.items():
@@ -278,10 +282,15 @@ def summarise(
 ) -> Report:
     """Aggregate the records of the questions that every method has answered; the last record of a question counts.
 
-    Args:
-        order: names of methods in the order of the report; others follow them.
+    A method at another recompute ratio is another one here. `order` decides first, then the ratio, ascending.
 
-    Raises ValueError if no question was answered by every method, or if a measured value is not a finite number.
+    Args:
+        records: results of any number of methods and questions.
+        order: names of methods in the order of the report; others follow them.
+        measures: the columns of the report besides `ANSWER_MEASURES`.
+
+    Raises ValueError if no question was answered by every method, also without records, if a measured value is not a
+    finite number, or, with the usual `measures`, for a `ttft_s` of 0; ZeroDivisionError for a `reference_ttft_s` of 0.
     """
     by_label: dict[str, dict[str, Record]] = {}
     for record in records:
@@ -324,7 +333,10 @@ def summarise(
 
 
 def full_answers(report: Report) -> str:
-    """Return a sentence about full prefill's own answers; it says so if there are no gold answers."""
+    """Return a sentence about full prefill's own answers: how many are right, and their F1, with 95 % intervals.
+
+    If no question has gold answers, the sentence says that. Raises nothing.
+    """
     if report.full_right is None:
         return "The data has no gold answers, so no answer is right or wrong, and there is no F1."
     right = report.full_right
@@ -337,7 +349,13 @@ def full_answers(report: Report) -> str:
 
 
 def markdown(report: Report, settings: Mapping[str, object], figures: Sequence[str] = ()) -> str:
-    """Return the report as a Markdown page; `figures` are paths relative to it."""
+    """Return the report as a Markdown page, with a table of answers only if there are gold answers. Writes no file.
+
+    Args:
+        report: the report, from `summarise`.
+        settings: shown in a table; those that are None or dicts are left out.
+        figures: paths of images relative to the page; the name without its ending is the caption.
+    """
     about = {
         name: value
         for name, value in settings.items()

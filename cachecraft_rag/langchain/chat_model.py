@@ -131,18 +131,21 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     ) -> Self:
         """Load a model and open (or make) a store of chunk-caches, as `Engine.from_pretrained` does.
 
-        Close the chat model when done (or use a `with` block), so that pending captures are written.
+        Close the chat model when done (or use a `with` block), so that pending captures are written. If a setting turns
+        out to be invalid after the model was loaded, the engine is closed again.
 
         Args:
             model: Hugging Face name or folder, or "demo".
             store: folder of the chunk-caches.
             config: how to open the engine.
-            settings: fields of this class, and options of `EngineConfig`, which override `config`. Settings of a
-                server's model (`api_key`, `timeout` …) are ignored.
+            settings: fields of this class, and options of `EngineConfig`, which override `config`. `reuse` is this
+                class's field. Settings of a server's model (`api_key`, `timeout` …) are ignored.
 
         Raises:
             ConfigError: an unknown setting, before anything is loaded; an invalid value; a dtype or device that is not
-                available; a quality target that could not act; or a chat template that cannot be cut into segments.
+                available; a quality target that could not act; a remote or its keys that cannot be used; a package that
+                the codec or the remote needs and that is not installed; or a chat template that cannot be cut into
+                segments.
             ModelNotFoundError: nothing of that name can be loaded, or a file of it is damaged.
             UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
             StoreError: the store folder or its catalog cannot be used.
@@ -174,15 +177,15 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         tool_choice: str | bool | dict[str, Any] | None = None,
         **kwargs: object,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """Return the model with tools, which it calls in the form of its chat template.
+        """Return the model with tools, which it calls in the form of its chat template; this model stays as it is.
 
         Args:
-            tools: functions, in any form that LangChain takes.
+            tools: functions, in any form that LangChain takes; without any, the model answers without tools.
             tool_choice: "auto", None or False: the model decides. "none": no call. "any", "required" or True: one of
                 the tools is called. The name of a tool: this one is called. OpenAI's and Anthropic's dicts of these are
                 taken too. A call that was asked for is sure to come, with arguments of the tool's schema, unless
                 `max_tokens` ends the answer; this needs the extra "structured".
-            kwargs: settings of the calls.
+            kwargs: settings of the calls, such as `max_tokens`; checked when the model is called.
 
         Raises:
             ConfigError: another `tool_choice`, or a tool that only a provider's server can run, such as
@@ -208,8 +211,10 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     ) -> Runnable[LanguageModelInput, dict[str, object] | BaseModel]:
         """Return the model with answers that keep to a schema: a pydantic model, a TypedDict or a JSON schema.
 
-        The result returns an object of a pydantic model, else a dict. With `include_raw` it returns a dict of the
-        message ("raw"), the object or None ("parsed"), and the error of the parser or None ("parsing_error").
+        `kwargs` are settings of the calls, checked when the model is called. The schema is also added to the question.
+        This model stays as it is. The result returns an object of a pydantic model, else a dict. With `include_raw` it
+        returns a dict of the message ("raw"), the object or None ("parsed"), and the error of the parser or None
+        ("parsing_error").
 
         Each token is drawn among those that lead to JSON of the schema, whatever `method` and `strict` say. Raises
         ConfigError for an unknown `method`, and LangChain's ValueError for a schema in another form. A call raises
@@ -511,8 +516,13 @@ def _rest_of(calls: CallReader, generation: Generation) -> ChatGenerationChunk:
 def check_settings(settings: Mapping[str, object], *classes: type[BaseModel]) -> None:
     """Raise ConfigError for a setting that is neither an option of `EngineConfig` nor a field of one of the classes.
 
-    Returns None else. Settings of a server's model (`api_key`, `timeout` …) pass, because `ChatCacheCraft` ignores
-    them.
+    Returns None else; values are not checked. "store" and "config" pass, and "engine" and "llm" do not, because the
+    caller makes these itself. Settings of a server's model (`api_key`, `timeout` …) pass, because `ChatCacheCraft`
+    ignores them.
+
+    Args:
+        settings: name → value.
+        classes: pydantic models whose fields may be given.
     """
     fields = {name for owner in classes for name in owner.model_fields} - {"engine", "llm"}
     known = {"store", "config"} | EngineConfig.option_names() | fields
@@ -523,9 +533,10 @@ def check_settings(settings: Mapping[str, object], *classes: type[BaseModel]) ->
 
 
 def documents_of(given: Any, name: str) -> list[Document]:
-    """Return the documents passed as argument `name`, as a list; a single document becomes a list of one.
+    """Return the documents passed as argument `name`, as a new list; a single document becomes a list of one.
 
-    Returns [] for an empty iterable. Raises ConfigError for anything else, also for a text and for None.
+    The documents are the same objects. Returns [] for an empty iterable. Errors of the iteration pass. Raises
+    ConfigError for anything else, also for a text and for None.
     """
     # LangChain's documents can be iterated over, which gives their fields
     is_list = isinstance(given, Iterable) and not isinstance(given, str | Document)
@@ -539,10 +550,11 @@ def documents_of(given: Any, name: str) -> list[Document]:
 
 
 def history_of(input: Mapping[str, object], key: str) -> list[BaseMessage]:
-    """Return the messages under `key` of a chain's input, as a list; [] if there is no such key or nothing under it.
+    """Return the messages under `key` of a chain's input, as a list; [] without that key, or for None or nothing in it.
 
-    Raises ConfigError for anything but an iterable of messages, and LangChain's own ValueError or NotImplementedError
-    for an item that is not a message.
+    Items may have any form that LangChain takes for a message, such as ("human", "…") or a text of the user. Raises
+    ConfigError for anything but an iterable of messages, and LangChain's own ValueError or NotImplementedError for an
+    item that is not a message.
     """
     given = input.get(key) or []
     # LangChain would turn each letter, key or field of these into a message.
@@ -554,7 +566,7 @@ def history_of(input: Mapping[str, object], key: str) -> list[BaseMessage]:
 
 
 def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:
-    """Return the earlier turns, and the text of the last one, the question.
+    """Return the earlier turns, pairs of role and text as in `turns_of`, and the text of the last one, the question.
 
     Neighbouring messages of the same role are one turn. System messages open the first turn, so a question without
     earlier turns begins with them. The question is "" without messages, and after a tool's result, which is an earlier
@@ -575,9 +587,13 @@ def conversation(messages: Iterable[BaseMessage]) -> tuple[list[Turn], str]:
 
 
 def turns_of(messages: Iterable[BaseMessage]) -> list[Turn]:
-    """Return the messages as turns, as in `conversation`. The first is the user's, and empty if the assistant began.
+    """Return the messages as turns: pairs of a role ("user", "assistant", "calls" or "result") and a text.
 
-    Parts of an assistant's message that are not text are left out, and so is a tool's result without its call.
+    Neighbouring messages of the same role are one turn, joined by an empty line. The first turn is the user's: it
+    begins with the system messages from anywhere in the conversation, and is "" if the assistant began without any. So
+    there is one turn, ("user", ""), without messages. The calls of a message follow its text as one turn of JSON, a
+    list of {"name", "arguments"}, and then a turn for the result of each. Parts of an assistant's message that are not
+    text are left out, and so is a tool's result without its call.
 
     Raises ConfigError for a message that is not of the user, the assistant, the system or a tool, for a message of the
     user, the system or a tool that holds more than text, and for a call of a tool without a result.

@@ -32,7 +32,8 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
     """Documents and a question in, the answer's text out: replaces `create_stuff_documents_chain(llm, prompt)`.
 
     The input is a dict: `input`, the question; `context`, documents, best first; optionally `chat_history`, messages in
-    any form LangChain accepts. Other key names can be set (`input_key="question"`). Inside runs `llm`: its tokens show
+    any form LangChain accepts. Without documents (an empty list) the model answers from the question and the history
+    alone. Other key names can be set (`input_key="question"`). Inside runs `llm`: its tokens show
     in `astream_events`, its usage in LangChain's `UsageMetadataCallbackHandler`.
 
     After the answer each document's metadata has its outcome, the fields of `ChunkStats`, as "cachecraft_outcome".
@@ -79,7 +80,9 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
 
         Raises:
             ConfigError: an unknown setting, before anything is loaded; an invalid value; a dtype or device that is not
-                available; a quality target that could not act; or a chat template that cannot be cut into segments.
+                available; a quality target that could not act; a remote or its keys that cannot be used; a package that
+                the codec or the remote needs and that is not installed; or a chat template that cannot be cut into
+                segments.
             ModelNotFoundError: nothing of that name can be loaded, or a file of it is damaged.
             UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
             StoreError: the store folder or its catalog cannot be used.

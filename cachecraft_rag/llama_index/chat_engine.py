@@ -123,7 +123,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
 
         Raises:
             ConfigError: an unknown option, or one that has no meaning here (`chat_mode`, `system_prompt` …); a
-                retriever instead of an index; `memory` and `chat_history` together; or an invalid value.
+                retriever instead of an index; `memory` and `chat_history` together; an invalid value; or, without
+                `engine`, a dtype, device, remote, package or chat template that cannot be used.
             ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
             UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
             StoreError: without `engine`, if the store folder or its catalog cannot be used.
@@ -156,7 +157,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
 
         Raises:
             ConfigError: an index instead of a retriever, an option that is unknown or has no meaning here, `memory` and
-                `chat_history` together, or an invalid value.
+                `chat_history` together, an invalid value, or, without `engine`, a dtype, device, remote, package or
+                chat template that cannot be used.
             ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
             UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
             StoreError: without `engine`, if the store folder or its catalog cannot be used.
@@ -175,14 +177,14 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
 
     @property
     def chat_history(self) -> list[ChatMessage]:
-        """All messages that the memory holds, oldest first, also those that no longer fit a prompt.
+        """All messages that the memory holds, oldest first, also those that no longer fit a prompt; [] if it is empty.
 
         Errors of the memory pass.
         """
         return self.memory.get_all()
 
     def reset(self) -> None:
-        """Forget the conversation; chunk-caches stay. Returns None. Errors of the memory pass."""
+        """Forget the conversation: empty the memory. Chunk-caches stay. Returns None. Errors of the memory pass."""
         self.memory.reset()
 
     def close(self) -> None:
@@ -206,7 +208,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             chat_history: replaces what the memory holds; None: it stays.
 
         Returns:
-            The whole answer with its source nodes, and the statistics under `metadata["cachecraft"]`.
+            The whole answer with its source nodes, and the statistics under `metadata["cachecraft"]`. If retrieval
+            finds no nodes, the model answers from the conversation alone.
 
         Raises:
             ConfigError: the message is empty or no text, the model's chat template fails at the conversation, or a
@@ -246,7 +249,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
             chat_history: replaces what the memory holds; None: it stays.
 
         Returns:
-            The whole answer with its source nodes, and the statistics under `metadata["cachecraft"]`.
+            The whole answer with its source nodes, and the statistics under `metadata["cachecraft"]`. If retrieval
+            finds no nodes, the model answers from the conversation alone.
 
         Raises:
             ConfigError: the message is empty or no text, the model's chat template fails at the conversation, or a
@@ -286,7 +290,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         Returns:
             The response with its source nodes. Its `metadata["cachecraft"]` is there, and the turn is remembered, once
             the stream has ended; the model starts with the first piece. Of an answer that an error or its reader ends
-            early, the text so far is remembered. An answer without text is not remembered, nor its question.
+            early, the text so far is remembered. An answer without text is not remembered, nor its question. If
+            retrieval finds no nodes, the model answers from the conversation alone.
 
         Raises, by this call for a message that cannot be answered, else by a piece:
             ConfigError: the message is empty or no text, the model's chat template fails at the conversation, or a
@@ -327,7 +332,8 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         Returns:
             The response with its source nodes. Its `metadata["cachecraft"]` is there, and the turn is remembered, once
             the stream has ended; the model starts with the first piece. Of an answer that an error or its reader ends
-            early, the text so far is remembered. An answer without text is not remembered, nor its question.
+            early, the text so far is remembered. An answer without text is not remembered, nor its question. If
+            retrieval finds no nodes, the model answers from the conversation alone.
 
         Raises, by this call for a message that cannot be answered, else by a piece:
             ConfigError: the message is empty or no text, the model's chat template fails at the conversation, or a

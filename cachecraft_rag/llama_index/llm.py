@@ -140,7 +140,10 @@ class CacheCraftLLM(CustomLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """The model's name, its context and its longest answer (both in tokens), for LlamaIndex. Raises nothing."""
+        """A new `LLMMetadata` with the model's name, its context and its longest answer (both in tokens).
+
+        The longest answer is that of the class, whatever a call says. `is_chat_model` is True. Raises nothing.
+        """
         return LLMMetadata(
             context_window=self.context_window,
             num_output=self.num_output,
@@ -162,19 +165,22 @@ class CacheCraftLLM(CustomLLM):
     ) -> Generation:
         """Return the engine's answer, without LlamaIndex's events; the model starts with the first piece.
 
+        The prompt is checked now. If LlamaIndex makes a response in this task, the answer is noted for its metadata.
+
         Args:
             question: the text to answer.
             documents: texts of the chunks, best first; empty ones are left out.
-            document_ids: the chunk id of each document, empty where it is not known. A text that was edited after its
-                id was noted is hashed again (`ChunkStats.stale_id`).
+            document_ids: the chunk id of each document, empty where it is not known; () if none is. A text that was
+                edited after its id was noted is hashed again (`ChunkStats.stale_id`).
             history: earlier turns, see `prompt.builder.Turn`.
             sampling: sampling of this answer; None: that of the class.
             max_tokens: longest answer; None: as `sampling` says.
             config: reuse settings of this answer; None: the engine's.
 
         Raises, by this call or by a piece:
-            ConfigError: an unknown option; `documents` that are not texts, or another number of `document_ids`; the
-                question is empty; the history or a schema cannot be used; or a server refuses the request.
+            ConfigError: an unknown option; `documents` that are not texts, or another number of `document_ids`; a
+                `max_tokens` below 1; the question is empty; the history or a schema cannot be used; the chat template
+                fails at the conversation; or a server refuses the request.
             UnsupportedCallError: `history` has calls of tools, which this engine does not support.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
@@ -238,7 +244,7 @@ class CacheCraftLLM(CustomLLM):
         Raises:
             ConfigError: the model has no JSON schema, no answer can be kept to it, the answer ends early
                 (`max_tokens`) or a validator of the model refuses it, the extra "structured" is missing, the last
-                message is not the user's, an option is unknown or invalid, or a server refuses the request.
+                message is the assistant's, an option is unknown or invalid, or a server refuses the request.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -273,7 +279,7 @@ class CacheCraftLLM(CustomLLM):
         Raises:
             ConfigError: the model has no JSON schema, no answer can be kept to it, the answer ends early
                 (`max_tokens`) or a validator of the model refuses it, the extra "structured" is missing, the last
-                message is not the user's, an option is unknown or invalid, or a server refuses the request.
+                message is the assistant's, an option is unknown or invalid, or a server refuses the request.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -438,13 +444,13 @@ class CacheCraftLLM(CustomLLM):
         `raw["usage"]` has the numbers of tokens, `raw["cachecraft"]` is `RequestStats.as_dict()`.
 
         Args:
-            messages: the conversation; the last message is the user's.
+            messages: the conversation; the last message is the user's. Every role but the assistant counts as the user.
             kwargs: options of `begin`, apart from `history`.
 
         Raises:
             ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                last message is not the user's; the question, the history or a schema cannot be used; or a server
-                refuses the request.
+                last message is the assistant's, or there is no message; the question, the history or a schema cannot be
+                used; or a server refuses the request.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -468,13 +474,13 @@ class CacheCraftLLM(CustomLLM):
         `raw` has the statistics.
 
         Args:
-            messages: the conversation; the last message is the user's.
+            messages: the conversation; the last message is the user's. Every role but the assistant counts as the user.
             kwargs: options of `begin`, apart from `history`.
 
         Raises, by this call or by a piece:
             ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                last message is not the user's; the question, the history or a schema cannot be used; or a server
-                refuses the request.
+                last message is the assistant's, or there is no message; the question, the history or a schema cannot be
+                used; or a server refuses the request.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -498,13 +504,13 @@ class CacheCraftLLM(CustomLLM):
         the answer.
 
         Args:
-            messages: the conversation; the last message is the user's.
+            messages: the conversation; the last message is the user's. Every role but the assistant counts as the user.
             kwargs: options of `begin`, apart from `history`.
 
         Raises:
             ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                last message is not the user's; the question, the history or a schema cannot be used; or a server
-                refuses the request.
+                last message is the assistant's, or there is no message; the question, the history or a schema cannot be
+                used; or a server refuses the request.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -530,13 +536,13 @@ class CacheCraftLLM(CustomLLM):
         thread.
 
         Args:
-            messages: the conversation; the last message is the user's.
+            messages: the conversation; the last message is the user's. Every role but the assistant counts as the user.
             kwargs: options of `begin`, apart from `history`.
 
         Raises, by this call or by a piece:
             ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
-                last message is not the user's; the question, the history or a schema cannot be used; or a server
-                refuses the request.
+                last message is the assistant's, or there is no message; the question, the history or a schema cannot be
+                used; or a server refuses the request.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -559,7 +565,7 @@ class CacheCraftLLM(CustomLLM):
 def with_max_tokens(sampling: SamplingParams, max_tokens: int | None) -> SamplingParams:
     """Return the sampling with another limit of an answer's tokens; with None the sampling itself.
 
-    Raises ConfigError for a limit below 1, and for anything but a whole number.
+    With a limit it is a copy. Raises ConfigError for a limit below 1, and for anything but a whole number.
     """
     return sampling if max_tokens is None else replace(sampling, max_new_tokens=max_tokens)
 
@@ -582,8 +588,9 @@ def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
 def question_of(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
     """Return the text of the last messages, which must be the user's, and the turns before them.
 
-    As in `turns_of`, every role but the assistant counts as the user. Raises ConfigError if there is no message or the
-    last one is the assistant's.
+    As in `turns_of`, every role but the assistant counts as the user, and consecutive messages of a role are joined by
+    an empty line. The turns before are [] if all messages are the user's. The text may be "". Raises ConfigError if
+    there is no message or the last one is the assistant's.
     """
     turns = turns_of(messages)
     if not turns or turns[-1][0] != "user":

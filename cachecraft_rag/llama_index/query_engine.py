@@ -114,7 +114,8 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
 
         Raises:
             ConfigError: a retriever instead of an index, an option that is unknown or about LlamaIndex's own LLM and
-                prompts, settings of an engine beside an open one, or an invalid value.
+                prompts, settings of an engine beside an open one, an invalid value, or, without `engine`, a dtype,
+                device, remote, package or chat template that cannot be used.
             ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
             UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
             StoreError: without `engine`, if the store folder or its catalog cannot be used.
@@ -190,8 +191,8 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
 
         Raises:
             ConfigError: an index instead of a retriever, settings of an engine beside an open one, another
-                `response_mode`, an `output_cls` or a template that cannot be used, an unknown option, or an invalid
-                value.
+                `response_mode`, an `output_cls` or a template that cannot be used, an unknown option, an invalid
+                value, or, without `engine`, a dtype, device, remote, package or chat template that cannot be used.
             ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
             UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
             StoreError: without `engine`, if the store folder or its catalog cannot be used.
@@ -241,8 +242,8 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
 
         Raises:
             ConfigError: an index instead of a retriever, settings of an engine beside an open one, another
-                `response_mode`, an `output_cls` or a template that cannot be used, an unknown option, or an invalid
-                value.
+                `response_mode`, an `output_cls` or a template that cannot be used, an unknown option, an invalid
+                value, or, without `engine`, a dtype, device, remote, package or chat template that cannot be used.
             ModelNotFoundError: without `engine`, if nothing of that name can be loaded, or a file of it is damaged.
             UnsupportedModelError: without `engine`, if the model has no raw keys to store, or fails the self-check.
             StoreError: without `engine`, if the store folder or its catalog cannot be used.
@@ -270,9 +271,9 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
             self.engine.prompts.build(query_bundle.query_str, [])
 
     def with_retriever(self, retriever: BaseRetriever) -> CacheCraftQueryEngine:
-        """Return a copy with another retriever; both share the engine, so close only one of them.
+        """Return a copy with another retriever. Both share the engine: close one of them, once neither is needed.
 
-        The retriever is not checked. Raises nothing.
+        The copy has the same synthesizer, postprocessors and callbacks. The retriever is not checked. Raises nothing.
         """
         return type(self)(
             retriever, self.synthesizer, self._node_postprocessors, self.callback_manager

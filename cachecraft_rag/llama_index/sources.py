@@ -53,7 +53,10 @@ class Sources:
             self.chunk_ids[node.node_id] = chunk_id
 
     def documents(self) -> DocumentOptions:
-        """Return copies of the texts and noted chunk ids as options of `CacheCraftLLM.begin`. Raises nothing."""
+        """Return options of `CacheCraftLLM.begin`: copies of `texts` as "documents" and `noted_ids` as "document_ids".
+
+        Both lists are empty without nodes. Raises nothing.
+        """
         return {"documents": list(self.texts), "document_ids": list(self.noted_ids)}
 
     def note_outcomes(self, statistics: Mapping[str, Any]) -> None:

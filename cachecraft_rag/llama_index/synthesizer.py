@@ -168,8 +168,10 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
 
         Raises:
             ConfigError: an unknown option, an invalid value, an `output_cls` or a template that cannot be used, a dtype
-                or device that is not available, a quality target that could not act, or a chat template that cannot be
-                cut into segments.
+                or device that is not available, a quality target that could not act, a remote or its keys that cannot
+                be used, a package that the codec or the remote needs and that is not installed, or a chat template that
+                cannot be cut into segments. Arguments of this class are checked after the model was loaded; the engine
+                is closed again then.
             ModelNotFoundError: nothing of that name can be loaded, or a file of it is damaged.
             UnsupportedModelError: the model has no raw keys to store, or fails the self-check.
             StoreError: the store folder or its catalog cannot be used.
@@ -208,8 +210,9 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
 
         Args:
             query: the question.
-            nodes: the passages, best first; without nodes the answer is `empty_response`, or LlamaIndex's "Empty
-                Response", and has no statistics.
+            nodes: the passages, best first; without nodes the model is not asked: the answer is `empty_response`, or
+                LlamaIndex's "Empty Response", a text also with `output_cls`, and has no statistics.
+            args: LlamaIndex's list of further source nodes, which the model does not see.
             settings: options of `get_response`.
 
         Returns:
@@ -249,8 +252,9 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
 
         Args:
             query: the question.
-            nodes: the passages, best first; without nodes the answer is `empty_response`, or LlamaIndex's "Empty
-                Response", and has no statistics.
+            nodes: the passages, best first; without nodes the model is not asked: the answer is `empty_response`, or
+                LlamaIndex's "Empty Response", a text also with `output_cls`, and has no statistics.
+            args: LlamaIndex's list of further source nodes, which the model does not see.
             settings: options of `aget_response`.
 
         Returns:

@@ -58,7 +58,8 @@ class EngineCollector(Collector):
         """Yield the current metrics of the requests, and those of the store if it is a `ChunkCacheStore`.
 
         A store that is closed or cannot be read raises nothing: `cachecraft_store_readable` is 0 then, and the other
-        metrics of the store are left out. Raises ForkError in a fork of the process that opened the store.
+        metrics of the store are left out. If its folder was deleted, it is 1, and the sizes on disk are 0. Raises
+        ForkError in a fork of the process that opened the store.
         """
         yield from self._engine.request_counts.collect()
         store = self._engine.store
@@ -186,9 +187,12 @@ class MetricsServer(Closeable):
 
 
 def serve_metrics(engine: Measured, port: int, *, address: str = "127.0.0.1") -> MetricsServer:
-    """Serve the metrics of an engine over HTTP, at `/metrics`, in a separate thread.
+    """Serve the metrics of an engine over HTTP, at `/metrics`, in a separate daemon thread.
+
+    A scrape reads the counters and the catalog of the store, see `EngineCollector.collect`.
 
     Args:
+        engine: the engine; it may be closed while its metrics are served.
         port: port to listen on; 0 chooses a free port, see `MetricsServer.port`.
         address: address of the network interface; only this machine reaches the default.
 

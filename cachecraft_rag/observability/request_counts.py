@@ -65,7 +65,8 @@ class RequestCounts:
         """Count a request that has ended: its outcome, its chunks, its tokens and its times.
 
         The time to the first token is noted only if there was a first token. No tokens are counted of a request that
-        failed before its first token. Of one that its reader closed before it, those of its statistics are counted.
+        failed before its first token. Of one that its reader closed before it, those of its statistics are counted. The
+        outcome is `stats.finish`. Returns None; each call counts, also a second one for the same request.
         """
         self._requests.labels(str(stats.finish)).inc()
         for chunk in stats.chunks:

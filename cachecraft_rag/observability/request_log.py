@@ -19,7 +19,15 @@ logger = logging.getLogger("cachecraft_rag.requests")
 
 
 def log_request(stats: RequestStats, *, error: str | None = None) -> None:
-    """Log a request that has ended, at level INFO; `error` names the class of the exception that ended it, if any."""
+    """Log a request that has ended, at level INFO, with the logger "cachecraft_rag.requests".
+
+    The record's attribute `cachecraft` holds `request_fields`. Does nothing if the logger does not log INFO. Raises
+    nothing.
+
+    Args:
+        stats: statistics of the request.
+        error: name of the class of the exception that ended it; None if it did not fail.
+    """
     if not logger.isEnabledFor(logging.INFO):
         return
     fields = request_fields(stats, error=error)
@@ -61,7 +69,7 @@ class JsonFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as one line of JSON.
+        """Return the record as one line of JSON, without a line end.
 
         The time is ISO 8601 in UTC. NaN and infinities become null, and values that JSON lacks become text. The field
         "exception" holds an exception with its traceback. The record's `cachecraft` fields replace others of the same

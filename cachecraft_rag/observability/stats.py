@@ -115,7 +115,11 @@ class RequestStats:
         return all(_is_exact(chunk) for chunk in self.chunks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return field name → plain value, for JSON. `chunks` is a tuple of dicts with the fields of `ChunkStats`."""
+        """Return field name → plain value, for JSON, in a new dict. Raises nothing.
+
+        `chunks` is a tuple of dicts with the fields of `ChunkStats`, in which `reason_code` is a `Reason`, a kind of
+        str. Fields without a value are None, "" or ().
+        """
         return asdict(self)
 
 
@@ -147,6 +151,7 @@ class Answer:
     def as_dict(self) -> dict[str, Any]:
         """Return field name → plain value, for JSON.
 
-        `sources` is a tuple of dicts with the fields of `Source`, and `stats` is the dict of `RequestStats.as_dict`.
+        `sources` is a tuple of dicts with the fields of `Source`, best first and () without sources; `stats` is the
+        dict of `RequestStats.as_dict`. All dicts are new, those of the metadata too.
         """
         return asdict(self)

@@ -71,7 +71,10 @@ class TracedRequest:
 
 
 def is_tracing() -> bool:
-    """Return True if the application has configured a tracer provider; imports nothing of OpenTelemetry."""
+    """Return True if the application has configured a tracer provider; imports nothing of OpenTelemetry.
+
+    Returns False if `opentelemetry.trace` was not imported yet in this process. Raises nothing.
+    """
     trace = sys.modules.get("opentelemetry.trace")
     # None too while another thread imports the module
     provider_of = getattr(trace, "get_tracer_provider", None)
@@ -82,9 +85,10 @@ def is_tracing() -> bool:
 
 @contextmanager
 def following(retrieval: Retrieval) -> Iterator[None]:
-    """Make requests within the block part of a trace with this retrieval; does nothing if nothing is traced.
+    """Give requests that are made within the block, in this task or thread, a child span for this retrieval.
 
-    Errors of the block pass.
+    Their own span then begins with the retrieval. Does nothing unless `is_tracing` at the begin of the block. The block
+    gets None, and its errors pass.
     """
     if not is_tracing():
         yield
@@ -101,8 +105,9 @@ def following(retrieval: Retrieval) -> Iterator[None]:
 def traced(ended: OnEnd, request: TracedRequest) -> OnEnd:
     """Return a function that calls `ended` and then records the request's spans; `ended` itself if nothing is traced.
 
-    The spans' parent is the span that is current now, in the thread of the caller. The function raises the errors of
-    `ended`; those of recording are logged, because the answer is complete then.
+    The spans' parent is the span that is current now, in the thread of the caller, and the retrieval of `following` is
+    taken now. The function takes what `ended` takes. It raises the errors of `ended`, and then records nothing; errors
+    of recording are logged, because the answer is complete then.
     """
     if not is_tracing():
         return ended
@@ -235,12 +240,15 @@ class ServedTrace:
 
     @classmethod
     def begin(cls, request: TracedRequest, headers: Mapping[str, str] | None) -> Self | None:
-        """Begin the trace of a request while `is_tracing`.
+        """Start the span of a request, and return its trace, whose `end` records the rest.
 
         Returns None if that fails, and raises nothing: the error is logged, and the request goes on without a trace.
+        Call it only while `is_tracing`, which is not checked here: without a provider, nothing would be recorded.
 
         Args:
-            headers: HTTP headers of the client that name its trace; None starts a new trace.
+            request: the request, as it is known when it is made.
+            headers: HTTP headers of the client that name its trace; None, {} or headers without a trace start a new
+                one.
         """
         try:
             return cls(request, headers)
@@ -249,9 +257,12 @@ class ServedTrace:
             return None
 
     def end(self, stats: RequestStats, error: str | None) -> None:
-        """Record the spans of the request, which has ended. Raises nothing: an error of recording is logged.
+        """Record the child spans of the request, which has ended, and end its own. Call it once.
+
+        Raises nothing: an error of recording is logged.
 
         Args:
+            stats: statistics of the request.
             error: name of the class of the exception that ended it; None if it did not fail.
         """
         try:
