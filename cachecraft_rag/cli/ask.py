@@ -65,7 +65,7 @@ def require_index(store: Path) -> None:
 def require_match(store: Path, where: Where | None) -> None:
     """Raise ConfigError unless the filter leaves a chunk: without one the model would answer without a source.
 
-    Does nothing if `where` is None. Otherwise the index is opened and closed again. Raises ConfigError also for an
+    Does nothing without a filter. Otherwise the index is opened and closed again. Raises ConfigError also for an
     invalid filter, IndexStoreError if the store has no retrieval index, or one that is damaged, of a newer version or
     locked by another process for 30 seconds, and ValueError for a chunk whose metadata in the index is no JSON.
     Exceptions of a filter that is a function pass.

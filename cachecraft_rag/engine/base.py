@@ -345,8 +345,8 @@ class AnswerEngine(ABC):
         """Return the settings for a prompt: these, or if it is too short, a copy that reuses and captures nothing.
 
         A prompt is too short if it has fewer tokens than `ReuseConfig.min_prompt_tokens`, or than the engine's
-        `min_prompt_tokens` if that is None; the copy has this limit as its `min_prompt_tokens`. Settings without reuse
-        are returned unchanged. Raises nothing.
+        `min_prompt_tokens` if they leave it open; the copy has this limit as its `min_prompt_tokens`. Settings without
+        reuse are returned unchanged. Raises nothing.
         """
         return config.for_prompt(prompt.bounds[-1], measured=self.min_prompt_tokens)
 

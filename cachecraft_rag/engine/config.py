@@ -207,7 +207,7 @@ class EngineConfig:
             options: fields of this class or of `StoreConfig` (`option_names`) with their values; `device` is that of
                 the model. A `reuse` replaces all settings of reuse.
 
-        Raises ConfigError for an unknown option, also if its value is None, for a value of a wrong type or out of
+        Raises ConfigError for an unknown option, also with the value None, for a value of a wrong type or out of
         range, and for a codec whose package is not installed.
 
         >>> EngineConfig().with_options(namespace="acme", host_bytes=1 << 30).store.host_bytes
@@ -217,6 +217,8 @@ class EngineConfig:
         given = {name: value for name, value in options.items() if value is not None}
         own_names = _own_names(type(self))
         own = {name: value for name, value in given.items() if name in own_names}
+        if own.get("audit_text") is False and self.audit_text:  # `audit` has kept it
+            own.setdefault("audit", replace(self.audit, keep_text=False))  # type: ignore[type-var]
         of_store = {name: value for name, value in given.items() if name not in own_names}
         return replace(self, store=replace(self.store, **of_store), **own)
 

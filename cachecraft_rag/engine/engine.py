@@ -311,7 +311,8 @@ class Engine(AnswerEngine):
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             RuntimeError, MemoryError: the model fails, such as torch without memory.
         """
-        target = None if target is None else listed("target", target)
+        if target is not None:
+            target = listed("target", target)
         sampling = SamplingParams(max_new_tokens=max_new_tokens)
         for token in target or ():
             check_whole(

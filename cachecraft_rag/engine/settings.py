@@ -54,6 +54,7 @@ _UNITS = {
     "ki": 1 << 10,
     "mi": 1 << 20,
     "gi": 1 << 30,
+    "ti": 1 << 40,
 }
 _SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kmgt]i?|)b?\s*", re.IGNORECASE)
 _BOOLEANS = {
@@ -112,7 +113,7 @@ class Setting:
     def shown(self) -> object:
         """The value in a form that people and logs may see.
 
-        The `remote.key` is "***" unless it is None, and the URL of a remote has no credentials; a frozenset becomes a
+        A `remote.key` is shown as "***", and the URL of a remote has no credentials; a frozenset becomes a
         sorted list. Other values are returned unchanged. Raises ConfigError for a `remote.url` that is not a URL of a
         remote; `load_settings` gives out none.
         """
@@ -202,15 +203,15 @@ def _number(text: str) -> float | str:
 def size_of(text: str) -> int:
     """Return the bytes of a size with a unit, rounded down.
 
-    Units are k, M, G and T (powers of 1,000) and Ki, Mi and Gi (powers of 1,024), in any case and with or without "B";
-    without a unit, bytes. Raises ConfigError for any other text, also for a negative number or one with an exponent,
-    and for a size beyond the range of a float.
+    Units are k, M, G and T (powers of 1,000) and Ki, Mi, Gi and Ti (powers of 1,024), in any case and with or without
+    "B"; without a unit, bytes. Raises ConfigError for any other text, also for a negative number or one with an
+    exponent, and for a size beyond the range of a float.
 
     >>> size_of("50 GB"), size_of("1.5 MiB"), size_of("100")
     (50000000000, 1572864, 100)
     """
     match = _SIZE.fullmatch(text)
-    if match is None or match[2].lower() not in _UNITS:
+    if match is None:
         raise ConfigError(
             f'{shown(text)} is no size; write bytes, or a number with a unit such as "50 GB" or "8 GiB"'
         )

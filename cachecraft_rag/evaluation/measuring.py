@@ -127,8 +127,8 @@ class Trial:
     def config(self) -> ReuseConfig:
         """Settings of the engine for this trial, as its method makes them from the ratio.
 
-        If the method takes a ratio and there is None, they leave it open (`recompute_ratio` None). Raises ConfigError
-        for a ratio outside 0 to 1 of a method that takes one.
+        If the method takes a ratio and the trial has none, they leave it open (`recompute_ratio` None). Raises
+        ConfigError for a ratio outside 0 to 1 of a method that takes one.
         """
         config = self.method.config(self.ratio or 0.0)
         if self.method.takes_ratio and self.ratio is None:

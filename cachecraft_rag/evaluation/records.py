@@ -39,7 +39,7 @@ class RecordLog(Closeable):
         ConfigError: the folder holds an evaluation with other settings or by another version of this package, or a
             damaged file, or it cannot be opened for writing.
         OSError: the settings cannot be written, such as on a full disk.
-        TypeError: a value of `settings` is none that JSON has.
+        TypeError: a value of `settings` cannot be written as JSON.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class RecordLog(Closeable):
             self._file = self._path.open("r+b" if whole else "wb")
             self._file.truncate(len(whole))
             self._file.seek(len(whole))
+            if not whole:
+                self._write({"version": VERSION, "settings": plain})
         except OSError as error:
             raise ConfigError(
                 f"{self._path} cannot be written ({error.strerror or error}); choose another folder with --out"
             ) from error
-        if not whole:
-            self._write({"version": VERSION, "settings": plain})
 
     def append(self, record: Record) -> None:
         """Add a measurement to the file and to `records`. It is not synced, but survives a killed process.

@@ -507,8 +507,8 @@ def rotation_form(rotary: object, raw: SeenAttention, rotated: SeenAttention) ->
         rotated: the same with the model's own.
 
     Returns:
-        The known form with the smallest error; one with rotary_dim 0 for a layer that rotates nothing, and if `rotary`
-        is None, without a comparison.
+        The known form with the smallest error; one with rotary_dim 0 for a layer that rotates nothing, and without a
+        comparison if there is no `rotary`.
 
     Raises SurveyError if no known form is near enough, or if `rotary` is neither a pair of tensors nor a complex
     tensor; KeyError for keys that are not float32, float16 or bfloat16.

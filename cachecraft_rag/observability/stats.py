@@ -118,7 +118,7 @@ class RequestStats:
         """Return field name → plain value, for JSON, in a new dict. Raises nothing.
 
         `chunks` is a tuple of dicts with the fields of `ChunkStats`, in which `reason_code` is a `Reason`, a kind of
-        str. Fields without a value are None, "" or ().
+        str. Fields without a value have their default.
         """
         return asdict(self)
 

@@ -716,8 +716,8 @@ class ChunkCacheStore(Closeable):
 
         Returns True then, and False after `timeout` seconds, in all; None waits without limit. After `close` it returns
         True. A capture that could not be written does not raise here, and counts as done: `put` returns its future.
-        Raises ConfigError unless `timeout` is None or a number from 0 to a million, and ForkError in a fork of the
-        process that opened the store.
+        Raises ConfigError for a `timeout` that is neither None nor a number from 0 to a million, and ForkError in a
+        fork of the process that opened the store.
         """
         self._home.require()
         check_number("timeout", timeout, most=MOST_SECONDS, optional=True)

@@ -132,7 +132,7 @@ def row_error(variant: Variant) -> str:
 def scores_are_wrong(scores: TokenScores, tokens: int) -> bool:
     """Return True if token scores are not `[tokens]`, or not valid attention: below 0, above `tokens`, or NaN.
 
-    The upper limit has a tolerance of 0.1 %. False if there are no scores, that is, `inter` is None. Raises ValueError
+    The upper limit has a tolerance of 0.1 %. False without scores, that is, without `inter`. Raises ValueError
     if `tokens` is 0 and the scores are an empty array.
     """
     inter = scores.inter

@@ -120,7 +120,7 @@ class RequestRecord:
     ) -> Mapping[str, str] | None:
         """Begin the trace of the request and set `trace`; return the headers for vLLM, which name this trace.
 
-        To be called while `is_tracing`. If the trace cannot begin, that is logged, `trace` is None, and the client's
+        To be called while `is_tracing`. If the trace cannot begin, that is logged, `trace` stays None, and the client's
         own headers are returned; nothing is raised.
 
         Args:
@@ -137,7 +137,7 @@ class RequestRecord:
     def request_predictions(self, params: RequestParams) -> None:
         """Request the log-probabilities that an audit needs: set `params.logprobs` to 16.
 
-        Does nothing if the answer is not to be audited, that is if `predicted` is None. An answer with a grammar is not
+        Does nothing if the answer is not to be audited, that is without `predicted`. An answer with a grammar is not
         audited, and neither is one whose client wants log-probabilities itself: `predicted` then becomes None.
         """
         if self.predicted is None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from cachecraft_rag.cli.app import app
 from cachecraft_rag.engine.config import EngineConfig
-from cachecraft_rag.engine.settings import load_settings
+from cachecraft_rag.engine.settings import load_settings, size_of
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
@@ -308,3 +308,18 @@ def test_the_papers_options_can_be_changed_one_by_one() -> None:
     assert EngineConfig.paper(preload_bytes=7).preload_bytes == 7
     with pytest.raises(ConfigError, match="best_first"):
         EngineConfig.paper(best_first=True)
+
+
+def test_text_of_audits_that_is_switched_off_is_not_kept() -> None:
+    kept = EngineConfig(audit="idle", audit_text=True)
+    assert kept.audit.keep_text  # type: ignore[union-attr]
+    off = kept.with_options(audit_text=False)
+    assert (off.audit_text, off.audit.keep_text) == (False, False)  # type: ignore[union-attr]
+    assert kept.with_options(dtype="float32").audit.keep_text  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1 TiB", 1 << 40), ("2T", 2 * 10**12), ("8 GiB", 8 << 30)]
+)
+def test_sizes_have_units_up_to_tebibytes(text: str, size: int) -> None:
+    assert size_of(text) == size

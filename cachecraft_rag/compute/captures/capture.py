@@ -55,7 +55,7 @@ class RecordedChunk:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that this capture holds: `kv`, `mass` unless it is None, and the queries of each layer.
+        """Return the tensors that this capture holds: `kv`, `mass` if it was measured, and the queries.
 
         The list is new; the tensors are the capture's own.
         """

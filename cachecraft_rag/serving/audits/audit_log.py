@@ -159,7 +159,8 @@ def _readable(rows: Iterable[sqlite3.Row]) -> Iterable[Audit]:
         try:
             for name in ("differences", "outcomes"):
                 values[name] = json.loads(values[name])
-            values["text"] = None if values["text"] is None else json.loads(values["text"])
+            if values["text"] is not None:
+                values["text"] = json.loads(values["text"])
             yield Audit.from_dict(values)
         except (TypeError, ValueError, OverflowError):  # also of json
             continue
