@@ -54,7 +54,8 @@ class Breaker:
         """Record a request of this kind that succeeded. The kind "probe" closes the breaker if it is probing."""
         with self._lock:
             if kind != "probe":
-                if self._failures.pop(kind, 0) and not self._failures:
+                had_failed = self._failures.pop(kind, None) is not None
+                if had_failed and not self._failures:
                     self._pause_s = 0.0
             elif self._state == "probing":
                 self._state = "closed"

@@ -75,16 +75,18 @@ class RedisBackend:
         left out. Raises OSError if the server fails, as TimeoutError if it is too slow.
         """
         most = max(MOST_VARIANTS, self._config.variants_per_chunk)
-        answer = await self._answer(
-            self._lookup(keys=[self._prefix], args=[most, LONGEST_ROWS, *places])
-        )
-        return [
-            {
-                name.decode(errors="replace"): row
-                for name, row in zip(*[iter(rows)] * 2, strict=True)
-            }
-            for rows in answer
-        ]
+
+        async def looked_up() -> list[dict[str, bytes]]:
+            answer = await self._lookup(keys=[self._prefix], args=[most, LONGEST_ROWS, *places])
+            return [
+                {
+                    name.decode(errors="replace"): row
+                    for name, row in zip(*[iter(rows)] * 2, strict=True)
+                }
+                for rows in answer
+            ]
+
+        return await self._answer(looked_up())
 
     async def names(self, place: str) -> list[str]:
         """Return the names of the complete entries in a place, [] if it has none.

@@ -181,7 +181,9 @@ class RemoteTier(Closeable):
         name = variant.variant_id
         if not facts.nbytes:
             return Unavailable(name, LoadFailure.NOT_OFFERED, "no look-up on the remote gave it")
-        if self._closed or not self._connection.allows():
+        if self._closed:
+            return Unavailable(name, LoadFailure.CLOSED, "the remote tier is closed")
+        if not self._connection.allows():
             return Unavailable(
                 name, LoadFailure.CIRCUIT_OPEN, "the remote is left alone after repeated failures"
             )

@@ -264,6 +264,16 @@ def test_namespaces_and_fingerprints_never_cross(url: str, make_tier: MakeTier) 
         assert found(reader, namespace=stranger[0], fingerprint=stranger[1]) == []
 
 
+def test_an_odd_answer_is_a_failed_look_up(redis_url: str, make_tier: MakeTier) -> None:
+    """redis-py takes options from the URL, and with this one its answers are texts instead of bytes."""
+    variant = variant_of()
+    send(make_tier(redis_url), variant)
+    reader = make_tier(f"{redis_url}?decode_responses=1")
+    key = variant.key
+    result = reader.find(key.namespace, key.fingerprint, [key.chunk_id])
+    assert (result.variants, bool(result.remote)) == ({key.chunk_id: []}, True)
+
+
 def test_a_row_that_was_moved_is_not_believed(redis_url: str, make_tier: MakeTier) -> None:
     tier, mine, yours = (
         make_tier(redis_url),
@@ -928,6 +938,17 @@ def test_the_breaker_opens_waits_probes_and_closes() -> None:
     assert [breaker.failed("lookup") for _ in range(3)] == [False, False, True]
     now[0] = 80.0
     assert breaker.take_probe()  # all is forgotten
+
+
+def test_a_breaker_that_opens_at_once_forgets_its_pauses_too() -> None:
+    now = [0.0]
+    breaker = Breaker(failures=1, cool_down_s=10, clock=lambda: now[0])
+    for _ in range(3):
+        assert breaker.failed("lookup")
+        now[0] += 10.0
+        assert breaker.take_probe(), "the pause is the first one's again"
+        breaker.succeeded("probe")
+        breaker.succeeded("lookup")
 
 
 def test_the_breaker_counts_by_kind_and_pauses_no_longer_than_it_may() -> None:
