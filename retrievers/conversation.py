@@ -34,9 +34,10 @@ _LETTERS = 600
 def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]:
     """Return the texts to search for: the question, and for a follow-up also the questions before it and the question.
 
-    One text for a first question, else two. Earlier questions are the user's turns that have text: the last two of them
-    are used, and of these together the last 600 characters, from the next whole word on. Raises nothing for a history
-    of pairs of texts.
+    One text for a first question, else two: the question, and earlier questions and the question joined by spaces.
+    Earlier questions are the user's turns that have text: the last two of them are used. If they have more than 600
+    characters together, only the last 600 are used, from the next whole word on; without a space among these, none is
+    used and there is one text. Raises nothing for a history of pairs of texts.
 
     Args:
         question: the user's last message.
@@ -57,7 +58,8 @@ def search_texts(question: str, history: Sequence[Turn] = ()) -> tuple[str, ...]
 def turn_before(history: Sequence[Turn]) -> tuple[str, Sequence[Turn]] | None:
     """Return the last question before this one, and the turns before that; None for a first question.
 
-    Turns of the user without text do not count. Raises nothing for a history of pairs of texts.
+    That is the text of the last turn in `history` whose role is "user", unchanged, and a new list of all turns before
+    it, which may be empty. Turns of white space alone do not count. Raises nothing for a history of pairs of texts.
     """
     place = max(
         (at for at, (role, text) in enumerate(history) if role == "user" and text.strip()),
@@ -69,7 +71,8 @@ def turn_before(history: Sequence[Turn]) -> tuple[str, Sequence[Turn]] | None:
 def prefer(hits: Iterable[SearchHit], chunk_ids: Collection[str], top_k: int) -> list[SearchHit]:
     """Return the best `top_k` hits, best first; hits of `chunk_ids` win ties.
 
-    Scores that differ by less than `TIE` are a tie. There are fewer hits if fewer are given. Raises nothing.
+    A hit of `chunk_ids` is ranked as if its score were `TIE` (0.02) higher; the scores do not change. Equal ones keep
+    their order. There are fewer hits if fewer are given, and none for a `top_k` of 0. Raises nothing.
 
     >>> hits = [SearchHit("a", 0.50, "", {}), SearchHit("b", 0.49, "", {}), SearchHit("c", 0.40, "", {})]
     >>> [hit.chunk_id for hit in prefer(hits, {"b", "c"}, 2)]
@@ -91,22 +94,23 @@ def search(
 ) -> list[SearchHit]:
     """Return the `top_k` chunks most similar to a question in its conversation, best first.
 
-    A follow-up also repeats the search of the turn before, for the chunks to prefer where scores tie. The list is
-    shorter if there are fewer chunks, and empty if no chunk passes the filter.
+    A follow-up is searched for by the mean of the vectors of its two `search_texts`. It also repeats the search of the
+    turn before, whose `top_k` chunks are preferred (see `prefer`). The list is shorter if there are fewer chunks, and
+    empty if no chunk passes the filter.
 
     Args:
         index: the index to search.
-        encode: returns vectors `[texts, dim]` of texts.
+        encode: returns vectors `[texts, dim]` of texts; called once, with at most four texts.
         question: the user's last message.
         history: the turns before it, (role, text) each.
         top_k: number of chunks, at least 1.
         where: filter of chunks, see `FaissStore.search`.
 
-    Raises ConfigError for a `top_k` below 1 or an invalid filter; IndexStoreError for vectors that do not fit and if
-    the index is closed or damaged; ForkError in a fork of the process that opened the index; TypeError, ValueError or
-    AttributeError for a history that is no list of pairs of texts; TypeError or ValueError if `encode` returns no
-    numbers or another number of vectors; ValueError for a chunk whose metadata in the database is no JSON; what the
-    filter raises if it is a function; and what `encode` raises.
+    Raises ConfigError for a `top_k` below 1 or an invalid filter; IndexStoreError for vectors of another width or that
+    are not finite, and if the index is closed or damaged; ForkError in a fork of the process that opened the index;
+    TypeError, ValueError or AttributeError for a history that is no list of pairs of texts; TypeError or ValueError if
+    `encode` returns no numbers or another number of vectors; ValueError for a chunk whose metadata in the database is
+    no JSON; what the filter raises if it is a function; and what `encode` raises.
     """
     asked: list[tuple[str, Sequence[Turn]]] = [(question, history)]
     before = turn_before(history)

@@ -48,6 +48,9 @@ class Embedder:
     local_files_only  never use the network; otherwise the hub is asked only for files that are not on disk yet
     batch_size        most texts that the model encodes at once, 1 to 1,048,576
 
+    Attributes: `name` of the model, of a folder its last part; `source`, the name or absolute folder that loads it
+    again; `dim`, how many numbers a vector has; and `batch_size`. It holds nothing that must be closed.
+
     Thread-safe: calls run one at a time. Raises `ModelNotFoundError` if the model cannot be loaded, or its wheel or
     sentence-transformers is not installed; `ConfigError` for an argument of a wrong type or out of range, and for a
     device that torch does not have; `IndexStoreError` if the model gives a vector that is not finite; and torch's
@@ -105,6 +108,7 @@ class Embedder:
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text before truncation, special tokens included.
 
+        A prompt that the model puts before a document or question is not counted; "" has the special tokens alone.
         Raises TypeError for anything but a text, and for text with half a surrogate pair. A model with a slow tokenizer
         raises ValueError for anything but a text, and for half a surrogate pair what its tokenizer raises, if anything.
         """
@@ -115,7 +119,7 @@ class Embedder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """`name@digest`, to tell embedding models apart; computed once.
+        """The text `name@digest`, to tell embedding models apart; computed at the first use, then kept.
 
         The digest covers the weights, the modules' settings such as pooling, the transformer's own `config.json`, the
         limit of tokens, the prompts and a fast tokenizer.
@@ -148,7 +152,8 @@ class Embedder:
     ) -> NDArray[np.float32]:
         """Return unit vectors of texts to be indexed, float32 `[texts, dim]`, in the order of the texts.
 
-        The shape is `[0, dim]` without texts. Texts longer than `limit` are truncated.
+        The shape is `[0, dim]` without texts. Of texts longer than `limit` tokens the end is ignored. Calls in several
+        threads wait for each other batch by batch.
 
         Args:
             texts: a list of texts; half surrogate pairs are read as "?".
@@ -211,8 +216,9 @@ class Embedder:
 def unit_vectors(vectors: ArrayLike) -> NDArray[np.float32]:
     """Return vectors `[…, dim]` as float32 at length 1, so that inner products are cosines; zero vectors stay zero.
 
-    A vector with an infinite number or NaN has NaN in the result. Raises TypeError or ValueError for values that are no
-    numbers, for rows of different lengths, and for a single number.
+    The result is a new array of the same shape, empty for []. A vector with an infinite number, NaN or None has NaN in
+    the result, and one with a number above some 1e154 in size becomes 0. Raises TypeError or ValueError for other
+    values that are no numbers, for rows of different lengths, and for a single number.
 
     >>> unit_vectors([3.0, 4.0]).tolist() == np.asarray([0.6, 0.8], np.float32).tolist()
     True

@@ -91,20 +91,26 @@ def index_folder(
 ) -> IndexReport:
     """Add, update and remove documents until the index matches the folder; a single file is added or updated.
 
-    Each document is one transaction: the next run completes one that was killed.
+    A doc_id is the folder's name (with a number if another folder has it), "/" and the path below it: `docs/kettle.md`.
+    A path inside a folder that was indexed before belongs to that folder; a folder around earlier ones replaces their
+    documents by its own. Documents of the folder are removed if their file is gone or can no longer be parsed, and stay
+    if it cannot be opened; other documents stay, and for a single file nothing is removed. Unchanged files are not
+    parsed. Each document is one transaction: the next run completes one that was killed. At the end the index file is
+    written.
 
     Args:
         path: the folder or the file.
         store: the index.
         embedder: makes the vectors.
         progress: called after each file and after each batch of embeddings; `done` and `total` count files. Its errors
-            pass.
+            pass, but an OSError or DocumentError in a batch may become a problem in the report.
         chunk_tokens: most tokens of a chunk, or the embedding model's limit if that is less.
         model: the answering model's tokens, if it is known: they limit a chunk too.
         follow_links: also read targets of links outside the folder; otherwise such a link is a problem.
 
     Returns:
-        What was added, updated and removed. A file that cannot be read is a problem in it, and raises nothing.
+        The doc_ids that were added, updated, unchanged and removed. A file that cannot be read is a problem in it, and
+        raises nothing. For an empty folder all is empty, but what was removed.
 
     Raises:
         DocumentError: there is nothing at `path`, or a file of a kind that cannot be indexed.
@@ -114,7 +120,10 @@ def index_folder(
             the first document that is split shows.
         ForkError: called in a fork of the process that opened the index or loaded the model.
         RuntimeError: torch has no memory for the embedding model.
+        ValueError: the metadata of an unchanged document's chunk in the index is no JSON.
         TypeError: `path` is no path, or `chunk_tokens` is no number.
+
+    Documents that were written before an error stay.
     """
     listing = list_files(path, follow_links=follow_links)
     run = _Run(store, embedder, chunk_tokens=chunk_tokens, progress=progress, model=model)
@@ -142,20 +151,22 @@ def index_documents(
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     model: ModelTokens | None = None,
 ) -> IndexReport:
-    """Add or update documents in memory; none is removed. Their doc_ids are used unchanged.
+    """Add documents that are in memory to the index, or update them; none is removed. Their doc_ids are used unchanged.
 
-    Of several documents with the same doc_id the last one stays.
+    Of several documents with the same doc_id the last one stays. At the end the index file is written.
 
     Args:
         documents: the documents.
         store: the index.
         embedder: makes the vectors.
-        progress: called after each document and after each batch of embeddings. Its errors pass.
+        progress: called after each document and after each batch of embeddings; `done` and `total` count documents. Its
+            errors pass.
         chunk_tokens: most tokens of a chunk, or the embedding model's limit if that is less.
         model: the answering model's tokens, if it is known: they limit a chunk too.
 
     Returns:
-        What was added and updated. A document without text has no chunks; one that cannot be split is a problem in it.
+        The doc_ids that were added, updated and unchanged. A document without text is added without chunks; one that
+        cannot be split is a problem in it. All is empty without documents.
 
     Raises:
         ConfigError: an item is no `Document`, its text is no str, its doc_id is no valid Unicode, or its metadata no
@@ -166,9 +177,10 @@ def index_documents(
             the embedding model gives a vector that is not finite.
         ForkError: called in a fork of the process that opened the index or loaded the model.
         RuntimeError: torch has no memory for the embedding model.
+        ValueError: the metadata of an unchanged document's chunk in the index is no JSON.
         TypeError: `documents` cannot be iterated, or `chunk_tokens` is no number.
 
-    Documents that were written before an error stay.
+    Documents that were written before an error stay; those that waited to be embedded together are lost.
     """
     given = list(documents)
     for document in given:

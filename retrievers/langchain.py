@@ -112,7 +112,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         *,
         caches: Caches | None = None,
     ) -> Self:
-        """Open the index in a folder, or make it. The result closes it with `close`.
+        """Return a vector store over the index in a folder, which is opened or made. The result closes it with `close`.
 
         Of `CacheCraftEmbeddings` the fingerprints are compared. Other embeddings have none, so their class, model name
         and width are compared; they embed a text to tell the width.
@@ -163,7 +163,10 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         caches: Caches | None = None,
         **kwargs: object,
     ) -> Self:
-        """Open the index in `folder` and add texts to what it holds. `from_documents` takes the same options.
+        """Open the index in `folder`, or make it, and add texts to what it holds; return the vector store.
+
+        `close` of the result closes the index. After an error in adding it is closed at once, and texts that were added
+        before the error stay. `from_documents` takes the same options.
 
         Args:
             texts: one for each document.
@@ -179,7 +182,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
                 ids than of texts; or a server refuses to delete chunk-caches of replaced documents.
             StoreError, ServerError: chunk-caches of replaced documents cannot be deleted.
             ForkError: in a fork of the process that opened the store of chunk-caches.
-            ValueError: LangChain's, for another number of metadatas and for a text of another type.
+            ValueError: LangChain's, for another number of metadatas and for a text of another type; or the embeddings
+                return another number of vectors.
 
         Errors of the embeddings pass.
         """
@@ -222,7 +226,10 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         ids: list[str] | None = None,
         **kwargs: object,
     ) -> list[str]:
-        """Add texts as documents, or replace those with the same ids; returns the ids, as `add_documents` does.
+        """Add texts as documents, or replace those with the same ids; returns the ids, new ones where none were given.
+
+        Each document is one transaction; those before an error stay. The list is empty without texts. For embedding and
+        chunk-caches see `add_documents`.
 
         Args:
             texts: one for each document.
@@ -230,7 +237,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
             ids: one for each text; None or an empty list: new ones.
 
         Raises ConfigError for another number of ids, LangChain's ValueError for another number of metadatas and for a
-        text of another type, and what `add_documents` raises.
+        text of another type, TypeError for `texts` that cannot be iterated, and what `add_documents` raises.
         """
         texts = list(texts)
         if ids and len(ids) != len(texts):  # LangChain would leave out the texts after the last id
@@ -242,10 +249,13 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[str]:
         """Add documents, or replace those with the same ids; returns the ids, new ones where none were given.
 
-        Each document is one transaction; those before an error stay. The list is empty without documents.
+        Each document is one transaction; those before an error stay. Of several with the same id the last stays. A text
+        that the index holds already keeps its vector and is not embedded. Chunk-caches of replaced documents, and those
+        that wait after `delete`, are deleted if no document has their text any more. The list is empty without
+        documents.
 
         Args:
-            documents: LangChain's documents.
+            documents: LangChain's documents. They are not changed.
             ids: one for each document; None or an empty list: the documents' own.
 
         Raises ConfigError for metadata that JSON cannot hold, another number of ids, an unknown option, and an id or a
@@ -279,8 +289,9 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     def delete(self, ids: list[str] | None = None, **kwargs: object) -> bool:
         """Delete documents, or all of them without `ids`; returns True. Unknown ids are ignored.
 
-        Chunk-caches follow with the next addition, after a minute, or at `close`: an upsert deletes first. An empty
-        list of ids deletes nothing. Each document is one transaction.
+        Without ids, documents that LangChain did not add are deleted too. An id that is no document's but a chunk's
+        removes the chunk from every document. Chunk-caches follow with the next addition, after a minute, or at
+        `close`: an upsert deletes first. An empty list of ids deletes nothing. Each document is one transaction.
 
         Raises ConfigError for an unknown option and for an id that is no valid text, IndexStoreError if the index is
         closed or damaged or cannot be written, ForkError in a fork of the process that opened it, ValueError for a
@@ -299,9 +310,11 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         """Return the documents with these ids, in their order; unknown ids are skipped, so the list may be empty.
 
-        A document of several chunks that LangChain did not add gives each of them. Raises ConfigError for an id that is
-        no valid text, IndexStoreError if the index is closed or damaged, ValueError for a chunk whose metadata in the
-        database is no JSON, and ForkError in a fork of the process that opened the index.
+        A document of several chunks that LangChain did not add gives each of them, and an id that is no document's but
+        a chunk's gives the chunk. An id that is given twice is returned twice. The metadata also has the chunk id,
+        under `cachecraft_chunk_id`. Raises ConfigError for an id that is no valid text, IndexStoreError if the index is
+        closed or damaged, ValueError for a chunk whose metadata in the database is no JSON, and ForkError in a fork of
+        the process that opened the index.
         """
         chunks_by_id = {name: self.index.chunks_of(name) for name in ids}
         # A chunk that was not added through LangChain has its chunk id as its id.
@@ -338,7 +351,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[tuple[Document, float]]:
         """Return the `k` documents most similar to a question in its conversation, with their cosines, best first.
 
-        There are fewer if no more documents pass the filter.
+        Documents that the turn before would retrieve are ranked as if their cosines were 0.02 higher; the cosines do
+        not change. There are fewer if no more documents pass the filter.
 
         Args:
             query: the question.
@@ -364,7 +378,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[tuple[Document, float]]:
         """Return the `k` most similar documents with their cosines, -1 to 1, best first.
 
-        The list is empty if no document passes the filter.
+        There are fewer if no more documents pass the filter, and the list may be empty. Of documents with the same text
+        one is returned. The metadata also has the chunk id, under `cachecraft_chunk_id`.
 
         Args:
             query: the question.
@@ -386,7 +401,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[Document]:
         """Return `k` of the `fetch_k` most similar documents, chosen to be like the query and unlike each other.
 
-        They are in the order of the choice. There are fewer if no more documents pass the filter.
+        They are in the order of the choice. There are fewer if `fetch_k` is below `k`, or no more documents pass the
+        filter.
 
         Args:
             query: the question.
@@ -417,7 +433,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
     ) -> list[Document]:
         """Return `k` of the `fetch_k` documents most similar to a vector, chosen to be like it and unlike each other.
 
-        They are in the order of the choice. There are fewer if no more documents pass the filter.
+        They are in the order of the choice. There are fewer if `fetch_k` is below `k`, or no more documents pass the
+        filter.
 
         Args:
             embedding: the vector.
@@ -507,7 +524,10 @@ def _without_notes(metadata: dict[str, object]) -> dict[str, object]:
 
 
 def note(document: Document, notes: Mapping[str, object]) -> None:
-    """Add notes to a document's metadata, in place; comparisons of documents ignore them. Raises nothing."""
+    """Replace a document's metadata by a `NotedMetadata`: a copy with `notes` added. Returns None and raises nothing.
+
+    Comparisons ignore only notes under the keys of `NOTE_KEYS`. The former dictionary does not change.
+    """
     document.metadata = NotedMetadata({**document.metadata, **notes})
 
 

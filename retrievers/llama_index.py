@@ -109,17 +109,20 @@ class CacheCraftEmbedding(BaseEmbedding):
         return "CacheCraftEmbedding"
 
     def to_dict(self, **kwargs: object) -> dict[str, object]:
-        """Return the settings; `model` names what to load, if that is not `model_name`. Raises nothing."""
+        """Return the settings; `model` names what to load, if that is not `model_name`. Raises nothing.
+
+        The device and the batch size of the `Embedder` are not among them.
+        """
         data: dict[str, object] = super().to_dict(**kwargs)
         source = self._embedder.source
         return data if source == self.model_name else {**data, "model": source}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> CacheCraftEmbedding:
-        """Load the embedding model of a `to_dict` again.
+        """Return a new object for a `to_dict`; its embedding model is loaded again, on the library's choice of device.
 
         Args:
-            data: values of `to_dict`.
+            data: values of `to_dict`; it is not changed.
             kwargs: settings that override them.
 
         Raises ModelNotFoundError if the model cannot be loaded, ConfigError for an unknown setting or a `model` that is
@@ -136,7 +139,10 @@ class CacheCraftEmbedding(BaseEmbedding):
 
     @property
     def embedder(self) -> Embedder:
-        """The model itself; pass its `fingerprint` to a new `CacheCraftVectorStore` as `embedding`. Raises nothing."""
+        """The `Embedder` that makes the vectors. Raises nothing.
+
+        A new `CacheCraftVectorStore` takes its `fingerprint`, or this object, as `embedding`.
+        """
         return self._embedder
 
     def _get_query_embedding(self, query: str) -> list[float]:
@@ -214,10 +220,10 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> CacheCraftVectorStore:
-        """Open the folder of a `to_dict` or a pickle again.
+        """Return a store over the folder of a `to_dict` or a pickle, which is opened if it holds an index.
 
         Args:
-            data: values of `to_dict`.
+            data: values of `to_dict`: `folder` and `embedding`.
             kwargs: arguments of the class; `caches` is not kept and may be given.
 
         Raises IndexStoreError if the folder holds an index of another embedding model, a damaged one or one of a newer
@@ -242,6 +248,8 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         """Add nodes with their embeddings, or replace those with the same ids; returns the node ids, in their order.
 
         The nodes of each document are one transaction; documents before an error stay. The list is empty without nodes.
+        The first call for a new folder makes the index. Chunk-caches of replaced nodes, and those that wait after
+        `delete`, are deleted if no node in the index has their text any more.
 
         Raises IndexStoreError for vectors that do not fit the index, if another model made it, and if it is closed or
         cannot be written; ConfigError for an unknown option, and for an id or a text that is not valid Unicode;
@@ -288,11 +296,15 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     ) -> None:
         """Remove the nodes that have one of the ids (None: any) and pass the filters. Returns None.
 
-        No node has one of an empty list of ids. Chunk-caches follow as in `delete`. Raises ConfigError without ids
-        unless there are filters, and each group of them has a condition (an empty group passes every node), for an
-        unknown option, and for filters that are nested too deep; TypeError or ValueError for values that cannot be
-        compared; TypeError for `node_ids` that cannot be iterated or hold anything that JSON cannot; IndexStoreError if
-        the index is closed or damaged or cannot be written; ForkError in a fork of the process that opened it; and
+        No node has one of an empty list of ids. Documents without a node left are removed too. Chunks that LlamaIndex
+        did not add have no node id, and stay, also if they pass the filters. Chunk-caches follow with the next `add`,
+        after a minute, or at `close`. Does nothing before the first `add` to a new folder.
+
+        Raises ConfigError without ids unless there are filters, and each group of them has a condition (an empty group
+        passes every node), for an unknown option, and for filters that are nested too deep; TypeError or ValueError for
+        values of filters that cannot be compared; ValueError, with filters, for a node whose metadata in the database
+        is no JSON; TypeError for `node_ids` that cannot be iterated or hold anything that JSON cannot; IndexStoreError
+        if the index is closed or damaged or cannot be written; ForkError in a fork of the process that opened it; and
         RuntimeError if the system has no room for the thread that deletes chunk-caches later.
         """
         check_names(delete_kwargs, ())
@@ -311,10 +323,11 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     def clear(self) -> None:
         """Remove all nodes, and at once their chunk-caches; the index stays open. Returns None.
 
-        Raises IndexStoreError if the index is closed or cannot be written, and ForkError in a fork of the process that
-        opened it or the store of chunk-caches; RuntimeError if the system has no room for a thread; StoreError or
-        ServerError if the chunk-caches cannot be deleted, and ConfigError if a server refuses to delete them: the nodes
-        were removed then.
+        Documents that LlamaIndex did not add are removed too. Each document is one transaction. Does nothing before the
+        first `add` to a new folder. Raises IndexStoreError if the index is closed or cannot be written, and ForkError
+        in a fork of the process that opened it or the store of chunk-caches; RuntimeError if the system has no room for
+        a thread; StoreError or ServerError if the chunk-caches cannot be deleted, and ConfigError if a server refuses
+        to delete them: the nodes were removed then.
         """
         if self._store is not None:
             for document in self._store.documents():
@@ -333,11 +346,12 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     ) -> list[BaseNode]:
         """Return the nodes that have one of the ids (None: any) and pass the filters; an empty list without an index.
 
-        They are sorted by document, and not in the order of the ids. Unknown ids are ignored. Raises ConfigError for
-        filters that are nested too deep; TypeError for `node_ids` that cannot be iterated or hold anything that JSON
-        cannot; TypeError or ValueError for values that cannot be compared; ValueError for a node whose metadata in the
-        database is no JSON; IndexStoreError if the index is closed or damaged; and ForkError in a fork of the process
-        that opened it.
+        They are sorted by document, and not in the order of the ids. Unknown ids are ignored. A chunk that LlamaIndex
+        did not add is returned only for None, as a node whose id is its chunk id. The metadata of each node also has
+        its chunk id, under `cachecraft_chunk_id`. Embeddings are not returned. Raises ConfigError for filters that are
+        nested too deep; TypeError for `node_ids` that cannot be iterated or hold anything that JSON cannot; TypeError
+        or ValueError for values that cannot be compared; ValueError for a node whose metadata in the database is no
+        JSON; IndexStoreError if the index is closed or damaged; and ForkError in a fork of the process that opened it.
         """
         if self._store is None:
             return []
@@ -347,8 +361,9 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         """Return the best nodes, best first, with their scores and ids; an empty result without an index.
 
         Query modes: the default, by embedding, whose scores are cosines; and `mmr`, near the query and unlike each
-        other. The scores of `mmr` are those of LlamaIndex's choice and no cosines. There are fewer nodes if no more
-        pass the filters.
+        other. The scores of `mmr` are those of LlamaIndex's choice and no cosines, and its nodes are in the order of
+        the choice. There are fewer nodes than `similarity_top_k` if no more pass the filters. Of nodes with equal text
+        one is returned. Their metadata also has the chunk id, under `cachecraft_chunk_id`.
 
         Args:
             query: LlamaIndex's query; its filters may be nested.
@@ -458,7 +473,9 @@ class ConversationQuery(QueryBundle):
     def of(cls, question: str, history: Sequence[Turn]) -> QueryBundle:
         """Return the query of a question after these turns; a plain `QueryBundle` for a first question.
 
-        Raises nothing for a history of pairs of texts, (role, text) each.
+        That is one for which `search_texts` gives a single text. Otherwise the query's text is the last of the texts,
+        and all of them are its `custom_embedding_strs`. Raises nothing for a history of pairs of texts, (role, text)
+        each.
         """
         texts = search_texts(question, history)
         if len(texts) == 1:
@@ -539,9 +556,10 @@ def _chunk_of(node: BaseNode) -> Chunk:
 
 
 def without_paths(node: BaseNode) -> BaseNode:
-    """Return the node, or a copy whose text for the model (`MetadataMode.LLM`) leaves out `PATH_KEYS`.
+    """Return a copy of the node whose text for the model (`MetadataMode.LLM`) leaves out `PATH_KEYS`.
 
-    Raises nothing.
+    That is the key `file_path`, which stays in the metadata. A node that has no such key, or leaves it out already, is
+    returned itself. Raises nothing.
     """
     seen = (PATH_KEYS & node.metadata.keys()) - set(node.excluded_llm_metadata_keys)
     if not seen:
@@ -552,9 +570,9 @@ def without_paths(node: BaseNode) -> BaseNode:
 
 
 def with_notes(node: BaseNode, notes: Mapping[str, object]) -> BaseNode:
-    """Return a copy of a node with more metadata, which neither the model nor the embedding model sees.
+    """Return a copy of a node with `notes` added to its metadata; neither the model nor the embedding model sees them.
 
-    Raises nothing.
+    A note replaces metadata of the same name. The node itself does not change. Raises nothing.
     """
     hidden_from_llm = dict.fromkeys((*node.excluded_llm_metadata_keys, *notes))
     hidden_from_embedder = dict.fromkeys((*node.excluded_embed_metadata_keys, *notes))

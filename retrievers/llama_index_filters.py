@@ -28,10 +28,14 @@ def where_of(
 ) -> Where | None:
     """Return filters and ids, all of which must hold, as a `where` of `FaissStore.search`; None if nothing filters.
 
+    Filters without a condition filter nothing at the top, of whatever kind. Nested, such an "or" passes no chunk, and
+    the others pass every chunk.
+
     Args:
-        filters: LlamaIndex's filters, which may be nested.
-        node_ids: ids of nodes; None and an empty list mean any.
-        doc_ids: ids of documents; None and an empty list mean any.
+        filters: LlamaIndex's filters, which may be nested; None: none.
+        node_ids: ids of nodes; None and an empty list mean any. A chunk that LlamaIndex did not add has no node id, and
+            passes no list of ids.
+        doc_ids: ids of documents (`ref_doc_id`, or `source` of a chunk without one); None and an empty list mean any.
 
     Raises ConfigError for filters that are nested more than 50 deep. Values that cannot be compared raise LlamaIndex's
     own TypeError or ValueError, later, in the search.

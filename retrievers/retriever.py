@@ -22,7 +22,7 @@ INDEX_FOLDER = "index"  # inside the store folder
 
 
 class Retriever:
-    """An index and the embedding model that made its vectors; the caller closes both.
+    """An index and the embedding model that made its vectors; the caller closes the index.
 
     `CacheCraft` is one, so the framework classes take either: with a plain `Retriever` no answering model is loaded.
 
@@ -48,20 +48,21 @@ class Retriever:
     ) -> list[SearchHit]:
         """Return the `top_k` chunks most similar to the question, best first.
 
-        There are fewer if the index has no more, and the list is empty if no chunk passes the filter.
+        There are fewer if no more chunks pass the filter, and the list is empty if none does. The index in memory is
+        first brought up to date with the database, which takes longer at the first search of a process.
 
         Args:
             question: the question.
             top_k: most chunks, at least 1.
             where: filters them, see `FaissStore.search`.
             history: the conversation before the question, user first. The question is then searched for together with
-                the questions before it (`search_texts`), and where scores tie, chunks of the turn before go first,
-                because their chunk-caches exist.
+                the questions before it (`search_texts`), and chunks that the turn before would retrieve are ranked as
+                if their scores were 0.02 higher, because their chunk-caches exist. The scores themselves do not change.
 
         Raises:
             ConfigError: a question that is not a text, a `top_k` below 1, an invalid filter, or a history that is no
-                list of pairs.
-            IndexStoreError: the index holds no documents yet, is closed or damaged, or was made with vectors of another
+                list of pairs of texts.
+            IndexStoreError: the index holds no chunks yet, is closed or damaged, or was made with vectors of another
                 width; or the embedding model gives a vector that is not finite.
             ValueError: the metadata of a chunk in the index is no JSON.
             ForkError: called in a fork of the process that opened the index or loaded the model.
@@ -85,6 +86,8 @@ class Retriever:
     def documents(self) -> list[StoredDocument]:
         """Return all documents of the index, sorted by `doc_id`, with the number of their chunks; [] without any.
 
+        A document without chunks is among them. A chunk counts once for each place that it has in the document.
+
         Raises:
             IndexStoreError: the index is closed or cannot be read.
             ForkError: called in a fork of the process that opened the index.
@@ -95,14 +98,17 @@ class Retriever:
         """Remove documents by `doc_id` (or all of a folder: `docs/`), with the chunk-caches of their chunks.
 
         Files stay where they are, so indexing their folder again brings them back. A chunk that another document has
-        too stays.
+        too stays. Each document is one transaction: if the index fails, those before it stay removed, and no
+        chunk-cache was deleted.
 
         Returns:
-            The doc_ids and chunk ids that were removed, and the number and bytes of their chunk-caches.
+            The doc_ids and chunk ids that were removed, and the number and bytes of their chunk-caches. All are empty
+            and 0 without names; the last two are also 0 without `caches`.
 
         Raises:
             DocumentError: a name that no document has; nothing was removed then.
             ConfigError: `names` is a single text or no list, or a name is empty or no text; nothing was removed then.
+                Or a server refuses to remove chunk-caches, once the documents were removed.
             IndexStoreError: the index is closed, or cannot be read or written.
             StoreError, ServerError: the documents were removed, but their chunk-caches could not be.
             ForkError: this process is a fork of the one that opened the index, or the store of chunk-caches. In the
@@ -112,11 +118,12 @@ class Retriever:
 
 
 def open_index(root: str | os.PathLike[str], embedder: Embedder) -> FaissStore:
-    """Open the retrieval index inside the store folder `root`, or make it; the caller closes it.
+    """Open the retrieval index in the folder `index` inside the store folder `root`, or make it; the caller closes it.
 
     Raises:
-        IndexStoreError: it was made with another embedding model, is damaged or of a newer version, or its folder
-            cannot be used.
+        IndexStoreError: it was made with another embedding model, is damaged, of a newer version or locked by another
+            process for 30 seconds, or its folder cannot be used.
+        RuntimeError: torch has no memory to compute the embedding model's fingerprint.
         TypeError: `root` is no path.
         ConfigError: `root` holds a NUL, or letters that no path can hold.
     """

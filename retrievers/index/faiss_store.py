@@ -48,7 +48,12 @@ logger = logging.getLogger("cachecraft_rag.retrievers.index.faiss_store")
 
 @dataclass(frozen=True, slots=True)
 class StoredDocument:
-    """A document in the store. `root` is the folder it was read from ("" if none), `chunks` how many places it has."""
+    """A document in the store.
+
+    content_digest  digest that was given with its content; "" if none was, or chunks were appended since
+    root            absolute path of the folder it was read from; "" if none
+    chunks          how many places it has; a chunk that is in it twice counts twice
+    """
 
     doc_id: str
     content_digest: str
@@ -66,7 +71,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class IndexStats:
-    """Sizes of an index, and the number of its changes."""
+    """Sizes of an index, and the number of its changes.
+
+    chunks      different chunks, each with one vector
+    owners      places of chunks in documents
+    generation  number of transactions since the index was made that brought a new chunk or removed one for good
+    """
 
     documents: int
     chunks: int
@@ -148,10 +158,10 @@ class FaissStore(Closeable):
             chunks: its chunks; without any, the document stays with none.
             vectors: `[chunks, dim]`; a chunk that is in the store already keeps the vector it has.
             content_digest: noted, so that an unchanged document is not indexed again.
-            root: label of the folder that the document came from; "": none.
+            root: path of the folder that the document came from; "": none.
 
-        Returns the ids of the chunks that are new to the store, and of those that left it; both are empty if neither
-        changed.
+        Digest and root replace the former ones. Keys of its places (see `add`) are gone. Returns the ids of the chunks
+        that are new to the store, each once, and of those that left it; both are empty if neither changed.
 
         Raises IndexStoreError for vectors of another shape or number, that are not finite, too large or no numbers, and
         if the index is closed or cannot be written; ConfigError for metadata that is not scalar, and for a `doc_id` or
@@ -191,10 +201,11 @@ class FaissStore(Closeable):
             chunks: the chunks to append.
             vectors: `[chunks, dim]`; a chunk that is in the store already keeps the vector it has.
             keys: the caller's names for these places, one each, no two alike; a place that has one of them already, in
-                whatever document, is replaced. None: no names.
+                whatever document, is removed first, and so is another document that has no place left then. None: no
+                names.
 
-        Returns the ids of the chunks that are new to the store, and of those that left it. A chunk that was replaced by
-        itself is in neither.
+        Without chunks the document is made, or its digest cleared, all the same. Returns the ids of the chunks that are
+        new to the store, and of those that left it. A chunk that was replaced by itself is in neither.
 
         Raises ConfigError for keys that are not one valid text for each chunk, or not unique, for metadata that is not
         scalar, and for a `doc_id` or a chunk's text that is not valid Unicode; IndexStoreError for vectors of another
@@ -237,7 +248,7 @@ class FaissStore(Closeable):
             )
 
     def delete_document(self, doc_id: str) -> Change:
-        """Remove a document and those of its chunks that no other document has; return the ids of the removed chunks.
+        """Remove a document and those of its chunks that no other document has; return the ids of these chunks.
 
         They are in `Change.removed`; `added` is empty. For an unknown document nothing is removed, and nothing raised.
         Raises ConfigError for a `doc_id` that is not valid Unicode, IndexStoreError if the index is closed or cannot be
@@ -286,21 +297,24 @@ class FaissStore(Closeable):
     ) -> list[SearchHit]:
         """Return the `k` most similar chunks, or as many as there are; by falling score, equal scores by chunk id.
 
-        The list is empty if the store holds no chunk, or none that passes the filter.
+        A hit carries the metadata of the chunk's first owner, by doc_id and position. The list is empty if the store
+        holds no chunk, or none that passes the filter. The first search of a process reads the index file, and each one
+        brings the index in memory up to date with the database.
 
         Args:
             vector: `[dim]`, of unit length for cosine scores.
             k: most hits, at least 1.
             where: only chunks with an owner whose metadata has these values (1 is not True) or passes these comparisons
                 (`{"page": {"$in": [1, 2]}}`, see `OPERATORS`), or for whose metadata the function returns true; the hit
-                then carries that owner's metadata. The filter is applied before the search, so it never costs hits. A
-                function sees every owner's metadata and must not call the store; its errors are passed on.
+                then carries the metadata of the first such owner. The filter is applied before the search, so it never
+                costs hits. A function sees every owner's metadata and must not call the store; its errors are passed
+                on.
             exact: compare all vectors also where there are more than `vector_index.COARSE_FROM`; with `where` that is
                 so.
 
-        Raises ConfigError for a `k` below 1 or an invalid filter; IndexStoreError for a vector that does not fit, and
-        if the index is closed or damaged; ValueError for a chunk whose metadata in the database is no JSON; ForkError
-        in a fork; and what a filter that is a function raises.
+        Raises ConfigError for a `k` below 1 or an invalid filter; IndexStoreError for a vector of another width, that
+        is not finite or too large, and if the index is closed or damaged; ValueError for a chunk whose metadata in the
+        database is no JSON; ForkError in a fork; and what a filter that is a function raises.
         """
         check_whole("k", k, least=1)
         check_where(where)
@@ -320,9 +334,10 @@ class FaissStore(Closeable):
     def get(self, chunk_ids: Iterable[str]) -> list[Chunk]:
         """Return the chunks of these ids, in this order, with the metadata of their first owner; [] without ids.
 
-        Raises IndexStoreError if one of them is not in the store, and if the index is closed or damaged; ValueError for
-        a chunk whose metadata in the database is no JSON; ForkError in a fork; and TypeError for `chunk_ids` that
-        cannot be iterated or hold anything that JSON cannot.
+        The first owner is that by doc_id and position. An id that is given twice gives its chunk twice. Raises
+        IndexStoreError if one of them is not in the store, and if the index is closed or damaged; ValueError for a
+        chunk whose metadata in the database is no JSON; ForkError in a fork; and TypeError for `chunk_ids` that cannot
+        be iterated or hold anything that JSON cannot.
         """
         chunk_ids = list(chunk_ids)
         with self._opened().snapshot() as db:
@@ -343,7 +358,8 @@ class FaissStore(Closeable):
     ) -> list[Chunk]:
         """Return the chunks of all places that have one of the keys, each with its own metadata, sorted by document.
 
-        The list is empty if there is no such place. Unknown keys are ignored.
+        A chunk with several such places is returned for each. The list is empty if there is no such place, or no keys
+        are given. Unknown keys are ignored.
 
         Args:
             keys: names of places, see `add`; None: all places, also those without a name.
@@ -378,7 +394,8 @@ class FaissStore(Closeable):
     def similar(self, chunk_id: str, k: int) -> list[Chunk]:
         """Return the `k` other chunks whose vectors are most similar to this chunk's, best first.
 
-        There are fewer if the store has no more, and the list is empty for a `k` of 0.
+        Each has the metadata of its first owner, by doc_id and position. There are fewer if the store has no more, and
+        the list is empty for a `k` of 0.
 
         Raises:
             IndexStoreError: the chunk is not in the store, or the index is closed or damaged.
@@ -396,7 +413,9 @@ class FaissStore(Closeable):
         return [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in others[:k]]
 
     def chunks_of(self, doc_id: str) -> list[Chunk]:
-        """Return the chunks of a document in the order of its text; an empty list for an unknown document.
+        """Return the chunks of a document in the order they were given; an empty list for an unknown document.
+
+        A chunk that is in it twice is returned twice. The metadata is that of each place in this document.
 
         Raises ConfigError for a `doc_id` that is not valid Unicode, IndexStoreError if the index is closed or damaged,
         ValueError for a chunk whose metadata in the database is no JSON, and ForkError in a fork.
@@ -418,7 +437,7 @@ class FaissStore(Closeable):
             return [StoredDocument(*row) for row in rows]
 
     def stats(self) -> IndexStats:
-        """Return the numbers of documents, chunks and places, and the number of the store's last change.
+        """Return the numbers of documents, chunks and places (owners), and the number of changes; all may be 0.
 
         Raises IndexStoreError if the index is closed or cannot be read, and ForkError in a fork.
         """
@@ -434,6 +453,7 @@ class FaissStore(Closeable):
     def save(self) -> None:
         """Write the index file, so that the next process starts faster; return None.
 
+        First brings the index in memory up to date with the database; a file that is up to date is not written again.
         Nothing is lost without it: every change is on the disk when the method that makes it returns. A file that
         cannot be written raises nothing: a warning is logged. A store that may only be read, or whose folder was
         deleted, is left alone, also if it is closed or in a fork. Otherwise it raises IndexStoreError if the index is
@@ -456,10 +476,10 @@ class FaissStore(Closeable):
                 self._saved_stamp = index.stamp
 
     def close(self) -> None:
-        """Write the index file if a search has brought it up to date, and close. A second call does nothing.
+        """Close the database; first write the index file, as in `save`, if a search or `save` has loaded the index.
 
-        Raises nothing: a database that cannot be read leaves the file as it was, with a warning in the log. In a fork
-        it does nothing.
+        Afterwards other methods raise IndexStoreError. A second call does nothing. Raises nothing: a database that
+        cannot be read leaves the file as it was, with a warning in the log. In a fork it does nothing.
         """
         if not self._home.here:  # a fork of its process: the files are that one's
             return

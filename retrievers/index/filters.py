@@ -55,7 +55,9 @@ GROUPS: dict[str, Callable[[Iterable[bool]], bool]] = {"$and": all, "$or": any}
 def check_where(where: Where | None, *, depth: int = 0) -> None:
     """Raise ConfigError for a filter of another form, with an unknown comparison, or nested too deep; return None else.
 
-    A value that is no comparison is not checked: for example, a list passes and equals no metadata.
+    Raises ConfigError for `$and` and `$or` without a list of filters too, for `$in` and `$nin` without a list or set,
+    and for other comparisons with one. "Too deep" means more than `DEEPEST_FILTER` (50) levels. A value that is no
+    comparison is not checked: for example, a list passes and equals no metadata.
 
     Args:
         where: the filter; None and a function pass.
@@ -94,8 +96,9 @@ def check_depth(depth: int) -> None:
 def encoded(metadata: Metadata) -> str:
     """Return metadata as JSON with sorted keys: the same text for values that are equal and of the same type.
 
-    NaN and infinities are written as Python does, which is not JSON. Raises ConfigError unless each value is a text, a
-    number, True, False or None, and TypeError for keys that cannot be sorted, such as a text beside a number.
+    Characters outside ASCII are escaped. NaN and infinities are written as Python does, which is not JSON. Raises
+    ConfigError unless each value is a text, a number, True, False or None, and TypeError for keys that cannot be
+    sorted, such as a text beside a number.
 
     >>> encoded({"page": 3, "format": "text"})
     '{"format":"text","page":3}'
@@ -109,7 +112,10 @@ def encoded(metadata: Metadata) -> str:
 
 
 def accepts(where: Where | None, metadata: Metadata) -> bool:
-    """Return True if metadata passes a filter, else False; everything passes None.
+    """Return True if metadata passes a filter, else False; everything passes None and an empty filter.
+
+    Metadata fails a condition on a key that it lacks, unless all its comparisons are `$ne` or `$nin`. A comparison of
+    order fails unless both are numbers or both are texts.
 
     Args:
         where: a filter that `check_where` accepts.
@@ -142,9 +148,9 @@ def _passes(metadata: Metadata, key: str, wanted: Any) -> bool:
 def fragments(where: Where) -> list[str]:
     """Return substrings of the JSON of all metadata that the filter accepts; rows without them need not be parsed.
 
-    Only for texts and None, whose JSON is unique here; numbers such as 1 and 1.0 are equal but spelled differently. The
-    list is empty for a function, and for a filter without such values. Raises nothing for a filter that `check_where`
-    accepts.
+    A key and its value are one substring, also those of filters in `$and`. Only for texts and None, whose JSON is
+    unique here; numbers such as 1 and 1.0 are equal but spelled differently. The list is empty for a function, and for
+    a filter without such values. Raises nothing for a filter that `check_where` accepts.
 
     >>> fragments({"format": "text", "page": 3})
     ['"format":"text"']

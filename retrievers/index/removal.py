@@ -46,7 +46,8 @@ def remove_documents(
         caches: where the chunk-caches are; None: they are left alone.
 
     Returns:
-        The removal: its fields are empty and 0 without names.
+        The doc_ids in the order of `names`, each once, the ids of the chunks that are in no document any more, and the
+        number and bytes of their chunk-caches. All are empty and 0 without names; the last two are 0 without `caches`.
 
     Raises:
         DocumentError: a name that no document has; nothing was removed then.
@@ -77,10 +78,10 @@ def remove_documents(
 def evict_chunks(caches: Caches | None, chunk_ids: Iterable[str]) -> tuple[int, int]:
     """Delete the chunk-caches of these chunks; return their number, and their bytes on disk.
 
-    Both are 0 without `caches` or chunks, and nothing is raised then. Raises StoreError if the store is closed, its
-    folder is gone or its catalog cannot be read or written, and ForkError in a fork of the process that opened the
-    store. If the chunk-caches are a server's, raises ServerError if it fails, and ConfigError if it refuses the ids or
-    cannot use its store.
+    Both are 0 without `caches` or chunks, and nothing is raised then. Raises ConfigError for a chunk id with a NUL,
+    StoreError if the store is closed, its folder is gone or its catalog cannot be read or written, and ForkError in a
+    fork of the process that opened the store. If the chunk-caches are a server's, raises ServerError if it fails, and
+    ConfigError if it refuses the ids or cannot use its store.
     """
     chosen = tuple(chunk_ids)
     if caches is None or not chosen:
@@ -106,8 +107,10 @@ class Evictions:
     def later(self, index: FaissStore, chunk_ids: Iterable[str]) -> None:
         """Delete the chunk-caches of these chunks unless the next addition brings them back. Return None at once.
 
-        They are deleted after `grace_s` seconds in another thread, or when the program ends; errors of that are only
-        logged. Does nothing without chunk-caches. Raises RuntimeError if the system has no room for a thread.
+        They are deleted in another thread `grace_s` seconds after the first of the waiting chunks was given, or when
+        the program ends, unless they are in `index` then; errors of that are only logged. `index` is that of the first
+        call while chunks wait. Does nothing without chunk-caches or chunks. Raises RuntimeError if the system has no
+        room for a thread.
         """
         with self._lock:
             self._waiting |= dict.fromkeys(chunk_ids if self._caches is not None else ())
@@ -121,10 +124,11 @@ class Evictions:
     def settle(self, index: FaissStore, chunk_ids: Iterable[str] = ()) -> None:
         """Delete the chunk-caches of these and of all waiting chunks that are not in the index; return None.
 
-        Does nothing without chunk-caches or chunks. In each of the following cases the chunks no longer wait. Raises
-        StoreError or ServerError if the chunk-caches cannot be deleted, ConfigError if a server refuses to delete them,
-        IndexStoreError if the index is closed or cannot be read, and ForkError in a fork of the process that opened the
-        index or the store of chunk-caches.
+        Afterwards no chunk waits, and no thread of `later` either. Without `caches` or chunks nothing is deleted, and
+        nothing raised. In each of the following cases the chunks no longer wait. Raises StoreError or ServerError if
+        the chunk-caches cannot be deleted, ConfigError if a server refuses to delete them, IndexStoreError if the index
+        is closed or cannot be read, and ForkError in a fork of the process that opened the index or the store of
+        chunk-caches.
         """
         with self._lock:
             gone = self._waiting | dict.fromkeys(chunk_ids)

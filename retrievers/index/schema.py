@@ -60,14 +60,16 @@ def open_database(
     The settings are texts: `store`, `dim`, `embedder`, `generation` and `stamp`.
 
     Args:
-        folder: holds the database.
+        folder: holds the database. Folder and database are made if they are missing.
         dim: length of the vectors; None: as the index says.
-        fingerprint: of the embedding model; None: as the index says.
+        fingerprint: `name@digest` of the embedding model; None: as the index says. Only the digest is compared.
         wait_s: longest wait for another process's transaction, in seconds.
 
-    Raises IndexStoreError for a database that is damaged, of a newer version, or made with another embedding model; for
-    a new one without `dim` and `fingerprint`; and if the folder cannot be used, or another process keeps the database
-    locked for longer than `wait_s`.
+    A database that this user cannot write is opened for reading. Nothing stays open after an error.
+
+    Raises IndexStoreError for a database that is damaged, of a newer version, or made with another embedding model or
+    another `dim`; for a new one without both `dim` and `fingerprint`, whose empty database stays; and if the folder
+    cannot be used, or another process keeps the database locked for longer than `wait_s`.
     """
     try:
         db = Database(folder / DATABASE, kind=_KIND, busy_timeout_s=wait_s)
@@ -143,7 +145,10 @@ _KIND = Kind(
 
 
 def same_model(fingerprint: str, other: str) -> bool:
-    """Return True if two fingerprints `name@digest` have the same digest; the names may differ. Raises nothing."""
+    """Return True if two fingerprints `name@digest` have the same digest; the names may differ.
+
+    Of a text without "@" the whole is compared. Raises nothing.
+    """
     return fingerprint.rpartition("@")[2] == other.rpartition("@")[2]
 
 
@@ -153,7 +158,7 @@ def model_name(fingerprint: str) -> str:
 
 
 def chunk_of(chunk_id: str, text: str, metadata: str) -> Chunk:
-    """Return a row as a chunk, its metadata read from JSON.
+    """Return the chunk of a row of the database, its metadata read from JSON.
 
     Raises IndexStoreError if its text does not match its id, and ValueError for metadata that is no JSON.
     """

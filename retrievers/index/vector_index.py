@@ -70,7 +70,7 @@ class VectorIndex:
     def remove(self, numbers: NDArray[np.int64]) -> None:
         """Remove the vectors with these numbers, int64 `[n]`; return None.
 
-        Numbers that are not there are ignored. Raises nothing.
+        Numbers that are not there are ignored, and an empty array removes nothing. Raises nothing.
         """
         if len(numbers):
             selector = self._faiss.IDSelectorBatch(numbers)
@@ -91,10 +91,12 @@ class VectorIndex:
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return numbers, int64 `[hits]`, and scores, float32 `[hits]`, of the `k` best and possibly more, best first.
 
-        All that tie with the last of the `k` are returned too, so the caller breaks ties and cuts the list. Where all
-        vectors are compared, numbers with lower scores may follow: in all at most `k` + 8, or twice as many as score at
-        least as high as the `k`-th. Where 4-bit copies name the candidates, no number with a lower score follows. There
-        are fewer than `k` if there are not enough vectors, and both arrays are empty without any.
+        Scores are inner products. The 4-bit copies are made by the first search that needs them, which takes longer,
+        and again once there are twice as many vectors. All that tie with the last of the `k` are returned too, so the
+        caller breaks ties and cuts the list. Where all vectors are compared, numbers with lower scores may follow: in
+        all at most `k` + 8, or twice as many as score at least as high as the `k`-th. Where 4-bit copies name the
+        candidates, no number with a lower score follows. There are fewer than `k` if there are not enough vectors, and
+        both arrays are empty without any.
 
         Args:
             query: float32 `[dim]`.
@@ -105,7 +107,7 @@ class VectorIndex:
             exact: all vectors are compared, however many there are. That is so for fewer than `COARSE_FROM` vectors
                 (half of that while there are copies), with `allowed`, and for an odd number of dimensions in any case.
 
-        Raises AssertionError for a query of another width.
+        Raises AssertionError for a query of another width, unless there is nothing to search.
         """
         if allowed is None and not exact and self._has_copies():
             return self._search_candidates(query, k)
@@ -177,10 +179,10 @@ class VectorIndex:
         return numbers[:kept], scores[:kept]
 
     def save(self, path: Path, *, store: str) -> None:
-        """Write the index file of a store, in place of an older one; return None.
+        """Write vectors, copies and `stamp` to the index file of a store, in place of an older one; return None.
 
-        Temporary files of killed processes beside it, older than an hour, are removed. Its folder is made if it is
-        missing. Raises OSError if the file cannot be written.
+        Readers see the old file or the new one. Temporary files of killed processes beside it, older than an hour, are
+        removed. Its folder is made if it is missing. Raises OSError if the file cannot be written.
 
         Args:
             path: the file.
@@ -202,9 +204,10 @@ class VectorIndex:
 
     @classmethod
     def load(cls, path: Path, *, dim: int, store: str) -> VectorIndex | None:
-        """Return the index in an index file; None if it is missing, damaged, or not this store's.
+        """Return the index in an index file; None if it is missing, damaged, or not of this store and `dim`.
 
-        A file that cannot be used raises nothing: it is logged, and the caller makes the index again.
+        Its `stamp` is that of the state that was saved. A file that cannot be used raises nothing: a warning is logged
+        unless it is missing, and the caller makes the index again. Raises ImportError if FAISS is not installed.
 
         Args:
             path: the file.

@@ -54,9 +54,12 @@ def split(
 ) -> list[Chunk]:
     """Split a document into chunks, in order; they cover all its text, and none has more than `limit` tokens.
 
-    Each chunk's metadata is the document's, and `source` (the `doc_id`), `heading` (the path), `ordinal`, `start` and
-    `end` (character offsets of its text in the document), and `page` (from 1) if the document has pages. The same
-    document always gives the same chunks; a document without text gives an empty list.
+    Nor has any more than 12 times as many characters as `limit`. A chunk's text is the path of its headings, such as
+    `Kettle K2 > Descaling`, a blank line, and a piece of the section. Headings are looked for only in a document whose
+    metadata `format` is "markdown" or missing. Each chunk's metadata is the document's, and `source` (the `doc_id`),
+    `heading` (the path, "" without headings), `ordinal` (from 0), `start` and `end` (character offsets in the document
+    of its text without the path), and `page` (from 1) if the document's metadata has `pages`. The same document always
+    gives the same chunks; a document without text, or of white space alone, gives an empty list.
 
     Args:
         document: the document.

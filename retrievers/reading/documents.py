@@ -118,7 +118,8 @@ def list_files(path: str | os.PathLike[str], *, follow_links: bool = False) -> L
     to a place in the folder; a link out of the folder is a problem, unless `follow_links`. Each folder is entered once,
     under its own name rather than a link's, so loops end. What cannot be opened is a problem, too.
 
-    Both parts of the result are sorted by `doc_id`, and empty for an empty folder. Nothing is read.
+    Both parts of the result are sorted by `doc_id`, and empty for an empty folder. A `doc_id` is the POSIX path below
+    `path`, "" for `path` itself if its entries cannot be listed; of a single file it is its name. No file is opened.
 
     Raises DocumentError if there is nothing at `path`, it cannot be reached, or it is a file of a kind that is not
     read; and TypeError if `path` is no path.
@@ -140,7 +141,11 @@ def list_files(path: str | os.PathLike[str], *, follow_links: bool = False) -> L
 
 
 def require_readable(path: Path) -> None:
-    """Raise DocumentError unless a folder, or a file of a kind that can be indexed, is at `path`; return None else."""
+    """Raise DocumentError unless a folder, or a file of a kind that can be indexed, is at `path`; return None else.
+
+    The kind is that of the suffix (`SUFFIXES`, in upper or lower case). Nothing is opened. A path that cannot be
+    reached raises DocumentError too.
+    """
     try:
         if path.is_dir():
             return
@@ -158,7 +163,7 @@ def require_readable(path: Path) -> None:
 
 
 def require_known_kind(path: Path, nbytes: int) -> None:
-    """Raise DocumentError for a suffix that is not in `SUFFIXES`, or for more bytes than `LARGEST_FILE`.
+    """Raise DocumentError for a suffix that is not in `SUFFIXES`, or more bytes than `LARGEST_FILE`; return None else.
 
     Args:
         path: the file, which is not opened.
@@ -173,9 +178,10 @@ def require_known_kind(path: Path, nbytes: int) -> None:
 def read_text(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
     """Return the text in the bytes of a file, and the document's metadata.
 
-    The text may be empty. The metadata has `format` ("markdown" or "text"), and where they are known `title`, `pages`,
-    and `encoding` if it is not UTF-8. A parser of an untrusted document may take hours or all memory: `limited_reader`
-    calls this within limits.
+    The text may be empty. Its line ends are line feeds; it holds no NUL, and U+FFFD in place of half a surrogate pair.
+    Only the suffix of `path` is used, and its name in messages; nothing is opened. The metadata has `format`
+    ("markdown" or "text"), and where they are known `title`, `pages`, and `encoding` if it is not UTF-8. A parser of an
+    untrusted document may take hours or all memory: `limited_reader` calls this within limits.
 
     Raises DocumentError if the bytes cannot be read (MemoryError is then its cause if the parser has no memory),
     MissingReaderError if the package that reads this kind of file is not installed, and KeyError for a kind of file
@@ -188,7 +194,10 @@ def read_text(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
 
 
 def document_of(file: SourceFile, text: str, metadata: dict[str, Scalar]) -> Document:
-    """Return the document of a file, with these text and metadata. Raises DocumentError if the text is blank."""
+    """Return the document of a file, with its doc_id, this text and this metadata, which is not copied.
+
+    Raises DocumentError if the text is empty or white space alone.
+    """
     if not text.strip():
         advice = "add some or remove it"
         if "pages" in metadata:
@@ -218,7 +227,7 @@ def parsing(name: str) -> Iterator[None]:
 
 
 def inaccessible(path: Path, error: OSError) -> str:
-    """Return the message for a file or folder that exists but cannot be opened.
+    """Return the message for a file or folder that exists but cannot be opened, with the reason that `error` names.
 
     Raises nothing for a path of this system.
     """
@@ -228,7 +237,7 @@ def inaccessible(path: Path, error: OSError) -> str:
 def too_large(path: Path) -> str:
     """Return the message for a file above `LARGEST_FILE`. The file is not looked at.
 
-    Raises UnicodeEncodeError as `shown` does, never for a path that the system gave.
+    Raises UnicodeEncodeError for half a surrogate pair that stands for no byte, never for a path that the system gave.
     """
     return f"{shown(path)}: is larger than {LARGEST_FILE >> 20} MiB; split it or leave it out"
 

@@ -59,11 +59,11 @@ class ReadingBudget:
     memory_per_byte: int = 10
 
     def seconds_for(self, nbytes: int) -> int:
-        """Return the CPU time of a file of `nbytes` bytes, in whole seconds. Raises nothing."""
+        """Return the CPU time that a file of `nbytes` bytes may take, in whole seconds. Raises nothing."""
         return self.cpu_seconds + self.cpu_seconds_per_mib * nbytes // (1 << 20)
 
     def memory_for(self, nbytes: int) -> int:
-        """Return the memory of a file of `nbytes` bytes, in bytes. Raises nothing."""
+        """Return the memory, in bytes, that the process may have for a file of `nbytes` bytes. Raises nothing."""
         return self.memory_bytes + self.memory_per_byte * nbytes
 
 
@@ -82,8 +82,10 @@ class LimitedReader(Closeable):
         self._worker: subprocess.Popen[bytes] | None = None
 
     def read(self, file: SourceFile, data: bytes) -> Document:
-        """Return the document in the bytes of a file, read within the budget.
+        """Return the document in the bytes of a file, read within the budget. The file itself is not opened.
 
+        Waits for the reading process, at most `waiting_factor` times the CPU time, and up to 120 seconds for its start.
+        A process that exceeds the budget or crashes is ended, and the next document that needs one starts another.
         Text, Markdown, reStructuredText and HTML are read in this process, and have no budget; so is every file if
         `sys.executable` is empty or the module of the reading process is missing.
 
@@ -92,8 +94,8 @@ class LimitedReader(Closeable):
             data: the file's bytes.
 
         Raises:
-            DocumentError: the file is of a kind that is not read or larger than `LARGEST_FILE`, holds no readable text,
-                or exceeds the budget; or its parser crashed.
+            DocumentError: the file is of a kind that is not read or larger than `LARGEST_FILE`, holds no text or none
+                that can be read, or exceeds the budget; or its parser crashed.
             ReaderStartError: the reading process cannot be started; it is a DocumentError, too.
             MissingReaderError: the package that reads this kind of file is not installed; it is an ImportError.
         """
@@ -172,15 +174,17 @@ class LimitedReader(Closeable):
 
 
 def parse_document(file: SourceFile, data: bytes) -> Document:
-    """Read a single document in a process that ends with it; for several, use one `LimitedReader`.
+    """Return the document in the bytes of a file, read in a process that then ends; for several, use a `LimitedReader`.
+
+    The file itself is not opened. Text, Markdown, reStructuredText and HTML are read in this process, without a budget.
 
     Args:
         file: path and doc_id.
         data: the file's bytes.
 
     Raises:
-        DocumentError: the file is of a kind that is not read or larger than `LARGEST_FILE`, holds no readable text, or
-            exceeds the budget of `ReadingBudget()`; or its parser crashed.
+        DocumentError: the file is of a kind that is not read or larger than `LARGEST_FILE`, holds no text or none that
+            can be read, or exceeds the budget of `ReadingBudget()`; or its parser crashed.
         ReaderStartError: the reading process cannot be started; it is a DocumentError, too.
         MissingReaderError: the package that reads this kind of file is not installed; it is an ImportError.
     """

@@ -62,10 +62,11 @@ class MarkupError(ValueError):
 
 
 def html_to_markdown(html: str) -> tuple[str, str]:
-    """Return the visible text of a page and its title ("" if it has none).
+    """Return the visible text of a page as Markdown, and its title ("" if it has none), the words of the first <title>.
 
-    Both are "" for a page of comments alone. Half a surrogate pair is read as "?". Raises `MarkupError` for a page
-    whose tags are nested so deep that parsing would take minutes.
+    Hidden parts, scripts and navigation are left out. Both are "" for an empty page and for one of comments alone. Half
+    a surrogate pair is read as "?". Raises `MarkupError` for a page whose tags are nested so deep that parsing would
+    take minutes.
 
     >>> html_to_markdown("<title>K2</title><h1>Kettle</h1><nav>Home</nav><p>Rinse <b>it</b>.</p>")
     ('# Kettle\\n\\nRinse it.', 'K2')

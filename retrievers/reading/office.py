@@ -56,7 +56,7 @@ def docx_to_markdown(data: bytes, *, most_bytes: int) -> str:
         FormatError: the file is not a .docx, or unpacks to more than the limit.
         MarkupError: its text is nested so deep that parsing would take minutes.
 
-    Other errors of mammoth for a damaged file pass; `documents.parsing` catches them.
+    Other errors of zipfile and mammoth for a damaged file pass; `documents.parsing` catches them.
     """
     require_docx_reader()
     import mammoth
@@ -86,15 +86,17 @@ def docx_to_markdown(data: bytes, *, most_bytes: int) -> str:
 def table_to_text(text: str, *, separator: str | None = None) -> str:
     """Return a table with a heading row as paragraphs, one a row; an empty cell is left out.
 
-    A table of one row gives its cells with commas between them, and one without rows "". A column name above 200
-    characters is shortened, and stands once at the beginning as a whole.
+    A cell is a line `name: text`, its white space collapsed; a column without a name is `column N`, from 1. Rows
+    without text do not count. A table of one row gives its cells with commas between them, and one without rows "". A
+    column name above 200 characters is shortened, and is once at the beginning as a whole.
 
     Args:
         text: the table.
         separator: the sign between the cells; None: whichever of comma, semicolon, tab and bar the table uses.
 
-    Raises FormatError for a table that cannot be read, and if the result would be longer than ten times the text plus
-    1,048,576 characters; TypeError for a separator that is not one character.
+    Raises FormatError for a table that cannot be read, such as one with a cell above 16,777,216 characters, and if the
+    result would be longer than ten times the text plus 1,048,576 characters; TypeError for a separator that is not one
+    character.
 
     >>> print(table_to_text("name;litres\\nWren K2;1.7\\nOtter C6;"))
     name: Wren K2

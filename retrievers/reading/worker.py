@@ -21,10 +21,12 @@ from cachecraft_rag.types.documents import Scalar
 def main() -> None:
     """Read documents from the standard input and answer each on the standard output; return None when the input ends.
 
-    Errors of a document are in its answer. Raises ValueError for a header that is no JSON, KeyError for one that lacks
-    a field or names a kind of file that is not read, BrokenPipeError if the answers are not read any more, and
-    MissingReaderError if the package that reads the file is not installed. MemoryError passes if there is no memory for
-    the bytes of a document or for its answer.
+    It first answers {"ready": true}, sends what parsers print to the standard error, and limits the CPU time and memory
+    of this process (on Windows neither, outside Linux no memory) for each document. Errors of a document are in its
+    answer. Raises ValueError for a header that is no JSON and if the system allows less than such a limit, KeyError for
+    one that lacks a field or names a kind of file that is not read, BrokenPipeError if the answers are not read any
+    more, and MissingReaderError if the package that reads the file is not installed. MemoryError passes if there is no
+    memory for the bytes of a document or for its answer.
     """
     documents = sys.stdin.buffer
     answers = sys.stdout.buffer

@@ -39,12 +39,12 @@ class Parcel:
 
     @property
     def place(self) -> str:
-        """Folder of its chunk."""
+        """Folder of its chunk: `name` up to its last slash, without the slash; "" if there is no slash in it."""
         return self.name.rpartition("/")[0]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of payload and row."""
+        """Number of bytes of payload and row together."""
         return sum(part.nbytes for part in self.payload) + len(self.row)
 
 
@@ -52,8 +52,9 @@ class Parcel:
 class Usage:
     """Contents of a remote, including those of other engines.
 
-    nbytes  bytes of all payloads
-    budget  the server's own limit in bytes; None if it has no limit or does not report one
+    variants  number of complete entries, which have a row and a payload
+    nbytes    bytes of their payloads; Redis also counts payloads whose row is missing
+    budget    limit in bytes: `maxmemory` of Redis, `RemoteConfig.budget_bytes` or 20 GiB of a folder; None without one
     """
 
     variants: int
@@ -64,10 +65,10 @@ class Usage:
 async def answer_of(
     asking: Awaitable[T], failure: Callable[[Exception], OSError], *errors: type[Exception]
 ) -> T:
-    """Return a library's answer; replace exceptions in `errors` and `ODD_ANSWERS` by `failure(exception)`.
+    """Await `asking` and return its result; an exception in `errors` or `ODD_ANSWERS` is replaced.
 
-    The replacement, an OSError, is raised outside the handler: the library's message may hold a secret, and must not be
-    among the causes. Other exceptions, such as CancelledError, pass unchanged.
+    The replacement is `failure(exception)`, an OSError. It is raised outside the handler: the library's message may
+    hold a secret, and must not be among the causes. Other exceptions, such as CancelledError, pass unchanged.
     """
     expected: tuple[type[Exception], ...] = (*errors, *ODD_ANSWERS)
     try:
@@ -88,8 +89,10 @@ class Backend(Protocol):
     async def lookup(self, places: Sequence[str]) -> list[dict[str, bytes]]:
         """Return name → row for each place, in the order of the places, in as few round trips as possible.
 
-        If a place has more than `MOST_VARIANTS` rows or `LONGEST_ROWS` bytes of rows, some or all are left out: engines
-        never write that many. A place without rows has an empty dictionary. Entries without a payload are left out.
+        If a place has more than `LONGEST_ROWS` bytes of rows, or more than 64 rows and more than
+        `RemoteConfig.variants_per_chunk`, some or all are left out: engines never write that many. A place without rows
+        has an empty dictionary. Entries without a payload are left out; Redis also removes their rows. The list is
+        empty without places.
 
         Raises OSError if the server fails; a shared folder that has vanished counts as that.
         """
@@ -98,8 +101,8 @@ class Backend(Protocol):
         """Return the names of the complete entries in a place, [] if it has none.
 
         An entry is complete if it has both a row and a payload. Names include the place, as those of `lookup` do, and
-        are in no order. Of a place with more rows than `lookup` accepts, some or all may be left out. Raises OSError if
-        the server fails.
+        are in no order. Of a place with more rows than `lookup` accepts, Redis leaves out all. A shared folder that has
+        vanished has no entries. Raises OSError if the server fails.
         """
 
     def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
@@ -111,20 +114,26 @@ class Backend(Protocol):
     async def write(self, parcel: Parcel) -> bool:
         """Send payload and row, the row visible only after its payload. Returns False if there is no room, else True.
 
-        Raises OSError if the server fails.
+        An entry of the same name is replaced. A folder removes the entries that were read or written least recently to
+        make room. `parcel.replaces` is ignored here: the caller removes it. Raises OSError if the server fails, or the
+        shared folder has vanished.
         """
 
     async def remove(self, name: str) -> None:
-        """Remove an entry, if it exists. Raises OSError if the server fails."""
+        """Remove row and payload of an entry; does nothing for an unknown name. Raises OSError if the server fails."""
 
     async def usage(self) -> Usage:
-        """Return the number of complete entries on the server, the bytes of all payloads, and its limit, if any.
+        """Return the number of complete entries, the bytes of payloads, and the limit; see `Usage`.
 
-        Raises OSError if the server fails.
+        Lists all entries of all engines. A shared folder that has vanished has none. Raises OSError if the server
+        fails.
         """
 
     async def probe(self) -> None:
-        """Send the cheapest request that the server answers. Raises OSError if it does not."""
+        """Send the cheapest request that the server answers. Raises OSError if it does not answer or fails.
+
+        A shared folder that has vanished is not noticed.
+        """
 
     async def close(self) -> None:
-        """Close all connections. Raises OSError if that fails."""
+        """Close all connections of Redis; object stores have none to close. Raises OSError if that fails."""

@@ -16,7 +16,10 @@ class Breaker:
 
     Failures are counted by kind: otherwise look-ups that succeed would hide reads that stall. After a probe has closed
     the breaker, one more failure of the kind that had opened it opens it for twice as long, because a probe is cheaper
-    than a request and proves less. Any thread may call any method.
+    than a request and proves less. A pause is at most 16 times `cool_down_s` seconds. Any thread may call any method.
+
+    Attributes:
+        opened: how often the breaker has opened while it was closed; a probe that fails does not count.
     """
 
     def __init__(self, *, failures: int, cool_down_s: float, clock: Callable[[], float]) -> None:
@@ -32,17 +35,18 @@ class Breaker:
 
     @property
     def state(self) -> State:
-        """The current state."""
+        """The current state: "closed", "open" or "probing". "open" lasts until `take_probe` returns True."""
         return self._state
 
     def allows(self) -> bool:
-        """Return True if a request may go to the remote."""
+        """Return True if a request may go to the remote: the breaker is closed. The state does not change."""
         return self._state == "closed"
 
     def take_probe(self) -> bool:
-        """Return True once when the cool-down is over: the caller probes and reports the outcome of "probe".
+        """Return True once when the pause of an open breaker is over; the breaker is then probing.
 
-        Otherwise it returns False, also while a probe is running and while the breaker is closed.
+        The caller then probes, and calls `succeeded` or `failed` with the kind "probe". Otherwise it returns False and
+        changes nothing, also while a probe is running and while the breaker is closed.
         """
         with self._lock:
             due = self._state == "open" and self._clock() - self._since >= self._pause_s
@@ -51,7 +55,12 @@ class Breaker:
             return due
 
     def succeeded(self, kind: str) -> None:
-        """Record a request of this kind that succeeded. The kind "probe" closes the breaker if it is probing."""
+        """Record a request of this kind that succeeded: its failures are forgotten. Returns None.
+
+        An open breaker stays open. Once no kind has failures left, the next pause is `cool_down_s` seconds again. The
+        kind "probe" forgets no failures. It closes a probing breaker, which one more failure of a kind that had reached
+        the limit opens again; in other states it does nothing.
+        """
         with self._lock:
             if kind != "probe":
                 had_failed = self._failures.pop(kind, None) is not None
@@ -65,7 +74,10 @@ class Breaker:
     def failed(self, kind: str) -> bool:
         """Record a failed or slow request of this kind; return True if that has just opened a closed breaker.
 
-        The kind "probe" opens a probing breaker again, for twice as long, and returns False.
+        A closed breaker opens at the limit of failures of one kind: for `cool_down_s` seconds at first, later for twice
+        the last pause until `succeeded` has reset it. While it is open, failures are still counted. The kind "probe" is
+        not counted: it opens a probing breaker again, for twice as long, does nothing in other states, and returns
+        False.
         """
         with self._lock:
             if kind != "probe":

@@ -32,9 +32,10 @@ _PARTS = re.compile(
 
 
 def shown_url(url: str) -> str:
-    """Return a URL for messages and logs, without credentials and without the part after ? or #.
+    """Return a URL for messages and logs: "***@" for user and password, and "?***" for all that follows ? or #.
 
-    Of an ambiguous or unknown URL only the scheme is shown, or "***": after a typo, a password may be anywhere.
+    Host, port and path are kept. A URL that cannot be divided safely is "scheme:***", and one of an unknown scheme
+    (also one in capitals) is "***": after a typo, a password may be anywhere. Raises nothing.
 
     >>> shown_url("redis://me:sec'ret@host:6379/0?password=secret")
     'redis://***@host:6379/0?***'
@@ -56,6 +57,9 @@ def shown_url(url: str) -> str:
 
 def hidden(text: str, url: str) -> str:
     """Return a library's message about this URL without its secrets, or a note if it may hold parts of them.
+
+    The URL in the text is replaced by `shown_url`. If the text then holds five characters in a row of a word of the URL
+    that is not shown, or such a word of three or four, all of the text is replaced by the note. Raises nothing.
 
     >>> hidden("cannot reach redis://me:secret@host:6379/0 (refused)", "redis://me:secret@host:6379/0")
     'cannot reach redis://***@host:6379/0 (refused)'
@@ -169,7 +173,7 @@ class RemoteConfig:
 
     @property
     def scheme(self) -> str:
-        """Scheme of the URL."""
+        """Scheme of the URL in lower case, such as "redis"; one of `REDIS_SCHEMES` or `OBJECT_SCHEMES`."""
         return urlsplit(self.url).scheme
 
     @property
@@ -187,12 +191,13 @@ class RemoteConfig:
     def keys(self) -> tuple[bytes, ...]:
         """Return the accepted keys, of which the first one signs; `()` if the remote is not signed.
 
-        Each key is the UTF-8 bytes of its text, without white space around it. `key` goes before `key_file`. The
-        environment counts only if neither is given, and its key goes before its file. A file is read at each call.
+        Each key is the UTF-8 bytes of its text, without white space around it. If both are given, `key` is the only key
+        and `key_file` is not read. The environment counts only if neither is given, and its key goes before its file in
+        the same way. A file is read at each call, and each of its lines is a key.
 
         Raises ConfigError if a key or the name of the file is empty; if a key has fewer than 16 characters or some that
-        cannot be printed; or if the file cannot be read, has more than 65,536 bytes, is not text, or holds no key.
-        The message never holds a key.
+        cannot be printed; or if the file cannot be read, has more than 65,536 bytes, is not UTF-8, or holds no key. The
+        message never holds a key.
         """
         key = self.key
         path = self.key_file
@@ -214,15 +219,18 @@ class RemoteConfig:
 
     @property
     def lookup_limit_s(self) -> float:
-        """`lookup_timeout_s`, in seconds; without one 0.1 for Redis (redis://, rediss://, unix://), else 0.5."""
+        """Longest wait of a look-up in seconds: `lookup_timeout_s`; without one 0.1 for Redis and 0.5 otherwise.
+
+        Redis means redis://, rediss:// and unix://.
+        """
         return self.lookup_timeout_s or (0.1 if self.scheme in REDIS_SCHEMES else 0.5)
 
 
 def keys_in(path: Path) -> list[str]:
     """Return the keys in a file, one per line, in order, without white space around them; at least one.
 
-    Raises ConfigError if the file cannot be read, has more than 65,536 bytes, is not text, or holds no key. Only
-    the first 65,537 bytes are read. The keys themselves are not checked.
+    Empty lines are left out. Raises ConfigError if the file cannot be read, has more than 65,536 bytes, is not UTF-8,
+    or holds no key. Only the first 65,537 bytes are read. The keys themselves are not checked.
     """
     try:
         with path.open("rb") as file:

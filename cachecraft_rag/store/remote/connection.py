@@ -45,7 +45,8 @@ class Connection(Closeable):
     def submit(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
         """Submit a coroutine to the loop; return the future of its result, which also holds its exception.
 
-        Raises RuntimeError if the loop is closed; the coroutine is then closed too.
+        Does not wait, has no time limit, and does not ask the breaker. Raises RuntimeError if the loop is closed, that
+        is, after `close`; the coroutine is then closed too.
         """
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -54,9 +55,10 @@ class Connection(Closeable):
             raise
 
     def ask(self, coroutine: Coroutine[object, object, T], timeout_s: float) -> T:
-        """Run a coroutine and wait at most `timeout_s` seconds for its result.
+        """Run a coroutine, wait at most `timeout_s` seconds for its result, and return it.
 
-        Raises TimeoutError when the time is up, OSError after `close`, and what the coroutine raises.
+        The breaker is neither asked nor changed. Raises TimeoutError when the time is up, and cancels the coroutine
+        then; OSError after `close`, and if `close` is called meanwhile; and what the coroutine raises.
         """
         try:
             future = self.submit(coroutine)
@@ -70,10 +72,11 @@ class Connection(Closeable):
             future.cancel()
 
     def in_background(self, coroutine: Coroutine[object, object, None]) -> None:
-        """Run a coroutine without waiting for it; drop it while the remote may not be asked, or after `begin_close`.
+        """Run a coroutine without waiting for it; drop it unless `allows` returns True, and after `begin_close`.
 
-        It is cancelled after `RemoteConfig.put_timeout_s` seconds. Raises nothing: an OSError of the coroutine, a
-        time-out or a closed loop is only logged.
+        A dropped coroutine is closed without a log. Another one is cancelled after `RemoteConfig.put_timeout_s`
+        seconds. Raises nothing: an OSError of the coroutine, a time-out or a closed loop is only logged, and another
+        exception of the coroutine is lost. None of them counts as a failure for the breaker.
         """
         if self._closing or not self.allows():
             coroutine.close()
@@ -100,13 +103,13 @@ class Connection(Closeable):
         return self.breaker.allows()
 
     def failed(self, kind: str, error: object) -> None:
-        """Count a failed or slow request; logs the first one and each that opens the breaker.
+        """Count a failed or slow request in the breaker; log a warning at the first one and at each that opens it.
 
         Returns None and raises nothing. Once the breaker is open, the remote is not asked for a while.
 
         Args:
-            kind: kind of the request, such as "probe"; failures are counted by kind.
-            error: the error; one without a text is logged as "too slow". The remote's password is hidden.
+            kind: kind of the request, "lookup" or "read"; failures are counted by kind.
+            error: the error or its text; one without a text is logged as "too slow". Secrets of the URL are hidden.
         """
         what = self.config.hide(error) or "too slow"
         if self.breaker.failed(kind):
@@ -127,10 +130,10 @@ class Connection(Closeable):
         self._closing = True
 
     def close(self) -> None:
-        """Cancel all transfers and end the loop, which takes at most some seconds. To be called once.
+        """Cancel all transfers, close the server's connections and end the loop, in at most two seconds.
 
-        An OSError of the server is logged. Afterwards `submit` raises RuntimeError, and so does a second call, once the
-        loop is closed. A loop that hangs for more than two seconds stays open.
+        To be called once. An OSError of the server is logged. Afterwards `submit` raises RuntimeError, and so does a
+        second call. A loop that hangs for more than two seconds stays open: then `submit` still accepts coroutines.
         """
         self._closing = True
         asyncio.run_coroutine_threadsafe(self._wind_up(), self._loop)

@@ -33,10 +33,13 @@ class Outbox:
         self.captures: Counter[str] = Counter()
 
     def offer(self, parcel: Parcel) -> bool:
-        """Queue a parcel; return False if it is dropped, because too many are waiting or the connection is closed.
+        """Queue a parcel; return False if it is dropped, because too many bytes wait or the connection is closed.
 
-        True means queued, not sent. A drop because of a closed connection is not counted. Raises nothing: a transfer
-        that fails is counted in `captures` and logged.
+        The limit is `RemoteConfig.queue_bytes`. True means queued, not sent. A parcel that reaches its turn is sent
+        unless the breaker is open or the remote has an entry of the same variant. After it, the entry `replaces` and
+        the oldest entries of its chunk beyond `RemoteConfig.variants_per_chunk` are removed from the remote. A drop
+        because of a closed connection is not counted. Raises nothing: a transfer that fails, or takes longer than
+        `RemoteConfig.put_timeout_s`, is counted in `captures` and logged.
         """
         with self._lock:
             if self.queued_bytes + parcel.nbytes > self._config.queue_bytes:
@@ -55,7 +58,7 @@ class Outbox:
     def flush(self, timeout_s: float | None) -> bool:
         """Wait until all parcels so far are sent or dropped; return True then, False after `timeout_s` seconds.
 
-        None waits without limit.
+        None waits without limit; 0 does not wait. Parcels stay queued after False. True at once without parcels.
         """
         return not wait(self._under_way.copy(), timeout_s).not_done
 

@@ -51,10 +51,14 @@ class NoRoomError(OSError):
 
 
 class RedisBackend:
-    """See `base.Backend`."""
+    """A remote on Redis or Valkey; see `base.Backend`.
+
+    Errors of the server and of the library are OSErrors without secrets in their text. The class is TimeoutError if the
+    server is too slow, and NoRoomError if it is full and evicts nothing.
+    """
 
     def __init__(self, config: RemoteConfig) -> None:
-        """Connects when first asked something. Raises ValueError when the URL makes no sense to the library."""
+        """Create the client, which connects at its first request. Raises ValueError if the library refuses the URL."""
         self._config = config
         self._prefix = ROOT + ":"
         self._redis: Any = aioredis.Redis.from_url(
@@ -70,9 +74,10 @@ class RedisBackend:
     async def lookup(self, places: Sequence[str]) -> list[dict[str, bytes]]:
         """Return name → row for each place, in their order and in one round trip.
 
-        Rows without a payload are removed on the server. A place with more than 64 rows, or than
-        `RemoteConfig.variants_per_chunk` if that is more, has an empty dictionary; rows beyond 4 MiB of a place are
-        left out. Raises OSError if the server fails, as TimeoutError if it is too slow.
+        Rows without a payload are left out, and removed on the server. A place without rows has an empty dictionary,
+        and so has one with more than 64 rows, or than `RemoteConfig.variants_per_chunk` if that is more; rows beyond 4
+        MiB of a place are left out. The list is empty without places. Raises OSError if the server fails, as
+        TimeoutError if it is too slow.
         """
         most = max(MOST_VARIANTS, self._config.variants_per_chunk)
 
@@ -89,7 +94,7 @@ class RedisBackend:
         return await self._answer(looked_up())
 
     async def names(self, place: str) -> list[str]:
-        """Return the names of the complete entries in a place, [] if it has none.
+        """Return the names of the complete entries in a place, with the place, in no order; [] if it has none.
 
         Rows without a payload are removed on the server. [] also for a place with more than 64 rows, or than
         `RemoteConfig.variants_per_chunk` if that is more. Raises OSError if the server fails, as TimeoutError if it is
@@ -101,7 +106,8 @@ class RedisBackend:
     async def read(self, name: str) -> AsyncIterator[bytes | memoryview]:
         """Yield the payload of an entry in order, in pieces of up to PIECE_BYTES; nothing if the entry is missing.
 
-        The first piece is smaller. Raises OSError, while it is iterated over, if the server fails.
+        The first pieces have 64 and 256 KiB. Raises OSError, while it is iterated over, if the server fails, as
+        TimeoutError if it is too slow. An entry that is removed meanwhile ends early, without an error.
         """
         start = 0
         step = _FIRST_PIECE
@@ -121,7 +127,8 @@ class RedisBackend:
     async def write(self, parcel: Parcel) -> bool:
         """Send payload and row in one transaction. Returns False if the server is full and evicts nothing, else True.
 
-        Raises OSError if the server fails otherwise.
+        An entry of the same name is replaced. Raises OSError if the server fails otherwise, as TimeoutError if it is
+        too slow.
         """
         async with self._redis.pipeline(transaction=True) as both:
             both.set(f"{self._prefix}data/{parcel.name}", b"".join(parcel.payload))
@@ -135,7 +142,10 @@ class RedisBackend:
         return True
 
     async def remove(self, name: str) -> None:
-        """Remove an entry, if it exists, in one transaction. Raises OSError if the server fails."""
+        """Remove row and payload of an entry in one transaction; does nothing for an unknown name.
+
+        Raises OSError if the server fails, as TimeoutError if it is too slow.
+        """
         place, _, file = name.rpartition("/")
         async with self._redis.pipeline(transaction=True) as both:
             both.hdel(f"{self._prefix}rows/{place}", file)
@@ -145,7 +155,7 @@ class RedisBackend:
     async def usage(self) -> Usage:
         """Return the number of payloads that have a row, the bytes of all payloads, and `maxmemory`, None without one.
 
-        Raises OSError if the server fails, as TimeoutError if it is too slow.
+        Looks at every key of the database. Raises OSError if the server fails, as TimeoutError if it is too slow.
         """
 
         async def ask() -> Usage:
@@ -165,7 +175,7 @@ class RedisBackend:
         return await self._answer(ask())
 
     async def probe(self) -> None:
-        """Ping the server. Raises OSError if it does not answer."""
+        """Ping the server. Raises OSError if it does not answer or refuses, as TimeoutError if it is too slow."""
         await self._answer(self._redis.ping())
 
     async def close(self) -> None:

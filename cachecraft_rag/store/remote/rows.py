@@ -53,9 +53,10 @@ class Row:
     token_scores: TokenScores
 
     def encode(self) -> bytes:
-        """Return the bytes of the row, without a signature.
+        """Return the bytes of the row, without a signature. The session of the variant is not in it.
 
-        Raises TypeError or ValueError for fields that JSON cannot hold, and struct.error if `created` is not a number.
+        NaN and infinities are written, and `decode_row` refuses them. Raises TypeError or ValueError for fields that
+        JSON cannot hold, such as a NumPy float32, and struct.error if `created` is not a number.
         """
         variant = self.variant
         values = {
@@ -72,17 +73,21 @@ class Row:
 
 
 def name_of(variant: Variant) -> str:
-    """Return the name of row and payload. It includes `created`, so an old row never refers to a newer payload.
+    """Return the name of row and payload: `place_of` its key, "/", variant id, "-" and `created_hex`.
 
-    Raises struct.error if `created` is not a number.
+    It includes `created`, so an old row never refers to a newer payload. Raises struct.error if `created` is not a
+    number.
     """
     return f"{place_of(variant.key)}/{variant.variant_id}-{created_hex(variant.created)}"
 
 
 def framed(created: bytes, text: bytes, signature: bytes = b"") -> bytes:
-    """Return a row: `created`, a checksum over the rest, JSON, and the signature, if any, on a new line.
+    """Return a row: `created`, a checksum over what follows it, JSON, and the signature, if any, on a new line.
 
-    The JSON itself never contains a line end.
+    Args:
+        created: the 16 hex digits of `created_hex`.
+        text: the JSON, which must not contain a line end. That is not checked.
+        signature: b"": none, and then no line end either.
     """
     rest = text + b"\n" + signature if signature else text
     return created + xxhash.xxh3_64_hexdigest(rest).encode("ascii") + rest
@@ -91,7 +96,8 @@ def framed(created: bytes, text: bytes, signature: bytes = b"") -> bytes:
 def unframed(raw: bytes) -> tuple[bytes, bytes, bytes]:
     """Take apart a row of `framed`: return `created`, the JSON, and the signature, b"" without one.
 
-    Raises ValueError if the checksum is wrong.
+    Raises ValueError if the checksum over JSON and signature is wrong, so for fewer than 32 bytes too. Neither
+    `created` nor the JSON itself is checked.
     """
     if xxhash.xxh3_64_hexdigest(raw[32:]).encode("ascii") != raw[16:32]:
         raise ValueError("row damaged: checksum")
@@ -100,21 +106,29 @@ def unframed(raw: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def created_hex(created: float) -> str:
-    """Return 16 hex digits that sort like the times. Raises struct.error if it is not a number."""
+    """Return the time as 16 hex digits, which sort like times from 0 on. Raises struct.error if it is not a number."""
     return struct.pack(">d", created).hex()
 
 
 def place_of(key: VariantKey) -> str:
-    """Return the folder of a chunk of one tenant and model. It consists of digests, because ids may hold anything."""
+    """Return the folder of a chunk of one tenant and model, without a slash at its end.
+
+    It is a digest of namespace and fingerprint, "/", and a digest of the chunk id, 32 hex digits each: ids may hold
+    anything. The origin prefix does not matter.
+    """
     scope = digest("remote scope", key.namespace, key.fingerprint)
     return f"{scope}/{digest('remote chunk', key.chunk_id)}"
 
 
 def decode_row(raw: bytes, *, namespace: str, fingerprint: str, chunk_id: str) -> Row:
-    """Decode the row of a variant of this chunk. Raises ValueError if it is damaged or belongs to another chunk.
+    """Return the row of a variant of this chunk from its bytes.
 
-    `signing` verifies the signature, if any. The uses in the row are ignored: false ones could keep a variant in the
-    local store forever.
+    Its variant has `home` "remote", no session, a `payload` without a layout, and `reuse_frequency` 0: false uses could
+    keep a variant in the local store forever. The array of its token scores cannot be written. The signature, if any,
+    is not verified here, see `signing`; nor is the codec looked up.
+
+    Raises ValueError, never ConfigError, if the row has more than 4 MiB, is damaged, has impossible values or another
+    layout version, or belongs to another namespace, fingerprint or chunk.
     """
     try:
         if len(raw) > LONGEST_ROWS:

@@ -25,13 +25,17 @@ DIGEST_BYTES = 16
 class Signer:
     """Signs with the first of its keys and believes all of them, so that keys can be changed one engine at a time.
 
-    Without keys `sign` and `seal` raise IndexError.
+    `keys` are those of `RemoteConfig.keys`. Without keys `sign` raises IndexError, and so does `seal` unless the
+    payload is empty; `is_signed` and `confirms` return False.
     """
 
     keys: Sequence[bytes] = field(repr=False)
 
     def sign(self, row: bytes) -> bytes:
-        """Return the row with its signature; an earlier one is replaced. Raises ValueError if its checksum is wrong."""
+        """Return the row with a signature of the first key and a new checksum; an earlier signature is replaced.
+
+        Raises ValueError if the checksum of the row is wrong.
+        """
         created, text, _ = unframed(row)
         return framed(created, text, _row_mac(self.keys[0], created, text))
 
@@ -43,7 +47,11 @@ class Signer:
         )
 
     def seal(self, payload: Iterable[memoryview]) -> bytes:
-        """Return the digests of a payload's slices, joined; b"" for no bytes. Its parts follow each other."""
+        """Return the seal of a payload: 16 bytes for each slice of 256 KiB, in order; b"" for an empty payload.
+
+        `payload` is the bytes in consecutive parts (bytes, not numbers of another format). A slice may cross parts, and
+        the last one may be shorter.
+        """
         seal = bytearray()
         rest = bytearray()
         for part in payload:
@@ -58,7 +66,10 @@ class Signer:
         return bytes(seal + _slice_mac(self.keys[0], rest)) if rest else bytes(seal)
 
     def confirms(self, seal: bytes, number: int, data: bytes | bytearray) -> bool:
-        """Return True if `data` is slice `number` of the payload of this seal; False if it has no such slice."""
+        """Return True if `data` is slice `number` (from 0) of the payload of this seal, by any of the keys.
+
+        False for other data, and if the seal has no such slice. Raises nothing.
+        """
         digest = seal[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
         return any(hmac.compare_digest(_slice_mac(key, data), digest) for key in self.keys)
 

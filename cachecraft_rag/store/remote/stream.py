@@ -21,9 +21,9 @@ Piece = bytes | memoryview
 class RemoteStream(Closeable):
     """Reads a payload from front to back: the header first, then layer 0, 1, … A `layout.ByteSource`.
 
-    The next piece is fetched while the caller uses the last one. One thread reads; any other may call `close`, which
-    ends a current read at once. Only the reading thread writes to a buffer, so once `read_into` has returned or raised,
-    the caller owns the buffer again.
+    `nbytes` is the length of the whole payload. The next piece is fetched while the caller uses the last one. One
+    thread reads; any other may call `close`, which ends a current read at once. Only the reading thread writes to a
+    buffer, so once `read_into` has returned or raised, the caller owns the buffer again.
     """
 
     tier: TierName = "remote"
@@ -63,19 +63,21 @@ class RemoteStream(Closeable):
         self._next = submit(_step(pieces, first_timeout_s))
 
     def read(self, buffer: memoryview, at: int) -> None:
-        """Fill the whole buffer from offset `at` on, which must be where the last read ended.
+        """Fill the whole buffer (bytes, writable) from offset `at` on, which must be where the last read ended.
 
-        Raises OSError for another offset, if the remote fails or has too few bytes, or if the stream is closed (as
-        TimeoutError if it pauses for too long); ValueError if the signature does not match.
+        Waits for the bytes. Raises OSError for another offset, which changes nothing; if the remote fails or has too
+        few bytes; or if the stream or the remote tier is closed. It is a TimeoutError if the remote pauses for too
+        long, and a FileNotFoundError if it has no such payload. Raises ValueError if the signature does not match.
         """
         if at != self._taken:
             raise OSError(errno.ESPIPE, "a remote is read from front to back")
         self.read_into(buffer)
 
     def encoded(self) -> Encoded | None:
-        """Return the whole payload in the buffers that were filled; None until all of it was read.
+        """Return the whole payload; None until all of it was read. Also works after `close`.
 
-        Only the first buffer is copied, so the caller must not write to the others.
+        Its `header` is a copy of the first buffer that was filled, which may be a part of the header only. Its `blocks`
+        are the other buffers themselves, in order, so the caller must not write to them.
         """
         return (
             Encoded(bytes(self._parts[0]), tuple(self._parts[1:]))
@@ -84,11 +86,14 @@ class RemoteStream(Closeable):
         )
 
     def read_into(self, buffer: memoryview) -> None:
-        """Fill the whole buffer (bytes, writable) with the next bytes.
+        """Fill the whole buffer (bytes, writable) with the next bytes, and wait for them. Returns None.
 
-        Raises TimeoutError if the remote pauses for too long, FileNotFoundError if it has no such payload, and OSError
-        if it fails, has too few bytes, or the stream or the remote tier is closed. Raises ValueError if the signature
-        does not match. After an error the stream cannot be read any further.
+        The outcome is reported when the last byte was read, or at the first error of the remote. Raises TimeoutError if
+        the remote pauses for too long, FileNotFoundError if it has no such payload or not enough bytes for the first
+        buffer, and OSError if it fails, has too few bytes for another, or the stream or the remote tier is closed. A
+        buffer longer than what is left of `nbytes` raises OSError at once. Raises ValueError if the signature does not
+        match, which is not reported. After an error a part of the buffer may have been written, and the stream is of no
+        more use.
         """
         if self._taken + buffer.nbytes > self.nbytes:
             self._fail(
@@ -111,9 +116,9 @@ class RemoteStream(Closeable):
             self._end("whole")
 
     def close(self) -> None:
-        """Cancel the transfer at once; a second call does nothing.
+        """Cancel the transfer at once, without reporting an outcome; a second call does nothing. Raises nothing.
 
-        A read in another thread ends with OSError, or with bytes that had arrived.
+        A read in another thread or after this call ends with OSError, or with bytes that had arrived.
         """
         with self._lock:
             self._pieces = None  # the loop closes a generator without references

@@ -47,10 +47,11 @@ class RemoteStats:
     breaker   "closed": in use; "open": not asked after repeated failures; "probing": being tried again
     opened    how often the breaker has opened
     variants  number of chunk-caches on the remote, those of other engines included; `nbytes` are their bytes
-    budget    the remote's own limit in bytes; None if it has no limit or does not report one
+    budget    limit of Redis (`maxmemory`) or of a folder, in bytes; also None for another remote and without a limit
     queued_bytes  bytes of chunk-caches that wait to be sent
     lookups   outcome → number of look-ups: "answered", "failed", "too slow", "left alone"
-    reads     outcome → number of payloads: "whole", "gone", "short", "failed"; those closed early do not count
+    reads     outcome → number of payloads: "whole", "gone", "short", "failed"; those closed early, or with a wrong
+              signature, do not count
     captures  outcome → number of chunk-caches: "sent", "already there", "no room", or the reason why not sent
     """
 
@@ -69,7 +70,7 @@ class RemoteStats:
 class RemoteTier(Closeable):
     """Shared chunk-caches on a server, by identity.
 
-    Any thread may call any method; only `flush` and `close` wait long.
+    Any thread may call any method; only `flush` and `close` wait long. The tier closes itself when the program ends.
     """
 
     def __init__(
@@ -104,11 +105,14 @@ class RemoteTier(Closeable):
         chunk_ids: Sequence[str],
         bounds: RowBounds | None = None,
     ) -> LookupResult:
-        """Look up shared variants of these chunks within `bounds`; waits at most `config.lookup_limit_s`.
+        """Look up shared variants of these chunks within `bounds`; waits at most `config.lookup_limit_s` seconds.
 
-        The result includes reasons for refused rows. These are removed from the remote, except those without a valid
-        signature: an engine with a wrong key must not empty the remote for others. Every given chunk id is a key of
-        `variants`.
+        Every given chunk id is a key of `variants`, whose lists are in no order. `refused` has the last reason for each
+        chunk with refused rows. Damaged and impossible rows are removed from the remote in the background, at most 8 a
+        call. Rows without a valid signature stay, as an engine with a wrong key must not empty the remote for others;
+        so do rows of a codec that is not installed here, and those beyond 8 MiB in all. Without `bounds`, rows are not
+        compared with a model or a prompt, and variants have no layout. Token scores of the variants are remembered for
+        `token_scores`, and the outcome is counted. Without chunk ids the remote is not asked.
 
         Raises nothing for a remote that is closed, fails or is too slow: the lists are empty, and `remote` of the
         result says why. Raises KeyError if a row was found of a chunk that `bounds` does not know.
@@ -174,8 +178,12 @@ class RemoteTier(Closeable):
     def open(self, variant: Variant) -> RemoteStream | Unavailable:
         """Begin to read the payload of a variant from a look-up, here or in another process; close the stream.
 
-        Raises nothing: returns Unavailable with the reason if the variant has no payload, or the remote is closed or
-        not asked after repeated failures.
+        Does not wait: a payload that is missing raises FileNotFoundError at the first read. With a key, reads verify
+        signatures. The outcome of reading is counted in `RemoteStats.reads`; a payload that turns out to be missing or
+        too short is removed from the remote, and failures may open the circuit breaker.
+
+        Raises nothing: returns Unavailable with the code NOT_OFFERED if the variant has no payload, CLOSED after
+        `close`, and CIRCUIT_OPEN while the remote is not asked after repeated failures.
         """
         facts = variant.payload
         name = variant.variant_id
@@ -205,9 +213,14 @@ class RemoteTier(Closeable):
     def put(self, variant: Variant, encoded: Encoded, token_scores: TokenScores) -> bool:
         """Send a shared variant in the background; return True if it is queued, False if it is dropped.
 
-        Private variants are never sent. A variant is also dropped after `close`, and if too many bytes are waiting. The
-        blocks of `encoded` must not change after this call. They are signed in the caller's thread. A transfer that
-        fails is counted and logged, not raised.
+        Private variants are never sent. A variant is also dropped after `close`, and if more than `config.queue_bytes`
+        would wait. The blocks of `encoded` must not change after this call. They are signed in the caller's thread.
+        When its turn comes, the variant is not sent if the remote has it already or is not asked after repeated
+        failures. Once sent, the oldest variants of its chunk beyond `config.variants_per_chunk` are removed from the
+        remote, and so is an unsigned one of the same identity that `find` has refused. A transfer that fails is counted
+        in `RemoteStats.captures` and logged, not raised.
+
+        Raises TypeError or ValueError for a field that JSON cannot hold, and struct.error if `created` is not a number.
         """
         if variant.session is not None or self._closed:
             return False
@@ -222,9 +235,10 @@ class RemoteTier(Closeable):
         return self._outbox.offer(Parcel(name_of(variant), signed, payload, foreign))
 
     def remove(self, variant: Variant) -> None:
-        """Remove a variant whose payload turned out to be damaged, in the background; a failure is only logged.
+        """Remove row and payload of a variant, which turned out to be damaged, from the remote in the background.
 
-        Does nothing after `close`, and while the remote is not asked after repeated failures.
+        Returns None at once; a failure is only logged. Does nothing after `close`, and while the remote is not asked
+        after repeated failures.
         """
         self._connection.in_background(self._connection.backend.remove(name_of(variant)))
 
@@ -233,7 +247,9 @@ class RemoteTier(Closeable):
     def stats(self, *, ask: bool = True) -> RemoteStats:
         """Return sizes and counts; with `ask`, the server is asked for its contents, for at most two seconds.
 
-        The sizes are None without `ask`, after `close`, and if the server does not answer; that is logged, not raised.
+        `variants`, `nbytes` and `budget` have no value (None) without `ask`, after `close`, while the remote is not
+        asked after repeated failures, and if the server does not answer; the last is logged, not raised, and does not
+        count as a failure. The dictionaries are copies, and leave out outcomes that have not occurred.
         """
         usage: Usage | None = None
         if ask and not self._closed and self._connection.allows():
@@ -260,14 +276,18 @@ class RemoteTier(Closeable):
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all captures put so far are sent or dropped; return True then, False after `timeout_s` seconds.
 
-        None waits until all transfers have ended, each of which has a limit (`RemoteConfig.put_timeout_s`).
+        None waits until all transfers have ended, each of which has a limit (`RemoteConfig.put_timeout_s`). True at
+        once if none is waiting, and after `close`. Must not be called in a fork of the process, where no transfer ends.
         """
         return self._outbox.flush(timeout_s)
 
     def close(self) -> None:
-        """Send queued captures for at most `config.close_timeout_s`, then cancel all transfers.
+        """Send queued captures for at most `config.close_timeout_s` seconds, then cancel all transfers.
 
-        A second call does nothing, and neither does a call in a fork of the process. Failures are only logged.
+        It does not wait for captures while the remote is not asked after repeated failures. Ending the connection takes
+        up to two seconds more. Captures that were not sent are lost; open streams end with OSError. Afterwards `find`
+        finds nothing, `open` returns Unavailable, and `put` returns False. A second call does nothing, and neither does
+        a call in a fork of the process. Failures are only logged.
         """
         if not self._home.here:  # a fork of the process has neither the loop nor the queue
             return
