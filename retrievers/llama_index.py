@@ -56,6 +56,7 @@ from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder, unit_vectors
 from cachecraft_rag.retrievers.index.faiss_store import DATABASE, FaissStore
+from cachecraft_rag.retrievers.index.filters import accepts
 from cachecraft_rag.retrievers.index.removal import Evictions
 from cachecraft_rag.retrievers.index.schema import UNKNOWN_EMBEDDING
 from cachecraft_rag.retrievers.llama_index_filters import NODE, has_empty_group, where_of
@@ -296,9 +297,9 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     ) -> None:
         """Remove the nodes that have one of the ids (None: any) and pass the filters. Returns None.
 
-        No node has one of an empty list of ids. Documents without a node left are removed too. Chunks that LlamaIndex
-        did not add have no node id, and stay, also if they pass the filters. Chunk-caches follow with the next `add`,
-        after a minute, or at `close`. Does nothing before the first `add` to a new folder.
+        No node has one of an empty list of ids. Documents without a node left are removed too. A chunk that LlamaIndex
+        did not add has its chunk id as its node id, and is removed from every document. Chunk-caches follow with the
+        next `add`, after a minute, or at `close`. Does nothing before the first `add` to a new folder.
 
         Raises ConfigError without ids unless there are filters, and each group of them has a condition (an empty group
         passes every node), for an unknown option, and for filters that are nested too deep; TypeError or ValueError for
@@ -312,13 +313,13 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
             raise ConfigError(
                 "delete_nodes needs node_ids, or filters whose groups all have a condition; clear() removes everything"
             )
-        if self._store is not None:
-            chosen = (
-                node_ids
-                if filters is None
-                else [node.node_id for node in self.get_nodes(node_ids, filters)]
-            )
-            self._evictions.later(self._store, self._store.delete_keys(chosen or ()).removed)
+        if self._store is None:
+            return
+        chosen = [node.node_id for node in self.get_nodes(node_ids, filters)]
+        self._evictions.later(self._store, self._store.delete_keys(chosen).removed)
+        unnamed = [node.node_id for node in self.get_nodes(chosen)]
+        if unnamed:
+            self._evictions.later(self._store, self._store.delete_chunks(unnamed).removed)
 
     def clear(self) -> None:
         """Remove all nodes, and at once their chunk-caches; the index stays open. Returns None.
@@ -346,8 +347,8 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
     ) -> list[BaseNode]:
         """Return the nodes that have one of the ids (None: any) and pass the filters; an empty list without an index.
 
-        They are sorted by document, and not in the order of the ids. Unknown ids are ignored. A chunk that LlamaIndex
-        did not add is returned only for None, as a node whose id is its chunk id. The metadata of each node also has
+        They are sorted by document, and not in the order of the ids; chunks that LlamaIndex did not add, whose node id
+        is their chunk id, come last if ids are given. Unknown ids are ignored. The metadata of each node also has
         its chunk id, under `cachecraft_chunk_id`. Embeddings are not returned. Raises ConfigError for filters that are
         nested too deep; TypeError for `node_ids` that cannot be iterated or hold anything that JSON cannot; TypeError
         or ValueError for values that cannot be compared; ValueError for a node whose metadata in the database is no
@@ -355,7 +356,16 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         """
         if self._store is None:
             return []
-        return [_node_of(chunk) for chunk in self._store.places(node_ids, where=where_of(filters))]
+        where = where_of(filters)
+        ids = None if node_ids is None else list(node_ids)
+        nodes = [_node_of(chunk) for chunk in self._store.places(ids, where=where)]
+        if ids is None:
+            return nodes
+        # Chunks that LlamaIndex did not add have no key.
+        unknown = set(ids) - {node.node_id for node in nodes}
+        unnamed = self._store.get(self._store.known_vectors(unknown))
+        more = [_node_of(chunk) for chunk in unnamed if accepts(where, chunk.metadata)]
+        return [*nodes, *(node for node in more if node.node_id in unknown)]
 
     def query(self, query: VectorStoreQuery, **kwargs: object) -> VectorStoreQueryResult:
         """Return the best nodes, best first, with their scores and ids; an empty result without an index.

@@ -78,10 +78,16 @@ def _limit(cpu_seconds: int, memory_bytes: int) -> None:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     used_seconds = int(usage.ru_utime + usage.ru_stime) + 1
     _, most_seconds = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (used_seconds + cpu_seconds, most_seconds))
+    seconds = _at_most(used_seconds + cpu_seconds, most_seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, most_seconds))
     if sys.platform == "linux":  # others ignore it, or count what was mapped and never touched
         _, most_bytes = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, most_bytes))
+        resource.setrlimit(resource.RLIMIT_AS, (_at_most(memory_bytes, most_bytes), most_bytes))
+
+
+def _at_most(limit: int, hard_limit: int) -> int:
+    """Return the limit, lowered to the system's hard limit if there is one (-1: none)."""
+    return limit if hard_limit < 0 else min(limit, hard_limit)
 
 
 if __name__ == "__main__":

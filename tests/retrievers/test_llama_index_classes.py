@@ -41,7 +41,7 @@ from cachecraft_rag.retrievers.llama_index import CacheCraftEmbedding, CacheCraf
 from cachecraft_rag.retrievers.retriever import Retriever, open_index
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.captures import Capture, TokenScores
-from cachecraft_rag.types.documents import CHUNK_ID_KEY, chunk_id_of
+from cachecraft_rag.types.documents import CHUNK_ID_KEY, Chunk, chunk_id_of
 from cachecraft_rag.types.kv_layout import KVLayout
 from cachecraft_rag.types.variants import VariantKey
 
@@ -138,6 +138,24 @@ def test_adding_a_node_again_replaces_it_wherever_it_was(store: CacheCraftVector
     assert found(store, "fridge") == ["n2"]
     store.delete("d")
     assert found(store, "kettle", 9) == ["n2"]
+
+
+def test_chunks_that_llama_index_did_not_add_are_found_and_deleted_by_their_chunk_ids(
+    store: CacheCraftVectorStore,
+) -> None:
+    """As `cachecraft index` adds them to the same index."""
+    store.add([node_of("n1", "kettle")])
+    assert store.client is not None
+    chunks = [Chunk(text, {"source": f"{text}.md"}) for text in ("toaster", "fridge", "oven")]
+    for chunk in chunks:
+        store.client.add(chunk.metadata["source"], [chunk], [vector_of(chunk.text)])
+    toaster, fridge, oven = (chunk.chunk_id for chunk in chunks)
+    assert {node.node_id for node in store.get_nodes([toaster, "n1", "unknown"])} == {toaster, "n1"}
+    page = MetadataFilters(filters=[MetadataFilter(key="source", value="fridge.md")])
+    assert [node.node_id for node in store.get_nodes([toaster, fridge], page)] == [fridge]
+    store.delete_nodes(filters=page)
+    store.delete_nodes([toaster])
+    assert {node.node_id for node in store.get_nodes()} == {oven, "n1"}
 
 
 def test_a_shared_chunk_stays_until_its_last_document_goes(store: CacheCraftVectorStore) -> None:
