@@ -205,7 +205,7 @@ class FaissStore(Closeable):
                 names.
 
         Without chunks the document is made, or its digest cleared, all the same. Returns the ids of the chunks that are
-        new to the store, and of those that left it. A chunk that was replaced by itself is in neither.
+        new to the store, and of those that left it. A chunk that left and was added again is in neither.
 
         Raises ConfigError for keys that are not one valid text for each chunk, or not unique, for metadata that is not
         scalar, and for a `doc_id` or a chunk's text that is not valid Unicode; IndexStoreError for vectors of another
