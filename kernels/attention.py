@@ -28,7 +28,7 @@ def attention(
     Args:
         q: `[rows, heads, head_dim]`, rotated.
         k, v: `[keys, kv_heads, head_dim]`, keys rotated; heads is a multiple of kv_heads.
-        visible: the keys that each row sees.
+        visible: the keys that each row sees. Its positions must be below `keys`, which is not checked everywhere.
         scale: multiplies the scores.
         softcap: scores become softcap · tanh(scores / softcap) (Gemma-2); None: no cap.
         sinks: float32 `[heads]`, contiguous; the score of a position without a value, which each head may attend to
@@ -36,11 +36,12 @@ def attention(
         paths: the fastest ways to attend on this CPU.
 
     Returns:
-        `[rows, heads, head_dim]` in the dtype of `q`. A row that sees no key gets zeros or NaN.
+        A new tensor `[rows, heads, head_dim]` in the dtype of `q`. A row that sees no key gets zeros or NaN.
 
     Raises:
         ValueError: a wrong number of sinks; with Triton also other shapes or dtypes that do not fit together.
-        KeyError: on a CPU, `paths` names a path that is not in `attention_paths.PATHS`.
+        KeyError: without Triton, `paths` names a path that is not in `attention_paths.PATHS`.
+        IndexError: with Triton, an absent key is not below `keys`; on a GPU torch reports it later, as a RuntimeError.
         RuntimeError: torch's own, for shapes that do not fit together or without memory. The compiled kernels do not
             check shapes.
         MemoryError: no room for the scratch memory of the compiled kernels.
@@ -84,16 +85,18 @@ def attention_with_mass(
 ) -> tuple[Tensor, Tensor]:
     """Return what `attention` returns, and the attention of each row to each segment.
 
-    With Triton both are computed in one sweep over the keys. The arguments are those of `attention`, and `bounds`.
+    The latter is averaged over heads and leaves out a row's own position. With Triton both are computed in one sweep
+    over the keys. The arguments are those of `attention`, and `bounds`.
 
     Args:
         bounds: int64 `[segments + 1]`, ascending; segment i covers the keys `bounds[i]:bounds[i + 1]`.
 
     Returns:
-        `[rows, heads, head_dim]`, and float32 `[rows, segments]`, the first result of `attention_mass`.
+        `[rows, heads, head_dim]` in the dtype of `q`, and float32 `[rows, segments]`, the first result of
+        `attention_mass`: 0 for an empty segment. A row that sees no key gets zeros or NaN in both.
 
-    Raises ValueError, KeyError, RuntimeError and MemoryError as `attention` does: for shapes or dtypes that do not fit
-    together, for an unknown path on a CPU, or without memory.
+    Raises ValueError, KeyError, IndexError, RuntimeError and MemoryError as `attention` does: for shapes or dtypes that
+    do not fit together, for an unknown path without Triton, for an absent key beyond the keys, or without memory.
     """
     if uses_triton(q):
         from cachecraft_rag.kernels.gpu.attention import attend as attend_on_gpu

@@ -68,7 +68,8 @@ PATHS: Mapping[str, AttentionPath] = MappingProxyType(
 def paths_for(shape: ShapeClass) -> list[str]:
     """Return the names of the paths for a class of shapes. The first is the default if none is measured.
 
-    "compiled" is among them, as the last one, only where this process has compiled kernels (`library.kernels`).
+    "compiled" is among them, as the last one, only where this process uses compiled kernels (`library.kernels`, which
+    are loaded and checked at the first call). The list is a new one. Raises nothing.
     """
     compiled = ["compiled"] if kernels() is not None else []
     if shape == "front":
@@ -107,7 +108,7 @@ UNMEASURED = AttentionPaths()
 def shape_class(visible: Visibility) -> ShapeClass:
     """Return the class of these rows: "front", "few" or "some", see `AttentionPaths`.
 
-    Rows with a window or with absent keys are never "front". Without rows the class is "few".
+    Rows with a window or with absent keys are never "front". Without rows the class is "few". Raises nothing.
     """
     rows = len(visible.positions)
     sees_all_before = visible.window is None and visible.absent is None
@@ -127,11 +128,11 @@ def attend(
     softcap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute `attention` of several rows by this path.
+    """Compute `attention` of some rows by this path; the other arguments are those of `attention.attention`.
 
-    torch's own kernel knows neither soft caps nor sinks: with them, it is replaced by explicit products. Returns
-    `[rows, heads, head_dim]` in the dtype of `q`. A "causal" path is right only for the first rows of a prompt, which
-    is not checked.
+    torch's own kernel knows neither soft caps nor sinks: with them, it is replaced by explicit products. Returns a new
+    tensor `[rows, heads, head_dim]` in the dtype of `q`; a row that sees no key gets zeros or NaN. A "causal" path is
+    right only for the first rows of a prompt, which is not checked.
 
     Raises ValueError for a wrong number of sinks, and torch's RuntimeError for other shapes that do not fit together or
     without memory. The compiled kernels do not check other shapes, and raise MemoryError without memory.
@@ -192,9 +193,10 @@ def _masked_blocks(
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
     """Attend in one block with torch's kernel.
 
-    `q` and the result are `[kv_heads, group, rows, head_dim]`, keys and values `[keys, kv_heads, head_dim]`. The mask
-    `[rows, keys]` is added to the scores; None = every key is visible. Raises torch's RuntimeError for shapes or dtypes
-    that do not fit together, or without memory.
+    `q` and the result are `[kv_heads, group, rows, head_dim]`, keys and values `[keys, kv_heads, head_dim]`. `scale`
+    multiplies the scores. The mask `[rows, keys]`, in the dtype of `q`, is added to them; None = every key is visible.
+    A row whose mask is all -inf gets zeros or NaN. Raises torch's RuntimeError for shapes or dtypes that do not fit
+    together, or without memory.
     """
     group = q.shape[1]
     return scaled_dot_product_attention(
@@ -220,7 +222,7 @@ def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float
 def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     """Attend from a prompt's first rows to the keys up to each, as many keys as rows.
 
-    Shapes and errors are as in `fused`.
+    Row i attends to the keys 0 to i. Shapes and errors are as in `fused`.
     """
     group = q.shape[1]
     return scaled_dot_product_attention(
@@ -240,7 +242,8 @@ def products(
 ) -> Tensor:
     """Attend in one block by two matrix products around a softmax; shapes as in `fused`, returns float32.
 
-    Raises ValueError for a wrong number of sinks, torch's RuntimeError for other shapes or without memory.
+    Without sinks, a row that sees no key of the block gets NaN. Raises ValueError for a wrong number of sinks, torch's
+    RuntimeError for other shapes or without memory.
 
     Rejected: products in half precision, which round every score.
     """

@@ -49,7 +49,7 @@ def place(merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor
 def place_all(
     merged: Tensor, chunk: Tensor, start: int, *, cos: Tensor, sin: Tensor, layers: Sequence[int]
 ) -> None:
-    """Do the work of `place` in all layers that rotate alike: one launch with Triton.
+    """Do the work of `place` in several layers, which must rotate alike: in one launch with Triton.
 
     Args:
         merged: `[layers, 2, keys, kv_heads, head_dim]`.
@@ -57,7 +57,8 @@ def place_all(
         start: as in `place`.
         cos: as in `place`.
         sin: as in `place`.
-        layers: numbers of the layers to place, ascending; without any, nothing is written.
+        layers: numbers of the layers to place, ascending; without any, nothing is written. Other layers stay as they
+            are.
 
     Raises:
         ValueError, RuntimeError: as in `place`.

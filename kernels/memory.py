@@ -22,7 +22,7 @@ def empty(
     *,
     pinned: bool = False,
 ) -> Tensor:
-    """Return an uninitialised tensor.
+    """Return an uninitialised, contiguous tensor; on a CPU its memory begins at a multiple of 64 bytes.
 
     On a CPU, NumPy allocates its memory, because NumPy asks the system for huge pages if the block is large. torch does
     not, and faulting in a new block of 50 MB by pages of 4 KiB takes six times as long as filling it.
@@ -90,8 +90,10 @@ class Recycler:
     ) -> Tensor:
         """Return an uninitialised tensor. On a CPU it may use the memory of an earlier, unused tensor.
 
-        The memory of an earlier tensor is unused once that tensor and all its views are gone. Any thread may call this
-        method. Raises MemoryError and AssertionError as the function `empty` does.
+        The memory of an earlier tensor is unused once that tensor and all its views are gone. If it is in use or does
+        not fit the size, new memory is allocated and kept in its place. On other devices, the tensor is always a new
+        one, and nothing is kept. Any thread may call this method. Raises MemoryError without memory, also for a GPU on
+        a machine without one, and torch's AssertionError for a CUDA device with a torch that was built without CUDA.
         """
         if torch.device(device).type != "cpu":
             return empty(shape, dtype, device)

@@ -28,7 +28,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, out: Tensor | None = None) ->
         `out` or the new tensor, `[tokens, heads, head_dim]`.
 
     If shapes do not fit together, or rotary_dim is odd, raises ValueError with Triton and torch's RuntimeError with
-    torch. The compiled kernels do not check them.
+    torch. The compiled kernels do not check them. With Triton, raises ValueError too if the dimensions of a head are
+    not adjacent in memory.
 
     >>> x = torch.tensor([[[1.0, 0.0]]])  # a token, a head, two dimensions
     >>> turn = torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0]])  # cos and sin of 90 degrees

@@ -35,7 +35,7 @@ class RowBlock:
 
 
 def row_blocks(visible: Visibility, block_rows: int = BLOCK_ROWS) -> tuple[RowBlock, ...]:
-    """Return sorted rows in blocks of at most `block_rows`, with their masks; () without rows.
+    """Return the rows, in their order, in blocks of at most `block_rows`, with their masks; () without rows.
 
     Call it as `visible.prepared(row_blocks)`: then the layers of a pass share one result.
 
@@ -73,7 +73,11 @@ def row_blocks(visible: Visibility, block_rows: int = BLOCK_ROWS) -> tuple[RowBl
 
 
 def additive(block: RowBlock, dtype: torch.dtype, *, repeats: int = 1) -> Tensor | None:
-    """Return the mask to add to a block's scores, 0 or -inf: `[repeats · rows, keys]`; None if all keys are visible."""
+    """Return the mask to add to a block's scores, 0 or -inf: `[repeats · rows, keys]`; None if all keys are visible.
+
+    The keys are those of the block's span; the rows of the block are repeated as a whole. Raises torch's RuntimeError
+    without memory.
+    """
     if block.hidden is None:
         return None
     mask = block.hidden.new_zeros(

@@ -28,8 +28,8 @@ class FutureVariant:
     def serves(self, wanted: FutureVariant, scope: Scope) -> bool:
         """Return True if it may be used in place of `wanted`.
 
-        It must be of the same chunk, have an origin prefix that `scope` allows, and be shared or of the same session.
-        Raises nothing.
+        It must be of the same chunk, be shared or of the same session, and have an origin prefix that `scope` allows:
+        any for "anywhere", one of the same segments in any order for "set", the same for "prefix". Raises nothing.
 
         >>> shared = FutureVariant("c", ("system", "a"), None)
         >>> private = FutureVariant("c", ("system", "b"), "ann")
@@ -59,8 +59,9 @@ class FutureCaptures:
     def expect(self, prompt: Prompt, plan: Plan, *, session: str | None) -> None:
         """Add to `variants` the segments that a plan computes and that will be stored; returns None.
 
-        Left out are the question, passages found in unmarked text, and, without a session, what is private or follows
-        it.
+        Left out are the last segment and every question, passages found in unmarked text, and, without a session,
+        private segments and all after them. With a session, the variants of these belong to it. All other variants are
+        shared. Raises nothing.
         """
         ids = tuple(segment.segment_id for segment in prompt.segments)
         is_private = False
@@ -77,7 +78,10 @@ class FutureCaptures:
                 self.variants.append(FutureVariant(ids[index], ids[:index], owner))
 
     def serve(self, prompt: Prompt, config: ReuseConfig, *, session: str | None) -> bool:
-        """Return True if a prompt can use at least one of `variants`, see `FutureVariant.serves`. Raises nothing."""
+        """Return True if a prompt can use at least one of `variants`, see `FutureVariant.serves`. Raises nothing.
+
+        The last segment of the prompt, its question, does not count.
+        """
         ids = tuple(segment.segment_id for segment in prompt.segments[:-1])
         wanted = [FutureVariant(name, ids[:index], session) for index, name in enumerate(ids)]
         return any(
@@ -87,7 +91,8 @@ class FutureCaptures:
     def hand_over(self) -> None:
         """Submit them to write-back, if that is still to be done; a second call does nothing.
 
-        Raises what `submit` raises: RuntimeError if the system has no room for a thread.
+        Does nothing either while `submit` is not set, that is before the prefill has ended. Raises what `submit`
+        raises: RuntimeError if the system has no room for a thread.
         """
         submit = self.submit
         self.submit = None
@@ -141,8 +146,8 @@ class AdmissionQueue:
     def enter(self, task: LoopTask) -> None:
         """Take the last place in the queue.
 
-        Raises BusyError, and gives no place, if `max_waiting` requests wait already while another has the turn. If none
-        has it, one more may wait.
+        Raises BusyError, gives no place and counts the request in the metrics as turned away, if `max_waiting` requests
+        wait already while another has the turn. If none has it, one more may wait.
         """
         has_turn_taken = bool(self._prefilling)
         if len(self._waiting) + has_turn_taken > self._max_waiting:
@@ -160,7 +165,8 @@ class AdmissionQueue:
             ready: is called by the loop between two steps; must not raise, or the loop gives up all its work.
             since: time of `time.perf_counter` at which the request's wait began, in seconds.
 
-        Raises WaitTimeoutError once the whole wait, from `since` on, is longer than `timeout_s`.
+        Raises WaitTimeoutError, and counts the request in the metrics as turned away, once the whole wait, from `since`
+        on, is longer than `timeout_s` and `ready()` is still false. The request keeps its place until `leave`.
         """
         left = None
         if self._timeout_s is not None:
@@ -175,15 +181,16 @@ class AdmissionQueue:
 
     @property
     def preloading_bytes(self) -> int:
-        """Bytes that waiting requests are loading or have loaded, at least 0; any thread may ask."""
+        """Bytes that waiting requests have reserved, to load them before their turn; 0 or more. Any thread may ask."""
         return sum(nbytes or 0 for nbytes in list(self._preloads.values()))
 
     def may_preload(self, task: LoopTask) -> bool:
         """Return True if a waiting request may plan and load now, before its turn.
 
-        That is so while less than `preload_bytes` are loaded ahead, and the requests between the next one and it have
-        asked for room. The next request gets False too once so much is loaded; its caller lets it plan and load in any
-        case. While there is room, it raises ValueError for a request that does not wait.
+        That is so while `preloading_bytes` is less than `preload_bytes`, and the requests between the next one and it
+        have called `reserve`, with or without success. The next request gets False too once so much is reserved; its
+        caller lets it plan and load in any case. While there is room, it raises ValueError for a request that does not
+        wait.
         """
         if not self.preloading_bytes < self._preload_bytes:
             return False
@@ -193,32 +200,40 @@ class AdmissionQueue:
     def reserve(self, task: LoopTask, nbytes: int) -> bool:
         """Reserve room for the bytes that a waiting request loads; return False if too little is left.
 
-        Nothing is reserved then. The next request needs no room: what it loads is used next. The room is free again
-        once the request has its turn, or leaves. Raises nothing.
+        Nothing is reserved then, but the request counts as having called this (`may_preload`). The next request may
+        load without a reservation. The room is free again once the request has its turn (`begin`) or leaves. Whether
+        the request waits is not checked. Raises nothing.
         """
         fits = self.preloading_bytes + nbytes <= self._preload_bytes
         self._preloads[task] = nbytes if fits else None
         return fits
 
     def is_first(self, task: LoopTask) -> bool:
-        """Return True if no request waits before this one. Raises IndexError if none waits at all."""
+        """Return True if this request waits and none waits before it. Raises IndexError if none waits at all."""
         return self._waiting[0] is task
 
     def is_free(self) -> bool:
-        """Return True if no request prefills, or if all that do wait for what is being loaded."""
+        """Return True if no request has the turn, or if all that have it wait for loads, between two passes.
+
+        Raises nothing.
+        """
         return all(_waits_for_loading(task) for task in self._prefilling)
 
     def begin(self, task: LoopTask) -> None:
         """Give the turn to a waiting request; what it had reserved is free again.
 
-        Raises ValueError if it does not wait.
+        Other requests may have the turn too, and requests before it may go on waiting: neither is checked. Raises
+        ValueError if it does not wait.
         """
         self._waiting.remove(task)
         self._preloads.pop(task, None)
         self._prefilling.append(task)
 
     def leave(self, task: LoopTask) -> None:
-        """End a request's turn or its wait. Does nothing, and raises nothing, for a request that has neither."""
+        """End a request's turn or its wait; what it had reserved is free again. Raises nothing.
+
+        Does nothing for a request that has neither.
+        """
         for tasks in (self._waiting, self._prefilling):
             if task in tasks:
                 tasks.remove(task)

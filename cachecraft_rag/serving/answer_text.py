@@ -43,8 +43,9 @@ class AnswerText:
     def take(self, token: int) -> str:
         """Take a further token id; return the text that is now certain, or "" if none is.
 
-        Sets `finish` if the answer ends with this token. Raises what the tokenizer raises for an id that it cannot
-        decode, such as OverflowError for a negative one.
+        Sets `finish` if the answer ends with this token: "stop" at a stop string, of which nothing is returned, "end"
+        at one of the end tokens, "length" at the longest answer. For an answer that has not ended; this is not checked.
+        Raises what the tokenizer raises for an id that it cannot decode, such as OverflowError for a negative one.
         """
         if token in self._end_tokens:
             self.finish = self.finish or "end"
@@ -60,7 +61,8 @@ class AnswerText:
     def rest(self) -> str:
         """End the answer, if it has not ended; return the text that was held back, or "".
 
-        `finish` is then "length", unless it was set before. Raises nothing, unless the tokenizer could not decode a
+        `finish` is then "stop" if that text holds a stop string, of which nothing is returned; else it stays as it was
+        set before, or is "length". A second call returns "". Raises nothing, unless the tokenizer could not decode a
         token that `take` got: then it raises the tokenizer's error again.
         """
         self._settle(self._unsettled_text())
@@ -141,7 +143,8 @@ def answer_text(
 ) -> Iterator[str]:
     """Yield the answer's text piece by piece until it ends; `progress` records its tokens and how it ended.
 
-    No piece is empty. If `tokens` end first, the answer ends too (`finish`: "length").
+    No piece is empty, and without any text nothing is yielded. If `tokens` end first, the answer ends too, as
+    `AnswerText.rest` says. Nothing is drawn or recorded before the first piece is asked for.
 
     Args:
         request: the question, with its sampling settings and its clock.

@@ -55,9 +55,10 @@ class LoadingPlan:
     closed: bool = False
 
     def close(self) -> None:
-        """End loading; chunk-caches that were loaded completely stay in memory. A second call does nothing.
+        """End loading, without waiting for reads under way, and close the chunk-caches. A second call does nothing.
 
-        Raises nothing.
+        The store keeps in memory what was loaded completely, if it has room, and removes what was found damaged. Raises
+        nothing: a failure of the store is logged.
         """
         if not self.closed:
             self.closed = True
@@ -123,7 +124,7 @@ class Answering:
     _changes: int = 0  # number of changes to the store that this engine knows of
 
     def stored_changed(self) -> None:
-        """Note that captures were stored or dropped: requests that planned before plan again at their turn.
+        """Note that captures were stored or dropped: requests with reuse that planned before plan again at their turn.
 
         Raises nothing.
         """
@@ -136,14 +137,16 @@ class Answering:
     ) -> Work[Prefilled]:
         """Wait for the turn, plan, and prefill while what is not in memory is being loaded.
 
-        A generator of steps for the loop. A chunk-cache or a catalog that cannot be read raises nothing: the tokens are
-        computed.
+        A generator of steps for the loop. With reuse on, it also waits for chunks that other requests compute and this
+        one can use, and hands these captures to write-back. In the end, also after an error, the turn is given back and
+        loading is ended. A chunk-cache or a catalog that cannot be read raises nothing: the tokens are computed.
 
         Args:
             task: the loop's task of this request.
             request: the question with its prompt and settings.
             progress: takes up the times, the plan, and what was computed.
-            captures: takes up the segments that will be stored.
+            captures: takes up the segments that will be stored; the caller hands them over. After an error there is
+                nothing to hand over.
 
         Returns:
             The prefilled prompt.
@@ -332,7 +335,9 @@ class Answering:
     ) -> Work[None]:
         """Answer a request into a queue, whose last piece says how the answer ended. A generator of steps for the loop.
 
-        What follows from the answer (captures, audits) raises nothing here.
+        If it raises, or is closed early, it puts no last piece. Once decoding ends in any way, uses of variants are
+        counted in the store, the captures handed to write-back, and the prompt noted for new variants. An audit follows
+        for an answer that ended or was closed by its reader. Failures of these are logged and raise nothing here.
 
         Args:
             task: the loop's task of this request.
@@ -372,12 +377,15 @@ class Answering:
     ) -> Work[tuple[str, Tensor]]:
         """Answer greedily, and predict along the target tokens. A generator of steps for the loop.
 
+        Uses of variants, captures and new variants follow as from `answer`; the answer is not audited.
+
         Args:
             task: the loop's task of this request.
             request: the question with its prompt and settings. Its temperature must be 0, which is not checked.
-            progress: takes up the times, the plan, and what was computed.
+            progress: takes up the times, the plan, the tokens of the answer, and what was computed.
             target: ids of 1 to `request.sampling.max_new_tokens` tokens of the model, along which to predict. They are
-                not checked: others raise IndexError, on a GPU RuntimeError. None: those of the answer itself.
+                not checked: others raise IndexError, on a GPU RuntimeError. None: those of the answer itself, with the
+                token that ended it.
 
         Returns:
             The answer's text, and logits float32 `[target, vocabulary]`: the prediction before each target token.

@@ -24,10 +24,10 @@ class LocalCapturer:
     write_back: WriteBackQueue
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
-        """Compute a prompt, capture segments, and return None once they are stored or dropped.
+        """Compute a prompt, capture segments, and return None once they are stored or dropped; waits without limit.
 
-        A capture that the store does not take, for instance because the disk is full or the store is closed, does not
-        raise: it is logged, and `stats` of the store counts it.
+        What is stored already is captured again. A capture that the store does not take, for instance because the disk
+        is full or the store is closed, does not raise: it is logged, and `stats` of the store counts it.
 
         Args:
             prompt: instruction and chunks.

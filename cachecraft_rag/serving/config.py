@@ -63,7 +63,8 @@ class Audits:
     def of(cls, value: str | float) -> Self:
         """Return the audits that a word or a number asks for: "off", "idle" (every answer), or a share from 0 to 1.
 
-        Raises ConfigError for any other word, and for a number that is not a share.
+        The word may also be the text of such a number. The other fields have their defaults. Raises ConfigError for any
+        other word, for a number that is not a share, NaN included, and for a value of another type.
 
         >>> Audits.of("idle").share, Audits.of("off").share, Audits.of("0.25").share
         (1.0, 0.0, 0.25)

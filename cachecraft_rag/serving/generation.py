@@ -130,9 +130,11 @@ class Generation(Iterator[str], AsyncIterator[str]):
     def close(self) -> None:
         """End the answer here; its captures are kept, in the background. Any thread and finalisers may call this.
 
-        Another thread that reads it gets no further piece. If that thread waits for one, its wait ends at once with an
-        engine in this process, and with the next piece over vLLM or a server. A second call does nothing. Raises
-        nothing, except RuntimeError if the answer is to be counted in a new thread and the system has no room for one.
+        An answer under way is counted and logged, and its `finish` is "closed". If no piece was asked for, nothing was
+        computed, nothing is counted, and `finish` stays None. Another thread that reads it gets no further piece. If
+        that thread waits for one, its wait ends at once with an engine in this process, and with the next piece over
+        vLLM or a server. A second call does nothing. Raises nothing, except RuntimeError if the answer is to be counted
+        in a new thread and the system has no room for one.
         """
         self._closing = True
         with suppress(ValueError):  # Python's error if the generator runs in another thread
@@ -141,7 +143,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
                 self._later(self._ended, self._stats, None)
 
     async def aclose(self) -> None:
-        """End the answer here without waiting, as `close` does; its captures are kept. A second call does nothing.
+        """End the answer here without waiting: calls `close`. A second call does nothing.
 
         Raises nothing, except RuntimeError if the answer is to be counted in a new thread and the system has no room
         for one.
@@ -154,7 +156,10 @@ class Generation(Iterator[str], AsyncIterator[str]):
 
     @property
     def stats(self) -> RequestStats:
-        """Statistics of the request so far, computed at each access; `finish`: None while the answer goes on."""
+        """Statistics of the request so far, computed at each access.
+
+        `finish` is None while the answer goes on, and for an answer that was closed before a piece was asked for.
+        """
         return self._stats()
 
     def _stats(self) -> RequestStats:

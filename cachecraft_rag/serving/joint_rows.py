@@ -72,8 +72,11 @@ class JointRows:
     def decode(self, steps: Sequence[DecodeStep]) -> list[Tensor | Exception]:
         """Return the logits `[vocabulary]` (float32) after each step, in order, or in its place the step's exception.
 
-        The first call with several steps compares a few short prompts, computed jointly and one by one; if they differ,
-        or after three failures in a row, each request is computed alone from then on.
+        Empty without steps. The caller passes at most `most` steps. The steps are counted in the metrics, and a step
+        that runs alone and refreshes nothing is timed for `speed`. The first call with several steps or passes, here or
+        of `advance`, compares a few short prompts, computed jointly and one by one; if they differ, or after three
+        joint forwards in a row that failed, `most` becomes 1, a warning says why, and each request is computed alone
+        from then on.
 
         A step that fails alone raises nothing here. A joint forward that raises torch's RuntimeError or IndexError is
         logged, and its steps are computed one by one; other exceptions of it, such as MemoryError, pass, and so do all
@@ -86,9 +89,10 @@ class JointRows:
         return [_tried(lambda step=step: self._decode_alone(step)) for step in steps]  # type: ignore[misc]
 
     def advance(self, passes: Sequence[RowPass]) -> list[Exception | None]:
-        """Run the next layer of passes, which must be before the same layer.
+        """Run the next layer of passes, which must be before the same layer; changes the passes and their buffers.
 
-        Returns None for each pass in order, or in its place the exception of that pass.
+        Returns None for each pass in order, or in its place the exception of that pass; such a pass stays before this
+        layer. Empty without passes.
 
         A pass that fails alone raises nothing here. A joint forward that raises torch's RuntimeError or IndexError is
         logged, and its passes run one by one; other exceptions of it, such as MemoryError, pass, and so do all

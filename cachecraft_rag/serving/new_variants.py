@@ -94,10 +94,11 @@ class WantedVariants:
     def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
         """Add the tokens of an answered prompt to the budget, and note the chunks that were fixed in it.
 
-        If too many candidates wait, the least valuable one is dropped and counted. Raises nothing.
+        If too many candidates wait, the least valuable one, which may be this one, is dropped and counted. Unspent
+        budget is kept up to that of 100,000 prompt tokens, or of this prompt if it is longer. Raises nothing.
 
         Args:
-            prompt_tokens: tokens of the prompt; the share `NewVariants.share` of them may be computed.
+            prompt_tokens: tokens of the prompt; `NewVariants.share` times as many may be computed.
             candidate: the prompt's chunks that were fixed; None: none.
         """
         earned = self._share * prompt_tokens
@@ -121,13 +122,19 @@ class WantedVariants:
         return self.candidates.best(among)
 
     def spend(self, tokens: int) -> None:
-        """Take computed tokens from the budget; each refusal in a row doubles their cost. Raises nothing."""
+        """Count computed tokens, and take them from the budget, which may become negative. Raises nothing.
+
+        Each refusal of the store in a row (`stored`) doubles their cost in the budget, up to 16 times.
+        """
         self._tokens += tokens
         doublings = min(self._refusals, _MAX_DOUBLINGS)
         self._allowance -= math.ldexp(tokens, doublings)
 
     def stored(self, captured: int, refused: int = 0) -> None:
-        """Count captures that were stored, and captures that the store refused, for example on a full disk."""
+        """Count captures that were stored, and captures that the store refused, for example on a full disk.
+
+        Refused ones count only for the row of refusals, see `spend`; a call without them ends that row. Raises nothing.
+        """
         self._captured += captured
         self._refusals = self._refusals + refused if refused else 0
 
@@ -140,7 +147,7 @@ class WantedVariants:
         self.count(reason)
 
     def count(self, reason: Dropped | None, times: int = 1) -> None:
-        """Count candidates that were not captured; without a reason, does nothing."""
+        """Count this many candidates as not captured, by reason; does nothing without a reason or with 0 `times`."""
         if reason is not None and times:
             self._dropped[reason] += times
 
@@ -148,7 +155,8 @@ class WantedVariants:
 def exact_only(found: LookupResult) -> LookupResult:
     """Return a look-up result with only those variants that may precede an exact capture: the ones exact to the bit.
 
-    Chunks without such a variant keep an empty list. Raises nothing.
+    That is a variant of a lossless codec with an exact share of 1. Chunks without one keep an empty list. The argument
+    stays as it is. Raises nothing.
     """
     exact = {
         name: [variant for variant in variants if variant.lossless and variant.exact_share >= 1.0]
@@ -160,7 +168,8 @@ def exact_only(found: LookupResult) -> LookupResult:
 def missing_of(candidate: Candidate, found: LookupResult) -> list[int]:
     """Return the indices of the candidate's segments that are to be captured and are not stored after their prefix.
 
-    The list is in the order of `Candidate.fixed`, and empty if all are stored.
+    Variants that were captured inexactly do not count, those of a lossy codec do. The list is in the order of
+    `Candidate.fixed`, and empty if all are stored.
 
     Args:
         candidate: the prompt, and which of its segments to capture.
@@ -202,19 +211,23 @@ class VariantMaker:
 
     @property
     def stats(self) -> NewVariantStats:
-        """Return the statistics so far, as a copy; any thread may ask."""
+        """Statistics since the engine was opened, as a copy; any thread may ask."""
         return self._wanted.stats()
 
     @property
     def busy(self) -> bool:
-        """True while a candidate is being captured; False once none is left that the budget allows."""
+        """True while a capture is under way or waits for the loop; False once the budget allows no more, or none waits.
+
+        After `close` it is False once the capture under way has ended.
+        """
         return self._task is not None
 
     def answered(self, prompt_tokens: int, candidate: Candidate | None) -> None:
         """Add the tokens of an answered prompt to the budget, note its fixed chunks, and begin to capture.
 
-        Returns at once: the capture runs while the loop is idle. With `NewVariants.when` "off" it does nothing; after
-        `close` the candidate is counted as dropped. Raises nothing.
+        Returns at once: the capture runs while the loop is idle, or with `NewVariants.when` "always" also beside
+        answers. With "off" it does nothing; after `close` the candidate is counted as dropped. An error of a capture is
+        logged and counted. Raises nothing.
 
         Args:
             prompt_tokens: tokens of the prompt.
@@ -243,7 +256,8 @@ class VariantMaker:
     def close(self) -> None:
         """Drop all candidates, and ask the capture under way to stop before its next layer, without waiting for it.
 
-        `busy` is False once it has ended. No capture begins any more. Raises nothing.
+        They are counted as dropped, that of the capture once it has ended; `busy` is False then. No capture begins any
+        more. Raises nothing.
         """
         self._closed = True
         if self._running is not None:

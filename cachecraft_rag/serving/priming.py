@@ -36,7 +36,7 @@ class PrimableEngine(Protocol):
 
     @property
     def decoder(self) -> ModelFacts:
-        """The model, or facts about it if it runs elsewhere."""
+        """The model with its layout, fingerprint and context length; facts about it alone if it runs elsewhere."""
 
     @property
     def namespace(self) -> str:
@@ -44,7 +44,7 @@ class PrimableEngine(Protocol):
 
     @property
     def prompts(self) -> PromptBuilder:
-        """Builds prompts."""
+        """The builder of the prompts of this engine's questions, with its instruction and its tokenizer."""
 
     def capture(self, prompt: Prompt, captures: Sequence[int], *, primed: bool) -> None:
         """Compute a prompt, capture these of its segments, and return None once they are stored or dropped.
@@ -100,7 +100,8 @@ class DocumentPrimer(Protocol):
     def prime(self, chunks: Sequence[Chunk], *, captured: Callable[[int], None] = ...) -> int:
         """Capture one document's chunks in order; return the number of captures, which are stored by then.
 
-        Chunks that are stored after the same neighbours are skipped: without new captures, 0 is returned.
+        The instruction is captured too if it is not stored, and counts. Chunks that are stored after the same
+        neighbours are skipped: without new captures, 0 is returned.
 
         Args:
             chunks: the document's chunks, in the order of the document; may be empty.
@@ -167,7 +168,8 @@ class PrimingEstimate:
     def fits(self) -> bool:
         """True if the bytes of the missing chunk-caches fit the rest of the store's limit and the disk's free space.
 
-        Then priming evicts nothing for want of bytes. The limits on the number of variants are not considered.
+        Then priming evicts nothing for want of bytes. False, even if nothing is missing, for files beyond their limit.
+        The limits on the number of variants are not considered.
         """
         return self.nbytes <= min(self.disk_budget - self.disk_used, self.disk_free)
 
@@ -202,10 +204,12 @@ class Primer:
     ) -> int:
         """Capture one document's chunks in order; return the number of captures, which are stored by then.
 
-        Chunks that are stored after the same neighbours are skipped, so an interrupted run resumes where it stopped.
-        Captures that the store refuses, for example on a full disk, are logged and not counted. If the catalog cannot
-        be read, a warning is logged: chunks then count as missing and are computed, and captures do not count as
-        stored.
+        The instruction is captured too, and the first chunk a second time after the next ones, and both count. Equal
+        chunks count once. Chunks that are stored after the same neighbours are skipped, so an interrupted run resumes
+        where it stopped. A document of one chunk is skipped too if it was primed after chunks of other documents before
+        and `related` still returns some. Captures that the store refuses, for example on a full disk, are logged and
+        not counted. If the catalog cannot be read, a warning is logged: chunks then count as missing and are computed,
+        and captures do not count as stored.
 
         Args:
             chunks: the document's chunks, in the order of the document; may be empty.
@@ -239,8 +243,9 @@ class Primer:
     def missing(self, chunks: Sequence[Chunk]) -> dict[str, int]:
         """Return variant id → number of tokens, for the variants that `prime` would capture now; {} if all are stored.
 
-        Nothing is computed. A private instruction does not matter, because nothing is captured. If the catalog cannot
-        be read, a warning is logged and all variants count as missing.
+        The instruction is among them if it is missing. Nothing is computed. A private instruction does not matter,
+        because nothing is captured. If the catalog cannot be read, a warning is logged and all variants count as
+        missing.
 
         Raises:
             ContextLengthError: the instruction and one of the chunks together have more tokens than the window; without
@@ -276,7 +281,7 @@ class Primer:
                 fit the window are left out.
 
         Returns:
-            The number of captures that were stored, 0 to 2.
+            The number of captures that were stored, 0 to 2. Those that the store refuses are logged and not counted.
 
         Raises:
             ContextLengthError: the instruction and the chunk together have more tokens than the window. Nothing is
@@ -420,6 +425,8 @@ def _tokens(window: Sequence[Segment]) -> int:
 def estimate_priming(primer: DocumentPrimer, texts: Texts) -> PrimingEstimate:
     """Estimate the work of `prime_documents`; nothing is computed. Chunks that do not fit a pass are left out.
 
+    The result has the sizes of the store now. Exceptions of the primer's `related` pass.
+
     Args:
         primer: what would prime the documents.
         texts: id and chunks of each document; variants that several documents share count once.
@@ -458,14 +465,16 @@ def prime_documents(
 ) -> int:
     """Prime documents one after the other, and return the number of captures, which are stored by then.
 
-    Chunks that are too long are not captured. What was captured before an error stays.
+    Chunks that are too long are not captured. What was captured before an error stays. Exceptions of the primer's
+    `related` pass.
 
     Args:
         primer: captures them.
-        texts: id and chunks of each document.
+        texts: id and chunks of each document; of several with the same id, only the chunks of the last are captured.
         progress: called with the number of captures so far and in all, before the first and after each pass with
             captures; None: never. What it raises passes.
-        skipped: called with a sentence about each document that has chunks that are too long; what it raises passes.
+        skipped: called with a sentence about each document that has chunks that are too long, before anything is
+            captured; what it raises passes.
 
     Raises:
         ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.

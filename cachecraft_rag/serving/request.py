@@ -42,21 +42,29 @@ class SegmentReport:
 
     @property
     def stored(self) -> bool:
-        """True if a chunk-cache or a server's prefix cache served it, except for tokens that were not loaded."""
+        """True if a chunk-cache or a server's prefix cache serves it, except for `not_loaded` and `recomputed` tokens.
+
+        That is so if it has a `variant_id`, or the reason PREFIX_CACHED. Before the prefill, `variant_id` is the one
+        that was planned.
+        """
         return self.variant_id is not None or self.reason is Reason.PREFIX_CACHED
 
     def as_dict(self) -> dict[str, object]:
-        """Return field name → plain value, for JSON; `reason` is the text of the `Reason`."""
+        """Return field name → plain value, for JSON, in a new dict; `reason` is the code, such as "fixed" or ""."""
         return asdict(self) | {"reason": str(self.reason)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make a report from the values of `as_dict`. Raises KeyError, TypeError or ValueError for other values."""
+        """Make a report from the values of `as_dict`; a field that is missing gets its default.
+
+        Raises KeyError without `reason`, ValueError if it is no code of a `Reason`, and TypeError without `outcome`,
+        for an unknown field, and for anything but a mapping. Other values are not checked.
+        """
         return cls(**{**values, "reason": Reason(values["reason"])})
 
 
 def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentReport, ...]:
-    """Return a report of each segment of a plan, in order. Raises nothing.
+    """Return a report of each segment of a plan, in order; () for a plan without segments. Raises nothing.
 
     Args:
         plan: the plan, as it was made or carried out.
@@ -85,6 +93,9 @@ def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentR
 class Request:
     """A question with its prompt and settings.
 
+    session     session that may use its private chunk-caches; None without one
+    started     time of `time.perf_counter`, in seconds, at which the question was asked (the call)
+    request_id  32 random hex digits, unless given
     constraint  the grammar of its answer, for one answer only
     quality     reason for the recompute ratio, if a quality target chose it; else empty
     """
@@ -99,7 +110,7 @@ class Request:
     quality: str = ""
 
     def clock(self) -> float:
-        """Return the seconds since the call."""
+        """Return the seconds since `started`, the time at which the question was asked."""
         return time.perf_counter() - self.started
 
 
@@ -107,7 +118,7 @@ class Request:
 class RequestProgress:
     """State of a request so far. Only its methods change it; times are in seconds since the call.
 
-    queued_s       start of its turn
+    queued_s       time spent waiting for its turn
     planned_s      end of its planning
     waited_s       time spent waiting for what was being loaded
     first_token_s  time of the first token; 0 before it
@@ -145,15 +156,15 @@ class RequestProgress:
     removed: RemovedChunks = field(default_factory=RemovedChunks)
 
     def got_turn(self, *, after_s: float) -> None:
-        """Note that the request waited so many seconds for its turn."""
+        """Note in `queued_s` that the request waited so many seconds for its turn."""
         self.queued_s = after_s
 
     def looked_up(self, remote: str | None) -> None:
-        """Note the outcome of the remote look-up; None: there is no remote, or it was not asked."""
+        """Note the outcome of the remote look-up, see `RequestStats.remote`; None: no remote, or it was not asked."""
         self.remote = remote
 
     def planned(self, plan: Plan, tiers: Mapping[str, TierName], *, at: float) -> None:
-        """Note the plan, the tiers of its variants (by variant id), and the seconds from the call to its end."""
+        """Note the plan, the tiers of its variants by variant id, and the end of planning in seconds since the call."""
         self.plan = plan
         self.tiers = tiers
         self.planned_s = at
@@ -170,8 +181,10 @@ class RequestProgress:
     def reported(self, report: Mapping[str, Any]) -> None:
         """Take over the report of another process that carried the plan out.
 
-        It has `refused` and no segments if the request was computed without chunk-caches. Raises KeyError, TypeError
-        or ValueError for an invalid report, and then changes nothing.
+        It has `refused` and no segments if the request was computed without chunk-caches. Without `segments`, `reports`
+        becomes (), and without `refused` that becomes ""; other fields that the report lacks stay as they are. Raises
+        KeyError, TypeError or ValueError if an entry of `segments` is invalid (`SegmentReport.from_dict`), and then
+        changes nothing. Nothing else is checked.
         """
         reports = tuple(SegmentReport.from_dict(values) for values in report.get("segments", ()))
         self.reports = reports
@@ -183,7 +196,10 @@ class RequestProgress:
         self.remote = report.get("remote", self.remote)
 
     def segment_reports(self) -> tuple[SegmentReport, ...]:
-        """Return the reports of the segments, in order; empty before the plan."""
+        """Return the reports of the segments, in order: those of `reported` once it was called, else of the plan.
+
+        Empty before the plan, and if the other process reported no segments.
+        """
         return segment_reports(self.plan, self.tiers) if self.reports is None else self.reports
 
     def drew_first(self, *, at: float) -> None:
@@ -191,28 +207,28 @@ class RequestProgress:
         self.first_token_s = self.first_token_s or at
 
     def drew(self, token: int, *, at: float) -> None:
-        """Note a token id of the answer, and its time in seconds since the call."""
+        """Append a token id to `tokens`; of its time, in seconds since the call, only that of the first is kept."""
         self.drew_first(at=at)
         self.tokens.append(token)
 
     def recomputed_stale(self, tokens: int) -> None:
-        """Note how many stale tokens were recomputed while decoding, in all."""
+        """Note how many stale tokens were recomputed while decoding, in all; replaces the number noted before."""
         self.refreshed = tokens
 
     def read(self, generated: int) -> None:
-        """Note that the reader has read up to this number of tokens."""
+        """Note that the reader has read up to this number of tokens; a smaller number than before changes nothing."""
         self.generated = max(self.generated, generated)
 
     def finished(self, finish: Finish | None) -> None:
-        """Note how the answer ended; None while it goes on, or if it failed."""
+        """Note how the answer ended; None while it goes on, or if it failed. Replaces the value noted before."""
         self.finish = finish
 
     def failed(self) -> None:
-        """Note that an exception ended the answer."""
+        """Note that an exception ended the answer: `finish` becomes "failed", whatever it was."""
         self.finish = "failed"
 
     def end(self, request: Request, finish: Finish) -> None:
-        """Note how the request ended and when, each unless it was noted before."""
+        """Note how the request ended, and the present time as its end, each unless it was noted before."""
         self.finish = self.finish or finish
         self.ended_s = self.ended_s or request.clock()
 
@@ -220,12 +236,17 @@ class RequestProgress:
 def stats_of(request: Request, progress: RequestProgress, layers: int) -> RequestStats:
     """Return the statistics of a request so far.
 
+    Before the plan no token counts as reused, and `chunks` has only those left out of the prompt. The other chunks are
+    "failed" if the request failed or was closed before its first token, unless another process has reported on them,
+    and "computed" if it has ended otherwise without reports. `total_s` is the time until now while the request goes on.
+
     Args:
         request: the question with its prompt.
         progress: its progress; the sums are over what it holds by now.
         layers: number of layers of the model, at least 1.
 
-    Raises nothing for a prompt of an engine. Raises ZeroDivisionError for a prompt without tokens, or if `layers` is 0.
+    Raises nothing for a prompt of an engine. Raises ZeroDivisionError for a prompt without tokens, or if `layers` is 0,
+    and AttributeError for more reports than the prompt has segments.
     """
     reports = progress.segment_reports()
     lengths = [len(segment.token_ids) for segment in request.prompt.segments]

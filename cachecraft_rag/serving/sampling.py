@@ -120,9 +120,10 @@ class SamplingOptions(TypedDict, total=False):
 def sampling_from(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options with a question's `SamplingOptions` put together as the option `sampling`.
 
-    They override the fields of a given `sampling`; other options are unchanged, and so is the argument. Raises
-    ConfigError for values out of range, for both `max_tokens` and `max_new_tokens`, and for such an option beside a
-    `sampling` that is no `SamplingParams`.
+    They override the fields of a given `sampling`; other options are unchanged. The result is a new dict, equal to the
+    argument if that has no such option, and the argument stays as it is. Raises ConfigError for values that
+    `SamplingParams` refuses, for both `max_tokens` and `max_new_tokens`, and for such an option beside a `sampling`
+    that is neither None nor `SamplingParams`; without one, `sampling` is not checked.
 
     >>> sampling_from({"max_tokens": 5, "stop": "END", "session": "ada"})["sampling"].stop
     ('END',)
@@ -174,9 +175,10 @@ class Sampler:
     def draw(self, logits: Tensor) -> int:
         """Return the id of the next token, drawn from its logits `[vocabulary]`; with temperature 0 the likeliest.
 
-        Raises ConfigError if the answer's grammar lets it neither go on nor end, and torch's RuntimeError without
-        memory. With a temperature above 0, logits that hold NaN or +inf, or nothing but -inf, raise RuntimeError too;
-        with temperature 0 they raise nothing.
+        Advances the random numbers, and the answer's grammar by this token. The logits stay as they are. Raises
+        ConfigError if the answer's grammar lets it neither go on nor end, and torch's RuntimeError without memory. With
+        a temperature above 0, logits that hold NaN or +inf, or nothing but -inf, raise RuntimeError too; with
+        temperature 0 they raise nothing.
         """
         if self._constraint is None:
             return self._drawn(logits)

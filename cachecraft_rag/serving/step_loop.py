@@ -72,8 +72,9 @@ class Handle:
 class LoopTask:
     """Work in the loop.
 
-    make      makes the generator of its steps
-    ended     called in the loop with the result and the error, unless the task was closed early
+    make      makes the generator of its steps, in the loop; must not raise
+    ended     called in the loop with the result and the error; both are None if the task was given up. What it raises
+              is logged
     handle    a claim on the result; None: the task cannot be given up
     context   context variables of the caller
     step      the step that it is at
@@ -147,7 +148,9 @@ class StepLoop:
     def start(self, task: LoopTask) -> None:
         """Begin some work and return at once; its result and its error go to `LoopTask.ended`, in the loop's thread.
 
-        Starts the thread if it does not run. Raises RuntimeError if the system has no room for a thread.
+        Starts the thread if it does not run. After `close`, work of `Priority.IDLE` is given up while the thread still
+        finishes earlier work. Raises RuntimeError if the system has no room for a thread; the work then begins with the
+        next thread that this loop starts.
         """
         self._send(partial(self._begin, task))
 
@@ -157,11 +160,12 @@ class StepLoop:
         An interruption of the wait gives the work up.
 
         Args:
-            make: makes the generator of the work's steps.
+            make: makes the generator of the work's steps; must not raise itself.
             priority: the order among other work.
 
-        Returns the result; None if the interpreter's exit ended the work. Raises any error of the work, and
-        RuntimeError if the system has no room for a thread. Never returns if it is called in the loop's own thread.
+        Returns the result; None if the work was given up: by the interpreter's exit, unless it is a job, or by `close`,
+        if it is work in idle time. Raises any error of the work, and RuntimeError if the system has no room for a
+        thread. Never returns if it is called in the loop's own thread.
         """
         results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         handle = Handle()
@@ -186,8 +190,8 @@ class StepLoop:
     def call(self, function: Callable[[], T]) -> T:
         """Call a function in the loop's thread, between two steps; wait, and return its result or raise its error.
 
-        Without a running thread it is called in the caller's. Raises what the function raises, and RuntimeError if the
-        thread has ended meanwhile and the system has no room for another.
+        In the loop's own thread it is called at once, and without a running thread in the caller's. Raises what the
+        function raises, and RuntimeError if the thread has ended meanwhile and the system has no room for another.
         """
         if threading.current_thread() is self._thread:
             return function()
@@ -200,19 +204,18 @@ class StepLoop:
         return done.result()
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Have a function called in the loop's thread, if it still runs; return at once.
+        """Have a function called in the loop's thread; return at once. Takes no lock and raises nothing.
 
-        Takes no lock and raises nothing.
-
-        The function's result is not kept; if it raises, the error is logged.
+        Starts no thread: if none runs, the function is called once a later one does, or never. The function's result is
+        not kept; if it raises, the error is logged.
         """
         self._inbox.put(function)
 
     def aside(self, function: Callable[[*Ts], T], *arguments: *Ts) -> Future[T]:
         """Call a function in another thread, with the context variables of this one; return a future at once.
 
-        The future takes its result or its error, so nothing is raised here. After `close` the function is called in the
-        caller's thread.
+        Two functions run at a time, and others wait. The future takes the result or the error, so nothing is raised
+        here. After `close` the function is called in the caller's thread, and the future is done.
         """
         call = partial(copy_context().run, function, *arguments)
         try:
@@ -224,7 +227,7 @@ class StepLoop:
 
     @property
     def alive(self) -> bool:
-        """True while the thread runs."""
+        """True while the loop's thread runs: from its first work until it ends after `close` or `end`."""
         return self._thread is not None
 
     def wake(self) -> None:
@@ -236,6 +239,8 @@ class StepLoop:
 
     def wait_until(self, holds: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until `holds()` is true, which the loop's thread checks between turns.
+
+        Starts the thread if it does not run. In the loop's own thread it would wait for the whole timeout.
 
         Args:
             holds: the condition; must be quick, and must not raise.
@@ -253,12 +258,14 @@ class StepLoop:
     def under_way(self, priority: Priority) -> bool:
         """Return True if work of a priority is under way; exact in the loop's thread, elsewhere a moment old.
 
-        Raises nothing.
+        Work that was handed over and not taken up by the loop yet does not count. Raises nothing.
         """
         return any(task.priority is priority for task in self._tasks)
 
     def would_join(self, rows: Sequence[int] | NDArray[np.int64]) -> bool:
-        """Return True if a new prefill pays beside those that run; False if none runs. For the loop's thread only.
+        """Return True if a new prefill pays beside those that run; False if none of them is before a layer.
+
+        For the loop's thread only. Raises nothing.
 
         Args:
             rows: positions of the prefill's rows, `[rows]`.
@@ -285,9 +292,10 @@ class StepLoop:
     def close(self) -> None:
         """Finish the jobs and end the thread; while answers are read it lives on, and is not waited for.
 
-        Waits for jobs that are under way, without limit. A second call does nothing. A job that fails raises nothing
-        here: its error goes to `LoopTask.ended`. Raises RuntimeError if called in the loop's own thread while no answer
-        is under way.
+        Waits, without limit, for jobs and for work in idle time that are under way; work in idle time that arrives
+        later is given up. A second call does nothing. A job that fails raises nothing here: its error goes to
+        `LoopTask.ended`. Work that is started afterwards runs in a new thread. Raises RuntimeError if called in the
+        loop's own thread while no answer is under way.
         """
         answers_under_way = False
         if self._thread is not None:
@@ -299,9 +307,8 @@ class StepLoop:
     def end(self) -> None:
         """Have the thread end after its last task, without waiting: the engine is gone.
 
-        Takes no lock, and raises nothing.
-
-        Work in idle time that has not begun is closed; everything else goes on.
+        Work in idle time that the loop has not taken up yet is given up; everything else goes on. Takes no lock, and
+        raises nothing.
         """
         self._inbox.put(self._close)
 

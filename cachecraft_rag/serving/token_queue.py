@@ -61,7 +61,8 @@ class TokenQueue:
     def text(self) -> str:
         """Take all pieces that have arrived, and return their text; "" if none has.
 
-        For a single reader: if another takes a piece meanwhile, it raises `queue.Empty`.
+        Never waits. The `finish` and the `error` of the pieces are dropped. For a single reader: if another takes a
+        piece meanwhile, it raises `queue.Empty`.
         """
         return "".join(self.pieces.get_nowait().text for _ in range(self.pieces.qsize()))
 
@@ -114,9 +115,10 @@ class Reader(Handle, Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """Give up the answer; a thread that waits for the next piece goes on. Takes no lock; for any thread.
+        """Give up the answer; an answer that was not begun never begins. Takes no lock; for any thread.
 
-        Raises nothing.
+        From then on there is no further piece, and a thread that waits for one gets StopIteration. A second call does
+        nothing. Raises nothing.
         """
         if not self.closed:
             self.closed = True
@@ -124,11 +126,12 @@ class Reader(Handle, Iterator[str]):
             self._wake()
 
     async def arrived(self) -> None:
-        """Wait in an event loop until the next piece has arrived, or the answer has ended.
+        """Wait in an event loop until the next piece has arrived, or the answer has ended; for one task at a time.
 
-        Begins the answer, if nothing was read before. Raises ForkError in a fork of the engine's process, RuntimeError
-        if the system has no room for the loop's thread, and CancelledError if the task is cancelled; errors of the
-        answer are raised by `__next__`.
+        Takes no piece, but `__next__` then need not wait. Begins the answer, if nothing was read before. Returns at
+        once after `close`. Raises ForkError in a fork of the engine's process, RuntimeError if the system has no room
+        for the loop's thread, and CancelledError if the task is cancelled; errors of the answer are raised by
+        `__next__`.
         """
         if not self.closed:
             self._start()

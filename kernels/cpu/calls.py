@@ -125,8 +125,10 @@ class LayerRow:
 def layer(run: Kernels, call: LayerCall, hidden: Tensor, rows: Sequence[LayerRow]) -> Tensor:
     """Return a decoder layer's output, `[1, rows, hidden]` in the dtype of `hidden`; write the rows' keys and values.
 
-    Any number of rows may be given; it is made for the few of decode steps. The addresses and shapes are not checked.
-    Raises ValueError for no rows, MemoryError without scratch memory.
+    `hidden`, the layer's input `[1, rows, hidden]`, and `call` stay as they are. Each row's rotated keys and its values
+    are written at its `position` from its addresses on, and then it attends to the positions up to its own, within the
+    window of `call`. Any number of rows may be given; it is made for the few of decode steps. The addresses and shapes
+    are not checked. Raises ValueError for no rows, and MemoryError or torch's RuntimeError without memory.
     """
     hidden = hidden.clone(memory_format=torch.contiguous_format)
     count = len(rows)
@@ -158,7 +160,7 @@ def layer(run: Kernels, call: LayerCall, hidden: Tensor, rows: Sequence[LayerRow
 
 
 def rotate(run: Kernels, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """Compute `rope.rotate` by the compiled kernel into `out`; shapes and dtypes are not checked."""
+    """Compute `rope.rotate` by the compiled kernel into `out`; shapes and dtypes are not checked. Returns None."""
     rows, heads, dim = x.shape
     turn = _Turn(
         x.data_ptr(), out.data_ptr(), x.stride(0), x.stride(1), out.stride(0), out.stride(1), heads
@@ -177,9 +179,10 @@ def rotate(run: Kernels, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> No
 
 
 def place(run: Kernels, merged: Tensor, chunk: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Write keys and values `[2, tokens, heads, dim]` into the same tokens of `merged`, with keys rotated.
+    """Write raw keys and values `[2, tokens, heads, dim]` into the same tokens of `merged`, with keys rotated.
 
-    The kernel reads by address and checks nothing: `library.kernels_for` must accept the tensors.
+    `cos` and `sin`, `[tokens, rotary_dim]`, are those of the new positions, and `merged` has as many tokens. The kernel
+    reads by address and checks nothing: `library.kernels_for` must accept the tensors.
     """
     call = _move(merged, cos, sin)
     call.raw_k = chunk[0].data_ptr()
@@ -225,7 +228,10 @@ class Drift:
         turns: tuple[Tensor, Tensor],
         strength: float,
     ) -> None:
-        """Correct the stale tokens of one layer in place. Shapes are not checked.
+        """Move the stale tokens of one layer by their chunk's mean change, in place. Shapes are not checked.
+
+        A change is the difference of a recomputed token in `rows` from what `merged` holds at its position, so call
+        this before the rows are written there. The recomputed tokens in `merged` stay as they are.
 
         Args:
             merged: `[2, positions, kv_heads, head_dim]`, rotated keys and values.
@@ -233,7 +239,7 @@ class Drift:
             turns: cos and sin of all positions, each `[positions, rotary_dim]`.
             strength: fraction of the mean change by which stale tokens are moved.
 
-        Raises MemoryError without scratch memory.
+        Raises MemoryError or torch's RuntimeError without memory.
         """
         keys, values = (row_tensor.contiguous() for row_tensor in rows)
         call = _move(merged, *turns)
@@ -248,9 +254,11 @@ class Drift:
 
 
 def norm(run: Kernels, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
-    """Return `x / rms(x) · weight` along the last dimension, contiguous; `add` is added to x first, in place.
+    """Return `x / rms(x) · weight` along the last dimension, as a new tensor with the shape and dtype of x.
 
-    Shapes and dtypes are not checked.
+    `add`, with the same shape, is added to x first, in place; None: nothing is added. The mean of the squares is
+    increased by `eps` before its root. x and `add` must be contiguous, and `weight` is `[width]`. None of this is
+    checked.
     """
     out = torch.empty_like(x)
     width = x.shape[-1]
@@ -269,7 +277,10 @@ def norm(run: Kernels, x: Tensor, weight: Tensor, eps: float, add: Tensor | None
 
 
 def gated(run: Kernels, gate: Tensor, up: Tensor) -> Tensor:
-    """Overwrite `gate` with `silu(gate) · up` and return it; contiguous. Shapes and dtypes are not checked."""
+    """Overwrite `gate` with `silu(gate) · up` and return it; `up` stays as it is.
+
+    Both must be contiguous and have the same shape and dtype, which is not checked.
+    """
     width = gate.shape[-1]
     call = _Rows(x=gate.data_ptr(), add=up.data_ptr(), rows=gate.numel() // width, width=width)
     call.bfloat = gate.dtype == torch.bfloat16
@@ -278,9 +289,10 @@ def gated(run: Kernels, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def linear(run: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `x @ weightᵀ + bias` for a few rows `[…, width]`, contiguous. Reads the weights once, at memory speed.
+    """Return `x @ weightᵀ + bias` for a few rows `[…, width]`. Reads the weights once, at memory speed.
 
-    Shapes and dtypes are not checked.
+    `weight` is `[outs, width]` and `bias` `[outs]`, or None for no bias; all must be contiguous and of one dtype, which
+    is not checked. The result is new, `[…, outs]`.
     """
     out = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype)
     call = _Linear(
@@ -319,7 +331,8 @@ def attend(
     """Compute `attention.attention` by the compiled kernel: `[rows, heads, head_dim]`, arguments as there.
 
     Only the sinks are checked, and the kernel reads by address: `attends` and `library.kernels_for` must accept the
-    tensors. Raises ValueError for a wrong number of sinks, MemoryError without scratch memory.
+    tensors, and positions must be below the number of keys. A row that sees no key gets NaN. Raises ValueError for a
+    wrong number of sinks, and MemoryError or torch's RuntimeError without memory.
     """
     out = torch.empty(q.shape, dtype=q.dtype)
     call = _attention(run, q, k, visible, scale=scale, softcap=softcap, sinks=sinks)
@@ -344,8 +357,9 @@ def mass(
 ) -> tuple[Tensor, Tensor]:
     """Compute `attention_mass.attention_mass` by the compiled kernel; arguments and result as there.
 
-    Only the sinks are checked. Raises ValueError for a wrong number of them, and MemoryError or torch's RuntimeError
-    without memory.
+    Only the sinks are checked; otherwise the tensors must be as `attend` needs them. A row that sees no key gets NaN,
+    and keys up to it may receive NaN. Raises ValueError for a wrong number of sinks, and MemoryError or torch's
+    RuntimeError without memory.
     """
     by_segment = torch.empty(len(q), len(bounds) - 1, dtype=torch.float32)
     parts = -(-len(q) // _MASS_ROWS)

@@ -43,7 +43,7 @@ def kernels() -> Kernels | None:
 
     They are loaded and checked at the first call. Kernels whose results are wrong are not used. If
     `$CACHECRAFT_CPU_KERNELS` names neither `torch` nor instructions that are available, the fastest available ones are
-    used. A warning is logged in both cases. Raises nothing.
+    used. A warning is logged in both cases, once for each value of the variable. Raises nothing.
     """
     return _chosen(os.environ.get(SETTING, ""))[0]
 
@@ -64,13 +64,16 @@ def kernels_for(*tensors: Tensor) -> Kernels | None:
 
 
 def description() -> str:
-    """Return the name of the kernels in use: one of `INSTRUCTIONS`, or `torch`."""
+    """Return the name of the kernels in use: one of `INSTRUCTIONS`, or "torch". Loads them first, as `kernels` does."""
     chosen = kernels()
     return chosen.instructions if chosen is not None else "torch"
 
 
 def reason() -> str:
-    """Return why torch's kernels are used, in a few words; "" if the compiled kernels are used."""
+    """Return why torch's kernels are used, in a few words; "" if the compiled kernels are used.
+
+    Loads and checks the compiled kernels first, as `kernels` does. Raises nothing.
+    """
     return _chosen(os.environ.get(SETTING, ""))[1]
 
 

@@ -97,6 +97,8 @@ def place(
 ) -> None:
     """Write a stored chunk-cache to its new positions: all layers that rotate alike in one launch.
 
+    Returns None, and writes nothing without tokens or without layers.
+
     Args:
         merged: `[layers, 2, keys, kv_heads, head_dim]`, rotated keys and values; the heads of a key are adjacent.
         chunk: `[layers, 2, tokens, kv_heads, head_dim]`, raw keys and values; the heads of a key are adjacent. It may

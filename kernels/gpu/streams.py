@@ -73,7 +73,7 @@ class LayersInFlight:
         self._events: deque[torch.cuda.Event] = deque()
 
     def add(self) -> None:
-        """Count the layer that was just launched; block while too many are in flight.
+        """Count the layer that was just launched; block while more than two are in flight.
 
         Does nothing on a CPU. Raises torch's RuntimeError if a kernel has failed.
         """
@@ -85,6 +85,9 @@ class LayersInFlight:
             self._events.popleft().synchronize()
 
     def wait(self) -> None:
-        """Block until every launched layer is computed. Raises torch's RuntimeError if a kernel has failed."""
+        """Block until every layer that `add` counted is computed; returns at once on a CPU.
+
+        Raises torch's RuntimeError if a kernel has failed.
+        """
         while self._events:
             self._events.popleft().synchronize()

@@ -95,7 +95,11 @@ class Tiling:
     def constants(
         self, q: Tensor, visible: Visibility, *, absent: Tensor | None, softcap: float | None
     ) -> dict[str, object]:
-        """Return the constants and launch options that the kernels share, by the names of the kernels' parameters."""
+        """Return the constants and launch options that the kernels share, by the names of the kernels' parameters.
+
+        They are in a new dict: sizes, the flags of `visible`, `absent` and `softcap`, and how to compute. Raises
+        nothing.
+        """
         return {
             "HEAD_DIM": q.shape[-1],
             "BLOCK_D": max(16, power_of_two(q.shape[-1])),

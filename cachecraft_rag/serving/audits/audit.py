@@ -77,10 +77,11 @@ class Audit:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make an audit from the values of `as_dict`; values that can be computed from others are ignored.
+        """Make an audit from the values of `as_dict`; values that can be computed from others, or unknown, are ignored.
 
-        Raises KeyError if a value is missing, and TypeError, ValueError or OverflowError (an infinite number) for
-        invalid values, such as fewer than 1 token or more differences than tokens.
+        Values are converted to the types of the fields, such as a text of digits to a number. Raises KeyError if a
+        value is missing, and TypeError, ValueError or OverflowError (an infinite number) for values that cannot be
+        converted, fewer than 1 token, or more differences than tokens. Nothing else is checked.
         """
         tokens = int(values["tokens"])
         differences = tuple(int(place) for place in values["differences"])
@@ -108,12 +109,15 @@ class Audit:
 
     @property
     def is_same(self) -> bool:
-        """True if `differences` is empty: reuse and full prefill find the same token the likeliest at every place."""
+        """True if `differences` is empty: reuse and full prefill find the same token the likeliest at every place.
+
+        Near-ties are differences. True also if `is_exact`.
+        """
         return not self.differences
 
     @property
     def agreeing(self) -> int:
-        """Number of places at which reuse and full prefill find the same token the likeliest."""
+        """Number of places at which reuse and full prefill find the same token the likeliest; all if `is_exact`."""
         return self.tokens - len(self.differences)
 
     @property
@@ -123,7 +127,7 @@ class Audit:
 
     @property
     def is_exact(self) -> bool:
-        """True if every chunk was exact, so that nothing was compared."""
+        """True if `computed_tokens` is 0: every chunk was exact, so that nothing was compared."""
         return self.computed_tokens == 0
 
     @property
@@ -171,7 +175,7 @@ def reuse_facts(request: Request, progress: RequestProgress, *, exact: bool) -> 
 
     Args:
         request: the request.
-        progress: its progress after the prefill; before it, the facts say that nothing was reused.
+        progress: its progress after the prefill; before the plan, the facts say that nothing was reused.
         exact: `RequestStats.exact` of the request.
     """
     reports = progress.segment_reports()

@@ -80,14 +80,20 @@ class AuditLog:
         self._database = Database(folder / AUDIT_FILE, kind=_KIND, busy_timeout_s=busy_timeout_s)
 
     def close(self) -> None:
-        """Close the file; a second call does nothing. `add` and `read` then raise StoreError."""
+        """Close the file, after calls in other threads; a second call does nothing.
+
+        `add` and `read` then raise StoreError.
+        """
         self._database.close()
 
     def add(self, namespace: str, fingerprint: str, audit: Audit) -> None:
-        """Store a result, and remove the oldest ones beyond the limit.
+        """Store a result, and remove the oldest ones of this namespace and model beyond the limit.
+
+        A request that has a result already gets another one.
 
         Raises:
-            StoreError: the file cannot be written, stays locked for the busy timeout, or was closed.
+            StoreError: the file cannot be written, stays locked for the busy timeout, or was closed; or a number of the
+                result, such as `kl`, is NaN.
             ValueError: `namespace`, `fingerprint`, or a name in the result such as its request id holds half a
                 surrogate pair.
             OverflowError: a number of the result has more than 63 bits.
@@ -118,9 +124,9 @@ class AuditLog:
     ) -> list[Audit]:
         """Return at most `limit` results (-1: all), the latest first, of one namespace and model; with None: of all.
 
-        The list is empty if there are none. Damaged rows are left out. Raises StoreError if the file cannot be read or
-        was closed, ValueError if `namespace` or `fingerprint` holds half a surrogate pair, and OverflowError for a
-        `limit` of more than 63 bits.
+        "Latest" means written last. The list is empty if nothing fits, or with a `limit` of 0. Damaged rows are left
+        out. Raises StoreError if the file cannot be read or was closed, ValueError if `namespace` or `fingerprint`
+        holds half a surrogate pair, and OverflowError for a `limit` of more than 63 bits.
         """
         asked = {"namespace": namespace, "fingerprint": fingerprint, "limit": limit}
         with self._database.reading() as connection:
@@ -133,7 +139,7 @@ def audits_in(
 ) -> list[Audit]:
     """Return the results in a folder, the latest first; an empty list if nothing was audited there.
 
-    Damaged rows are left out.
+    "Latest" means written last. Damaged rows are left out. A missing file is not made.
 
     Args:
         folder: the folder of the chunk-caches.
@@ -141,8 +147,9 @@ def audits_in(
         fingerprint: only results of the model with this fingerprint; None: of all.
         limit: most results; -1: all.
 
-    Raises StoreError if the file is damaged, of another version or cannot be read, ValueError if `namespace` or
-    `fingerprint` holds half a surrogate pair, and OverflowError for a `limit` of more than 63 bits.
+    Raises StoreError if the file is damaged, of another version, locked by another process for 5 seconds or cannot be
+    read, OSError if the system refuses to look at its journal, ValueError if `namespace` or `fingerprint` holds half a
+    surrogate pair, and OverflowError for a `limit` of more than 63 bits.
     """
     if not os.path.isfile(folder / AUDIT_FILE):
         return []

@@ -107,7 +107,7 @@ class Auditor:
 
     @property
     def busy(self) -> bool:
-        """True while an answer is being audited or waits for it, or a result is being written."""
+        """True while an answer is being audited or waits for it, or a result is still to be written to disk."""
         return self._task is not None or bool(self._waiting) or self._storing > 0
 
     def recorder(self, request: Request) -> Predictions | None:
@@ -139,9 +139,10 @@ class Auditor:
 
         Returns at once and raises nothing.
 
-        An answer whose chunks were all exact gets its result at once, without being computed again. If too many answers
-        wait (`Audits.waiting`), the one that has waited longest is dropped and counted, as is an answer with a removed
-        chunk.
+        The result is kept in memory, counted and reported (`AuditResults.keep`), and written to disk in the background,
+        without its text if the request has a session. An answer whose chunks were all exact gets its result at once,
+        without being computed again. If too many answers wait (`Audits.waiting`), the one that has waited longest is
+        dropped and counted, as is an answer with a removed chunk. After `close` nothing is audited or counted.
 
         Args:
             request: the request that was answered.
@@ -173,9 +174,7 @@ class Auditor:
     def forget(self, chunk_ids: Collection[str]) -> None:
         """Drop the audits of prompts with these chunks, because the chunks were removed; they are counted.
 
-        Raises nothing.
-
-        The audit under way is asked to stop before its next step, and is not waited for.
+        The audit under way is asked to stop before its next step, and is not waited for. Results stay. Raises nothing.
         """
         removed = set(chunk_ids)
         for waiting in list(self._waiting):
@@ -192,7 +191,8 @@ class Auditor:
     def close(self) -> None:
         """Drop all waiting audits, and ask the one under way to stop before its next step, without waiting for it.
 
-        The dropped audits are counted. `busy` is False once the one under way has ended. Raises nothing.
+        The dropped audits are counted. `busy` is False once the one under way has ended and results are written. Raises
+        nothing.
         """
         self._closed = True
         for _ in range(len(self._waiting)):

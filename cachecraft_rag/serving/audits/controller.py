@@ -130,7 +130,11 @@ class RatioController:
 
     @property
     def ratio(self) -> float:
-        """The recompute ratio of the next answer, between the target's `min_ratio` and `max_ratio`."""
+        """The recompute ratio of the next answer, from the target's `min_ratio` to its `max_ratio`.
+
+        It is one of these two or of the `LEVELS` between them. Before the first audit it is the largest of them that is
+        at most 0.15, or else the smallest.
+        """
         return self._ratios[self._place]
 
     def _reason(self, place: int) -> str:
@@ -149,8 +153,9 @@ class RatioController:
     def resume(self, audits: Iterable[tuple[float, int, int]]) -> None:
         """Take up earlier audits, oldest first: (ratio, tokens, agreeing tokens) of each.
 
-        Their ratios say where the controller was, so it goes on there even if the first audits are gone. Audits with a
-        ratio that this controller does not choose among are ignored. Raises nothing.
+        Their ratios say where the controller was, so it goes on there even if the first audits are gone; the last one
+        may move it a step further, as in `add`. Audits with a ratio that this controller does not choose among are
+        ignored. Raises nothing.
         """
         for ratio, tokens, agreeing in audits:
             if ratio in self._ratios:
@@ -171,7 +176,8 @@ class RatioController:
     def add(self, ratio: float, *, tokens: int, agreeing: int) -> None:
         """Take up an audit of an answer that was given with this ratio, and choose the next ratio.
 
-        An audit with a ratio that this controller does not choose among is ignored. Raises nothing.
+        The ratio moves by one step at most, and only if this audit is of the present ratio and at least the 20th since
+        that was chosen. An audit with a ratio that this controller does not choose among is ignored. Raises nothing.
 
         Args:
             ratio: recompute ratio of the answer.

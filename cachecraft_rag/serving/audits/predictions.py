@@ -49,7 +49,7 @@ class Predictions:
         self.log_shares.append(highest.values - logits.logsumexp(-1))
 
     def stacked(self, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what was noted at the places `begin` to `end - 1`, as tensors on the CPU.
+        """Return what was noted at the places `begin` to `end - 1`, counted from 0, as new tensors on the CPU.
 
         Places where nothing was noted are left out.
 
@@ -151,7 +151,7 @@ def compare_likeliest(reuse: LikeliestTokens, full: LikeliestTokens) -> Compared
     prefill, the margin is taken to the least likely one of these, and so a little less than the true margin. Raises,
     for a `full` that lacks what its class promises: KeyError if its likeliest token is not among those known, and
     ValueError if none is known; both only if the likeliest tokens differ. `kl` is infinite where reuse gives a token
-    the probability 0 and full prefill does not.
+    the probability 0 and full prefill does not, and 0 where full prefill gives the probability 0 to a known token.
 
     >>> reuse = LikeliestTokens(5, {5: math.log(0.5), 6: math.log(0.25)})
     >>> full = LikeliestTokens(6, {5: math.log(0.25), 6: math.log(0.5)})

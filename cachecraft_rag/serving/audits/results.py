@@ -85,7 +85,10 @@ class AuditResults:
             self._take_up_earlier(self.controller)
 
     def get(self, request_id: str) -> Audit | None:
-        """Return the audit of a request, by its id. None: not audited, not yet, or too long ago. Raises nothing."""
+        """Return the audit of a request, by its id. None: not audited, not yet, or not among the last 1,024 results.
+
+        Results of earlier processes are on disk only. Raises nothing.
+        """
         with self._lock:
             return self._results.get(request_id)
 
@@ -114,9 +117,10 @@ class AuditResults:
         return replace(request, config=config, quality=reason)
 
     def keep(self, audit: Audit) -> None:
-        """Keep a result in memory, count it, and report it to the controller.
+        """Keep a result in memory, count it in the metrics, and report it to the controller.
 
-        The oldest result beyond the limit is forgotten.
+        The oldest result beyond 1,024 is forgotten. The controller takes up only results with a ratio that a quality
+        target chose, and none of exact answers. Nothing is written to disk.
 
         Only for an engine that audits: without a share of answers to audit there are no metrics, and it raises
         AttributeError.
@@ -133,8 +137,10 @@ class AuditResults:
     def write(self, audit: Audit) -> None:
         """Write a result to disk. If it cannot be written, raises nothing: it is lost, and a warning is logged.
 
-        After `close`, and once the store's folder is gone, nothing is written. Raises ValueError for a result with half
-        a surrogate pair in a name such as its request id, and OverflowError for one with a number of more than 63 bits.
+        A second failure is logged at level INFO. The file is opened or made by the first call; the oldest results of
+        this tenant and model beyond `Audits.kept` are removed from it. After `close`, and once the store's folder is
+        gone, nothing is written. Raises ValueError for a result with half a surrogate pair in a name such as its
+        request id, and OverflowError for one with a number of more than 63 bits.
         """
         with self._log_lock:
             try:
@@ -149,7 +155,7 @@ class AuditResults:
                 logger.log(level, "The result of an audit was not stored: %s", error)
 
     def drop(self, reason: AuditDrop) -> None:
-        """Count an answer that is not audited, by reason.
+        """Count in the metrics an answer that is not audited, by reason.
 
         Only for an engine that audits: without a share of answers to audit there are no metrics, and it raises
         AttributeError.
@@ -157,7 +163,10 @@ class AuditResults:
         self._metrics.drop(reason)
 
     def close(self) -> None:
-        """Close the file of results; later results stay in memory only. A second call does nothing. Raises nothing."""
+        """Close the file of results; later results stay in memory only. A second call does nothing. Raises nothing.
+
+        Waits for a result that another thread is writing.
+        """
         with self._log_lock:
             self._log_closed = True
             if self._log is not None:
@@ -195,6 +204,8 @@ def audit_of(
     text: AuditText | None = None,
 ) -> Audit:
     """Return the result of an audit, with the present time.
+
+    Its `kl` is the mean over `places`, 0.0 without any. It is not kept anywhere.
 
     Args:
         request_id: of the request that was audited.
@@ -272,7 +283,10 @@ class AuditMetrics:
         gauge.set_function(lambda: controller.ratio)
 
     def add(self, audit: Audit) -> None:
-        """Count an audit in all metrics: audits, tokens, near-ties, divergence. Raises nothing."""
+        """Count an audit in all metrics: answers, places, near-ties, divergence, computed tokens. Raises nothing.
+
+        An exact one counts as an exact answer and in no other metric.
+        """
         if audit.is_exact:
             self._answers.labels("exact").inc()
             return
