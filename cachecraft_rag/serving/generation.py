@@ -158,7 +158,7 @@ class Generation(Iterator[str], AsyncIterator[str]):
     def stats(self) -> RequestStats:
         """Statistics of the request so far, computed at each access.
 
-        `finish` is None while the answer goes on, and for an answer that was closed before a piece was asked for.
+        `finish` has no value while the answer goes on, and for an answer that was closed before a piece was asked for.
         """
         return self._stats()
 
