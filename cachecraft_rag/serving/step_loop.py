@@ -72,7 +72,7 @@ class Handle:
 class LoopTask:
     """Work in the loop.
 
-    make      makes the generator of its steps, in the loop; must not raise
+    make      makes the generator of its steps, in the loop; if it raises, the work ends with that error
     ended     called in the loop with the result and the error; both are None if the task was given up. What it raises
               is logged
     handle    a claim on the result; None: the task cannot be given up
@@ -160,7 +160,7 @@ class StepLoop:
         An interruption of the wait gives the work up.
 
         Args:
-            make: makes the generator of the work's steps; must not raise itself.
+            make: makes the generator of the work's steps; if it raises, the work ends with that error.
             priority: the order among other work.
 
         Returns the result; None if the work was given up: by the interpreter's exit, unless it is a job, or by `close`,
@@ -316,10 +316,11 @@ class StepLoop:
 
     def _send(self, message: Callable[[], object]) -> None:
         with self._guard:
-            self._inbox.put(message)
             if self._thread is None:
-                # The thread sets `_thread` itself, because an interruption here may fall before or after its start.
+                # The thread sets `_thread` itself, because an interruption here may fall before or after its start. It
+                # is started first: if the system has no room for it, the message must not wait for a later thread.
                 threading.Thread(target=self._work, name="cachecraft-steps", daemon=True).start()
+            self._inbox.put(message)
 
     def _close(self) -> bool:
         """Let the thread end with its last task; returns whether an answer is under way."""
@@ -421,8 +422,12 @@ class StepLoop:
     def _begin(self, task: LoopTask) -> None:
         self._tasks.append(task)
         task.closed |= self._closing and task.priority is Priority.IDLE
-        task.steps = task.make(task)
-        self._resume(task, None)
+        try:
+            task.steps = task.make(task)
+        except Exception as raised:  # noqa: BLE001  # of this task alone
+            self._end(task, None, raised)
+        else:
+            self._resume(task, None)
 
     def _resume(self, task: LoopTask, result: object, error: BaseException | None = None) -> None:
         """Send a task the result of its step, or the error, and take its next step."""

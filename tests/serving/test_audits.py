@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sqlite3
 import threading
@@ -24,7 +25,13 @@ from cachecraft_rag.serving.audits import auditor as auditor_module
 from cachecraft_rag.serving.audits import results as results_module
 from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.audits.audit_log import AUDIT_FILE, AuditLog, audits_in
-from cachecraft_rag.serving.audits.predictions import KEPT, Predictions, compare
+from cachecraft_rag.serving.audits.predictions import (
+    KEPT,
+    LikeliestTokens,
+    Predictions,
+    compare,
+    compare_likeliest,
+)
 from cachecraft_rag.serving.config import Audits, NewVariants
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -535,3 +542,9 @@ def test_a_deleted_folder_is_not_made_again(make_engine: MakeEngine) -> None:
     shutil.rmtree(root)
     ask(engine, CHUNKS)
     assert not root.exists()
+
+
+def test_a_token_that_full_prefill_rules_out_costs_no_divergence_of_the_others() -> None:
+    full = LikeliestTokens(5, {5: 0.0, 6: -math.inf})
+    reuse = LikeliestTokens(5, {5: math.log(0.5), 6: math.log(0.25)})
+    assert compare_likeliest(reuse, full).kl == pytest.approx(math.log(2))

@@ -200,6 +200,19 @@ def test_a_model_whose_rows_depend_on_each_other_computes_each_request_alone(
     assert "computed separately from now on: the logits of tiny Llama" in caplog.text
 
 
+def test_without_memory_for_the_comparison_each_request_is_computed_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_given: object) -> Tensor:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(joint_rows.JointRows, "_last_logits", fail)
+    ask_together(engine, SAMPLED)
+    rows, forwards, alone = decoded(engine)
+    assert (rows == forwards, alone) == (True, True)
+    assert "comparing joint with single forwards failed: no memory" in caplog.text
+
+
 def test_joint_forwards_that_fail_are_repeated_alone_and_given_up_after_the_third(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -383,6 +396,28 @@ def test_a_loop_whose_start_was_interrupted_starts_with_the_next_request(
             "".join(engine.stream("Why?", [KETTLE], sampling=SHORT, config=FULL))
     assert "".join(engine.stream("Why?", [KETTLE], sampling=SHORT, config=FULL))
     assert [one.name for one in threading.enumerate()].count("cachecraft-steps") == 1
+
+
+def test_work_is_not_kept_for_a_later_thread_if_none_can_start(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ran: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            engine.loop._send(lambda: ran.append("the first"))
+    done = threading.Event()
+    engine.loop._send(done.set)
+    assert done.wait(60)
+    assert ran == []
+
+
+def test_work_whose_steps_cannot_be_made_ends_with_the_error(engine: Engine) -> None:
+    with pytest.raises(ZeroDivisionError):
+        engine.loop.run(lambda _task: 1 / 0, Priority.ANSWER)  # type: ignore[arg-type, return-value]
 
 
 # -- endings ----------------------------------------------------------------------------------------------------------

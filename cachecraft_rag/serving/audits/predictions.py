@@ -151,7 +151,7 @@ def compare_likeliest(reuse: LikeliestTokens, full: LikeliestTokens) -> Compared
     prefill, the margin is taken to the least likely one of these, and so a little less than the true margin. Raises,
     for a `full` that lacks what its class promises: KeyError if its likeliest token is not among those known, and
     ValueError if none is known; both only if the likeliest tokens differ. `kl` is infinite where reuse gives a token
-    the probability 0 and full prefill does not, and 0 where full prefill gives the probability 0 to a known token.
+    the probability 0 and full prefill does not.
 
     >>> reuse = LikeliestTokens(5, {5: math.log(0.5), 6: math.log(0.25)})
     >>> full = LikeliestTokens(6, {5: math.log(0.25), 6: math.log(0.5)})
@@ -164,7 +164,8 @@ def compare_likeliest(reuse: LikeliestTokens, full: LikeliestTokens) -> Compared
     rest_full = 1.0
     for token in reuse.log_shares.keys() & full.log_shares.keys():
         share_full = math.exp(full.log_shares[token])
-        divergence += share_full * (full.log_shares[token] - reuse.log_shares[token])
+        if share_full > 0.0:
+            divergence += share_full * (full.log_shares[token] - reuse.log_shares[token])
         rest_full -= share_full
         rest_reuse -= math.exp(reuse.log_shares[token])
     if rest_full > 1e-7:
