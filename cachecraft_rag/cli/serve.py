@@ -44,7 +44,7 @@ class ServerOptions:
     session_header        header that names a request's session. Use it only with a proxy that sets it
     client_settings       settings of reuse that requests may bring: none; safe: those that do not shape the
                           chunk-caches of other clients; all
-    reuse_plain_prompts   of requests without documents, too: reuse passages that come again, see
+    reuse_plain_prompts   reuse passages that repeat in requests without documents too, see
                           docs/guides/any_application.md
     search_system         with reuse_plain_prompts: search the system message, too, for applications that put the
                           context there

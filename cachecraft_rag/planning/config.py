@@ -35,7 +35,7 @@ class ReuseConfig:
                      (Cache-Craft). "prefix": after its origin prefix only (the exact baseline PREFIX-CACHE of
                      Cache-Craft §5.1.4). "set": after the chunks of its origin prefix in any order, without
                      recomputation unless `recompute_ratio` is set (the baseline SET-CACHE of §5.1.4)
-    alpha            α of eq. 12. None = the value that `cachecraft calibrate` found for this model and store, or
+    alpha            factor of CFO (α of equation 12). None = the value that `cachecraft calibrate` found for this model and store, or
                      else `DEFAULT_ALPHA`
     recompute_ratio  fraction of the tokens to recompute of each chunk in a new context; 1 is exact, also with a lossy
                      codec.
