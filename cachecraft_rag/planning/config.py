@@ -35,8 +35,8 @@ class ReuseConfig:
                      (Cache-Craft). "prefix": after its origin prefix only (the exact baseline PREFIX-CACHE of
                      Cache-Craft §5.1.4). "set": after the chunks of its origin prefix in any order, without
                      recomputation unless `recompute_ratio` is set (the baseline SET-CACHE of §5.1.4)
-    alpha            factor of CFO (α of equation 12). None = the value that `cachecraft calibrate` found for this model and store, or
-                     else `DEFAULT_ALPHA`
+    alpha            factor of CFO (α of equation 12). None = the value that `cachecraft calibrate` found for this model
+                     and store, or else `DEFAULT_ALPHA`
     recompute_ratio  fraction of the tokens to recompute of each chunk in a new context; 1 is exact, also with a lossy
                      codec.
                      None = CFO decides. With a ratio, α is ignored: CFO at `DEFAULT_ALPHA` only ranks the variants of
