@@ -2,7 +2,8 @@
 
 The same questions are asked in the same order with a quality target, and then with fixed recompute ratios from the
 smallest on. After each answer the engine has time to audit it. A fixed ratio is given up at the first tenth of the
-stream that misses the target, so the last ratio is the smallest one that holds it in every tenth.
+stream that misses the target, so the last ratio is the smallest one that holds it in every tenth. With `--to-the-end`
+every fixed ratio answers every question, so that the whole stream can be compared.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ class StreamSettings:
     target         share of the answers' tokens that should agree with full prefill, near-ties included
     requests       number of questions, a multiple of ten
     answer_tokens  longest answer, in tokens
+    to_the_end     a fixed ratio goes on after a tenth that misses the target
     """
 
     target: float
     requests: int
     answer_tokens: int
+    to_the_end: bool = False
 
     def __post_init__(self) -> None:
         """Check the number of requests. Raises ConfigError."""
@@ -79,12 +82,10 @@ class StreamResult:
 
     fixed_ratio  the ratio; None = chosen by the quality target
     answers      in the order of the questions; fewer than all if a tenth missed the target
-    is_complete  every question was asked, and with a fixed ratio every tenth held the target
     """
 
     fixed_ratio: float | None
     answers: tuple[AuditedAnswer, ...]
-    is_complete: bool
 
     @property
     def agreement(self) -> Interval:
@@ -102,6 +103,12 @@ class StreamResult:
     def recomputed(self) -> float:
         """Mean share of the reused chunks' tokens that was recomputed."""
         return sum(answer.recomputed for answer in self.answers) / len(self.answers)
+
+    def holds(self, settings: StreamSettings) -> bool:
+        """Return True if every question was asked and every tenth of the stream held the target."""
+        return len(self.answers) == settings.requests and all(
+            agreement_of(tenth) >= settings.target for tenth in self.tenths(settings.requests)
+        )
 
     def tenths(self, requests: int) -> list[list[AuditedAnswer]]:
         """Return the answers in groups of a tenth of `requests`; the last group may be incomplete."""
@@ -147,7 +154,9 @@ def measure(
     seed: int,
     progress: Callable[[Progress], None],
 ) -> Iterator[StreamResult]:
-    """Yield the result with the quality target, and then those with fixed ratios until one holds it in every tenth.
+    """Yield the result with the quality target, and then those with fixed ratios.
+
+    The first fixed ratio that holds the target in every tenth is the last one, unless `settings.to_the_end`.
 
     Args:
         folder: of the store; it should be empty.
@@ -165,7 +174,7 @@ def measure(
         for ratio in sorted(ratios):
             result = _run(decoder, store, dataset, settings, ratio, progress)
             yield result
-            if result.is_complete:
+            if result.holds(settings) and not settings.to_the_end:
                 return
 
 
@@ -194,11 +203,11 @@ def _run(
             answers.append(_ask(engine, question, settings.answer_tokens, ratio))
             progress(Progress(number + 1, len(dataset.questions), label))
             is_end_of_tenth = (number + 1) % size == 0
-            if ratio is None or not is_end_of_tenth:
+            if ratio is None or settings.to_the_end or not is_end_of_tenth:
                 continue
             if agreement_of(answers[-size:]) < settings.target:
-                return StreamResult(ratio, tuple(answers), is_complete=False)
-    return StreamResult(ratio, tuple(answers), is_complete=True)
+                break
+    return StreamResult(ratio, tuple(answers))
 
 
 def _ask(
@@ -249,6 +258,12 @@ def main(
     ] = "0.1,0.15,0.2,0.25,0.3,0.4,0.5,0.6,0.8",
     passages: Annotated[int, typer.Option("--passages", min=2, help="Chunks in each prompt.")] = 5,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 16,
+    to_the_end: Annotated[
+        bool,
+        typer.Option(
+            "--to-the-end", help="Ask every question with every fixed ratio, whatever it holds."
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the order of the questions.")] = 0,
     threads: options.Threads = None,
     as_json: options.Json = False,
@@ -256,7 +271,7 @@ def main(
     """Ask a stream of questions with a quality target and with fixed ratios, and compare agreement and cost."""
     options.set_threads(threads)
     options.quiet_libraries()
-    settings = StreamSettings(target, requests, answer_tokens)
+    settings = StreamSettings(target, requests, answer_tokens, to_the_end)
     fixed = numbers(ratios) if ratios.strip() else []
     dataset = stream_of(data, passages=passages, requests=requests, seed=seed)
     decoder = load_checked(model, dtype=dtype)
@@ -267,22 +282,22 @@ def main(
         ):
             results.append(result)
             if as_json:
-                print_json(_as_dict(result, requests))
+                print_json(_as_dict(result, settings))
     if not as_json:
         _print(results, settings)
 
 
-def _as_dict(result: StreamResult, requests: int) -> dict[str, object]:
+def _as_dict(result: StreamResult, settings: StreamSettings) -> dict[str, object]:
+    tenths = result.tenths(settings.requests)
     return {
         "fixed_ratio": result.fixed_ratio,
-        "is_complete": result.is_complete,
+        "answers": len(result.answers),
+        "holds_in_every_tenth": result.holds(settings),
         "agreement": asdict(result.agreement),
         "mean_ratio": result.mean_ratio,
         "recomputed": result.recomputed,
-        "agreement_of_tenths": [agreement_of(tenth) for tenth in result.tenths(requests)],
-        "ratio_of_tenths": [
-            sum(answer.ratio for answer in tenth) / len(tenth) for tenth in result.tenths(requests)
-        ],
+        "agreement_of_tenths": [agreement_of(tenth) for tenth in tenths],
+        "ratio_of_tenths": [sum(answer.ratio for answer in tenth) / len(tenth) for tenth in tenths],
     }
 
 
@@ -318,6 +333,7 @@ def _print(results: Sequence[StreamResult], settings: StreamSettings) -> None:
     for tenth in controlled.tenths(settings.requests):
         mean_ratio = sum(answer.ratio for answer in tenth) / len(tenth)
         out.print(f"  {mean_ratio:.3f}  {agreement_of(tenth):.3f}")
-    out.print(
-        "A fixed ratio is given up at the first tenth that misses the target.", soft_wrap=True
-    )
+    if not settings.to_the_end:
+        out.print(
+            "A fixed ratio is given up at the first tenth that misses the target.", soft_wrap=True
+        )

@@ -273,14 +273,9 @@ def measure(engine: Engine, reference: Reference, trial: Trial) -> Record:
         trial: the method, at its recompute ratio.
 
     Raises:
-        ConfigError: the question is empty, the trial's ratio is out of range, the chat template fails at the question,
-            or the package rouge-score is missing.
-        ContextLengthError: question and answer do not fit the model's context.
-        BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
-        StoreError: the store is closed.
-        ForkError: this process is a fork of the one that made the engine.
-        UnsupportedModelError: a layer of the model does something that its survey did not show.
-        RuntimeError, MemoryError: the model fails, such as torch without memory.
+        ConfigError: the trial's ratio is out of range, the package rouge-score is missing, or as `reference_of`.
+        ContextLengthError, BusyError, WaitTimeoutError, StoreError, ForkError, UnsupportedModelError, RuntimeError,
+            MemoryError: as `reference_of`.
 
     Errors of the method's preparation pass.
     """

@@ -15,6 +15,7 @@ from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.types.progress import Progress
 
 QUESTIONS = 20
+SETTINGS = StreamSettings(target=0.9, requests=QUESTIONS, answer_tokens=3)
 
 
 def repeated(dataset: Dataset, count: int) -> Dataset:
@@ -31,7 +32,7 @@ def test_each_question_is_asked_with_the_target_and_with_fixed_ratios_until_one_
             tiny_decoder("Llama"),
             repeated(town_dataset, QUESTIONS),
             tmp_path / "caches",
-            StreamSettings(target=0.9, requests=QUESTIONS, answer_tokens=3),
+            SETTINGS,
             ratios=[1.0, 0.05],
             seed=0,
             progress=shown.append,
@@ -44,28 +45,48 @@ def test_each_question_is_asked_with_the_target_and_with_fixed_ratios_until_one_
 
     # The smallest comes first, and the comparison ends with the one that holds the target in every tenth.
     assert [result.fixed_ratio for result in fixed] in ([0.05], [0.05, 1.0])
-    assert [result.is_complete for result in fixed] == [False] * (len(fixed) - 1) + [True]
+    assert [result.holds(SETTINGS) for result in fixed] == [False] * (len(fixed) - 1) + [True]
     for result in fixed:
         *held, last = map(agreement_of, result.tenths(QUESTIONS))
         assert min(held, default=1.0) >= 0.9
-        assert (last >= 0.9) == result.is_complete
+        assert (last >= 0.9) == result.holds(SETTINGS)
     assert shown[-1].done == shown[-1].total == QUESTIONS
 
 
 def test_recomputing_every_token_agrees_at_every_place(
     tiny_decoder: Callable[..., Decoder], town_dataset: Dataset, tmp_path: Path
 ) -> None:
+    settings = StreamSettings(target=0.9, requests=10, answer_tokens=3)
     *_, whole = quality_target.measure(
         tiny_decoder("Llama"),
         repeated(town_dataset, 10),
         tmp_path / "caches",
-        StreamSettings(target=0.9, requests=10, answer_tokens=3),
+        settings,
         ratios=[1.0],
         seed=0,
         progress=lambda _: None,
     )
     assert whole.agreement.mean == 1.0
-    assert whole.is_complete
+    assert whole.holds(settings)
+
+
+def test_to_the_end_every_ratio_answers_every_question(
+    tiny_decoder: Callable[..., Decoder], town_dataset: Dataset, tmp_path: Path
+) -> None:
+    # Without the option a ratio that misses the target ends early, and one that holds it is the last.
+    settings = StreamSettings(target=0.9, requests=10, answer_tokens=3, to_the_end=True)
+    controlled, low, whole = quality_target.measure(
+        tiny_decoder("Llama"),
+        repeated(town_dataset, 10),
+        tmp_path / "caches",
+        settings,
+        ratios=[1.0, 0.05],
+        seed=0,
+        progress=lambda _: None,
+    )
+    assert [len(result.answers) for result in (controlled, low, whole)] == [10, 10, 10]
+    assert (low.fixed_ratio, whole.fixed_ratio) == (0.05, 1.0)
+    assert whole.holds(settings)
 
 
 def test_a_stream_holds_each_question_once_in_random_order() -> None:

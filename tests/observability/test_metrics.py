@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from cachecraft_rag.engine.engine import Engine
@@ -227,8 +228,9 @@ def test_times_and_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
         assert found["cachecraft_ttft_seconds_count"][0].value == 1 + 7  # nor the failed one
 
 
-def test_the_guide_names_every_metric(decoder: Decoder, tmp_path: Path) -> None:
-    guide = (Path(__file__).resolve().parents[2] / "docs/guides/production.md").read_text("utf-8")
+@pytest.fixture
+def families(decoder: Decoder, tmp_path: Path) -> list[Metric]:
+    """The metrics of an engine with a remote, after one request, as Prometheus reads them."""
     with (
         ChunkCacheStore.open(tmp_path / "caches", remote="memory://") as store,
         Engine(decoder, store) as opened,
@@ -236,7 +238,12 @@ def test_the_guide_names_every_metric(decoder: Decoder, tmp_path: Path) -> None:
         ask(opened, CHUNKS[0])
         registry = CollectorRegistry()
         registry.register(EngineCollector(opened))
-        names = {family.name for family in registry.collect()}
+        return list(text_string_to_metric_families(generate_latest(registry).decode()))
+
+
+def test_the_guide_names_every_metric(families: list[Metric]) -> None:
+    guide = (Path(__file__).resolve().parents[2] / "docs/guides/production.md").read_text("utf-8")
+    names = {family.name for family in families}
     assert len(names) >= 20
     missing = {
         name for name in names if name not in guide and f"…_{name.rsplit('_', 1)[1]}" not in guide
@@ -244,7 +251,7 @@ def test_the_guide_names_every_metric(decoder: Decoder, tmp_path: Path) -> None:
     assert not missing
 
 
-def test_dashboard_and_alerts_ask_for_what_is_there(decoder: Decoder, tmp_path: Path) -> None:
+def test_dashboard_and_alerts_ask_for_what_is_there(families: list[Metric]) -> None:
     folder = Path(__file__).resolve().parents[2] / "examples/monitoring"
     panels = json.loads((folder / "dashboard.json").read_text())["panels"]
     rules = [
@@ -255,14 +262,6 @@ def test_dashboard_and_alerts_ask_for_what_is_there(decoder: Decoder, tmp_path: 
     asked = [target["expr"] for panel in panels for target in panel["targets"]] + [
         rule["expr"] for rule in rules
     ]
-    with (
-        ChunkCacheStore.open(tmp_path / "caches", remote="memory://") as store,
-        Engine(decoder, store) as opened,
-    ):
-        ask(opened, CHUNKS[0])
-        registry = CollectorRegistry()
-        registry.register(EngineCollector(opened))
-        families = list(text_string_to_metric_families(generate_latest(registry).decode()))
     there: dict[str, list[Mapping[str, str]]] = {}
     for sample in (sample for family in families for sample in family.samples):
         there.setdefault(sample.name, []).append(sample.labels)
