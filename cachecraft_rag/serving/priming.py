@@ -470,7 +470,7 @@ def prime_documents(
 
     Args:
         primer: captures them.
-        texts: id and chunks of each document; of several with the same id, only the chunks of the last are captured.
+        texts: id and chunks of each document; several may have the same id.
         progress: called with the number of captures so far and in all, before the first and after each pass with
             captures; None: never. What it raises passes.
         skipped: called with a sentence about each document that has chunks that are too long, before anything is
@@ -488,10 +488,11 @@ def prime_documents(
             closed.
         CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
     """
-    fitting = {}
+    documents: list[tuple[str, list[Chunk]]] = []
     for name, chunks in texts:
-        fitting[name] = [chunk for chunk in chunks if primer.fits(chunk)]
-        left_out = len(chunks) - len(fitting[name])
+        fitting = [chunk for chunk in chunks if primer.fits(chunk)]
+        documents.append((name, fitting))
+        left_out = len(chunks) - len(fitting)
         if left_out > 0:
             skipped(
                 f"{name}: {left_out} of {len(chunks)} chunks are too long for the model and were not computed; "
@@ -500,12 +501,12 @@ def prime_documents(
 
     missing: dict[str, int] = {}
     if progress is not None:
-        for chunks in fitting.values():
-            missing |= primer.missing(chunks)
+        for _, fitting in documents:
+            missing |= primer.missing(fitting)
         progress(Progress(0, len(missing), "priming"))
 
     done = 0
-    for name, chunks in fitting.items():
+    for name, fitting in documents:
 
         def captured(count: int, name: str = name) -> None:
             nonlocal done
@@ -513,5 +514,5 @@ def prime_documents(
             if progress is not None and count:
                 progress(Progress(done, max(done, len(missing)), f"priming {name}"))
 
-        primer.prime(chunks, captured=captured)
+        primer.prime(fitting, captured=captured)
     return done

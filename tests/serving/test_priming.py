@@ -14,7 +14,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
-from cachecraft_rag.serving.priming import Primer
+from cachecraft_rag.serving.priming import Primer, prime_documents
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.catalog_records import RowFilter
@@ -133,6 +133,12 @@ def test_whether_a_chunk_fits_a_pass_can_be_asked(engine: Engine) -> None:
 def test_nothing_and_repeats(engine: Engine) -> None:
     assert primer(engine).prime([]) == 0
     assert primer(engine).prime([DOCUMENT[0], DOCUMENT[1], DOCUMENT[0]]) == 4
+
+
+def test_documents_with_the_same_id_are_all_primed(engine: Engine) -> None:
+    texts = [("manual.md", DOCUMENT[:2]), ("manual.md", DOCUMENT[2:4])]
+    prime_documents(primer(engine), texts, skipped=pytest.fail)
+    assert all(prefixes(engine, chunk) for chunk in DOCUMENT[:4])
 
 
 def test_primed_chunks_serve_the_first_question_exactly(engine: Engine) -> None:
