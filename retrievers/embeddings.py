@@ -121,8 +121,8 @@ class Embedder:
     def fingerprint(self) -> str:
         """The text `name@digest`, to tell embedding models apart; computed at the first use, then kept.
 
-        The digest covers the weights, the modules' settings such as pooling, the transformer's own `config.json`, the
-        limit of tokens, the prompts and a fast tokenizer.
+        The digest covers the weights, the settings of all modules such as pooling, the transformer's own `config.json`
+        (not that of a transformer within another module), the limit of tokens, the prompts and a fast tokenizer.
 
         Computed from the weights in memory, not from their files, so that a folder, a wheel and the hub give the same
         digest. The transformer's settings are read from its file: in memory, they change with the library's version.
@@ -131,7 +131,14 @@ class Embedder:
         import torch
 
         state = hashlib.blake2b(digest_size=16)
-        for name, module in self._model.named_children():
+        # the model's own modules, and those within them, such as the modules of a Router
+        modules = dict(self._model.named_children())
+        modules |= {
+            name: module
+            for name, module in self._model.named_modules()
+            if "." in name and hasattr(module, "get_config_dict")
+        }
+        for name, module in modules.items():
             config: dict[str, object] = getattr(module, "get_config_dict", dict)()
             state.update(
                 repr((name, type(module).__name__, sorted(config.items(), key=str))).encode()

@@ -61,7 +61,7 @@ def check_config(config: EngineConfig) -> EngineConfig:
     if config.reuse.refresh_rows:
         wrong["reuse.refresh_rows"] = "a decode step carries rows of the answer only"
     wrong |= {
-        name: _MEMORY
+        "store.device" if name == "device" else name: _MEMORY
         for name in ("device", "device_bytes")
         if getattr(config.store, name) != getattr(usual.store, name)
     }

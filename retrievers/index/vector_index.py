@@ -94,12 +94,15 @@ class VectorIndex:
         Scores are inner products. The 4-bit copies are made by the first search that needs them, which takes longer,
         and again once there are twice as many vectors. All that tie with the last of the `k` are returned too, so the
         caller breaks ties and cuts the list. Where all vectors are compared, numbers with lower scores may follow: in
-        all at most `k` + 8, or twice as many as score at least as high as the `k`-th. Where 4-bit copies name the
-        candidates, no number with a lower score follows. There are fewer than `k` if there are not enough vectors, and
-        both arrays are empty without any.
+        all at most `k` + 8, or twice as many as score at least as high as the `k`-th. There are fewer than `k` if there
+        are not enough vectors, and both arrays are empty without any.
+
+        Where 4-bit copies name the candidates (the max(1000, 20·k) that score highest in them), the result is
+        approximate: one of the `k` best may be missing, and only ties among the candidates are returned. No number
+        with a lower score follows.
 
         Args:
-            query: float32 `[dim]`.
+            query: float32 `[dim]`, without NaN, which is not checked: NaN gives empty arrays.
             k: at least 1, which is not checked. With 0 all vectors, or all candidates, are returned. A negative `k`
                 returns a number of them that has no meaning, or raises AssertionError or IndexError.
             allowed: only these numbers are looked at, and all of them (a filter before the search, so it loses

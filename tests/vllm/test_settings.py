@@ -288,6 +288,8 @@ def test_what_vllm_decides_is_refused_in_python() -> None:
         (name,) = option
         with pytest.raises(ConfigError, match=f"^{name} has no effect over vLLM: "):
             VLLMEngine.from_pretrained("demo", **option)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^store\.device has no effect over vLLM: "):
+        check_config(EngineConfig(store=StoreConfig(device="cuda:1")))
     assert check_config(EngineConfig(new_variants="off")).reuse.plain_prompts == "off"
 
 

@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,8 +34,11 @@ from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.records import Records
 from cachecraft_rag.vllm.server.response_input import messages_of, with_mark
 from cachecraft_rag.vllm.server.unmarked import (
+    Locate,
     Origin,
     PlainPrompts,
+    Searched,
+    SearchingClient,
     ServedPrompts,
     locate_messages,
     marked,
@@ -156,6 +159,41 @@ def test_messages_are_located_where_the_prompt_changes_with_them() -> None:
     assert found.ends_with_question
     found = asyncio.run(locate_messages(ids, messages[:-1], render, search_system=False))
     assert not found.ends_with_question
+
+
+async def _template_fails(ids: Sequence[int]) -> Searched:
+    raise ValueError("Roles must alternate: this template")
+
+
+async def _whole(ids: Sequence[int]) -> Searched:
+    return Searched((range(len(ids)),), ("prompt",))
+
+
+@pytest.mark.parametrize(
+    ("locate", "token_id", "logged"),
+    [(_template_fails, 7, "Roles must alternate"), (_whole, 2**63, "OverflowError")],
+)
+def test_a_prompt_that_cannot_be_searched_is_left_to_vllm(
+    locate: Locate, token_id: int, logged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent = []
+
+    class Client:
+        async def generate(self, *given: object, **_: object) -> AsyncGenerator[SimpleNamespace]:
+            sent.append(given)
+            yield SimpleNamespace(finished=False)
+
+    async def ask() -> list[object]:
+        client = SearchingClient(Client(), prompts, HERE, locate)  # type: ignore[arg-type]
+        return [output async for output in client.generate(prompt, params, "request")]
+
+    engine: Any = SimpleNamespace(request_counts=RequestCounts(), min_prompt_tokens=0)
+    prompts = PlainPrompts(engine, Records(lambda _: None), cached_tokens=10_000)
+    prompt = {"type": "token", "prompt_token_ids": [token_id] * 400}
+    params: Any = SimpleNamespace(n=1, prompt_logprobs=None, extra_args=None)
+    assert len(asyncio.run(ask())) == 1
+    assert sent == [(prompt, params, "request")]
+    assert logged in caplog.text
 
 
 def test_a_marked_message_keeps_its_form() -> None:

@@ -46,7 +46,8 @@ class Connection(Closeable):
         """Submit a coroutine to the loop; return the future of its result, which also holds its exception.
 
         Does not wait, has no time limit, and does not ask the breaker. Raises RuntimeError if the loop is closed, that
-        is, after `close`; the coroutine is then closed too.
+        is, after a `close` whose loop did not hang; the coroutine is then closed too. A future that is submitted while
+        `close` runs may never be done.
         """
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -32,9 +32,10 @@ class _Item(Protocol):
 def messages_of(request: ResponseRequest) -> list[Message]:
     """Return the instruction as a system message, which may be empty, then one message for each item.
 
-    An input that is a text becomes one message of the user. An output of a tool becomes a message of role "tool". Other
-    items keep their values, so some have no role. An empty list gives the instruction alone. The request stays as it
-    is.
+    An input that is a text becomes one message of the user. An item whose type ends in `_call_output`, a tool's result,
+    becomes a message of role "tool" with its output as content. Other items keep their values, so some have no role.
+    An empty list gives the instruction alone. The request stays as it is. Raises nothing for a request that vLLM has
+    validated.
     """
     system = {"role": "system", "content": request.instructions or ""}
     if isinstance(request.input, str):

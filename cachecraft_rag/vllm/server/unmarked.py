@@ -61,6 +61,8 @@ Notes = Callable[[], Mapping[str, Candidate]]
 
 logger = logging.getLogger("cachecraft_rag.vllm")
 
+_LEFT_TO_VLLM = "A prompt without documents is left to vLLM"
+
 # tokens per block of `ServedPrompts`; fewer than are always computed at the end of the last message
 _BLOCK = 16
 _MOST_BLOCKS = 1 << 17  # number of blocks that `ServedPrompts` remembers
@@ -512,13 +514,14 @@ class PlainPrompts:
     async def aside(self, act: Callable[[], T]) -> T | None:
         """Return the result of a blocking function, which is called in one of four threads.
 
-        Returns None if it raises CacheCraftError, OSError or RuntimeError, which is logged: vLLM then serves the
-        request without chunk-caches. Other errors of the function pass.
+        Returns None if it raises CacheCraftError, OSError, RuntimeError or OverflowError (for a token id of more than
+        63 bits), which is logged: vLLM then serves the request without chunk-caches, or refuses it. Other errors of
+        the function pass.
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, act)
-        except (CacheCraftError, OSError, RuntimeError):
-            logger.exception("A prompt without documents is left to vLLM")
+        except (CacheCraftError, OSError, RuntimeError, OverflowError):
+            logger.exception(_LEFT_TO_VLLM)
             return None
 
     def note(self, notes: Notes) -> None:
@@ -598,17 +601,19 @@ class SearchingClient:
         or for log-probabilities of the prompt, those with other `kv_transfer_params`, and those with a LoRA adapter are
         passed on unchanged.
 
-        If searching the prompt fails with CacheCraftError, OSError or RuntimeError, that is logged, and vLLM serves the
-        request without chunk-caches. Raises vLLM's own exceptions, and KeyError, TypeError or ValueError for
-        a report that no connector of this version makes.
+        In the outputs of a request that is served from chunk-caches, `num_cached_tokens` is the number of reused
+        tokens, None before the report. For an audit, `params.logprobs` becomes 16, and the outputs hide them.
+
+        If the prompt's texts cannot be located, or looking them up fails as `PlainPrompts.aside` describes, that is
+        logged, and vLLM serves the request without chunk-caches. Raises vLLM's own exceptions, and KeyError, TypeError
+        or ValueError for a report that no connector of this version makes.
         """
         prompts = self._prompts
         client: EngineClient | RecordingClient = self._client
         prepared: Prepared | None = None
         ids = prompt["prompt_token_ids"] if _searchable(prompt, params, options) else []
         if ids:
-            searched = await self._locate(ids)
-            prepared = await prompts.aside(partial(prompts.prepare, ids, searched, self._origin))
+            prepared = await self._prepared(ids)
         if prepared is not None:
             client = RecordingClient(self._client, prompts.record(prepared), prompts.records)
             if prepared.ask is not None:
@@ -624,6 +629,18 @@ class SearchingClient:
         finally:
             if prepared is not None:
                 prompts.note(prepared.notes)
+
+    async def _prepared(self, ids: Sequence[int]) -> Prepared | None:
+        try:
+            searched = await self._locate(ids)
+        except (
+            Exception
+        ):  # vLLM has rendered this prompt; for a changed message a template may raise anything
+            logger.exception(_LEFT_TO_VLLM)
+            return None
+        return await self._prompts.aside(
+            partial(self._prompts.prepare, ids, searched, self._origin)
+        )
 
 
 def _searchable(prompt: object, params: RequestParams, options: Mapping[str, object]) -> bool:

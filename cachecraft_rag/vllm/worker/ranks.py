@@ -99,9 +99,10 @@ class TensorParallel:
             self._meetings = None
 
     def own_heads(self, kv: Tensor) -> Tensor:
-        """Return this rank's share of `kv` `[2, tokens, all kv_heads, head_dim]`: `[2, tokens, kv_heads, head_dim]`.
+        """Return this rank's share of `kv` `[…, tokens, all kv_heads, head_dim]`: `[…, tokens, kv_heads, head_dim]`.
 
-        It is a view: neighbouring heads, in the order of the ranks. No other rank is asked.
+        It is a view: neighbouring heads, in the order of the ranks. No other rank is asked. Raises nothing; if the
+        ranks do not divide the heads evenly, which `worker.refusals` refuses before, the last heads are lost.
         """
         own = kv.shape[-2] // self.size
         return kv[..., self.rank * own : (self.rank + 1) * own, :]
