@@ -105,6 +105,7 @@ def test_what_fits_is_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_figures_and_commands_are_chosen_by_name() -> None:
     assert [command.name for command in chosen(["cake/fig5", "cache-craft/fig29", "cake"])] == [
         "cake",
+        "cake-codecs",
         "load",
     ]
     assert len(chosen([])) == len(registry()[0])
