@@ -107,6 +107,7 @@ def test_figures_and_commands_are_chosen_by_name() -> None:
         "cake",
         "cake-codecs",
         "load",
+        "load-own-core",
     ]
     assert len(chosen([])) == len(registry()[0])
     with pytest.raises(ConfigError, match="nothing can be run"):
