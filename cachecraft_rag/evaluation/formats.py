@@ -183,10 +183,13 @@ def as_record(value: object, where: str) -> JsonRecord:
 def read_records(path: Path) -> list[JsonRecord]:
     """Return the file's records: lines of JSON lines, a JSON list's entries, or one whole JSON object.
 
+    A file whose name ends in .jsonl or .ndjson is read line by line, so a list or an object over several lines is
+    refused there. Any other file is read as one JSON text, and as JSON lines if only its first line alone is JSON.
     The list is empty only for the JSON list [].
 
     Raises:
-        DocumentError: the file cannot be read, is empty, or is malformed; the message names the line if there is one.
+        DocumentError: the file cannot be read, is empty, or is malformed; the message names the line, or the list's
+            entry, if there is one.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")

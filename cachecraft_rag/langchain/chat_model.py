@@ -593,7 +593,8 @@ def turns_of(messages: Iterable[BaseMessage]) -> list[Turn]:
     begins with the system messages from anywhere in the conversation, and is "" if the assistant began without any. So
     there is one turn, ("user", ""), without messages. The calls of a message follow its text as one turn of JSON, a
     list of {"name", "arguments"}, and then a turn for the result of each. Parts of an assistant's message that are not
-    text are left out, and so is a tool's result without its call.
+    text are left out, and so is a tool's result without its call. Of several results with one call id, the last counts
+    for each call with this id. Streamed chunks of messages count as messages.
 
     Raises ConfigError for a message that is not of the user, the assistant, the system or a tool, for a message of the
     user, the system or a tool that holds more than text, and for a call of a tool without a result.
@@ -625,7 +626,9 @@ def turns_of(messages: Iterable[BaseMessage]) -> list[Turn]:
 
 
 def _role(message: BaseMessage) -> str:
-    name = message.role if isinstance(message, ChatMessage) else message.type
+    # the type of a streamed chunk is the name of its class, such as AIMessageChunk
+    kind = message.type.removesuffix("MessageChunk").lower()
+    name = message.role if isinstance(message, ChatMessage) else kind
     role = {"human": "user", "ai": "assistant"}.get(name, name)
     if role not in ("user", "assistant", "system", "tool"):
         raise ConfigError(
@@ -636,7 +639,7 @@ def _role(message: BaseMessage) -> str:
 
 def _text(message: BaseMessage) -> str:
     # an answer's reasoning parts are left out
-    if isinstance(message.content, list) and message.type != "ai":
+    if isinstance(message.content, list) and _role(message) != "assistant":
         kinds = {part.get("type") for part in message.content if isinstance(part, dict)} - {"text"}
         if kinds:
             raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from langchain_core.callbacks import AsyncCallbackManagerForChainRun, CallbackManagerForChainRun
 from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, ChatMessage, HumanMessage
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableSerializable, run_in_executor
 from langchain_core.vectorstores import VectorStoreRetriever
 from pydantic import ConfigDict, SkipValidation
@@ -61,9 +62,10 @@ class ConversationRetriever(RunnableSerializable[dict[str, object], list[Documen
             kwargs: go to the retriever, except for a follow-up that is searched for by vector.
 
         Raises:
-            ConfigError: the input has no question or is of another form, the history is no list of messages, or one of
-                its messages holds more than text or is of an unknown kind. For a follow-up in a `CacheCraftVectorStore`
-                also a `k` below 1 or an invalid filter in `search_kwargs`.
+            ConfigError: the input has no question or is of another form, the history is no list of messages, or a
+                message of the user's holds more than text, or a `ChatMessage` has an unknown role. Messages of the
+                system and of tools, calls of tools and messages of other kinds are passed over. For a follow-up in a
+                `CacheCraftVectorStore` also a `k` below 1 or an invalid filter in `search_kwargs`.
             ValueError, NotImplementedError: an item of the history is no message; LangChain's own.
             IndexStoreError, ForkError: the index of a `CacheCraftVectorStore` is closed or damaged, or its vectors are
                 of another width; or this process is a fork of the one that opened it.
@@ -88,9 +90,10 @@ class ConversationRetriever(RunnableSerializable[dict[str, object], list[Documen
             kwargs: go to the retriever, except for a follow-up that is searched for by vector.
 
         Raises:
-            ConfigError: the input has no question or is of another form, the history is no list of messages, or one of
-                its messages holds more than text or is of an unknown kind. For a follow-up in a `CacheCraftVectorStore`
-                also a `k` below 1 or an invalid filter in `search_kwargs`.
+            ConfigError: the input has no question or is of another form, the history is no list of messages, or a
+                message of the user's holds more than text, or a `ChatMessage` has an unknown role. Messages of the
+                system and of tools, calls of tools and messages of other kinds are passed over. For a follow-up in a
+                `CacheCraftVectorStore` also a `k` below 1 or an invalid filter in `search_kwargs`.
             ValueError, NotImplementedError: an item of the history is no message; LangChain's own.
             IndexStoreError, ForkError: the index of a `CacheCraftVectorStore` is closed or damaged, or its vectors are
                 of another width; or this process is a fork of the one that opened it.
@@ -167,7 +170,8 @@ class ConversationRetriever(RunnableSerializable[dict[str, object], list[Documen
         said = [
             message
             for message in history
-            if message.type in ("human", "ai", "chat") and not getattr(message, "tool_calls", None)
+            if isinstance(message, (HumanMessage, AIMessage, ChatMessage))
+            and not getattr(message, "tool_calls", None)
         ]
         return question, turns_of(said)
 

@@ -13,7 +13,15 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.chat_history import InMemoryChatMessageHistory
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    ChatMessage,
+    HumanMessage,
+    HumanMessageChunk,
+    SystemMessage,
+)
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.runnables import Runnable, RunnableLambda
 from langchain_core.runnables.history import RunnableWithMessageHistory
@@ -22,6 +30,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.langchain import CacheCraftGenerator, ChatCacheCraft, ConversationRetriever
+from cachecraft_rag.langchain.chat_model import turns_of
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.retrievers.langchain import CacheCraftEmbeddings, CacheCraftVectorStore
 from cachecraft_rag.store import ChunkCacheStore
@@ -290,6 +299,18 @@ def test_every_form_of_history_is_read(
 def test_a_wrong_input_is_refused(vectors: CacheCraftVectorStore, given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ConversationRetriever(vectors.as_retriever()).invoke(given)
+
+
+def test_streamed_chunks_and_an_assistants_chat_message_are_turns() -> None:
+    thought = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "Monthly."}]
+    expected = [("user", "How often?"), ("assistant", "Monthly."), ("user", "And then?")]
+    for answer in (
+        AIMessageChunk(content="Month") + AIMessageChunk(content="ly."),
+        AIMessageChunk(content=thought),  # type: ignore[arg-type]
+        ChatMessage(role="assistant", content=thought),  # type: ignore[arg-type]
+    ):
+        question = HumanMessageChunk(content="How often?")
+        assert turns_of([question, answer, HumanMessage("And then?")]) == expected
 
 
 def test_what_is_no_retriever_is_refused() -> None:

@@ -137,10 +137,11 @@ class AuditResults:
     def write(self, audit: Audit) -> None:
         """Write a result to disk. If it cannot be written, raises nothing: it is lost, and a warning is logged.
 
-        A second failure is logged at level INFO. The file is opened or made by the first call; the oldest results of
-        this tenant and model beyond `Audits.kept` are removed from it. After `close`, and once the store's folder is
-        gone, nothing is written. Raises ValueError for a result with half a surrogate pair in a name such as its
-        request id, and OverflowError for one with a number of more than 63 bits.
+        Only for an engine that audits: with a share of 0 it would make the file all the same. Later failures are logged
+        at level INFO. The file is opened or made by the first call that can; the oldest results of this tenant and
+        model beyond `Audits.kept` are removed from it. After `close`, and once the store's folder is gone, nothing is
+        written. Raises ValueError for a result with half a surrogate pair in a name such as its request id, and
+        OverflowError for one with a number of more than 63 bits.
         """
         with self._log_lock:
             try:

@@ -390,9 +390,10 @@ class Catalog:
 
         The reservation of the file ends. Returns the files whose rows were removed for it, [] without any: the older
         one, unless it has the same name, and those beyond the limits on the number of variants, in the chunk and in
-        all; the new row itself stays. The caller deletes them and calls `settle`. Returns None, with nothing changed,
-        for an `extra_variant` of a chunk that has no variant left and is not remembered as evicted: the chunk was
-        removed on purpose, and the caller deletes the file that it has written.
+        all; the new row itself stays. They are at risk on behalf of `writer`, the caller's token as in `reserve`, until
+        the caller has deleted them and calls `settle`. What an `extra_variant` is, `types.captures.Capture` says.
+        Returns None, with nothing changed, for an `extra_variant` of a chunk that has no variant left and is not
+        remembered as evicted: the chunk was removed on purpose, and the caller deletes the file that it has written.
 
         Raises StoreError if the catalog cannot be changed. The caller has checked the variant with `row_error`;
         otherwise TypeError, ValueError, AttributeError, OverflowError or struct.error may be raised too. After any
