@@ -60,6 +60,7 @@ def check_config(config: EngineConfig) -> EngineConfig:
         wrong["audit_text"] = "a server computes what audits need, and no further text"
     if config.reuse.refresh_rows:
         wrong["reuse.refresh_rows"] = "a decode step carries rows of the answer only"
+    # an option named "device" is the engine's, so the store's needs its full name
     wrong |= {
         "store.device" if name == "device" else name: _MEMORY
         for name in ("device", "device_bytes")

@@ -277,6 +277,7 @@ def test_the_stores_own_documents_are_not_changed_and_prompts_keep_the_note(
         [("human", FIRST), ("ai", "Every six weeks.")],
         [SystemMessage("Be kind."), *HISTORY],
         [AIMessage("Good day! What is it?"), *HISTORY],
+        [HumanMessageChunk(content=FIRST), AIMessageChunk(content="Every month.")],
     ],
 )
 def test_every_form_of_history_is_read(

@@ -633,9 +633,8 @@ class SearchingClient:
     async def _prepared(self, ids: Sequence[int]) -> Prepared | None:
         try:
             searched = await self._locate(ids)
-        except (
-            Exception
-        ):  # vLLM has rendered this prompt; for a changed message a template may raise anything
+        # vLLM has rendered this prompt already; for a changed message a template may raise anything
+        except Exception:
             logger.exception(_LEFT_TO_VLLM)
             return None
         return await self._prompts.aside(
