@@ -151,6 +151,40 @@ def test_an_audit_equals_an_offline_comparison_token_for_token(
     assert audit.outcomes == {"exact": 1, "reused": 2} or audit.outcomes == {"reused": 3}
 
 
+def test_answers_to_one_prompt_share_its_full_prefill(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    ask(engine, CHUNKS)
+    configs = [
+        replace(CONFIG, capture=False, recompute_ratio=ratio) for ratio in (0.0, 0.2, 0.6, 0.0)
+    ]
+    separate = [audit_of(engine, ask(engine, MOVED, config=config)) for config in configs]
+
+    is_held = True
+    monkeypatch.setattr(engine.auditor, "captures_pending", lambda: is_held)
+    answers = [ask(engine, MOVED, config=config, settle=False) for config in configs]
+    other = ask(engine, MOVED, question="How cold?", config=configs[0], settle=False)
+    longer = SamplingParams(max_new_tokens=40)  # does not fit into the buffer of the others
+    last = ask(engine, MOVED, config=configs[0], sampling=longer, settle=False)
+    is_held = False
+    engine.loop.wake()
+    assert engine.settle(60)
+
+    shared = [audit_of(engine, answer) for answer in answers]
+    for together, alone in zip(shared, separate, strict=True):
+        assert together.differences == alone.differences
+        assert together.kl == alone.kl
+    assert any(audit.differences for audit in shared)
+    assert shared[0].computed_tokens == separate[0].computed_tokens
+    for audit in shared[1:]:
+        assert audit.computed_tokens == audit.tokens - 1
+    assert audit_of(engine, other).computed_tokens > separate[0].tokens
+    assert audit_of(engine, last).computed_tokens > separate[0].tokens
+    # Nothing is kept for an answer that may come.
+    assert engine.auditor._shared is None
+
+
 def test_some_answers_differ_and_their_audits_say_where(engine: Engine) -> None:
     """The comparison above is not one of equal answers only."""
     ask(engine, CHUNKS)

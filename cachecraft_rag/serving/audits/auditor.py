@@ -2,7 +2,8 @@
 
 The prompt is computed exactly. What is stored after the very same prefix is taken from the store, because it is equal
 to the bit; everything else is computed. New variants are captured first: they are those chunk-caches. The prediction
-with reuse is noted while the answer is decoded, so reuse is not computed a second time.
+with reuse is noted while the answer is decoded, so reuse is not computed a second time. Answers to the same prompt that
+wait one after another share its full prefill.
 """
 
 from __future__ import annotations
@@ -64,13 +65,17 @@ class WaitingAudit:
 class FullPrefill:
     """The prompt of an audit, computed exactly.
 
+    prompt    the prompt
     logits    `[vocabulary]` of its last token
-    buffer    its keys and values
+    buffer    its keys and values, with room for the answer
+    room      most tokens of an answer that fit
     computed  tokens that were computed
     """
 
+    prompt: Prompt
     logits: Tensor
     buffer: KVBuffer
+    room: int
     computed: int
 
 
@@ -95,6 +100,7 @@ class Auditor:
     _waiting: deque[WaitingAudit] = field(default_factory=deque)
     _task: LoopTask | None = None  # of the audit under way
     _running: WaitingAudit | None = None
+    _shared: FullPrefill | None = None  # of the audit before, if the next one has the same prompt
     # reason that is counted if the audit under way is given up
     _dropped_as: AuditDrop = AuditDrop.CLOSED
     _closed: bool = False
@@ -181,6 +187,7 @@ class Auditor:
             if _holds(waiting, removed):
                 self._waiting.remove(waiting)
                 self.results.drop(AuditDrop.REMOVED)
+        self._shared = None
         if self.running(removed):
             self._give_up(AuditDrop.REMOVED)
 
@@ -195,6 +202,7 @@ class Auditor:
         nothing.
         """
         self._closed = True
+        self._shared = None
         for _ in range(len(self._waiting)):
             self._waiting.pop()
             self.results.drop(AuditDrop.CLOSED)
@@ -223,6 +231,8 @@ class Auditor:
         assert waiting is not None
         self._task = None
         self._running = None
+        if error is not None or task.closed:
+            self._shared = None
         if error is not None:
             logger.error("An answer could not be audited", exc_info=error)
             self.results.drop(AuditDrop.FAILED)
@@ -258,13 +268,19 @@ class Auditor:
         """Compare an answer with full prefill."""
         # their chunk-caches make the audit cheaper
         yield Until(lambda: not self.captures_pending())
-        full = yield from self._full_prefill(waiting)
+        full = self._shared
+        self._shared = None
+        if full is None or not _fits(waiting, full):
+            full = yield from self._full_prefill(waiting)
 
         places = yield from self._compare(waiting, full)
         full.computed += len(waiting.tokens) - 1
         text = None
         if self.config.keep_text:
             text = yield from self._text(waiting, full, places)
+        if self._waiting and _fits(self._waiting[0], full):
+            # The answer's keys and values in the buffer are written over.
+            self._shared = replace(full, computed=0)
         return audit_of(
             waiting.request.request_id,
             waiting.facts,
@@ -277,7 +293,7 @@ class Auditor:
     def _full_prefill(self, waiting: WaitingAudit) -> Work[FullPrefill]:
         yield Call(lambda: None)  # puts the look-up off until the loop is idle
         request = waiting.request
-        most_tokens = max(len(waiting.tokens), request.sampling.max_new_tokens)
+        most_tokens = _most_tokens(waiting)
         resolved, loads = yield self.loop.aside(self._plan, request, most_tokens)
         try:
             # waits for turns would distort the engine's speed
@@ -289,7 +305,8 @@ class Auditor:
             self.loader.end(loads)
             resolved.close()
         logits = self.decoder.next_logits(result.hidden)
-        return FullPrefill(logits, result.buffer, result.row_layers // self.decoder.layout.layers)
+        computed = result.row_layers // self.decoder.layout.layers
+        return FullPrefill(request.prompt, logits, result.buffer, most_tokens, computed)
 
     def _plan(self, request: Request, answer_tokens: int) -> tuple[Resolved, PendingLoads]:
         """Plan an exact prefill, and begin to load what is stored after the same prefix."""
@@ -386,6 +403,20 @@ def _common_beginning(text: str, other_text: str) -> str:
         if letters[0] != letters[1]
     )
     return text[: next(places, min(len(text), len(other_text)))]
+
+
+def _fits(waiting: WaitingAudit, full: FullPrefill) -> bool:
+    """Return True if this is the full prefill of an answer's prompt, with enough room for the answer."""
+    is_same = _token_ids(waiting.request.prompt) == _token_ids(full.prompt)
+    return is_same and _most_tokens(waiting) <= full.room
+
+
+def _most_tokens(waiting: WaitingAudit) -> int:
+    return max(len(waiting.tokens), waiting.request.sampling.max_new_tokens)
+
+
+def _token_ids(prompt: Prompt) -> tuple[tuple[int, ...], ...]:
+    return tuple(segment.token_ids for segment in prompt.segments)
 
 
 def _holds(waiting: WaitingAudit, chunk_ids: Collection[str]) -> bool:
