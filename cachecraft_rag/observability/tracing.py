@@ -1,7 +1,8 @@
 """OpenTelemetry traces: one span for each request, with child spans for retrieval, plan, load, prefill and decode.
 
 A request is traced if the application has configured a tracer provider; this module imports nothing of OpenTelemetry
-otherwise. Spans are made once a request has ended, from the times in its statistics. Names follow the semantic
+otherwise. Spans are made once a request has ended, from the times in its statistics; over vLLM the span of the request
+itself begins with it, so that vLLM's spans become its children. Names follow the semantic
 conventions for generative AI (open-telemetry/semantic-conventions-genai, 0.1) as far as they go; the others begin with
 `cachecraft.`. Spans hold ids, codes and numbers, but no text of a question, passage or answer, and no session.
 """
@@ -247,8 +248,8 @@ class ServedTrace:
 
         Args:
             request: the request, as it is known when it is made.
-            headers: HTTP headers of the client that name its trace; None, {} or headers without a trace start a new
-                one.
+            headers: HTTP headers of the client that name its trace, with names in lower case; None, {} or headers
+                without a trace start a new one.
         """
         try:
             return cls(request, headers)
