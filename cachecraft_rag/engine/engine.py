@@ -267,6 +267,7 @@ class Engine(AnswerEngine):
         engine.calibration = load_calibration(Path(store), decoder.fingerprint)
         if engine.calibration is not None:
             logger.info("%s", engine.calibration)
+        engine.auditor.results.seed(engine.calibration, engine.config)
         return engine
 
     def score_answer(

@@ -17,6 +17,9 @@ from cachecraft_rag.store.small_file import replace_file
 
 CALIBRATION_FILE = "calibration.json"  # inside the folder that a user names as the store
 
+# of `evaluation.calibrate.METRICS`: the share of positions with the same most likely token, which audits measure too
+AGREEMENT_METRIC = "top1"
+
 logger = logging.getLogger("cachecraft_rag")
 
 
@@ -61,6 +64,11 @@ class Calibration:
             config.nearest_share,
         )
 
+    @property
+    def agreement(self) -> float | None:
+        """Share of tokens that agreed with full prefill at this α, or None if another metric was calibrated."""
+        return self.reached if self.metric == AGREEMENT_METRIC else None
+
     def __str__(self) -> str:
         return (
             f"α = {self.alpha:.3g}, calibrated for {self.metric} ≥ {self.quality:g} on {self.questions} questions of "
@@ -99,8 +107,8 @@ def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
     Raises nothing: a file that cannot be read or parsed, and an entry that is damaged, is logged as a warning and gives
     None. A missing file or folder, an entry that is missing or null, and JSON that is not an object, gives None without
     a warning. An entry is damaged if it lacks a field of `Calibration` other than `nearest_share` or has an unknown
-    one, if alpha, quality or questions is not a number, or if alpha is not allowed in `ReuseConfig`; its other values
-    are not checked.
+    one, if alpha, questions, quality, reached or recomputed is not a number, if one of the last three is not between 0
+    and 1, or if alpha is not allowed in `ReuseConfig`; its other values are not checked.
 
     Args:
         store: the folder that a user names as the store.
@@ -111,9 +119,12 @@ def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
         return None
     try:
         calibration = Calibration(**entry)  # type: ignore[arg-type]  # JSON says nothing about types
-        numbers = (calibration.alpha, calibration.quality, calibration.questions)
-        if not all(isinstance(number, int | float) for number in numbers):
-            raise TypeError("alpha, quality and questions must be numbers")
+        shares = (calibration.quality, calibration.reached, calibration.recomputed)
+        for number in (calibration.alpha, calibration.questions, *shares):
+            if not isinstance(number, int | float):
+                raise TypeError("alpha, questions, quality, reached and recomputed must be numbers")
+        if not all(0 <= share <= 1 for share in shares):
+            raise ValueError("quality, reached and recomputed must lie between 0 and 1")
         ReuseConfig(alpha=calibration.alpha)
     except (TypeError, AttributeError, ValueError, ConfigError) as error:
         logger.warning(

@@ -668,6 +668,7 @@ class VLLMEngine(AnswerEngine):
             engine.min_prompt_tokens = engine._backend.measured_min_prompt_tokens()
             engine._opened = opened.pop_all()
         engine.calibration = load_calibration(Path(store), served.fingerprint)
+        engine._backend.audits.results.seed(engine.calibration, engine.config)
         return engine
 
     def settle(self, timeout: float | None = None) -> bool:

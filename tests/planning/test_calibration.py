@@ -69,6 +69,17 @@ def test_what_is_damaged_is_as_if_it_were_not_there(tmp_path: Path, text: str) -
     assert load_calibration(tmp_path, "a") is None
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("reached", 1.2), ("recomputed", -0.1), ("recomputed", "much"), ("quality", None)],
+)
+def test_an_impossible_share_is_not_used(tmp_path: Path, name: str, value: object) -> None:
+    save_calibration(tmp_path, "a", FOUND)
+    path = tmp_path / CALIBRATION_FILE
+    path.write_text(json.dumps({"a": json.loads(path.read_text())["a"] | {name: value}}))
+    assert load_calibration(tmp_path, "a") is None
+
+
 @pytest.mark.parametrize("alpha", [-1, "much", "0.5", None])
 def test_an_impossible_alpha_is_not_used(
     tmp_path: Path, alpha: object, caplog: pytest.LogCaptureFixture
@@ -120,3 +131,29 @@ def test_an_engine_takes_it_up_and_says_so(
     )
     # which would recompute less than was promised
     assert not FOUND.fits(replace(as_always, early_termination=True))
+
+
+def test_a_quality_target_begins_with_a_calibration_of_agreement(
+    tiny_decoder: MakeDecoder, tmp_path: Path
+) -> None:
+    decoder = tiny_decoder("Llama")
+    model, store = str(tmp_path / "model"), tmp_path / "store"
+    decoder.model.save_pretrained(model)
+    decoder.tokenizer.save_pretrained(model)
+
+    with Engine.from_pretrained(model, store=store) as plain:
+        fingerprint = plain.decoder.fingerprint
+
+    def first_ratio(calibration: Calibration) -> str:
+        save_calibration(store, fingerprint, calibration)
+        with Engine.from_pretrained(
+            model, store=store, audit="idle", quality_target=0.98
+        ) as engine:
+            answer = engine.stream("What?", [Chunk("One thing is written here.")])
+            return answer.stats.quality
+
+    agreement = replace(FOUND, metric="top1", reached=0.94, recomputed=0.3)
+    assert first_ratio(FOUND).startswith("r = 0.15:")  # ROUGE-L is not what audits measure
+    assert first_ratio(agreement).startswith("r = 0.65:")
+    # It was measured with another way of choosing tokens.
+    assert first_ratio(replace(agreement, drift=0.9)).startswith("r = 0.15:")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 
 from cachecraft_rag.engine.config import EngineConfig
@@ -23,16 +25,28 @@ from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.documents import Chunk
 
-# Share of tokens that disagree at each ratio, much as measured with the demo model.
-DISAGREEING = dict(
-    zip(
-        LEVELS,
-        (0.07, 0.055, 0.045, 0.035, 0.028, 0.022, 0.017, 0.011, 0.007, 0.004, 0.001, 0.0),
-        strict=True,
-    )
+
+def between(measured: dict[float, float]) -> dict[float, float]:
+    """Return a value for every ratio of the controller, by straight lines between the measured ones."""
+    values = np.interp(LEVELS, list(measured), list(measured.values()))
+    return dict(zip(LEVELS, values.tolist(), strict=True))
+
+
+# Share of tokens that disagree at each ratio, much as measured with the demo model on XQuAD …
+DISAGREEING = between(
+    {0.0: 0.07, 0.05: 0.055, 0.1: 0.045, 0.15: 0.035, 0.2: 0.028, 0.25: 0.022, 0.3: 0.017}
+    | {0.4: 0.011, 0.5: 0.007, 0.6: 0.004, 0.8: 0.001, 1.0: 0.0}
+)
+# … and with Qwen2.5-Coder-0.5B and -1.5B, for the most part on look-alike pages.
+DISAGREEING_05B = between(
+    {0.0: 0.1, 0.15: 0.075, 0.2: 0.066, 0.25: 0.06, 0.3: 0.05, 0.5: 0.033, 0.6: 0.022}
+    | {0.7: 0.014, 0.8: 0.006, 1.0: 0.0}
+)
+DISAGREEING_15B = between(
+    {0.0: 0.1, 0.15: 0.07, 0.3: 0.065, 0.5: 0.05, 0.6: 0.03, 0.8: 0.006, 1.0: 0.0}
 )
 TARGET = 0.98
-SMALLEST_THAT_HOLDS = 0.3  # in this table
+SMALLEST_THAT_HOLDS = 0.3  # in the first table
 
 
 @dataclass
@@ -89,12 +103,53 @@ def mean_of(streams: list[Stream], measure: Callable[[Stream], float]) -> float:
 
 
 @pytest.mark.parametrize("target", [0.96, 0.98, 0.99])
-def test_it_settles_and_holds_the_target(target: float) -> None:
-    streams = [Stream(target, seed=seed).run(2000) for seed in range(10)]
-    assert mean_of(streams, lambda stream: stream.agreement(400)) >= target
+@pytest.mark.parametrize("table", [DISAGREEING, DISAGREEING_05B, DISAGREEING_15B])
+def test_it_settles_and_holds_the_target(table: dict[float, float], target: float) -> None:
+    streams = [
+        Stream(target, seed=seed, disagreeing=lambda _, ratio: table[ratio]).run(2000)
+        for seed in range(5)
+    ]
+    assert mean_of(streams, lambda stream: stream.agreement(40)) >= target
+    smallest = min(ratio for ratio in LEVELS if table[ratio] <= 1.0 - target)
+    assert mean_of(streams, lambda stream: stream.mean_ratio(100)) < smallest + 0.1
     for stream in streams:
-        assert stream.agreement(400) >= target - 0.006
+        assert stream.agreement(100) >= target - 0.003
         assert len(set(stream.ratios[1000:])) <= 5  # it has settled
+        changes = sum(before != after for before, after in itertools.pairwise(stream.ratios))
+        assert changes <= 80
+
+
+@pytest.mark.parametrize("table", [DISAGREEING, DISAGREEING_05B, DISAGREEING_15B])
+def test_a_stream_of_400_answers_holds_the_target_from_its_second_tenth_on(
+    table: dict[float, float],
+) -> None:
+    streams = [
+        Stream(seed=seed, disagreeing=lambda _, ratio: table[ratio]).run(400) for seed in range(20)
+    ]
+    tenths = [
+        mean_of(streams, lambda stream, begin=begin: stream.agreement(begin, begin + 40))
+        for begin in range(40, 400, 40)
+    ]
+    assert min(tenths) >= TARGET - 0.001
+    # The first answers are given with 0.15, and the whole stream still has what was asked for.
+    assert mean_of(streams, Stream.agreement) >= TARGET
+
+
+def test_a_few_dozen_audits_suffice_to_leave_a_ratio_that_is_far_too_low() -> None:
+    streams = [
+        Stream(seed=seed, disagreeing=lambda _, ratio: DISAGREEING_15B[ratio]).run(40)
+        for seed in range(20)
+    ]
+    assert mean_of(streams, lambda stream: stream.ratios[-1]) > 0.5
+
+
+def test_it_comes_down_after_a_hard_beginning() -> None:
+    def changing(number: int, ratio: float) -> float:
+        return (DISAGREEING_15B if number < 100 else DISAGREEING)[ratio]
+
+    streams = [Stream(disagreeing=changing, seed=seed).run(600) for seed in range(10)]
+    assert mean_of(streams, lambda stream: stream.ratios[99]) > 0.6
+    assert mean_of(streams, lambda stream: stream.mean_ratio(400)) < 0.5
 
 
 def test_it_spends_less_than_the_smallest_fixed_ratio_that_holds_on_every_tenth() -> None:
@@ -129,14 +184,14 @@ def test_it_follows_questions_that_become_harder_and_easier() -> None:
 
 def test_few_audits_make_it_slow_and_not_wrong() -> None:
     streams = [Stream(share=0.1, seed=seed).run(6000) for seed in range(10)]
-    assert mean_of(streams, lambda stream: stream.agreement(3000)) >= TARGET - 0.002
-    assert mean_of(streams, lambda stream: stream.mean_ratio(3000)) < SMALLEST_THAT_HOLDS + 0.1
+    assert mean_of(streams, lambda stream: stream.agreement(1000)) >= TARGET
+    assert mean_of(streams, lambda stream: stream.mean_ratio(1000)) < SMALLEST_THAT_HOLDS + 0.1
 
 
 def test_late_audits_of_bursts_do_not_make_it_overshoot() -> None:
     streams = [Stream(late=64, seed=seed).run(2000) for seed in range(10)]
-    assert mean_of(streams, lambda stream: stream.agreement(600)) >= TARGET
-    assert mean_of(streams, lambda stream: stream.mean_ratio(600)) < SMALLEST_THAT_HOLDS + 0.15
+    assert mean_of(streams, lambda stream: stream.agreement(200)) >= TARGET
+    assert mean_of(streams, lambda stream: stream.mean_ratio(200)) < SMALLEST_THAT_HOLDS + 0.1
 
 
 def test_perfect_agreement_leads_to_the_smallest_ratio_and_none_to_the_largest() -> None:
@@ -164,6 +219,35 @@ def test_audits_of_other_ratios_change_nothing() -> None:
         controller.add(0.17, tokens=20, agreeing=0)
     assert controller.ratio == 0.15
     assert "not audited yet" in controller.choice()[1]
+
+
+def test_a_measurement_chooses_the_first_ratio_and_audits_correct_it() -> None:
+    controller = RatioController(QualityTarget(TARGET))
+    controller.seed(ratio=0.2, tokens=1000, agreement=0.93)
+    assert controller.ratio > 0.5
+    for _ in range(300):
+        controller.add(controller.ratio, tokens=16, agreeing=16)
+    assert controller.ratio < 0.2
+
+    controller = RatioController(QualityTarget(TARGET))
+    controller.seed(ratio=0.3, tokens=1000, agreement=0.995)
+    assert controller.ratio < 0.15
+
+
+def test_a_measurement_without_differences_or_of_everything_recomputed_promises_nothing() -> None:
+    controller = RatioController(QualityTarget(0.99))
+    controller.seed(ratio=0.15, tokens=50, agreement=1.0)
+    assert controller.ratio > 0.15  # a difference in fifty tokens would not have been a surprise
+    controller = RatioController(QualityTarget(TARGET))
+    controller.seed(ratio=1.0, tokens=1000, agreement=1.0)
+    assert controller.ratio == 0.15
+
+
+def test_a_measurement_does_not_move_a_controller_that_has_audits() -> None:
+    controller = RatioController(QualityTarget(TARGET))
+    controller.resume([(0.25, 16, 16)])
+    controller.seed(ratio=0.2, tokens=1000, agreement=0.9)
+    assert controller.ratio == 0.25
 
 
 @pytest.mark.parametrize(
@@ -314,3 +398,15 @@ def test_it_resumes_from_the_last_audits_alone() -> None:
     resumed = RatioController(QualityTarget(TARGET))
     resumed.resume(log[-300:])
     assert abs(LEVELS.index(resumed.ratio) - LEVELS.index(controller.ratio)) <= 1
+
+
+def test_it_resumes_where_it_was() -> None:
+    controller = RatioController(QualityTarget(TARGET))
+    log: list[tuple[float, int, int]] = []
+    for number in range(100):
+        audit = (controller.ratio, 16, 15 if number % 3 else 16)
+        log.append(audit)
+        controller.add(audit[0], tokens=16, agreeing=audit[2])
+    resumed = RatioController(QualityTarget(TARGET))
+    resumed.resume(log)
+    assert resumed.choice() == controller.choice()

@@ -1,9 +1,10 @@
 """A quality target instead of a recompute ratio: audits raise or lower the ratio until answers agree as wanted.
 
-The controller knows nothing but audits. Each counts for the ratio that its answer was given with. It goes up a step
-when the audits at the present ratio show that too few tokens agree, and down a step when they show that more agree than
-wanted, unless the lower ratio was found too low not long ago. Old audits fade, so it follows documents and questions
-that change.
+The controller knows nothing but audits. Each counts for the ratio that its answer was given with, and old ones fade, so
+the controller follows documents and questions that change. It estimates for every ratio which share of tokens would
+differ from full prefill's: from the audits at that ratio, and, as far as these are few, from those at all other ratios.
+It then chooses the smallest ratio for which the estimate is good enough. So it can go from the first ratio to the right
+one in a single step, and needs not try those between.
 """
 
 from __future__ import annotations
@@ -16,12 +17,21 @@ from dataclasses import dataclass
 from cachecraft_rag.checks import check_number
 from cachecraft_rag.errors import ConfigError
 
-LEVELS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+LEVELS = tuple(step / 20 for step in range(21))  # 0, 0.05, 0.1 … 1
 FIRST = 0.15  # ratio before the first audits
-_LEAST = 20.0  # audits at a ratio before it is left
-_ENOUGH = 60.0  # audits after which a mean below the target is enough to go up
+_BEFORE_UP = 10  # audits at a ratio before it is left for a larger one
+_BEFORE_DOWN = 20  # audits at a ratio before it is left for a smaller one
+# A smaller ratio is chosen only if this times the share of tokens that may differ is not exceeded there: otherwise the
+# controller would go up and down between two neighbouring ratios.
+_SPARE = 0.9
 _HALF_LIFE = 150.0  # audits after which one counts half
-_REMEMBERED = 8.0  # audits, as far as they still count, that keep a ratio known as too low
+# Share of tokens that differ at a ratio r, as a multiple of what differs at 0: (1 - r) to this power. Measured with the
+# demo model and two larger ones (docs/decisions/quality-target.md); it matters only where audits are few.
+_EXPONENT = 1.5
+_TOKENS_OF_OTHERS = 800.0  # tokens at a ratio that count as much as those at all others
+# Assumed beside the audits: this share of tokens differs at ratio 0, as if so many tokens had been audited there.
+_ASSUMED_DIFFERING = 0.06
+_ASSUMED_TOKENS = 100.0
 _Z = 1.645  # of a one-sided 95 % bound
 
 
@@ -89,6 +99,10 @@ class _Level:
         self.agreeing_squared += agreeing * agreeing
 
     @property
+    def differing(self) -> float:
+        return self.tokens - self.agreeing
+
+    @property
     def agreement(self) -> float:
         return self.agreeing / self.tokens if self.tokens else 1.0
 
@@ -127,13 +141,16 @@ class RatioController:
         self._levels = [_Level() for _ in self._ratios]
         self._place = max(0, bisect.bisect_right(self._ratios, FIRST) - 1)
         self._since = 0  # audits at the present ratio since it was chosen
+        # What `seed` was told, in tokens as if they had been audited at ratio 0. It fades as audits do.
+        self._seed_tokens = 0.0
+        self._seed_differing = 0.0
 
     @property
     def ratio(self) -> float:
         """The recompute ratio of the next answer, from the target's `min_ratio` to its `max_ratio`.
 
         It is one of these two or of the `LEVELS` between them. Before the first audit it is the largest of them that is
-        at most 0.15, or else the smallest.
+        at most 0.15, or else the smallest; or what `seed` chose.
         """
         return self._ratios[self._place]
 
@@ -150,12 +167,32 @@ class RatioController:
             f"target {target:g}"
         )
 
+    def seed(self, *, ratio: float, tokens: int, agreement: float) -> None:
+        """Begin with a measurement that was made before, for example by `cachecraft calibrate`.
+
+        It counts as audits of so many tokens do, 800 at most, and fades like them. Before the first audit it also
+        chooses the ratio. Raises nothing.
+
+        Args:
+            ratio: share of the passages' tokens that was recomputed, 0 to 1; with 1 the measurement says nothing.
+            tokens: number of tokens of the answers that were compared, at least 1.
+            agreement: share of them that agreed with full prefill; at least one token is assumed to differ.
+        """
+        remaining = _remaining(ratio)
+        if not remaining:
+            return
+        weight = min(float(tokens), _TOKENS_OF_OTHERS)
+        self._seed_tokens = weight * remaining
+        self._seed_differing = max(1.0, weight * (1.0 - agreement))
+        if not any(level.answers for level in self._levels):
+            self._place = self._smallest_that_holds(1.0 - self.target.agreement, 0)
+
     def resume(self, audits: Iterable[tuple[float, int, int]]) -> None:
         """Take up earlier audits, oldest first: (ratio, tokens, agreeing tokens) of each.
 
         Their ratios say where the controller was, so it goes on there even if the first audits are gone; the last one
-        may move it a step further, as in `add`. Audits with a ratio that this controller does not choose among are
-        ignored. Raises nothing.
+        may move it further, as in `add`. Audits with a ratio that this controller does not choose among are ignored.
+        Raises nothing.
         """
         for ratio, tokens, agreeing in audits:
             if ratio in self._ratios:
@@ -176,8 +213,8 @@ class RatioController:
     def add(self, ratio: float, *, tokens: int, agreeing: int) -> None:
         """Take up an audit of an answer that was given with this ratio, and choose the next ratio.
 
-        The ratio moves by one step at most, and only if this audit is of the present ratio and at least the 20th since
-        that was chosen. An audit with a ratio that this controller does not choose among is ignored. Raises nothing.
+        The ratio changes only if this audit is of the present ratio, and at least the 10th since that was chosen (the
+        20th to go down). An audit with a ratio that this controller does not choose among is ignored. Raises nothing.
 
         Args:
             ratio: recompute ratio of the answer.
@@ -189,6 +226,8 @@ class RatioController:
         factor = 0.5 ** (1.0 / _HALF_LIFE)
         for level in self._levels:
             level.fade(factor)
+        self._seed_tokens *= factor
+        self._seed_differing *= factor
         place = self._ratios.index(ratio)
         self._levels[place].add(tokens, agreeing)
         if place == self._place:
@@ -196,27 +235,43 @@ class RatioController:
             self._choose()
 
     def _choose(self) -> None:
-        if self._since < _LEAST:
+        if self._since < _BEFORE_UP:
             return
-        level = self._levels[self._place]
-        target = self.target.agreement
-        is_below = level.agreement + level.half_width < target
-        is_below_for_long = self._since >= _ENOUGH and level.agreement < target
-        if is_below or is_below_for_long:
-            self._move(1)
-        elif level.agreement - level.half_width > target and not self._is_known_as_too_low(
-            self._place - 1
-        ):
-            self._move(-1)
+        allowed = 1.0 - self.target.agreement
+        if self._differing(self._place) > allowed:
+            self._move(self._smallest_that_holds(allowed, self._place + 1))
+        elif self._since >= _BEFORE_DOWN:
+            self._move(min(self._place, self._smallest_that_holds(_SPARE * allowed, 0)))
 
-    def _is_known_as_too_low(self, place: int) -> bool:
-        if place < 0:
-            return True
+    def _smallest_that_holds(self, allowed: float, begin: int) -> int:
+        """Return the first place from `begin` on where no more than this share of tokens should differ, or the last."""
+        last = len(self._ratios) - 1
+        places = range(begin, last)
+        return next((place for place in places if self._differing(place) <= allowed), last)
+
+    def _differing(self, place: int) -> float:
+        """Estimate the share of tokens that differ at a ratio.
+
+        It is that of the ratio's own audits and of `_TOKENS_OF_OTHERS` tokens for which the share is taken from the
+        audits at all ratios, by the usual course of differences over ratios (`_EXPONENT`).
+        """
+        all_differing = _ASSUMED_TOKENS * _ASSUMED_DIFFERING + self._seed_differing
+        all_tokens = _ASSUMED_TOKENS + self._seed_tokens
+        for ratio, level in zip(self._ratios, self._levels, strict=True):
+            all_differing += level.differing
+            all_tokens += level.tokens * _remaining(ratio)
+        at_zero = all_differing / all_tokens
+
         level = self._levels[place]
-        return level.answers >= _REMEMBERED and level.agreement < self.target.agreement
+        expected = _TOKENS_OF_OTHERS * at_zero * _remaining(self._ratios[place])
+        return (level.differing + expected) / (level.tokens + _TOKENS_OF_OTHERS)
 
-    def _move(self, step: int) -> None:
-        place = min(max(self._place + step, 0), len(self._ratios) - 1)
+    def _move(self, place: int) -> None:
         if place != self._place:
             self._place = place
             self._since = 0
+
+
+def _remaining(ratio: float) -> float:
+    """Return what usually remains at this ratio of the differences at ratio 0, as a share of them."""
+    return float((1.0 - ratio) ** _EXPONENT)

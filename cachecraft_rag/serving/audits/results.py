@@ -14,6 +14,7 @@ from functools import partial
 import prometheus_client
 
 from cachecraft_rag.errors import CacheCraftError
+from cachecraft_rag.planning.calibration import Calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.audits.audit import NEAR_TIE, Audit, AuditText, ReuseFacts
 from cachecraft_rag.serving.audits.audit_log import AuditLog, audits_in
@@ -26,6 +27,7 @@ from cachecraft_rag.store import ChunkCacheStore
 logger = logging.getLogger("cachecraft_rag.audits")
 
 _REMEMBERED = 1024  # results that are kept in memory
+_TOKENS_PER_ANSWER = 10  # assumed of a calibration, which keeps the number of its questions only
 _RESUMED = 2000  # results on disk that a controller starts from; older ones hardly count any more
 
 
@@ -84,6 +86,29 @@ class AuditResults:
             self._metrics.show_ratio(self.controller)
             self._take_up_earlier(self.controller)
 
+    def seed(self, calibration: Calibration | None, config: ReuseConfig) -> None:
+        """Let the quality target begin with what a calibration measured, instead of with the usual assumption.
+
+        Does nothing without a target or a calibration, and for a calibration of another metric than "top1" or of other
+        settings (`Calibration.fits`). Earlier audits count beside it. To be called before the first request. Raises
+        nothing.
+
+        Args:
+            calibration: the result of `cachecraft calibrate` for this model, or None.
+            config: the engine's settings of reuse.
+        """
+        if self.controller is None or calibration is None or not calibration.fits(config):
+            return
+        agreement = calibration.agreement
+        if agreement is None:
+            return
+        with self._lock:
+            self.controller.seed(
+                ratio=calibration.recomputed,
+                tokens=calibration.questions * _TOKENS_PER_ANSWER,
+                agreement=agreement,
+            )
+
     def get(self, request_id: str) -> Audit | None:
         """Return the audit of a request, by its id. None: not audited, not yet, or not among the last 1,024 results.
 
@@ -123,7 +148,7 @@ class AuditResults:
         target chose, and none of exact answers. Nothing is written to disk.
 
         Only for an engine that audits: without a share of answers to audit there are no metrics, and it raises
-        AttributeError.
+        AttributeError after the result was kept and reported.
         """
         with self._lock:
             self._results[audit.request_id] = audit

@@ -135,6 +135,7 @@ class ServerEngine(AnswerEngine):
             engine = cls(model, store, settings, calls=calls)
             if endpoint.root:
                 engine.calibration = load_calibration(Path(endpoint.root), model.fingerprint)
+                engine._backend.audits.results.seed(engine.calibration, engine.config)
             opened.pop_all()  # the engine's caller closes it
         return engine
 
@@ -186,8 +187,9 @@ class ServerEngine(AnswerEngine):
     def predicted_answer(self, request: Request) -> PredictedAnswer | None:
         """Return an object that notes what is predicted along an answer; None if it is not to be audited.
 
-        Answers without reuse or with a grammar are never audited, and none is after `close`. The others are drawn by
-        chance, with the share of audits; by default it is 0. Raises nothing.
+        Answers without reuse are never audited, and none is after `close`. The others are drawn by chance, with the
+        share of audits; by default it is 0. An object does not yet mean an audit: `RequestRecord.request_predictions`
+        gives up those with a grammar, and those whose client wants log-probabilities. Raises nothing.
         """
         return self._backend.audits.recorder(request)
 
