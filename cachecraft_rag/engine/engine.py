@@ -393,7 +393,8 @@ class Engine(AnswerEngine):
 
         Closes the store too if `from_pretrained` opened it; any other stays open, and then questions are still
         answered, but nothing is captured. Once the store is closed, a question raises StoreError, by the call or by its
-        first piece. Answers under way are not waited for; their captures are dropped. A second call does nothing, and
+        first piece. Answers under way are not waited for; their captures are dropped. Those of answers that ended, or
+        that their readers closed, are stored. A second call does nothing, and
         neither does a call in a fork of the process. Raises nothing for a capture that cannot be stored: it is logged
         and dropped.
         """
@@ -403,6 +404,8 @@ class Engine(AnswerEngine):
             if self._before_removal in self.store.before_removal:
                 self.store.before_removal.remove(self._before_removal)
                 self.loop.call(self._close_idle_work)
+            # An answer that its reader has just closed still hands over its captures.
+            self.loop.wait_for_given_up()
             self.write_back.close()
             self.loop.close()
             self.auditor.results.close()

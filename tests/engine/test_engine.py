@@ -1044,3 +1044,19 @@ def test_prefix_cache_is_exact(engine: Engine) -> None:
     )
     assert found.text == full.text
     assert (found.logits - full.logits).abs().max() <= 1e-3
+
+
+def test_captures_of_an_answer_that_its_reader_closed_are_stored(
+    make_engine: MakeEngine, store: ChunkCacheStore
+) -> None:
+    """As `cachecraft ask` does, which ends after the first sentence of an answer."""
+    for number in range(10):
+        engine = make_engine()
+        answer = engine.stream(QUESTION, CHUNKS, sampling=SamplingParams(max_new_tokens=30))
+        next(answer)
+        answer.close()
+        engine.close()
+        assert answer.stats.finish == "closed"
+        stored = store.rows(RowFilter(chunk_ids=tuple(chunk.chunk_id for chunk in CHUNKS)))
+        assert len(stored) == len(CHUNKS), number
+        store.evict(down_to_bytes=0)
