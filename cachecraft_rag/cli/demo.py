@@ -6,13 +6,13 @@ import math
 import re
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cachecraft_rag.cli import options
-from cachecraft_rag.cli.ask import load
+from cachecraft_rag.cli.ask import load, whole_answer
 from cachecraft_rag.cli.console import err, out
 from cachecraft_rag.cli.options import print_json, print_table, progress_bar, takes, waiting
 from cachecraft_rag.engine.settings import Settings
@@ -21,7 +21,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 
 if TYPE_CHECKING:
     from cachecraft_rag.observability.stats import Answer
-    from cachecraft_rag.rag import CacheCraft
+    from cachecraft_rag.rag import AnswerStream, CacheCraft
 
 ANSWER_TOKENS = 60
 SHOWN_LETTERS = 22  # of a question in the table
@@ -31,7 +31,6 @@ VERDICTS = {
     (False, True): "full",
     (False, False): "neither",
 }
-SENTENCE_ENDS = (". ", ".\n")  # a model of this size would go on and invent
 
 
 @dataclass(frozen=True)
@@ -120,12 +119,20 @@ def _warm_up(rag: CacheCraft, top_k: int) -> None:
 def _compare(rag: CacheCraft, asked: HandbookQuestion, top_k: int) -> ComparedQuestion:
     from cachecraft_rag.serving.sampling import SamplingParams
 
-    sampling = SamplingParams(max_new_tokens=ANSWER_TOKENS, stop=SENTENCE_ENDS)
-    reused = rag.ask(asked.question, top_k=top_k, sampling=sampling)
-    full = rag.ask(
-        asked.question, top_k=top_k, sampling=sampling, config=ReuseConfig.full_prefill()
+    sampling = SamplingParams(max_new_tokens=ANSWER_TOKENS)
+    reused, full = (
+        _first_sentence_of(
+            rag.stream(asked.question, top_k=top_k, sampling=sampling, config=config)
+        )
+        for config in (None, ReuseConfig.full_prefill())
     )
     return ComparedQuestion(asked, reused, full, _own_prefill(rag, asked.question, top_k))
+
+
+def _first_sentence_of(stream: AnswerStream) -> Answer:
+    """Read an answer up to the end of its first sentence: a model of this size would go on and invent."""
+    answer = whole_answer(stream, brief=True)
+    return replace(answer, text=answer.text.strip())
 
 
 def _own_prefill(rag: CacheCraft, question: str, top_k: int) -> float:
@@ -145,9 +152,9 @@ def _own_prefill(rag: CacheCraft, question: str, top_k: int) -> float:
 def _print_comparison(comparison: ComparedQuestion) -> None:
     stats = comparison.reused.stats
     out.print(f"\n{comparison.asked.question}", style="bold")
-    out.print(_sentence(comparison.reused))
+    out.print(comparison.reused.text)
     if comparison.reused.text != comparison.full.text:
-        out.print("full prefill says:", _sentence(comparison.full), style="yellow")
+        out.print("full prefill says:", comparison.full.text, style="yellow")
     sources = dict.fromkeys(
         str(source.metadata.get("source")) for source in comparison.reused.sources
     )
@@ -160,11 +167,6 @@ def _print_comparison(comparison: ComparedQuestion) -> None:
         f"{stats.tokens_computed} computed",
         style="dim",
     )
-
-
-def _sentence(answer: Answer) -> str:
-    """The answer, with the full stop that ended it."""
-    return answer.text.strip() + ("." if answer.stats.finish == "stop" else "")
 
 
 def _print_summary(compared: list[ComparedQuestion]) -> None:
