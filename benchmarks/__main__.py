@@ -32,6 +32,7 @@ COMMANDS = {
     "prompt-forms": "What prompts in the forms of common applications reuse, passages in a new order each time",
     "plain-prompts": "Unmarked prompts against the same passages as documents",
     "premises": "What the papers presuppose, looked at on a model and data",
+    "quality-replay": "A quality target on many streams, replayed from answers that are given once",
     "quality-target": "A quality target on a stream of questions, against fixed recompute ratios",
     "queue-preloading": "Times of requests that wait, with and without loading for the whole queue",
     "same-answers": "The same answers and statistics as another checkout, on 200 requests",

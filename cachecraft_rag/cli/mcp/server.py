@@ -64,14 +64,17 @@ class Address:
         """Return a socket that listens here; the caller closes it.
 
         Raises:
-            ConfigError: the port is taken, or the host is unknown or not this computer's.
+            ConfigError: the system refuses: the port is taken or needs more rights, or the host is unknown, malformed
+                or not this computer's.
+            OverflowError: the port is not between 0 and 65535; `parse` refuses such a port.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             return socket.create_server((self.host, self.port), family=family)
-        except OSError as error:
+        except (OSError, TypeError, UnicodeError) as error:  # TypeError: a name that no host can have
+            reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"--http {self.host}:{self.port}: cannot listen there ({error.strerror or error}); choose another"
+                f"--http {self.host}:{self.port}: cannot listen there ({reason}); choose another"
             ) from error
 
 

@@ -100,9 +100,9 @@ class Backend(Protocol):
     async def names(self, place: str) -> list[str]:
         """Return the names of the complete entries in a place, [] if it has none.
 
-        An entry is complete if it has both a row and a payload. Names include the place, as those of `lookup` do, and
-        are in no order. Of a place with more rows than `lookup` accepts, Redis leaves out all. A shared folder that has
-        vanished has no entries. Raises OSError if the server fails.
+        An entry is complete if it has both a row and a payload; Redis removes rows without a payload. Names include the
+        place, as those of `lookup` do, and are in no order. Of a place with more rows than `lookup` accepts, Redis
+        leaves out all. A shared folder that has vanished has no entries. Raises OSError if the server fails.
         """
 
     def read(self, name: str) -> AsyncIterator[bytes | memoryview]:

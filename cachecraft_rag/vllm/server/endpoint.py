@@ -292,8 +292,9 @@ async def create_completion(request: CompletionRequest, raw_request: Request) ->
     Returns JSON, or a stream of server-sent events if the request asks for one; None if the client has gone. What
     vLLM's own handler refuses is JSON with the status that it chose.
 
-    Raises HTTPException (400) for a request with `documents`, which only chat completions take, an invalid session, or
-    reuse settings that cannot be used; also vLLM's own exceptions.
+    Raises HTTPException (400) for a request with `documents`, which only chat completions take. If this server reuses
+    plain prompts, also for an invalid session and for reuse settings that cannot be used, except with beam search;
+    otherwise both are ignored. Raises vLLM's own exceptions, too, such as for a prompt that is too long.
     """
     _require_none(request)
     if (origin := _origin(request, raw_request)) is None:
@@ -355,8 +356,9 @@ async def create_responses(request: ResponsesRequest, raw_request: Request) -> R
     Returns JSON, or a stream of server-sent events if the request asks for one; None if the client has gone. What
     vLLM's own handler refuses is JSON with the status that it chose.
 
-    Raises HTTPException (400) for a request with `documents`, which only chat completions take, an invalid session, or
-    reuse settings that cannot be used; also vLLM's own exceptions.
+    Raises HTTPException (400) for a request with `documents`, which only chat completions take. If this server reuses
+    plain prompts, also for an invalid session and for reuse settings that cannot be used; otherwise both are ignored.
+    Raises vLLM's own exceptions, too.
     """
     _require_none(request)
     if (origin := _origin(request, raw_request)) is None:
