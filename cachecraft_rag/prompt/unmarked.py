@@ -266,7 +266,9 @@ def candidates_of(
     for end in ends:
         fixed = {index: tokens for index, tokens in inexact.items() if index <= end}
         name = digest("prefix", *scope, session or "", _digest_of(segments[: end + 1]))
-        candidates[name] = Candidate(segments[: max(fixed) + 1], fixed, session, first=new_passages)
+        count = max(fixed) + 1
+        first = frozenset(index for index in new_passages if index < count)
+        candidates[name] = Candidate(segments[:count], fixed, session, first=first)
     return candidates
 
 

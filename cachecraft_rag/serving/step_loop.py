@@ -258,8 +258,8 @@ class StepLoop:
     def wait_for_given_up(self) -> None:
         """Wait until work that was given up before this call has ended, such as answers that their readers closed.
 
-        Returns at once if the loop's thread does not run, and in that thread itself. Raises nothing, except RuntimeError
-        if the thread has ended meanwhile and the system has no room for another.
+        Returns at once if the loop's thread does not run, and in that thread itself. Raises nothing, except
+        RuntimeError if the thread has ended meanwhile and the system has no room for another.
         """
         if self.alive and threading.current_thread() is not self._thread:
             self.wait_until(lambda: not any(task.given_up for task in self._tasks))

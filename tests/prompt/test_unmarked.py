@@ -18,7 +18,9 @@ import torch
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.prompt.builder import Turn
+from cachecraft_rag.prompt.unmarked import candidates_of
 from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -27,6 +29,7 @@ from cachecraft_rag.store.catalog import found_texts
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.types.digests import digest, digest_of_tokens
 from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.prompts import Prompt, Segment
 
 SHORT = SamplingParams(max_new_tokens=2)
 CONFIG = ReuseConfig(recompute_ratio=0.15, nearest_share=0.0, loading="layerwise")
@@ -61,11 +64,11 @@ PASSAGES = [passage(seed) for seed in range(6)]
 
 
 def prompt_of(*passages: str, question: str = "Which of them is about the kettle?") -> str:
-    """As LlamaIndex writes it."""
+    """Much as LlamaIndex writes it, with shorter lines: here a token is a letter, and a long line is a passage."""
     context = "\n\n".join(passages)
     return (
         f"Context information is below.\n---------------------\n{context}\n---------------------\n"
-        f"Given the context information and not prior knowledge, answer the query.\nQuery: {question}\nAnswer: "
+        f"Answer the query from the context.\nQuery: {question}\nAnswer: "
     )
 
 
@@ -482,3 +485,27 @@ def test_one_line_of_a_hundred_thousand_characters_is_cut(engine: Engine) -> Non
     found = [one for one in built.segments if one.found]
     assert sum(len(one.token_ids) for one in found) > 0.95 * len(line)
     assert built.token_ids == prompts.build(line, ()).token_ids
+
+
+def test_a_passage_that_occurs_twice_does_not_spoil_the_candidates_of_those_after_it() -> None:
+    """No prefix with a repeated segment is captured, so the candidate ends before the passage after it."""
+    system = Segment("system", "system", (1,) * 8)
+
+    def passage(token: int) -> Segment:
+        ids = (token,) * 50
+        return Segment("chunk", digest("text", digest_of_tokens(ids)), ids, found=True)
+
+    question = Segment("question", "asked", (9,) * 5, private=True)
+    prompt = Prompt((system, passage(2), passage(2), passage(3), question))
+    found = candidates_of(
+        prompt,
+        make_plan(prompt, {}, CONFIG),
+        None,
+        (),
+        stand_in=Segment("chunk", "stand-in", (4,) * 60),
+    )
+    assert len(found) == 3  # the two passages, and the prompt up to the repeated one
+    for candidate in found.values():
+        segments = range(len(candidate.segments))
+        assert candidate.first <= set(segments)
+        assert candidate.fixed.keys() <= set(segments)

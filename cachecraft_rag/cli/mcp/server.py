@@ -71,7 +71,11 @@ class Address:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             return socket.create_server((self.host, self.port), family=family)
-        except (OSError, TypeError, UnicodeError) as error:  # TypeError: a name that no host can have
+        except (
+            OSError,
+            TypeError,
+            UnicodeError,
+        ) as error:  # TypeError: a name that no host can have
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
                 f"--http {self.host}:{self.port}: cannot listen there ({reason}); choose another"
