@@ -152,7 +152,7 @@ def read_table(path: Path) -> list[dict[float, AuditedAnswer]]:
     """
     if not path.exists():
         return []
-    rows = []
+    rows: list[dict[float, AuditedAnswer]] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = {
