@@ -225,7 +225,8 @@ class RatioController:
             return
         factor = 0.5 ** (1.0 / _HALF_LIFE)
         for level in self._levels:
-            level.fade(factor)
+            if level.answers:
+                level.fade(factor)
         self._seed_tokens *= factor
         self._seed_differing *= factor
         place = self._ratios.index(ratio)
@@ -238,33 +239,37 @@ class RatioController:
         if self._since < _BEFORE_UP:
             return
         allowed = 1.0 - self.target.agreement
-        if self._differing(self._place) > allowed:
+        if self._differing(self._place, self._differing_at_zero()) > allowed:
             self._move(self._smallest_that_holds(allowed, self._place + 1))
         elif self._since >= _BEFORE_DOWN:
             self._move(min(self._place, self._smallest_that_holds(_SPARE * allowed, 0)))
 
     def _smallest_that_holds(self, allowed: float, begin: int) -> int:
         """Return the first place from `begin` on where no more than this share of tokens should differ, or the last."""
+        at_zero = self._differing_at_zero()
         last = len(self._ratios) - 1
         places = range(begin, last)
-        return next((place for place in places if self._differing(place) <= allowed), last)
+        return next((place for place in places if self._differing(place, at_zero) <= allowed), last)
 
-    def _differing(self, place: int) -> float:
+    def _differing(self, place: int, at_zero: float) -> float:
         """Estimate the share of tokens that differ at a ratio.
 
         It is that of the ratio's own audits and of `_TOKENS_OF_OTHERS` tokens for which the share is taken from the
-        audits at all ratios, by the usual course of differences over ratios (`_EXPONENT`).
+        audits at all ratios.
         """
-        all_differing = _ASSUMED_TOKENS * _ASSUMED_DIFFERING + self._seed_differing
-        all_tokens = _ASSUMED_TOKENS + self._seed_tokens
-        for ratio, level in zip(self._ratios, self._levels, strict=True):
-            all_differing += level.differing
-            all_tokens += level.tokens * _remaining(ratio)
-        at_zero = all_differing / all_tokens
-
         level = self._levels[place]
         expected = _TOKENS_OF_OTHERS * at_zero * _remaining(self._ratios[place])
         return (level.differing + expected) / (level.tokens + _TOKENS_OF_OTHERS)
+
+    def _differing_at_zero(self) -> float:
+        """Estimate the share of tokens that differ at ratio 0, from the audits at all ratios."""
+        differing = _ASSUMED_TOKENS * _ASSUMED_DIFFERING + self._seed_differing
+        tokens = _ASSUMED_TOKENS + self._seed_tokens
+        for ratio, level in zip(self._ratios, self._levels, strict=True):
+            if level.answers:
+                differing += level.differing
+                tokens += level.tokens * _remaining(ratio)
+        return differing / tokens
 
     def _move(self, place: int) -> None:
         if place != self._place:
