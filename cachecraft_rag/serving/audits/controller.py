@@ -141,7 +141,7 @@ class RatioController:
         self._levels = [_Level() for _ in self._ratios]
         self._place = max(0, bisect.bisect_right(self._ratios, FIRST) - 1)
         self._since = 0  # audits at the present ratio since it was chosen
-        # What `seed` was told, in tokens as if they had been audited at ratio 0. It fades as audits do.
+        # What `seed` was given, in tokens as if they had been audited at ratio 0. It fades as audits do.
         self._seed_tokens = 0.0
         self._seed_differing = 0.0
 
