@@ -411,7 +411,8 @@ def main(
     loads: Annotated[
         str,
         typer.Option(
-            "--loads", help="Requests per second, as shares of what prefix caching can answer."
+            "--loads",
+            help="Requests per second, as shares of what prefix caching answers one at a time.",
         ),
     ] = "0.5,1,2",
     qps: Annotated[
