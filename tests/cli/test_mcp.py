@@ -270,7 +270,7 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
         ("--http", "here:there"): "write HOST:PORT",
         ("--http", "http://127.0.0.1:80/mcp"): "write HOST:PORT",
         ("--http", "203.0.113.1:80"): "cannot listen there",
-        ("--http", "ü..b:80"): "cannot listen there",
+        ("--http", "ü..b:80"): "write HOST:PORT",
         ("--top-k", "0"): "top_k",
         ("--where", "source"): "write NAME=VALUE",
     }

@@ -48,7 +48,8 @@ class Address:
         try:
             parts = urlsplit(f"//{text if ':' in text else f':{text}'}")
             port = parts.port
-        except ValueError:
+            (parts.hostname or "").encode("idna")
+        except ValueError:  # UnicodeError of the host is one, too
             port = None
         has_more = bool(parts.path or parts.username is not None or set("?#") & set(text))
         if port is None or has_more:
@@ -64,21 +65,17 @@ class Address:
         """Return a socket that listens here; the caller closes it.
 
         Raises:
-            ConfigError: the system refuses: the port is taken or needs more rights, or the host is unknown, malformed
-                or not this computer's.
+            ConfigError: the system refuses: the port is taken or needs more rights, or the host is unknown or not this
+                computer's.
             OverflowError: the port is not between 0 and 65535; `parse` refuses such a port.
+            TypeError: no host can have this name; `parse` refuses it.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             return socket.create_server((self.host, self.port), family=family)
-        except (
-            OSError,
-            TypeError,
-            UnicodeError,
-        ) as error:  # TypeError: a name that no host can have
-            reason = getattr(error, "strerror", None) or error
+        except OSError as error:
             raise ConfigError(
-                f"--http {self.host}:{self.port}: cannot listen there ({reason}); choose another"
+                f"--http {self.host}:{self.port}: cannot listen there ({error.strerror or error}); choose another"
             ) from error
 
 
