@@ -24,49 +24,36 @@ from typing import Annotated, Self
 
 import typer
 
-from benchmarks.quality_target import TENTHS, AuditedAnswer, agreement_of, stream_of
+from benchmarks.quality_target import (
+    AnswerTokens,
+    AuditedAnswer,
+    Data,
+    ModelDtype,
+    Passages,
+    StreamResult,
+    StreamSettings,
+    Target,
+    agreement_of,
+    ask,
+    audited,
+    prime,
+    stream_of,
+)
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.options import numbers, print_json, print_table, progress_bar
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion
-from cachecraft_rag.evaluation.origins import Origins, condition_named
+from cachecraft_rag.evaluation.dataset import Dataset
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.model.self_check import load_checked
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.audits.controller import QualityTarget, RatioController
-from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.progress import Progress
 
 # of one question: ratio → its audited answer
 Answers = Mapping[float, AuditedAnswer]
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """One stream.
-
-    answers  in the order of the questions
-    """
-
-    answers: Sequence[AuditedAnswer]
-
-    @property
-    def tenths(self) -> list[Sequence[AuditedAnswer]]:
-        """The answers in ten groups."""
-        size = len(self.answers) // TENTHS
-        return [self.answers[begin : begin + size] for begin in range(0, size * TENTHS, size)]
-
-    @property
-    def recomputed(self) -> float:
-        """Mean share of the reused chunks' tokens that was recomputed."""
-        return mean(answer.recomputed for answer in self.answers)
-
-    def holds(self, target: float) -> bool:
-        """Return True if every tenth of the stream has the target's agreement."""
-        return min(map(agreement_of, self.tenths)) >= target
 
 
 def measure(
@@ -82,18 +69,23 @@ def measure(
     """Answer and audit each question with each ratio, and add what is missing in the table.
 
     The answers to one question are decoded together, and their audits share one full prefill.
+
+    Raises:
+        ConfigError: the table has other ratios, or is another file.
     """
-    done = len(read_table(table))
+    known = read_table(table)
+    if known and set(known[0]) != set(ratios):
+        raise ConfigError(
+            f"{table} has the ratios {', '.join(map(str, sorted(known[0])))}; ask with these, or name another file"
+        )
+    missing = dataset.questions[len(known) :]
     with (
         tempfile.TemporaryDirectory() as folder,
         ChunkCacheStore.open(folder) as store,
         table.open("a", encoding="utf-8") as lines,
     ):
-        with Engine(decoder, store, new_variants="off") as engine:
-            origins = Origins(condition_named("documents"), engine, dataset, seed, answer_tokens)
-            for number, question in enumerate(dataset.questions[done:]):
-                origins.before(question)
-                progress(Progress(number + 1, len(dataset.questions) - done, "Priming"))
+        rest = Dataset(dataset.name, dataset.documents, missing)
+        prime(decoder, store, rest, answer_tokens, seed, progress)
         with (
             Engine(
                 decoder,
@@ -105,43 +97,18 @@ def measure(
             ) as engine,
             ThreadPoolExecutor(len(ratios)) as threads,
         ):
-            for number, question in enumerate(dataset.questions[done:], done):
-                answers = _ask(engine, question, ratios, threads, answer_tokens)
-                row = {
-                    str(ratio): [answer.tokens, answer.agreeing, answer.recomputed]
-                    for ratio, answer in answers.items()
-                }
+            for number, question in enumerate(missing, len(known) + 1):
+                asking = [
+                    threads.submit(ask, engine, question, answer_tokens, ratio) for ratio in ratios
+                ]
+                requests = [request.result() for request in asking]
+                engine.settle()
+                row = {}
+                for ratio, request_id in zip(ratios, requests, strict=True):
+                    answer = audited(engine, question, request_id, ratio)
+                    row[str(ratio)] = [answer.tokens, answer.agreeing, answer.recomputed]
                 print(json.dumps(row), file=lines, flush=True)
-                progress(Progress(number + 1, len(dataset.questions), "Asking"))
-
-
-def _ask(
-    engine: Engine,
-    question: EvaluationQuestion,
-    ratios: Sequence[float],
-    threads: ThreadPoolExecutor,
-    answer_tokens: int,
-) -> dict[float, AuditedAnswer]:
-    def ask(ratio: float) -> str:
-        answer = engine.stream(
-            question.text,
-            question.passages,
-            sampling=SamplingParams(max_new_tokens=answer_tokens),
-            config=ReuseConfig.deterministic(recompute_ratio=ratio),
-        )
-        for _ in answer:
-            pass
-        return answer.stats.request_id
-
-    requests = list(threads.map(ask, ratios))
-    engine.settle()
-    answers = {}
-    for ratio, request_id in zip(ratios, requests, strict=True):
-        audit = engine.audit_of(request_id)
-        if audit is None:
-            raise ConfigError(f"the answer to {question.text!r} was not audited")
-        answers[ratio] = AuditedAnswer(ratio, audit.recomputed, audit.tokens, audit.agreeing_net)
-    return answers
+                progress(Progress(number, len(dataset.questions), "Asking"))
 
 
 def read_table(path: Path) -> list[dict[float, AuditedAnswer]]:
@@ -192,7 +159,7 @@ def answer_at(answers: Answers, ratio: float, dice: random.Random) -> AuditedAns
     return last
 
 
-def replay(questions: Sequence[Answers], target: float, dice: random.Random) -> Replayed:
+def replay(questions: Sequence[Answers], target: float, dice: random.Random) -> StreamResult:
     """Return the stream of these questions with a quality target."""
     controller = RatioController(QualityTarget(target))
     answers = []
@@ -201,38 +168,27 @@ def replay(questions: Sequence[Answers], target: float, dice: random.Random) -> 
         given = answer_at(question, ratio, dice)
         controller.add(ratio, tokens=given.tokens, agreeing=given.agreeing)
         answers.append(AuditedAnswer(ratio, given.recomputed, given.tokens, given.agreeing))
-    return Replayed(answers)
+    return StreamResult(None, tuple(answers))
 
 
 def main(
     table: Annotated[Path, typer.Option("--table", help="File of the audited answers.")],
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            "--data",
-            help="More questions with passages than the 240 about look-alike pages: a SQuAD or XQuAD file, or another "
-            "known form.",
-        ),
-    ] = None,
+    data: Data = None,
     model: options.Model = "demo",
-    dtype: Annotated[
-        str, typer.Option(help="Number format of the model; auto is that of the checkpoint.")
-    ] = "auto",
+    dtype: ModelDtype = "auto",
     questions: Annotated[
         int, typer.Option("--questions", min=0, help="Questions to ask; 0 = those of the table.")
     ] = 240,
     ratios: Annotated[
         str, typer.Option("--ratios", help="Recompute ratios, each more than 0 and less than 1.")
     ] = "0.15,0.3,0.5,0.6,0.7,0.8",
-    target: Annotated[
-        float, typer.Option(help="Share of the answers' tokens that should agree.")
-    ] = 0.98,
+    target: Target = 0.98,
     requests: Annotated[
-        int, typer.Option("--requests", min=TENTHS, help="Questions in a stream.")
+        int, typer.Option("--requests", help="Questions in a stream, a multiple of ten.")
     ] = 400,
     orders: Annotated[int, typer.Option("--orders", min=1, help="Streams that are drawn.")] = 200,
-    passages: Annotated[int, typer.Option("--passages", min=2, help="Chunks in each prompt.")] = 4,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 16,
+    passages: Passages = 4,
+    answer_tokens: AnswerTokens = 16,
     seed: Annotated[int, typer.Option("--seed", help="Seed of questions and orders.")] = 0,
     threads: options.Threads = None,
     as_json: options.Json = False,
@@ -240,6 +196,9 @@ def main(
     """Replay streams with a quality target in many orders, from answers that are given and audited once."""
     options.set_threads(threads)
     options.quiet_libraries()
+    # checked before questions are asked, which takes long
+    QualityTarget(target)
+    settings = StreamSettings(target, requests, answer_tokens)
     wanted = sorted(numbers(ratios))
     if not wanted or wanted[0] <= 0 or wanted[-1] >= 1:
         raise ConfigError("--ratios must lie between 0 and 1, such as 0.15,0.5,0.8")
@@ -259,7 +218,7 @@ def main(
     rows = read_table(table)
     if not rows:
         raise ConfigError(f"{table} holds no answers; ask some with --questions")
-    comparison = compare(rows, target, requests=requests, orders=orders, seed=seed)
+    comparison = compare(rows, settings, orders=orders, seed=seed)
     if as_json:
         print_json(asdict(comparison))
     else:
@@ -286,16 +245,16 @@ class Summary:
     ratio_of_tenths: tuple[float, ...]
 
     @classmethod
-    def of(cls, streams: Sequence[Replayed], target: float) -> Self:
+    def of(cls, streams: Sequence[StreamResult], settings: StreamSettings) -> Self:
         """Return the means over these streams."""
         whole = sorted(agreement_of(stream.answers) for stream in streams)
         margin = int(0.025 * len(whole))
-        tenths = list(zip(*(stream.tenths for stream in streams), strict=True))
+        tenths = list(zip(*(stream.tenths(settings.requests) for stream in streams), strict=True))
         return cls(
             agreement=mean(whole),
             agreement_95=(whole[margin], whole[-1 - margin]),
             recomputed=mean(stream.recomputed for stream in streams),
-            holds_in_every_tenth=mean(stream.holds(target) for stream in streams),
+            holds_in_every_tenth=mean(stream.holds(settings) for stream in streams),
             agreement_of_tenths=tuple(mean(map(agreement_of, same)) for same in tenths),
             ratio_of_tenths=tuple(
                 mean(answer.ratio for tenth in same for answer in tenth) for same in tenths
@@ -326,36 +285,36 @@ class Comparison:
 
 
 def compare(
-    rows: Sequence[Answers], target: float, *, requests: int, orders: int, seed: int
+    rows: Sequence[Answers], settings: StreamSettings, *, orders: int, seed: int
 ) -> Comparison:
     """Draw streams from the questions of a table, and compare the quality target with each fixed ratio.
 
     Args:
-        rows: ratio → answer for each question, at least one.
-        requests: questions in a stream, at least ten; drawn with replacement.
+        rows: ratio → answer for each question, at least one. They are drawn with replacement.
+        settings: the target, and the number of questions in a stream.
         orders: number of streams.
     """
     controlled = []
-    fixed: dict[float, list[Replayed]] = {ratio: [] for ratio in sorted(rows[0])}
+    fixed: dict[float, list[StreamResult]] = {ratio: [] for ratio in sorted(rows[0])}
     cheaper = 0
     for number in range(orders):
         dice = random.Random(seed * orders + number)
-        drawn = dice.choices(rows, k=requests)
-        stream = replay(drawn, target, dice)
+        drawn = dice.choices(rows, k=settings.requests)
+        stream = replay(drawn, settings.target, dice)
         controlled.append(stream)
         for ratio, streams in fixed.items():
-            streams.append(Replayed([row[ratio] for row in drawn]))
+            streams.append(StreamResult(ratio, tuple(row[ratio] for row in drawn)))
         holding = [
-            streams[-1].recomputed for streams in fixed.values() if streams[-1].holds(target)
+            streams[-1].recomputed for streams in fixed.values() if streams[-1].holds(settings)
         ]
         cheaper += stream.recomputed < min(holding, default=1.0)
     return Comparison(
-        target,
+        settings.target,
         questions=len(rows),
-        requests=requests,
+        requests=settings.requests,
         orders=orders,
-        with_target=Summary.of(controlled, target),
-        fixed={ratio: Summary.of(streams, target) for ratio, streams in fixed.items()},
+        with_target=Summary.of(controlled, settings),
+        fixed={ratio: Summary.of(streams, settings) for ratio, streams in fixed.items()},
         cheaper=cheaper / orders,
     )
 

@@ -163,19 +163,29 @@ def measure(
         ratios: fixed recompute ratios, tried from the smallest on.
     """
     with ChunkCacheStore.open(folder) as store:
-        with Engine(decoder, store, new_variants="off") as engine:
-            condition = condition_named("documents")
-            origins = Origins(condition, engine, dataset, seed, settings.answer_tokens)
-            for number, question in enumerate(dataset.questions):
-                origins.before(question)
-                progress(Progress(number + 1, len(dataset.questions), "Priming"))
-
+        prime(decoder, store, dataset, settings.answer_tokens, seed, progress)
         yield _run(decoder, store, dataset, settings, None, progress)
         for ratio in sorted(ratios):
             result = _run(decoder, store, dataset, settings, ratio, progress)
             yield result
             if result.holds(settings) and not settings.to_the_end:
                 return
+
+
+def prime(
+    decoder: Decoder,
+    store: ChunkCacheStore,
+    dataset: Dataset,
+    answer_tokens: int,
+    seed: int,
+    progress: Callable[[Progress], None],
+) -> None:
+    """Prime the documents of all questions. Nothing else is captured in a stream, so every run finds the same."""
+    with Engine(decoder, store, new_variants="off") as engine:
+        origins = Origins(condition_named("documents"), engine, dataset, seed, answer_tokens)
+        for number, question in enumerate(dataset.questions):
+            origins.before(question)
+            progress(Progress(number + 1, len(dataset.questions), "Priming"))
 
 
 def _run(
@@ -200,7 +210,9 @@ def _run(
         quality_target=settings.target if ratio is None else None,
     ) as engine:
         for number, question in enumerate(dataset.questions):
-            answers.append(_ask(engine, question, settings.answer_tokens, ratio))
+            request_id = ask(engine, question, settings.answer_tokens, ratio)
+            engine.settle()
+            answers.append(audited(engine, question, request_id, ratio))
             progress(Progress(number + 1, len(dataset.questions), label))
             is_end_of_tenth = (number + 1) % size == 0
             if ratio is None or settings.to_the_end or not is_end_of_tenth:
@@ -210,9 +222,10 @@ def _run(
     return StreamResult(ratio, tuple(answers))
 
 
-def _ask(
+def ask(
     engine: Engine, question: EvaluationQuestion, answer_tokens: int, ratio: float | None
-) -> AuditedAnswer:
+) -> str:
+    """Answer a question with a ratio, or with the engine's own choice for None; return the id of the request."""
     fixed = None if ratio is None else ReuseConfig.deterministic(recompute_ratio=ratio)
     answer = engine.stream(
         question.text,
@@ -222,8 +235,14 @@ def _ask(
     )
     for _ in answer:
         pass
-    engine.settle()
-    audit = engine.audit_of(answer.stats.request_id)
+    return answer.stats.request_id
+
+
+def audited(
+    engine: Engine, question: EvaluationQuestion, request_id: str, ratio: float | None
+) -> AuditedAnswer:
+    """Return the audit of an answer that was asked with `ratio`; the engine has settled. Raises ConfigError without."""
+    audit = engine.audit_of(request_id)
     if audit is None:
         raise ConfigError(
             f"the answer to {question.text!r} was not audited, so the stream has a gap"
@@ -233,22 +252,32 @@ def _ask(
     return AuditedAnswer(used, audit.recomputed, audit.tokens, audit.agreeing_net)
 
 
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        help="More questions with passages than the 240 about look-alike pages: a SQuAD or XQuAD file, or another "
+        "known form.",
+    ),
+]
+ModelDtype = Annotated[
+    str,
+    typer.Option("--dtype", help="Number format of the model; auto is that of the checkpoint."),
+]
+Target = Annotated[
+    float, typer.Option("--target", help="Share of the answers' tokens that should agree.")
+]
+Passages = Annotated[int, typer.Option("--passages", min=2, help="Chunks in each prompt.")]
+AnswerTokens = Annotated[
+    int, typer.Option("--answer-tokens", min=1, help="Longest answer, in tokens.")
+]
+
+
 def main(
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            "--data",
-            help="More questions with passages than the 240 about look-alike pages: a SQuAD or XQuAD file, or another "
-            "known form.",
-        ),
-    ] = None,
+    data: Data = None,
     model: options.Model = "demo",
-    dtype: Annotated[
-        str, typer.Option(help="Number format of the model; auto is that of the checkpoint.")
-    ] = "auto",
-    target: Annotated[
-        float, typer.Option(help="Share of the answers' tokens that should agree.")
-    ] = 0.98,
+    dtype: ModelDtype = "auto",
+    target: Target = 0.98,
     requests: Annotated[
         int, typer.Option("--requests", help="Questions, a multiple of ten.")
     ] = 240,
@@ -256,8 +285,8 @@ def main(
         str,
         typer.Option("--ratios", help="Fixed recompute ratios to compare with; empty for none."),
     ] = "0.1,0.15,0.2,0.25,0.3,0.4,0.5,0.6,0.8",
-    passages: Annotated[int, typer.Option("--passages", min=2, help="Chunks in each prompt.")] = 5,
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 16,
+    passages: Passages = 5,
+    answer_tokens: AnswerTokens = 16,
     to_the_end: Annotated[
         bool,
         typer.Option(

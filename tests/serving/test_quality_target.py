@@ -107,7 +107,7 @@ def mean_of(streams: list[Stream], measure: Callable[[Stream], float]) -> float:
 def test_it_settles_and_holds_the_target(table: dict[float, float], target: float) -> None:
     streams = [
         Stream(target, seed=seed, disagreeing=lambda _, ratio: table[ratio]).run(2000)
-        for seed in range(5)
+        for seed in range(10)
     ]
     assert mean_of(streams, lambda stream: stream.agreement(40)) >= target
     smallest = min(ratio for ratio in LEVELS if table[ratio] <= 1.0 - target)
