@@ -6,12 +6,14 @@ replayed: questions are drawn from it, the controller of the quality target choo
 the audit that belongs to it. A ratio between two of the table gets the answer of one of these, drawn so that the mean
 lies on the line between them. The same questions with each fixed ratio are the comparison.
 
-The table is a file of JSON lines, one for each question. An interrupted run resumes, and questions can be added.
+The table is a file of JSON lines, one for each question. A run that was interrupted or killed resumes, and questions
+can be added. A table of another model, of other questions or of longer answers is refused.
 """
 
 from __future__ import annotations
 
 import bisect
+import hashlib
 import json
 import random
 import tempfile
@@ -44,7 +46,7 @@ from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.options import numbers, print_json, print_table, progress_bar
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.evaluation.dataset import Dataset
+from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.model.self_check import load_checked
 from cachecraft_rag.planning.config import ReuseConfig
@@ -54,6 +56,42 @@ from cachecraft_rag.types.progress import Progress
 
 # of one question: ratio → its audited answer
 Answers = Mapping[float, AuditedAnswer]
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """One line of a table.
+
+    question       digest of the question and its passages
+    model          fingerprint of the model
+    answer_tokens  longest answer that it could give, in tokens
+    answers        its audited answers by ratio
+    """
+
+    question: str
+    model: str
+    answer_tokens: int
+    answers: Answers
+
+    @classmethod
+    def from_line(cls, line: str) -> Self:
+        """Read a line. Raises ValueError, TypeError, KeyError or AttributeError for one of another file."""
+        values = json.loads(line)
+        answers = {
+            float(ratio): AuditedAnswer(float(ratio), float(recomputed), int(tokens), int(agreeing))
+            for ratio, (tokens, agreeing, recomputed) in values["answers"].items()
+        }
+        return cls(
+            str(values["question"]), str(values["model"]), int(values["answer_tokens"]), answers
+        )
+
+    def line(self) -> str:
+        """Return the row as a line of JSON."""
+        answers = {
+            str(ratio): [answer.tokens, answer.agreeing, answer.recomputed]
+            for ratio, answer in self.answers.items()
+        }
+        return json.dumps(asdict(self) | {"answers": answers})
 
 
 def measure(
@@ -71,14 +109,22 @@ def measure(
     The answers to one question are decoded together, and their audits share one full prefill.
 
     Raises:
-        ConfigError: the table has other ratios, or is another file.
+        ConfigError: the table was made with other ratios, another model, other questions or other lengths of answers,
+            or is another file.
     """
     known = read_table(table)
-    if known and set(known[0]) != set(ratios):
-        raise ConfigError(
-            f"{table} has the ratios {', '.join(map(str, sorted(known[0])))}; ask with these, or name another file"
-        )
+    if known and set(known[0].answers) != set(ratios):
+        have = ", ".join(map(str, sorted(known[0].answers)))
+        raise ConfigError(f"{table} has the ratios {have}; ask with these, or name another file")
+    for row, question in zip(known, dataset.questions, strict=False):
+        wanted = (digest_of(question), decoder.fingerprint, answer_tokens)
+        if (row.question, row.model, row.answer_tokens) != wanted:
+            raise ConfigError(
+                f"{table} was made with another model, other questions or passages, or other --answer-tokens; ask as "
+                "it was made, or name another file"
+            )
     missing = dataset.questions[len(known) :]
+    _drop_cut_line(table)
     with (
         tempfile.TemporaryDirectory() as folder,
         ChunkCacheStore.open(folder) as store,
@@ -103,39 +149,61 @@ def measure(
                 ]
                 requests = [request.result() for request in asking]
                 engine.settle()
-                row = {}
-                for ratio, request_id in zip(ratios, requests, strict=True):
-                    answer = audited(engine, question, request_id, ratio)
-                    row[str(ratio)] = [answer.tokens, answer.agreeing, answer.recomputed]
-                print(json.dumps(row), file=lines, flush=True)
+                answers = {
+                    ratio: audited(engine, question, request_id, ratio)
+                    for ratio, request_id in zip(ratios, requests, strict=True)
+                }
+                row = TableRow(digest_of(question), decoder.fingerprint, answer_tokens, answers)
+                print(row.line(), file=lines, flush=True)
                 progress(Progress(number, len(dataset.questions), "Asking"))
 
 
-def read_table(path: Path) -> list[dict[float, AuditedAnswer]]:
-    """Return ratio → audited answer for each question of a table; [] without a file.
+def digest_of(question: EvaluationQuestion) -> str:
+    """Return a digest of a question and its passages, in their order."""
+    texts = (question.text, *(passage.text for passage in question.passages))
+    return hashlib.blake2b("\0".join(texts).encode(), digest_size=8).hexdigest()
+
+
+def read_table(path: Path) -> list[TableRow]:
+    """Return the rows of a table; [] without a file. A last line that was cut by a kill is left out.
 
     Raises:
-        ConfigError: a line of the file is not one of such a table, or has other ratios than the first.
+        ConfigError: a line of the file is not one of such a table, or has other ratios than the first; or the file has
+            text and no whole line.
     """
     if not path.exists():
         return []
-    rows: list[dict[float, AuditedAnswer]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    rows: list[TableRow] = []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    whole, _, cut = text.rpartition("\n")
+    if cut and not whole:
+        raise ConfigError(
+            f"{path} holds no whole line of a table of this command; delete it, or name another file"
+        )
+    for number, line in enumerate(whole.splitlines(), 1):
         try:
-            row = {
-                float(ratio): AuditedAnswer(float(ratio), float(recomputed), tokens, agreeing)
-                for ratio, (tokens, agreeing, recomputed) in json.loads(line).items()
-            }
-        except (ValueError, TypeError, AttributeError) as error:
+            row = TableRow.from_line(line)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
                 f"line {number} of {path} is not one of a table of this command; name another file"
             ) from error
-        if rows and row.keys() != rows[0].keys():
+        if rows and row.answers.keys() != rows[0].answers.keys():
             raise ConfigError(
                 f"{path} has other ratios in line {number} than in line 1; name another file"
             )
         rows.append(row)
     return rows
+
+
+def _drop_cut_line(path: Path) -> None:
+    """Remove a last line that was cut by a kill, so that the next one does not continue it."""
+    if not path.exists():
+        return
+    written = path.read_bytes()
+    whole = written[: written.rfind(b"\n") + 1]
+    if whole != written:
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
 
 
 def answer_at(answers: Answers, ratio: float, dice: random.Random) -> AuditedAnswer:
@@ -218,7 +286,7 @@ def main(
     rows = read_table(table)
     if not rows:
         raise ConfigError(f"{table} holds no answers; ask some with --questions")
-    comparison = compare(rows, settings, orders=orders, seed=seed)
+    comparison = compare([row.answers for row in rows], settings, orders=orders, seed=seed)
     if as_json:
         print_json(asdict(comparison))
     else:

@@ -22,6 +22,12 @@ from cachecraft_rag.types.progress import Progress
 RATIOS = (0.15, 0.6)
 
 
+def table_line(answers: dict[str, list[float]]) -> str:
+    """A line of a table, with tokens, agreeing tokens and recomputed share by ratio."""
+    row = {"question": "a digest", "model": "a model", "answer_tokens": 16, "answers": answers}
+    return f"{json.dumps(row)}\n"
+
+
 def row_of(*differing: int, tokens: int = 20) -> Answers:
     """A question whose answers have so many tokens that differ, for each of `RATIOS`."""
     return {
@@ -53,7 +59,19 @@ def test_each_question_is_asked_once_with_each_ratio_and_a_second_run_asks_nothi
         measure(
             decoder, town_dataset, (0.3,), table, answer_tokens=3, seed=0, progress=shown.append
         )
-    rows = read_table(table)
+    other_model = tiny_decoder("Qwen2")
+    for model, tokens in ((decoder, 4), (other_model, 3)):
+        with pytest.raises(ConfigError, match="made with another model"):
+            measure(
+                model,
+                town_dataset,
+                RATIOS,
+                table,
+                answer_tokens=tokens,
+                seed=0,
+                progress=shown.append,
+            )
+    rows = [row.answers for row in read_table(table)]
     assert len(rows) == count
     assert all(tuple(row) == RATIOS for row in rows)
 
@@ -70,6 +88,31 @@ def test_each_question_is_asked_once_with_each_ratio_and_a_second_run_asks_nothi
     for ratio, result in zip(RATIOS, fixed, strict=True):
         one_by_one = [(answer.tokens, answer.agreeing) for answer in result.answers[:count]]
         assert [(row[ratio].tokens, row[ratio].agreeing) for row in rows] == one_by_one
+
+
+def test_a_run_that_was_killed_in_a_line_goes_on_from_the_line_before(
+    tiny_decoder: Callable[..., Decoder], town_dataset: Dataset, tmp_path: Path
+) -> None:
+    table = tmp_path / "table.jsonl"
+    decoder = tiny_decoder("Llama")
+
+    def ask() -> None:
+        measure(
+            decoder,
+            town_dataset,
+            RATIOS,
+            table,
+            answer_tokens=3,
+            seed=0,
+            progress=lambda _: None,
+        )
+
+    ask()
+    whole = table.read_bytes()
+    table.write_bytes(whole[:-20])
+    assert len(read_table(table)) == len(town_dataset.questions) - 1
+    ask()
+    assert table.read_bytes() == whole
 
 
 def test_a_ratio_between_two_gets_one_of_their_answers_by_distance() -> None:
@@ -100,8 +143,8 @@ def test_a_stream_goes_to_the_ratio_that_agrees_and_is_compared_with_fixed_ones(
 
 def test_it_replays_a_table_without_a_model(tmp_path: Path) -> None:
     table = tmp_path / "table.jsonl"
-    row = {"0.15": [10, 9, 0.3], "0.6": [10, 10, 0.7]}
-    table.write_text(f"{json.dumps(row)}\n" * 3)
+    line = table_line({"0.15": [10, 9, 0.3], "0.6": [10, 10, 0.7]})
+    table.write_text(line * 3)
     arguments = ["quality-replay", "--table", str(table), "--questions", "0", "--orders", "4"]
     done = CliRunner().invoke(app, [*arguments, "--json"])
     assert done.exit_code == 0, done.output
@@ -112,16 +155,43 @@ def test_it_replays_a_table_without_a_model(tmp_path: Path) -> None:
     assert "every tenth holds" in shown.output
 
 
-@pytest.mark.parametrize("line", ["no JSON", "[1]", '{"0.15": [1, 2]}', '{"much": [1, 1, 1]}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "no JSON\n",
+        "[1]\n",
+        "{}\n",
+        table_line({"0.15": [1, 2]}),
+        table_line({"much": [1, 1, 1]}),
+    ],
+)
 def test_another_file_is_refused(line: str, tmp_path: Path) -> None:
     table = tmp_path / "table.jsonl"
-    table.write_text(f"{line}\n")
+    table.write_text(line)
     with pytest.raises(ConfigError, match="line 1"):
         read_table(table)
 
 
+def test_a_file_without_a_whole_line_is_refused_and_stays_as_it_is(
+    tiny_decoder: Callable[..., Decoder], town_dataset: Dataset, tmp_path: Path
+) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("my notes")
+    with pytest.raises(ConfigError, match="holds no whole line"):
+        measure(
+            tiny_decoder("Llama"),
+            town_dataset,
+            RATIOS,
+            notes,
+            answer_tokens=3,
+            seed=0,
+            progress=lambda _: None,
+        )
+    assert notes.read_text() == "my notes"
+
+
 def test_lines_with_other_ratios_are_refused(tmp_path: Path) -> None:
     table = tmp_path / "table.jsonl"
-    table.write_text('{"0.15": [1, 1, 0.3]}\n{"0.2": [1, 1, 0.3]}\n')
+    table.write_text(table_line({"0.15": [1, 1, 0.3]}) + table_line({"0.2": [1, 1, 0.3]}))
     with pytest.raises(ConfigError, match="other ratios in line 2"):
         read_table(table)
