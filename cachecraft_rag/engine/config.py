@@ -43,8 +43,8 @@ _OFTEN_TRIED = MappingProxyType(
 class EngineConfig:
     """Options of `from_pretrained` besides the model and the store's folder.
 
-    dtype           number format of the model: float32, bfloat16, float16 or auto (that of the checkpoint, or
-                    bfloat16 on a CPU that computes it); see `Decoder.load`
+    dtype           number format of the model: float32, bfloat16, float16 or auto (that of the checkpoint, or, except
+                    over vLLM, bfloat16 on a CPU that computes it); see `Decoder.load`
     device          device of the model: cpu, cuda, cuda:1 … or auto
     namespace       tenant; no other tenant uses its chunk-caches. The retrieval index is shared
     system          instruction before every prompt. Chunk-caches that were captured after another instruction are
