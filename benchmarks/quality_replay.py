@@ -38,7 +38,6 @@ from benchmarks.quality_target import (
     agreement_of,
     ask,
     audited,
-    prime,
     stream_of,
 )
 from cachecraft_rag.cli import options
@@ -47,6 +46,7 @@ from cachecraft_rag.cli.options import numbers, print_json, print_table, progres
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import Dataset, EvaluationQuestion
+from cachecraft_rag.evaluation.origins import Origins, condition_named
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.model.self_check import load_checked
 from cachecraft_rag.planning.config import ReuseConfig
@@ -129,33 +129,33 @@ def measure(
         tempfile.TemporaryDirectory() as folder,
         ChunkCacheStore.open(folder) as store,
         table.open("a", encoding="utf-8") as lines,
+        Engine(decoder, store, new_variants="off") as priming,
+        Engine(
+            decoder,
+            store,
+            new_variants="off",
+            audit="idle",
+            decode_rows=len(ratios),
+            config=ReuseConfig.deterministic(),
+        ) as engine,
+        ThreadPoolExecutor(len(ratios)) as threads,
     ):
-        rest = Dataset(dataset.name, dataset.documents, missing)
-        prime(decoder, store, rest, answer_tokens, seed, progress)
-        with (
-            Engine(
-                decoder,
-                store,
-                new_variants="off",
-                audit="idle",
-                decode_rows=len(ratios),
-                config=ReuseConfig.deterministic(),
-            ) as engine,
-            ThreadPoolExecutor(len(ratios)) as threads,
-        ):
-            for number, question in enumerate(missing, len(known) + 1):
-                asking = [
-                    threads.submit(ask, engine, question, answer_tokens, ratio) for ratio in ratios
-                ]
-                requests = [request.result() for request in asking]
-                engine.settle()
-                answers = {
-                    ratio: audited(engine, question, request_id, ratio)
-                    for ratio, request_id in zip(ratios, requests, strict=True)
-                }
-                row = TableRow(digest_of(question), decoder.fingerprint, answer_tokens, answers)
-                print(row.line(), file=lines, flush=True)
-                progress(Progress(number, len(dataset.questions), "Asking"))
+        # Documents are primed only now, so that a long run has its first rows soon.
+        origins = Origins(condition_named("documents"), priming, dataset, seed, answer_tokens)
+        for number, question in enumerate(missing, len(known) + 1):
+            origins.before(question)
+            asking = [
+                threads.submit(ask, engine, question, answer_tokens, ratio) for ratio in ratios
+            ]
+            requests = [request.result() for request in asking]
+            engine.settle()
+            answers = {
+                ratio: audited(engine, question, request_id, ratio)
+                for ratio, request_id in zip(ratios, requests, strict=True)
+            }
+            row = TableRow(digest_of(question), decoder.fingerprint, answer_tokens, answers)
+            print(row.line(), file=lines, flush=True)
+            progress(Progress(number, len(dataset.questions), "Asking"))
 
 
 def digest_of(question: EvaluationQuestion) -> str:
