@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from cachecraft_rag.evaluation.intervals import (
+    RESAMPLES,
     Interval,
     mean_interval,
     ratio_interval,
@@ -17,6 +18,10 @@ WORST = 10
 # Places of an answer's tokens that are counted together; the first token is 1.
 _POSITIONS = ((1, 1), (2, 4), (5, 16), (17, 64), (65, None))
 _SHARES = (0.1, 0.2, 0.3, 0.5, 1.0)  # upper ends of the groups by recomputed share
+# Answers that are drawn for one interval: 10,000 resamples of 500 answers, and fewer of more, or the summary of a full
+# store would take minutes. The ends of an interval then vary by some hundredths of its width.
+_DRAWS = 5_000_000
+_LEAST_RESAMPLES = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +94,8 @@ class QualityReport:
         return asdict(self) | {"worst": [audit.as_dict() for audit in self.worst]}
 
 
-def summarise_audits(audits: Sequence[Audit], *, worst: int = WORST) -> QualityReport | None:
-    """Return the summary of audits, with groups in the order of their names; None without audits.
+def summarise_audits(audits: Sequence[Audit], *, worst: int = WORST) -> QualityReport:
+    """Return the summary of audits, with groups in the order of their names; an empty one without audits.
 
     Args:
         audits: the audits, in any order.
@@ -99,10 +104,8 @@ def summarise_audits(audits: Sequence[Audit], *, worst: int = WORST) -> QualityR
     Raises ValueError if the KL divergence of an audit is not a finite number, or if all audits of a group have 0
     tokens; an audit of an engine has at least 1.
     """
-    if not audits:
-        return None
-    exact = sum(audit.is_exact for audit in audits)
-    audits = [audit for audit in audits if not audit.is_exact]
+    exact = sum(audit.exact for audit in audits)
+    audits = [audit for audit in audits if not audit.exact]
     changed = [audit for audit in audits if not audit.is_same]
     changed.sort(key=lambda audit: (audit.agreement, -audit.kl))
     return QualityReport(
@@ -142,13 +145,14 @@ def _groups(audits: Sequence[Audit], name_of: Callable[[Audit], str]) -> tuple[Q
 def _group(name: str, audits: Sequence[Audit]) -> QualityGroup:
     agreeing = [audit.agreeing for audit in audits]
     tokens = [audit.tokens for audit in audits]
+    resamples = max(_LEAST_RESAMPLES, min(RESAMPLES, _DRAWS // len(audits)))
     return QualityGroup(
         name=name,
         answers=len(audits),
         same=share_interval(sum(audit.is_same for audit in audits), len(audits)),
-        agreement=ratio_interval(agreeing, tokens),
-        net=ratio_interval([audit.agreeing_net for audit in audits], tokens),
-        kl=mean_interval([audit.kl for audit in audits]),
+        agreement=ratio_interval(agreeing, tokens, resamples=resamples),
+        net=ratio_interval([audit.agreeing_net for audit in audits], tokens, resamples=resamples),
+        kl=mean_interval([audit.kl for audit in audits], resamples=resamples),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ CALIBRATION_FILE = "calibration.json"  # inside the folder that a user names as 
 
 # of `evaluation.calibrate.METRICS`: the share of positions with the same most likely token, which audits measure too
 AGREEMENT_METRIC = "top1"
+
+_MOST_QUESTIONS = 1_000_000_000  # more are those of a damaged file
 
 logger = logging.getLogger("cachecraft_rag")
 
@@ -34,6 +37,7 @@ class Calibration:
     dataset, questions        the validation set
     origin                    context of the chunks at capture, a name of `evaluation.origins`
     selector, budget_scope, drift, nearest_share  settings of the calibration
+    created                   time of the calibration, seconds since 1970; 0: not noted
     """
 
     alpha: float
@@ -49,6 +53,7 @@ class Calibration:
     budget_scope: str
     drift: float
     nearest_share: float = 0.0  # calibrations of versions before 0.2 have no such field
+    created: float = 0.0
 
     def fits(self, config: ReuseConfig) -> bool:
         """Return True if α was calibrated with the same `selector`, `budget_scope`, `drift` and `nearest_share`.
@@ -106,9 +111,9 @@ def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
 
     Raises nothing: a file that cannot be read or parsed, and an entry that is damaged, is logged as a warning and gives
     None. A missing file or folder, an entry that is missing or null, and JSON that is not an object, gives None without
-    a warning. An entry is damaged if it lacks a field of `Calibration` other than `nearest_share` or has an unknown
-    one, if alpha, questions, quality, reached or recomputed is not a number, if one of the last three is not between 0
-    and 1, or if alpha is not allowed in `ReuseConfig`; its other values are not checked.
+    a warning. An entry is damaged if it lacks a field of `Calibration` other than the last two or has an unknown one,
+    if a number is out of range (shares lie between 0 and 1, and there is at least one question), if metric is not a
+    text, or if alpha is not allowed in `ReuseConfig`; its other values are not checked.
 
     Args:
         store: the folder that a user names as the store.
@@ -120,11 +125,19 @@ def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
     try:
         calibration = Calibration(**entry)  # type: ignore[arg-type]  # JSON says nothing about types
         shares = (calibration.quality, calibration.reached, calibration.recomputed)
-        for number in (calibration.alpha, calibration.questions, *shares):
-            if not isinstance(number, int | float):
-                raise TypeError("alpha, questions, quality, reached and recomputed must be numbers")
+        numbers = (calibration.alpha, calibration.questions, calibration.created, *shares)
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise TypeError(
+                "alpha, questions, created, quality, reached and recomputed must be numbers"
+            )
+        if not isinstance(calibration.metric, str):
+            raise TypeError("metric must be a text")
         if not all(0 <= share <= 1 for share in shares):
             raise ValueError("quality, reached and recomputed must lie between 0 and 1")
+        if not 1 <= calibration.questions <= _MOST_QUESTIONS or not math.isfinite(
+            calibration.created
+        ):
+            raise ValueError("questions or created is out of range")
         ReuseConfig(alpha=calibration.alpha)
     except (TypeError, AttributeError, ValueError, ConfigError) as error:
         logger.warning(

@@ -281,6 +281,10 @@ class Database:
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         """Set the file's modes and bring the schema up to date; safe when several processes do it at once."""
+        if _is_of_another_program(connection):
+            raise self._error(
+                "is a database of another program. Move it away, or choose another folder"
+            )
         for mode in (*self._kind.pragmas, "journal_mode = WAL"):
             connection.execute(f"PRAGMA {mode}")
         newest = self._kind.newest
@@ -400,6 +404,14 @@ def _transaction(
 def _version(connection: sqlite3.Connection) -> int:
     version: int = connection.execute("PRAGMA user_version").fetchone()[0]
     return version
+
+
+def _is_of_another_program(connection: sqlite3.Connection) -> bool:
+    """Return True for a file that has tables and no version: all of ours have one."""
+    # One statement: another process may be making the file.
+    query = "SELECT (SELECT count(*) FROM sqlite_master), (SELECT user_version FROM pragma_user_version)"
+    tables, version = connection.execute(query).fetchone()
+    return bool(tables) and not version
 
 
 def _is_full(error: sqlite3.Error) -> bool:

@@ -43,9 +43,8 @@ def test_a_store_without_audits_says_how_to_get_them(home: Path, cachecraft: Com
     assert "No audited answers in " in done.stdout
     assert "--audit idle" in done.stdout
     assert "--store names another folder" in done.stdout
-    assert cachecraft("quality", "--namespace", "nobody", "--json", cwd=home).result == {
-        "answers": 0
-    }
+    nothing = cachecraft("quality", "--namespace", "nobody", "--json", cwd=home).result
+    assert (nothing["answers"], nothing["overall"], nothing["worst"]) == (0, None, [])
 
 
 def test_a_folder_without_chunk_caches_is_an_error(
@@ -75,6 +74,19 @@ def test_the_page_and_the_json_show_the_same_numbers(audited: Path, cachecraft: 
     for answer in result["worst"]:
         row = next(row for row in rows if row and row[0] == answer["request_id"][:8])
         assert row[3:5] == [str(answer["tokens"]), str(answer["first_difference"])]
+
+
+def test_another_tenant_is_not_taken_for_an_empty_store(
+    tmp_path: Path, cachecraft: Command
+) -> None:
+    log = AuditLog(tmp_path / "store" / CACHE_FOLDER, kept=10)
+    log.add("mine", "model", Audit("a" * 32, 1e9, 5, (), 0, 0.5, 40, "question", 0.1, "primed", {}))
+    log.close()
+    ask = ("quality", "--store", tmp_path / "store", "--namespace")
+    assert "but of others" in cachecraft(*ask, "nobody", cwd=tmp_path).stdout
+    assert "1 answer compared" in cachecraft(*ask, "mine", cwd=tmp_path).stdout
+    nothing = cachecraft(*ask, "nobody", "--json", cwd=tmp_path).result
+    assert (nothing["answers"], nothing["overall"], nothing["worst"]) == (0, None, [])
 
 
 def test_the_worst_answers_show_the_text_that_was_kept(tmp_path: Path, cachecraft: Command) -> None:

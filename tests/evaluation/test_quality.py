@@ -29,13 +29,12 @@ AUDITS = [
     audit("c", 20, (16,), origin="asked", recomputed=0.3),
     audit("d", 20, origin="mixed", recomputed=0.0, early=True),
     audit("e", 80, (64, 65, 79), selector="cache_craft"),
-    audit("f", 30, origin="none", recomputed=0.0, computed_tokens=0),
+    audit("f", 30, origin="none", recomputed=0.0, computed_tokens=0, exact=True),
 ]
 
 
 def test_shares_are_of_answers_and_of_tokens() -> None:
     report = summarise_audits(AUDITS)
-    assert report is not None
     overall = report.overall
     assert report.exact == 1
     assert overall is not None
@@ -50,7 +49,6 @@ def test_shares_are_of_answers_and_of_tokens() -> None:
 
 def test_answers_are_grouped_by_origin_selector_share_and_termination() -> None:
     report = summarise_audits(AUDITS)
-    assert report is not None
 
     def counts(groups: object) -> dict[str, int]:
         return {group.name: group.answers for group in groups}  # type: ignore[attr-defined]
@@ -65,7 +63,6 @@ def test_answers_are_grouped_by_origin_selector_share_and_termination() -> None:
 
 def test_agreement_by_place_counts_each_token_once() -> None:
     report = summarise_audits(AUDITS)
-    assert report is not None
     rows = [
         (group.first, group.last, group.tokens, round(group.agreement, 6))
         for group in report.by_position
@@ -82,26 +79,33 @@ def test_agreement_by_place_counts_each_token_once() -> None:
 
 def test_the_worst_answers_come_first_and_equal_ones_are_not_listed() -> None:
     report = summarise_audits(AUDITS, worst=2)
-    assert report is not None
     assert [entry.request_id for entry in report.worst] == ["b", "c"]
     everything = summarise_audits(AUDITS)
-    assert everything is not None
     assert [entry.request_id for entry in everything.worst] == ["b", "c", "e"]
 
 
 def test_nothing_was_audited() -> None:
-    assert summarise_audits([]) is None
+    report = summarise_audits([])
+    assert (report.exact, report.overall, report.by_position, report.worst) == (0, None, (), ())
+
+
+def test_a_large_store_has_almost_the_same_intervals_from_fewer_resamples() -> None:
+    few = summarise_audits(AUDITS[:5] * 100).overall
+    many = summarise_audits(AUDITS[:5] * 2000).overall
+    assert few is not None
+    assert many is not None
+    assert many.agreement.mean == pytest.approx(few.agreement.mean)
+    widths = [found.high - found.low for found in (few.agreement, many.agreement)]
+    assert widths[0] / widths[1] == pytest.approx(20**0.5, rel=0.2)
 
 
 def test_exact_answers_alone_are_only_counted() -> None:
     report = summarise_audits(AUDITS[-1:])
-    assert report is not None
     assert (report.exact, report.overall, report.by_origin, report.worst) == (1, None, (), ())
 
 
 def test_a_report_is_json() -> None:
     report = summarise_audits(AUDITS)
-    assert report is not None
     values = json.loads(json.dumps(report.as_dict()))
     assert values["overall"]["answers"] == 5
     assert values["worst"][0]["agreement"] == pytest.approx(0.8)

@@ -17,13 +17,13 @@ import torch
 
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.evaluation.metrics import divergence
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.audits import auditor as auditor_module
 from cachecraft_rag.serving.audits import results as results_module
-from cachecraft_rag.serving.audits.audit import Audit
+from cachecraft_rag.serving.audits.audit import Audit, ReuseFacts
 from cachecraft_rag.serving.audits.audit_log import AUDIT_FILE, AuditLog, audits_in
 from cachecraft_rag.serving.audits.predictions import (
     KEPT,
@@ -183,6 +183,25 @@ def test_answers_to_one_prompt_share_its_full_prefill(
     assert audit_of(engine, last).computed_tokens > separate[0].tokens
     # Nothing is kept for an answer that may come.
     assert engine.auditor._shared is None
+
+
+def test_answers_of_one_token_count_as_compared(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    ask(engine, CHUNKS)
+    is_held = True
+    monkeypatch.setattr(engine.auditor, "captures_pending", lambda: is_held)
+    config = replace(CONFIG, capture=False)
+    one = SamplingParams(max_new_tokens=1)
+    answers = [ask(engine, MOVED, config=config, sampling=one, settle=False) for _ in range(3)]
+    is_held = False
+    engine.loop.wake()
+    assert engine.settle(60)
+    audits = [audit_of(engine, answer) for answer in answers]
+    assert [audit.computed_tokens == 0 for audit in audits] == [False, True, True]
+    assert not any(audit.exact for audit in audits)
+    assert all(audit.kl > 0 for audit in audits)
 
 
 def test_some_answers_differ_and_their_audits_say_where(engine: Engine) -> None:
@@ -479,20 +498,90 @@ def test_a_file_that_cannot_be_used_costs_results_and_no_answer(
     answer = ask(engine, CHUNKS)
     assert answer.stats.finish == "length"
     assert audit_of(engine, answer).is_same
-    assert "delete it to start again" in caplog.text
+    assert "to start again; no chunk-cache is lost" in caplog.text
 
 
-def test_damaged_rows_are_left_out(tmp_path: Path) -> None:
+def test_a_locked_file_is_not_to_be_deleted(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path, kept=10, busy_timeout_s=0.1)
+    with closing(sqlite3.connect(tmp_path / AUDIT_FILE)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreError, match="locked by another process") as raised:
+            log.add("default", "model", GOOD)
+    log.close()
+    assert "delete" not in str(raised.value)
+
+
+def test_results_go_to_a_new_file_once_the_old_one_is_deleted(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    folder = engine.store.root
+    ask(engine, CHUNKS)
+    for path in folder.glob(f"{AUDIT_FILE}*"):
+        path.unlink()
+    answer = ask(engine, CHUNKS)
+    assert [audit.request_id for audit in audits_in(folder)] == [answer.stats.request_id]
+
+
+def test_a_file_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / AUDIT_FILE
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("CREATE TABLE mine (x)")
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match="of another program"):
+        audits_in(tmp_path)
+    assert path.read_bytes() == before
+
+
+def test_a_file_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> None:
+    AuditLog(tmp_path, kept=10).close()
+    with closing(sqlite3.connect(tmp_path / AUDIT_FILE)) as connection, connection:
+        connection.execute("ALTER TABLE audits DROP COLUMN exact")
+        for name, computed in (("compared", 10), ("exact", 0)):
+            connection.execute(
+                "INSERT INTO audits VALUES (NULL, 'default', 'model', ?, 1.0, 3, '[]', 0, 0.0, ?, 'question', 0.1, "
+                "'primed', '{}', NULL, 0, NULL)",
+                (name, computed),
+            )
+        connection.execute("PRAGMA user_version = 1")
+    found = {audit.request_id: audit.exact for audit in audits_in(tmp_path)}
+    assert found == {"compared": False, "exact": True}
+
+
+GOOD = Audit("a" * 32, 1.0, 3, (1,), 1, 0.5, 10, "question", 0.1, "primed", {"reused": 2})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "differences = '[Infinity]'",
+        "differences = '[1'",
+        "differences = '[1, 1]'",
+        "differences = '[-5, 99]'",
+        "tokens = 0",
+        "tokens = 1e300",
+        "near_ties = 1000000",
+        "near_ties = -1",
+        "kl = 1e999",
+        "kl = -1.0",
+        "created = 1e999",
+        "created = 1e18",
+        "recomputed = 'much'",
+        "ratio = 2.0",
+        "outcomes = '[]'",
+        "outcomes = '{\"reused\": -1}'",
+        'text = \'{"question": null, "same": "", "reuse": "", "full": ""}\'',
+        "text = '\"a\"'",
+        f"differences = '{'[' * 100_000}'",
+        "selector = CAST(x'ff' AS TEXT), tokens = 0",
+    ],
+)
+def test_damaged_rows_are_left_out(tmp_path: Path, change: str) -> None:
     log = AuditLog(tmp_path, kept=10)
-    good = Audit("a" * 32, 1.0, 3, (1,), 1, 0.5, 10, "question", 0.1, "primed", {"reused": 2})
-    for name in ("w", "x", "y", "z"):
-        log.add("default", "model", replace(good, request_id=name))
+    for name in ("x", "y"):
+        log.add("default", "model", replace(GOOD, request_id=name))
     log.close()
     with closing(sqlite3.connect(tmp_path / AUDIT_FILE)) as connection, connection:
-        connection.execute("UPDATE audits SET differences = '[Infinity]' WHERE request_id = 'w'")
-        connection.execute("UPDATE audits SET differences = '[1' WHERE request_id = 'x'")
-        connection.execute("UPDATE audits SET tokens = 0 WHERE request_id = 'z'")
-    assert audits_in(tmp_path) == [replace(good, request_id="y")]
+        connection.execute(f"UPDATE audits SET {change} WHERE request_id = 'x'")
+    assert audits_in(tmp_path) == [replace(GOOD, request_id="y")]
 
 
 def test_a_folder_without_audits_has_none(tmp_path: Path) -> None:
@@ -521,6 +610,27 @@ def test_the_divergence_is_a_lower_bound_and_near_the_whole() -> None:
         margin = shares[number].max() - shares[number, reuse_logits[number].argmax()]
         assert place.margin == pytest.approx(float(margin), abs=1e-6)
     assert places[5:] == compare(predictions, full_logits[5:], begin=5)
+
+
+def test_predictions_that_are_no_numbers_are_not_compared() -> None:
+    predictions = Predictions()
+    predictions.note(torch.full((50,), math.nan))
+    places = compare(predictions, torch.zeros(1, 50), begin=0)
+    facts = ReuseFacts("question", 0.1, "primed", {"reused": 1}, None, early=False, exact=False)
+    with pytest.raises(RuntimeError, match="not numbers"):
+        results_module.audit_of("a", facts, places, tokens=1, computed=1)
+
+
+def test_a_token_that_reuse_rules_out_costs_a_finite_divergence() -> None:
+    logits = torch.zeros(50)
+    logits[7] = -math.inf
+    predictions = Predictions()
+    predictions.note(logits[:20])
+    (place,) = compare(predictions, torch.zeros(1, 20), begin=0)
+    assert 1.0 < place.kl < 100.0
+    certain = LikeliestTokens(5, {5: 0.0, 6: -math.inf})
+    other = LikeliestTokens(6, {5: math.log(0.5), 6: math.log(0.5)})
+    assert compare_likeliest(certain, other).kl == pytest.approx(50, rel=0.05)
 
 
 def test_of_equal_logits_the_token_that_greedy_sampling_takes_is_noted() -> None:

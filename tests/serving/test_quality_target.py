@@ -194,6 +194,18 @@ def test_late_audits_of_bursts_do_not_make_it_overshoot() -> None:
     assert mean_of(streams, lambda stream: stream.mean_ratio(200)) < SMALLEST_THAT_HOLDS + 0.1
 
 
+@pytest.mark.parametrize("target", [0.98, 0.995])
+def test_it_comes_down_from_a_ratio_of_one(target: float) -> None:
+    """Everything agrees there, so nothing but time speaks for trying less."""
+
+    def changing(number: int, ratio: float) -> float:
+        return 0.1 * (1.0 - ratio) if number < 150 else 0.0
+
+    streams = [Stream(target, disagreeing=changing, seed=seed).run(1500) for seed in range(10)]
+    assert sum(max(stream.ratios) == 1.0 for stream in streams) > 2 or target == 0.98
+    assert mean_of(streams, lambda stream: stream.mean_ratio(1000)) < 0.3
+
+
 def test_perfect_agreement_leads_to_the_smallest_ratio_and_none_to_the_largest() -> None:
     easy = Stream(disagreeing=lambda *_: 0.0).run(1000)
     assert easy.ratios[-1] == 0.0
@@ -243,11 +255,26 @@ def test_a_measurement_without_differences_or_of_everything_recomputed_promises_
     assert controller.ratio == 0.15
 
 
-def test_a_measurement_does_not_move_a_controller_that_has_audits() -> None:
+def test_an_old_measurement_hardly_counts_beside_newer_audits() -> None:
+    audits = [(0.25, 16, 16)] * 100
+    ratios = []
+    for newer in (0, 1000):
+        controller = RatioController(QualityTarget(TARGET))
+        controller.resume(audits)
+        controller.seed(ratio=0.2, tokens=1000, agreement=0.9, newer=newer)
+        ratios.append(controller.ratio)
+    with_new, with_old = ratios
+    assert with_old < with_new
+    without = RatioController(QualityTarget(TARGET))
+    without.resume(audits)
+    assert with_old == without.ratio
+
+
+def test_a_measurement_means_what_it_says_with_fifty_questions_too() -> None:
+    """The usual assumption must not pull it down: 0.06 differ at 0.6, so 0.02 need more than 0.75."""
     controller = RatioController(QualityTarget(TARGET))
-    controller.resume([(0.25, 16, 16)])
-    controller.seed(ratio=0.2, tokens=1000, agreement=0.9)
-    assert controller.ratio == 0.25
+    controller.seed(ratio=0.6, tokens=500, agreement=0.94)
+    assert controller.ratio >= 0.75
 
 
 @pytest.mark.parametrize(
@@ -337,6 +364,27 @@ def test_an_engine_raises_the_ratio_until_answers_agree_and_goes_on_there(
     assert other.auditor.results.controller.ratio == 0.15
 
 
+def test_an_engine_does_not_stay_at_a_ratio_of_one(make_engine: MakeEngine) -> None:
+    """Every answer is exact there, and these must count: nothing else can lead the ratio down again."""
+    engine = make_engine(quality_target=0.5, min_ratio=0.97)
+    capture_chunks(engine)
+    controller = engine.auditor.results.controller
+    assert controller is not None
+    for _ in range(10):
+        controller.add(0.97, tokens=200, agreeing=0)
+    assert controller.ratio == 1.0
+    for number in range(400):
+        answer = ask(engine, f"Question {number}?")
+        if controller.ratio < 1.0:
+            break
+    assert controller.ratio < 1.0
+    assert answer.stats.exact
+    engine.close()
+    again = make_engine(quality_target=0.5, min_ratio=0.97).auditor.results.controller
+    assert again is not None
+    assert again.ratio < 1.0
+
+
 def test_a_ratio_of_the_request_goes_before_the_target(make_engine: MakeEngine) -> None:
     engine = make_engine()
     capture_chunks(engine)
@@ -398,6 +446,31 @@ def test_it_resumes_from_the_last_audits_alone() -> None:
     resumed = RatioController(QualityTarget(TARGET))
     resumed.resume(log[-300:])
     assert abs(LEVELS.index(resumed.ratio) - LEVELS.index(controller.ratio)) <= 1
+
+
+def test_late_audits_of_an_earlier_ratio_do_not_lead_a_new_process_back() -> None:
+    """The audits of answers with 0.6 were not done when the process ended; those with 0.15 were the last."""
+    log = [(0.15, 16, 14)] * 40
+    resumed = RatioController(QualityTarget(TARGET))
+    resumed.resume(log)
+    assert resumed.ratio > 0.5
+
+
+def test_a_target_starts_from_the_audits_of_another_target() -> None:
+    """A lower target went to ratio 0, where a tenth differs."""
+    easy = RatioController(QualityTarget(0.5))
+    log: list[tuple[float, int, int]] = []
+    for number in range(200):
+        audit = (easy.ratio, 20, 18 if number % 2 else 20)
+        log.append(audit)
+        easy.add(audit[0], tokens=20, agreeing=audit[2])
+    assert log[-1][0] == 0.0
+    strict = RatioController(QualityTarget(0.98))
+    strict.resume(log)
+    assert strict.ratio > 0.3
+    back = RatioController(QualityTarget(0.5))
+    back.resume([*log, *[(0.6, 20, 20)] * 30])
+    assert back.ratio == 0.0
 
 
 def test_it_resumes_where_it_was() -> None:

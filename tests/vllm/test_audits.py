@@ -161,7 +161,7 @@ def test_an_answer_of_one_token_and_a_long_answer(engine: VLLMEngine) -> None:
 def test_exact_answers_are_counted_and_not_computed_again(engine: VLLMEngine) -> None:
     unknown = [Chunk(f"Never seen before: {TEXTS[4] * 2}")]
     audit = audit_of(engine, asked(engine, QUESTIONS[0], unknown)[1])
-    assert audit.is_exact
+    assert audit.exact
     assert audit.computed_tokens == 0
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,7 +113,9 @@ def _measure(
             calibrated = calibrating.calibrate(
                 engine, parts[0], settings, folder=work / "first", progress=show
             )
-        save_calibration(store, engine.decoder.fingerprint, calibrated.calibration)
+        found = replace(calibrated.calibration, created=time.time())
+        calibrated = replace(calibrated, calibration=found)
+        save_calibration(store, engine.decoder.fingerprint, found)
         if len(parts) > 1:
             alpha = calibrated.calibration.alpha
             with progress_bar("Checking", remaining=True) as show:

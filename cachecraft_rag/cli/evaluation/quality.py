@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cachecraft_rag.checks import check_text
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.options import print_json, print_table, takes
@@ -59,17 +60,25 @@ def quality(
         raise StoreError(
             f"{store} holds no chunk-caches, and so no audits of answers; name the folder with --store"
         )
-    report = summarise_audits(audits_in(store / CACHE_FOLDER, namespace=namespace), worst=worst)
+    check_text("--namespace", namespace, optional=True)
+    found = audits_in(store / CACHE_FOLDER, namespace=namespace)
+    report = summarise_audits(found, worst=worst)
     if as_json:
-        answers = 0 if report is None or report.overall is None else report.overall.answers
-        print_json({"answers": answers} | ({} if report is None else report.as_dict()))
-    elif report is None:
+        answers = 0 if report.overall is None else report.overall.answers
+        print_json({"answers": answers} | report.as_dict())
+    elif found:
+        print_report(report)
+    elif namespace is not None and audits_in(store / CACHE_FOLDER, limit=1):
+        out.print(
+            f"No audited answers of the tenant {namespace!r} in {store}, but of others: leave --namespace out to see "
+            "those of all.",
+            soft_wrap=True,
+        )
+    else:
         out.print(
             f"No audited answers in {store} (--store names another folder); {ADVICE}.",
             soft_wrap=True,
         )
-    else:
-        print_report(report)
 
 
 def print_report(report: QualityReport) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, Final, Self
 
 from cachecraft_rag.serving.request import Request, RequestProgress
 
 NEAR_TIE: Final = 0.02  # difference of two probabilities, as in `cachecraft eval`
+# Larger numbers are those of a damaged file.
+_MOST = 1_000_000_000
+_LATEST = 1e11  # seconds since 1970: the year 5138
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,8 @@ class Audit:
                      probabilities differ by less than `NEAR_TIE`. In bfloat16, rounding alone decides many of them
     kl               mean over the tokens of KL(full prefill ‖ reuse) in nats, or a little less: see
                      `predictions.compare`
-    computed_tokens  tokens that were computed for the audit; 0 if every chunk was exact, so that there was nothing to
-                     compare
+    computed_tokens  tokens that were computed for the audit; may be 0 for an answer of one token, if the audit of
+                     another answer has computed its prompt
     selector         how the tokens to recompute were chosen
     recomputed       share of the reused chunks' tokens that was recomputed; 0 if no chunk was reused
     origin           how the reused chunks were captured: "primed", "asked" (while answering questions), "mixed", or
@@ -57,6 +61,7 @@ class Audit:
     outcomes         number of chunks by outcome, see `ChunkStats`
     ratio            the recompute ratio, if a quality target chose it; else None
     early            True if early termination ended the computation of the chunks
+    exact            True if every chunk was exact, or recomputed as a whole, so that there was nothing to compare
     text             the text, if it is kept
     """
 
@@ -73,6 +78,7 @@ class Audit:
     outcomes: dict[str, int]
     ratio: float | None = None
     early: bool = False
+    exact: bool = False
     text: AuditText | None = None
 
     @classmethod
@@ -80,30 +86,37 @@ class Audit:
         """Make an audit from the values of `as_dict`; values that can be computed from others, or unknown, are ignored.
 
         Values are converted to the types of the fields, such as a text of digits to a number. Raises KeyError if a
-        value is missing, and TypeError, ValueError or OverflowError (an infinite number) for values that cannot be
-        converted, fewer than 1 token, or more differences than tokens. Nothing else is checked.
+        value is missing, and TypeError, ValueError, AttributeError or OverflowError (an infinite number) for values
+        that cannot be converted or that no audit has: numbers out of range or that are none, fewer than 1 token,
+        differences that are not ascending places of the answer, more near-ties than differences, or a text that is
+        none.
         """
-        tokens = int(values["tokens"])
-        differences = tuple(int(place) for place in values["differences"])
-        if tokens <= 0 or len(differences) > tokens:
-            raise ValueError("more differences than tokens")
+        tokens = _whole(values["tokens"], least=1)
+        differences = tuple(_whole(place) for place in values["differences"])
+        near_ties = _whole(values["near_ties"])
+        if any(before >= after for before, after in pairwise((-1, *differences, tokens))):
+            raise ValueError("the differences are not ascending places of the answer")
+        if near_ties > len(differences):
+            raise ValueError("more near-ties than differences")
         ratio = values["ratio"]
         text = values["text"]
-        outcomes = dict(values["outcomes"])
+        if text is not None and not all(isinstance(part, str) for part in text.values()):
+            raise TypeError("the text of an audit holds something else")
         return cls(
             request_id=str(values["request_id"]),
-            created=float(values["created"]),
+            created=_number(values["created"], most=_LATEST),
             tokens=tokens,
             differences=differences,
-            near_ties=int(values["near_ties"]),
-            kl=float(values["kl"]),
-            computed_tokens=int(values["computed_tokens"]),
+            near_ties=near_ties,
+            kl=_number(values["kl"], most=_MOST),
+            computed_tokens=_whole(values["computed_tokens"]),
             selector=str(values["selector"]),
-            recomputed=float(values["recomputed"]),
+            recomputed=_number(values["recomputed"], most=1.0),
             origin=str(values["origin"]),
-            outcomes={str(name): int(count) for name, count in outcomes.items()},
-            ratio=None if ratio is None else float(ratio),
+            outcomes={str(name): _whole(count) for name, count in values["outcomes"].items()},
+            ratio=None if ratio is None else _number(ratio, most=1.0),
             early=bool(values["early"]),
+            exact=bool(values["exact"]),
             text=None if text is None else AuditText(**text),
         )
 
@@ -111,24 +124,19 @@ class Audit:
     def is_same(self) -> bool:
         """True if `differences` is empty: reuse and full prefill find the same token the likeliest at every place.
 
-        Near-ties are differences. True also if `is_exact`.
+        Near-ties are differences. True also if `exact`.
         """
         return not self.differences
 
     @property
     def agreeing(self) -> int:
-        """Number of places at which reuse and full prefill find the same token the likeliest; all if `is_exact`."""
+        """Number of places at which reuse and full prefill find the same token the likeliest; all if `exact`."""
         return self.tokens - len(self.differences)
 
     @property
     def agreeing_net(self) -> int:
         """`agreeing`, with the near-ties counted as agreement."""
         return self.agreeing + self.near_ties
-
-    @property
-    def is_exact(self) -> bool:
-        """True if `computed_tokens` is 0: every chunk was exact, so that nothing was compared."""
-        return self.computed_tokens == 0
 
     @property
     def agreement(self) -> float:
@@ -155,6 +163,20 @@ class Audit:
             "first_difference": self.first_difference,
         }
         return asdict(self) | derived
+
+
+def _whole(value: Any, *, least: int = 0) -> int:
+    number = int(value)
+    if not least <= number <= _MOST:
+        raise ValueError(f"{value} is out of range")
+    return number
+
+
+def _number(value: Any, *, most: float) -> float:
+    number = float(value)
+    if not 0.0 <= number <= most:  # NaN too
+        raise ValueError(f"{value} is out of range")
+    return number
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.serving.audits.audit import Audit
-from cachecraft_rag.store.database import Database, Kind
+from cachecraft_rag.store.database import Database, Kind, fetched
 
 AUDIT_FILE = "audits.sqlite"
 
@@ -26,6 +26,11 @@ _TABLES = (
          kl REAL NOT NULL, computed_tokens INTEGER NOT NULL, selector TEXT NOT NULL, recomputed REAL NOT NULL,
          origin TEXT NOT NULL, outcomes TEXT NOT NULL, ratio REAL, early INTEGER NOT NULL, text TEXT)""",
     "CREATE INDEX audits_by_scope ON audits (namespace, fingerprint, place)",
+)
+# Until version 2, an audit that computed nothing counted as exact.
+_EXACT = (
+    "ALTER TABLE audits ADD COLUMN exact INTEGER",
+    "UPDATE audits SET exact = computed_tokens = 0",
 )
 _NAMES = (
     "request_id",
@@ -41,10 +46,13 @@ _NAMES = (
     "outcomes",
     "ratio",
     "early",
+    "exact",
     "text",
 )
 _COLUMNS = ", ".join(_NAMES)
-_INSERT = f"INSERT INTO audits (namespace, fingerprint, {_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
+_INSERT = (
+    f"INSERT INTO audits (namespace, fingerprint, {_COLUMNS}) VALUES (?, ?{', ?' * len(_NAMES)})"
+)
 _READ = f"""SELECT {_COLUMNS} FROM audits WHERE namespace = coalesce(:namespace, namespace)
     AND fingerprint = coalesce(:fingerprint, fingerprint) ORDER BY place DESC LIMIT :limit"""
 
@@ -54,13 +62,27 @@ _TRIM = """DELETE FROM audits
 
 
 def _message(path: Path, error: sqlite3.Error) -> str:
-    advice = "It holds results of audits only: delete it to start again; no chunk-cache is lost"
-    return f"{path} cannot be used. {advice} ({type(error).__name__}: {error})."
+    # the primary code; the upper bits refine it
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        advice = "is locked by another process. Wait until it is done, or stop it"
+    elif code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        advice = (
+            "is damaged. It holds results of audits only: "
+            f"delete it and the files {path.name}-wal and {path.name}-shm to start again; no chunk-cache is lost"
+        )
+    elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        advice = "cannot be written. Make the folder writable for this user"
+    elif code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+        advice = "cannot grow: the disk is full or broken. Free some space"
+    else:
+        advice = "cannot be used. Check the disk"
+    return f"{path} {advice} ({type(error).__name__}: {error})."
 
 
 _KIND = Kind(
-    migrations=(_TABLES,),
-    newest=1,
+    migrations=(_TABLES, _EXACT),
+    newest=2,
     pragmas=("synchronous = NORMAL",),
     error=StoreError,
     what=str,
@@ -78,6 +100,7 @@ class AuditLog:
         """
         self._kept = kept
         self._database = Database(folder / AUDIT_FILE, kind=_KIND, busy_timeout_s=busy_timeout_s)
+        self._identity = _identity(self._database.path)
 
     def close(self) -> None:
         """Close the file, after calls in other threads; a second call does nothing.
@@ -93,7 +116,7 @@ class AuditLog:
 
         Raises:
             StoreError: the file cannot be written, stays locked for the busy timeout, or was closed; or a number of the
-                result, such as `kl`, is NaN.
+                result, such as `kl`, is NaN, which no audit of an engine has.
             ValueError: `namespace`, `fingerprint`, or a name in the result such as its request id holds half a
                 surrogate pair.
             OverflowError: a number of the result has more than 63 bits.
@@ -112,6 +135,7 @@ class AuditLog:
             json.dumps(audit.outcomes),
             audit.ratio,
             int(audit.early),
+            int(audit.exact),
             None if audit.text is None else json.dumps(asdict(audit.text)),
         )
         with self._database.writing() as connection:
@@ -130,8 +154,13 @@ class AuditLog:
         """
         asked = {"namespace": namespace, "fingerprint": fingerprint, "limit": limit}
         with self._database.reading() as connection:
-            rows = connection.execute(_READ, asked).fetchall()
+            rows = fetched(connection, _READ, asked)
         return list(_readable(rows))
+
+    @property
+    def is_there(self) -> bool:
+        """False once the file was deleted or replaced: what is written then reaches no reader. Raises nothing."""
+        return self._identity is not None and _identity(self._database.path) == self._identity
 
 
 def audits_in(
@@ -160,6 +189,15 @@ def audits_in(
         log.close()
 
 
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from another one of its name; None without a file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def _readable(rows: Iterable[sqlite3.Row]) -> Iterable[Audit]:
     for row in rows:
         values = dict(zip(_NAMES, row, strict=True))
@@ -169,5 +207,6 @@ def _readable(rows: Iterable[sqlite3.Row]) -> Iterable[Audit]:
             if values["text"] is not None:
                 values["text"] = json.loads(values["text"])
             yield Audit.from_dict(values)
-        except (TypeError, ValueError, OverflowError):  # also of json
+        # also of json, whose brackets may be nested too deeply
+        except (TypeError, ValueError, AttributeError, OverflowError, RecursionError):
             continue

@@ -24,7 +24,7 @@ _BEFORE_DOWN = 20  # audits at a ratio before it is left for a smaller one
 # A smaller ratio is chosen only if this times the share of tokens that may differ is not exceeded there: otherwise the
 # controller would go up and down between two neighbouring ratios.
 _SPARE = 0.9
-_HALF_LIFE = 150.0  # audits after which one counts half
+_FADING = 0.5 ** (1.0 / 150.0)  # of audits with each newer one: after 150 an audit counts half
 # Share of tokens that differ at a ratio r, as a multiple of what differs at 0: (1 - r) to this power. Measured with the
 # demo model and two larger ones (docs/decisions/quality-target.md); it matters only where audits are few.
 _EXPONENT = 1.5
@@ -141,9 +141,11 @@ class RatioController:
         self._levels = [_Level() for _ in self._ratios]
         self._place = max(0, bisect.bisect_right(self._ratios, FIRST) - 1)
         self._since = 0  # audits at the present ratio since it was chosen
-        # What `seed` was given, in tokens as if they had been audited at ratio 0. It fades as audits do.
+        # What `seed` was given: the share of tokens that would differ at ratio 0, as if so many tokens had been audited
+        # there. The weight is 1 at first and fades as audits do; 0: without a measurement.
+        self._seed_share = 0.0
         self._seed_tokens = 0.0
-        self._seed_differing = 0.0
+        self._seed_weight = 0.0
 
     @property
     def ratio(self) -> float:
@@ -167,40 +169,48 @@ class RatioController:
             f"target {target:g}"
         )
 
-    def seed(self, *, ratio: float, tokens: int, agreement: float) -> None:
+    def seed(self, *, ratio: float, tokens: int, agreement: float, newer: int = 0) -> None:
         """Begin with a measurement that was made before, for example by `cachecraft calibrate`.
 
-        It counts as audits of so many tokens do, 800 at most, and fades like them. Before the first audit it also
-        chooses the ratio. Raises nothing.
+        It takes the place of what is otherwise assumed, counts as audits of so many tokens do, 800 at most, and fades
+        like them. While there are fewer than ten audits it chooses the ratio; with more, it is chosen as by `resume`.
+        Raises nothing.
 
         Args:
-            ratio: share of the passages' tokens that was recomputed, 0 to 1; with 1 the measurement says nothing.
+            ratio: recompute ratio of the measurement, 0 to 1; with 1 the measurement says nothing.
             tokens: number of tokens of the answers that were compared, at least 1.
             agreement: share of them that agreed with full prefill; at least one token is assumed to differ.
+            newer: number of the audits of `resume` that are newer than the measurement.
         """
         remaining = _remaining(ratio)
         if not remaining:
             return
         weight = min(float(tokens), _TOKENS_OF_OTHERS)
+        self._seed_share = max(1.0, weight * (1.0 - agreement)) / (weight * remaining)
         self._seed_tokens = weight * remaining
-        self._seed_differing = max(1.0, weight * (1.0 - agreement))
-        if not any(level.answers for level in self._levels):
+        self._seed_weight = _FADING**newer
+        if sum(level.answers for level in self._levels) < _BEFORE_UP:
             self._place = self._smallest_that_holds(1.0 - self.target.agreement, 0)
+        else:
+            self._choose_from_evidence()
 
     def resume(self, audits: Iterable[tuple[float, int, int]]) -> None:
-        """Take up earlier audits, oldest first: (ratio, tokens, agreeing tokens) of each.
+        """Start from earlier audits, oldest first: (ratio, tokens, agreeing tokens) of each.
 
-        Their ratios say where the controller was, so it goes on there even if the first audits are gone; the last one
-        may move it further, as in `add`. Audits with a ratio that this controller does not choose among are ignored.
-        Raises nothing.
+        The controller begins at the ratio of the last one, and from ten audits on at once where they lead, as after
+        `add`. So it does not matter whether the last audits were late, of another process or of another target. Audits
+        with a ratio that this controller does not choose among are ignored. Raises nothing.
         """
+        count = 0
         for ratio, tokens, agreeing in audits:
             if ratio in self._ratios:
                 place = self._ratios.index(ratio)
-                if place != self._place:
-                    self._place = place
-                    self._since = 0
-                self.add(ratio, tokens=tokens, agreeing=agreeing)
+                self._since = self._since + 1 if place == self._place else 1
+                self._place = place
+                self._take_up(place, tokens, agreeing)
+                count += 1
+        if count >= _BEFORE_UP:
+            self._choose_from_evidence()
 
     def choice(self) -> tuple[float, str]:
         """Return the recompute ratio of the next answer, and a sentence with the reason. Any thread may call this.
@@ -223,17 +233,27 @@ class RatioController:
         """
         if ratio not in self._ratios:
             return
-        factor = 0.5 ** (1.0 / _HALF_LIFE)
-        for level in self._levels:
-            if level.answers:
-                level.fade(factor)
-        self._seed_tokens *= factor
-        self._seed_differing *= factor
         place = self._ratios.index(ratio)
-        self._levels[place].add(tokens, agreeing)
+        self._take_up(place, tokens, agreeing)
         if place == self._place:
             self._since += 1
             self._choose()
+
+    def _take_up(self, place: int, tokens: int, agreeing: int) -> None:
+        """Add an audit of the ratio at a place; all earlier ones, and the measurement, fade a little."""
+        for level in self._levels:
+            if level.answers:
+                level.fade(_FADING)
+        self._seed_weight *= _FADING
+        self._levels[place].add(tokens, agreeing)
+
+    def _choose_from_evidence(self) -> None:
+        """Go where all audits lead, however few there were since the last change."""
+        allowed = 1.0 - self.target.agreement
+        if self._differing(self._place, self._differing_at_zero()) > allowed:
+            self._move(self._smallest_that_holds(allowed, 0))
+        else:
+            self._move(min(self._place, self._smallest_that_holds(_SPARE * allowed, 0)))
 
     def _choose(self) -> None:
         if self._since < _BEFORE_UP:
@@ -263,8 +283,11 @@ class RatioController:
 
     def _differing_at_zero(self) -> float:
         """Estimate the share of tokens that differ at ratio 0, from the audits at all ratios."""
-        differing = _ASSUMED_TOKENS * _ASSUMED_DIFFERING + self._seed_differing
-        tokens = _ASSUMED_TOKENS + self._seed_tokens
+        # What is assumed gives way to a measurement, and comes back as that fades.
+        assumed = _ASSUMED_TOKENS * (1.0 - self._seed_weight)
+        measured = self._seed_tokens * self._seed_weight
+        differing = assumed * _ASSUMED_DIFFERING + measured * self._seed_share
+        tokens = assumed + measured
         for ratio, level in zip(self._ratios, self._levels, strict=True):
             if level.answers:
                 differing += level.differing

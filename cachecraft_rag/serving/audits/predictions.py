@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 KEPT = 32  # likeliest tokens whose probabilities are kept at each place of an answer
+# Reuse's smallest probability in a divergence, as a natural logarithm: with 0 the divergence would be infinite.
+_LEAST_LOG_SHARE = -100.0
 
 
 @dataclass(eq=False)
@@ -117,7 +119,7 @@ def compare(predictions: Predictions, logits: Tensor, *, begin: int) -> list[Com
     share_noted = (full.gather(-1, noted[:, None]).double() - whole).exp().squeeze(-1)
 
     log_full = full.gather(-1, ids).double() - whole  # [places, KEPT]
-    log_reuse = log_shares.double()
+    log_reuse = log_shares.double().clamp(min=_LEAST_LOG_SHARE)
     share_full = log_full.exp()
     of_kept = torch.where(share_full > 0, share_full * (log_full - log_reuse), 0.0).sum(-1)
     rest_full = (1.0 - share_full.sum(-1)).clamp(min=0.0)
@@ -150,8 +152,8 @@ def compare_likeliest(reuse: LikeliestTokens, full: LikeliestTokens) -> Compared
     more than the divergence over the whole vocabulary. If reuse's likeliest token is not among those known of full
     prefill, the margin is taken to the least likely one of these, and so a little less than the true margin. Raises,
     for a `full` that lacks what its class promises: KeyError if its likeliest token is not among those known, and
-    ValueError if none is known; both only if the likeliest tokens differ. `kl` is infinite where reuse gives a token
-    the probability 0 and full prefill does not.
+    ValueError if none is known; both only if the likeliest tokens differ. In `kl` a probability of reuse below
+    e^-100 counts as that much.
 
     >>> reuse = LikeliestTokens(5, {5: math.log(0.5), 6: math.log(0.25)})
     >>> full = LikeliestTokens(6, {5: math.log(0.25), 6: math.log(0.5)})
@@ -165,7 +167,8 @@ def compare_likeliest(reuse: LikeliestTokens, full: LikeliestTokens) -> Compared
     for token in reuse.log_shares.keys() & full.log_shares.keys():
         share_full = math.exp(full.log_shares[token])
         if share_full > 0.0:
-            divergence += share_full * (full.log_shares[token] - reuse.log_shares[token])
+            log_share_reuse = max(reuse.log_shares[token], _LEAST_LOG_SHARE)
+            divergence += share_full * (full.log_shares[token] - log_share_reuse)
         rest_full -= share_full
         rest_reuse -= math.exp(reuse.log_shares[token])
     if rest_full > 1e-7:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -28,6 +29,7 @@ logger = logging.getLogger("cachecraft_rag.audits")
 
 _REMEMBERED = 1024  # results that are kept in memory
 _TOKENS_PER_ANSWER = 10  # assumed of a calibration, which keeps the number of its questions only
+_PASSAGES = 5  # assumed of a calibration that recomputes the nearest passage in full
 _RESUMED = 2000  # results on disk that a controller starts from; older ones hardly count any more
 
 
@@ -75,6 +77,7 @@ class AuditResults:
         self._fingerprint = fingerprint
         self._lock = threading.Lock()  # guards the results and the controller
         self._results: OrderedDict[str, Audit] = OrderedDict()
+        self._resumed: list[float] = []  # times of the audits that the controller has started from
         self._log_lock = threading.Lock()  # guards the three below
         self._log: AuditLog | None = None
         self._log_closed = False
@@ -90,8 +93,8 @@ class AuditResults:
         """Let the quality target begin with what a calibration measured, instead of with the usual assumption.
 
         Does nothing without a target or a calibration, and for a calibration of another metric than "top1" or of other
-        settings (`Calibration.fits`). Earlier audits count beside it. To be called before the first request. Raises
-        nothing.
+        settings (`Calibration.fits`). Audits that are newer than the calibration count beside it, and make it fade. To
+        be called before the first request. Raises nothing.
 
         Args:
             calibration: the result of `cachecraft calibrate` for this model, or None.
@@ -102,11 +105,13 @@ class AuditResults:
         agreement = calibration.agreement
         if agreement is None:
             return
+        in_full = 1 / _PASSAGES if calibration.nearest_share else 0.0
         with self._lock:
             self.controller.seed(
-                ratio=calibration.recomputed,
+                ratio=max(0.0, (calibration.recomputed - in_full) / (1.0 - in_full)),
                 tokens=calibration.questions * _TOKENS_PER_ANSWER,
                 agreement=agreement,
+                newer=sum(created > calibration.created for created in self._resumed),
             )
 
     def get(self, request_id: str) -> Audit | None:
@@ -145,7 +150,7 @@ class AuditResults:
         """Keep a result in memory, count it in the metrics, and report it to the controller.
 
         The oldest result beyond 1,024 is forgotten. The controller takes up only results with a ratio that a quality
-        target chose, and none of exact answers. Nothing is written to disk.
+        target chose, and of exact answers only those with ratio 1. Nothing is written to disk.
 
         Only for an engine that audits: without a share of answers to audit there are no metrics, and it raises
         AttributeError after the result was kept and reported.
@@ -154,8 +159,7 @@ class AuditResults:
             self._results[audit.request_id] = audit
             if len(self._results) > _REMEMBERED:
                 self._results.popitem(last=False)
-            # An exact answer says nothing about the ratio.
-            if self.controller is not None and audit.ratio is not None and not audit.is_exact:
+            if self.controller is not None and audit.ratio is not None and _concerns_ratio(audit):
                 self.controller.add(audit.ratio, tokens=audit.tokens, agreeing=audit.agreeing_net)
         self._metrics.add(audit)
 
@@ -163,15 +167,18 @@ class AuditResults:
         """Write a result to disk. If it cannot be written, raises nothing: it is lost, and a warning is logged.
 
         Only for an engine that audits: with a share of 0 it would make the file all the same. Later failures are logged
-        at level INFO. The file is opened or made by the first call that can; the oldest results of this tenant and
-        model beyond `Audits.kept` are removed from it. After `close`, and once the store's folder is gone, nothing is
-        written. Raises ValueError for a result with half a surrogate pair in a name such as its request id, and
-        OverflowError for one with a number of more than 63 bits.
+        at level INFO. The file is opened or made by the first call that can, and made again once it was deleted; the
+        oldest results of this tenant and model beyond `Audits.kept` are removed from it. After `close`, and once the
+        store's folder is gone, nothing is written. Raises ValueError for a result with half a surrogate pair in a name
+        such as its request id, and OverflowError for one with a number of more than 63 bits.
         """
         with self._log_lock:
             try:
                 if self._log_closed or not self._store.root.is_dir():
                     return
+                if self._log is not None and not self._log.is_there:
+                    self._log.close()  # deleted by the user: no reader would see what is written
+                    self._log = None
                 if self._log is None:
                     self._log = AuditLog(self._store.root, kept=self.config.kept)
                 self._log.add(self._namespace, self._fingerprint, audit)
@@ -199,7 +206,7 @@ class AuditResults:
                 self._log.close()
 
     def _take_up_earlier(self, controller: RatioController) -> None:
-        """Bring the controller to where it was: audits of this tenant and model on disk, of all processes."""
+        """Let the controller start from the audits of this tenant and model on disk, of all processes."""
         try:
             earlier = audits_in(
                 self._store.root,
@@ -213,11 +220,22 @@ class AuditResults:
                 error,
             )
             return
+        concerned = [audit for audit in reversed(earlier) if _concerns_ratio(audit)]
         controller.resume(
             (audit.ratio, audit.tokens, audit.agreeing_net)
-            for audit in reversed(earlier)
-            if audit.ratio is not None and not audit.is_exact
+            for audit in concerned
+            if audit.ratio is not None
         )
+        self._resumed = [audit.created for audit in concerned]
+
+
+def _concerns_ratio(audit: Audit) -> bool:
+    """Return True if an audit says something about the ratio that its answer was given with.
+
+    An exact answer does not: its chunks were exact with any ratio. But with ratio 1 every answer is exact, and without
+    these the ratio would never fall again.
+    """
+    return audit.ratio is not None and (not audit.exact or audit.ratio >= 1.0)
 
 
 def audit_of(
@@ -241,8 +259,11 @@ def audit_of(
         computed: tokens that were computed for the audit.
         text: question and answers, if texts are kept.
 
-    Raises nothing.
+    Raises RuntimeError if a divergence is not a number, because the model's predictions are none.
     """
+    kl = sum(place.kl for place in places) / max(1, len(places))
+    if not math.isfinite(kl):
+        raise RuntimeError("the model's predictions are not numbers, so they cannot be compared")
     differing = [number for number, place in enumerate(places) if place.differs]
     return Audit(
         request_id=request_id,
@@ -250,7 +271,7 @@ def audit_of(
         tokens=tokens,
         differences=tuple(differing),
         near_ties=sum(places[number].margin < NEAR_TIE for number in differing),
-        kl=sum(place.kl for place in places) / max(1, len(places)),
+        kl=kl,
         computed_tokens=computed,
         selector=facts.selector,
         recomputed=facts.recomputed,
@@ -258,6 +279,7 @@ def audit_of(
         outcomes=facts.outcomes,
         ratio=facts.ratio,
         early=facts.early,
+        exact=facts.exact,
         text=text,
     )
 
@@ -313,7 +335,7 @@ class AuditMetrics:
 
         An exact one counts as an exact answer and in no other metric.
         """
-        if audit.is_exact:
+        if audit.exact:
             self._answers.labels("exact").inc()
             return
         self._answers.labels("same" if audit.is_same else "changed").inc()

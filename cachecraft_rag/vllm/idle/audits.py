@@ -288,11 +288,12 @@ class IdleAudits:
     def _run(self) -> None:
         has_failed = False
         while (waiting := self._next()) is not None:
-            full: FullPrediction | None = None
+            audit: Audit | None = None
             failed = False
             try:
                 self._wait_for_variants(_WAIT_FOR_VARIANTS_S)
                 full = self._predict(waiting.request, waiting.tokens)
+                audit = None if full is None else _compared(waiting, full)
             # vLLM may raise anything; the next audit may succeed
             except (Exception, CancelledError):
                 failed = True
@@ -301,16 +302,16 @@ class IdleAudits:
                     level = logging.DEBUG if has_failed else logging.ERROR
                     logger.log(level, "An answer could not be audited", exc_info=True)
             has_failed = failed
-            self._ended(waiting, full, failed=failed)
+            self._ended(waiting, audit, failed=failed)
 
-    def _ended(self, waiting: WaitingAnswer, full: FullPrediction | None, *, failed: bool) -> None:
+    def _ended(self, waiting: WaitingAnswer, audit: Audit | None, *, failed: bool) -> None:
         with self._changed:
             is_dropped = self._closed or self._is_running_removed
             if self._is_running_removed and not self._closed:  # `close` has counted it already
                 self.results.drop(AuditDrop.REMOVED)
         if not is_dropped:
-            if full is not None:
-                self._keep(_compared(waiting, full))
+            if audit is not None:
+                self._keep(audit)
             elif failed:
                 self.results.drop(AuditDrop.FAILED)
             elif waiting.tries + 1 >= _MOST_TRIES:
