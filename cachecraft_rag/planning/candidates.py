@@ -39,11 +39,12 @@ class Candidate:
     def of(
         cls, prompt: Prompt, plan: Plan, config: ReuseConfig, *, session: str | None
     ) -> Self | None:
-        """Return a candidate whose captures would have spared this request its recomputed tokens.
+        """Return a candidate whose captures would have spared this request its recomputed tokens, and made it exact.
 
-        Returns None if no chunk was fixed, or if no later request could reuse the captures: a chunk after private text
-        can be reused only within its session. So without a session, chunks after private text do not count. With a
-        session, the candidate belongs to it if its segments include private text. `first` of the result is empty.
+        Returns None if no chunk was reused in a new context, or if no later request could reuse the captures: a chunk
+        after private text can be reused only within its session. So without a session, chunks after private text do not
+        count. With a session, the candidate belongs to it if its segments include private text. `first` of the result
+        is empty.
 
         Args:
             prompt: the prompt of the request.
@@ -84,13 +85,18 @@ class Candidate:
 
 
 def _spent(planned: SegmentPlan, config: ReuseConfig) -> int:
-    """Return how many more tokens are recomputed because of a segment, in it or in others (`budget_scope`)."""
+    """Return how many more tokens are recomputed because of a segment, in it or in others (`budget_scope`).
+
+    At least 1 for a segment in a new context: if all chunks that it was captured after are in the prompt, its CFO is 0
+    and nothing of it is recomputed, but others stand between them. A variant makes it exact. As published, 0.
+    """
     if not planned.to_fix or planned.variant is None:
         return 0
     if planned.in_full:
         return planned.variant.tokens
     share = planned.cfo if config.recompute_ratio is None else config.recompute_ratio
-    return math.ceil((share or 0.0) * planned.variant.tokens)
+    spent = math.ceil((share or 0.0) * planned.variant.tokens)
+    return spent if config.scoring == "published" else max(1, spent)
 
 
 class Candidates:

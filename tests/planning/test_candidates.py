@@ -53,9 +53,20 @@ def test_a_fixed_ratio_is_what_its_variant_would_save() -> None:
 
 def test_what_needs_no_fixing_is_no_candidate() -> None:
     at_origin = replace(fixed("a", 0.0), at_origin=True)
-    for planned in (EXACT, COMPUTED, at_origin, fixed("a", 0.0)):
+    for planned in (EXACT, COMPUTED, at_origin):
         plan = Plan((EXACT, planned, COMPUTED))
         assert Candidate.of(Prompt((SYSTEM, A, QUESTION)), plan, CONFIG, session=None) is None
+
+
+def test_what_was_moved_without_fixing_is_one_but_not_as_published() -> None:
+    """With a CFO of 0 nothing is recomputed, and only a variant makes it exact."""
+    plan = Plan((EXACT, fixed("a", 0.0), COMPUTED))
+    prompt = Prompt((SYSTEM, A, QUESTION))
+    found = Candidate.of(prompt, plan, CONFIG, session=None)
+    assert found is not None
+    assert found.fixed == {1: 1}
+    published = replace(CONFIG, scoring="published")
+    assert Candidate.of(prompt, plan, published, session=None) is None
 
 
 def test_what_private_text_stands_before_belongs_to_the_session_or_to_nobody() -> None:
