@@ -231,6 +231,7 @@ def test_the_demo_compares_with_full_prefill_and_starts_from_the_disk_the_second
     assert "chunk-caches computed" in first.stderr
     assert "the model runs in float32" in first.stderr
     assert "times faster to the first token" in first.stdout
+    assert "1 identical word for word, 1 reused exactly" in first.stdout
     (second,) = json.loads(
         process("demo", "--questions", "1", "--top-k", "3", "--json", cwd=tmp_path).splitlines()[-1]
     )
@@ -239,6 +240,10 @@ def test_the_demo_compares_with_full_prefill_and_starts_from_the_disk_the_second
     assert stats["tokens_reused"] > 0.5 * stats["tokens_prompt"]
     assert second["own_prefill_s"] > 0
     assert stats["ttft_s"] > 0
+    # It was asked before.
+    assert {chunk["outcome"] for chunk in stats["chunks"]} == {"exact"}
+    assert second["answer"]["text"] == second["again"]["text"] == second["full_text"]
+    assert second["speedup_again"] > 0
 
 
 # -- documents and questions ------------------------------------------------------------------------------------------
