@@ -169,7 +169,9 @@ def _with_last_chunk_in_full(
 ) -> list[SegmentPlan]:
     """Return the plans with the prompt's last chunk marked for full recomputation, if it is small enough.
 
-    It must be reused in a new context, and have at most `config.nearest_share` of the prompt's chunk tokens.
+    It must be reused in a new context, and have at most `config.nearest_share` of the prompt's chunk tokens. Its CFO
+    does not matter: it is 0 where all chunks that it was captured after are in the prompt, but others stand between
+    them. With a recompute ratio or an α of 0 nothing is marked.
     """
     marked = list(plans)
     lengths = {
@@ -177,14 +179,14 @@ def _with_last_chunk_in_full(
         for index, segment in enumerate(segments)
         if segment.kind == "chunk"
     }
-    if not lengths:
+    recomputes = config.alpha if config.recompute_ratio is None else config.recompute_ratio
+    if not lengths or recomputes == 0:
         return marked
 
     last_chunk = max(lengths)  # the largest number of a segment
     planned = plans[last_chunk]
-    ratio = planned.cfo if config.recompute_ratio is None else config.recompute_ratio
     is_small = lengths[last_chunk] <= config.nearest_share * sum(lengths.values())
-    if planned.to_fix and ratio and is_small:
+    if planned.to_fix and is_small:
         marked[last_chunk] = replace(planned, reason=Reason.NEAREST, in_full=True)
     return marked
 

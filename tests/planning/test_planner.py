@@ -543,8 +543,18 @@ def test_a_last_chunk_that_needs_no_fixing_is_not_recomputed() -> None:
     assert in_full_of(prompt_of("a", "b"), nothing_stored, config) == [False] * 4
 
 
-def test_with_a_ratio_of_zero_nothing_is_recomputed() -> None:
-    config = ReuseConfig(recompute_ratio=0.0, nearest_share=1.0)
+def test_a_last_chunk_with_all_its_old_neighbours_is_recomputed_too() -> None:
+    """Its CFO is 0, and yet another chunk stands between them."""
+    prompt = prompt_of("a", "b", "c")
+    stored = moved("b") | {"a": [variant("a")], "c": [variant("c", "a")]}
+    plan = make_plan(prompt, stored, ReuseConfig(nearest_share=1.0))
+    assert plan.segments[3].cfo == 0.0
+    assert [planned.in_full for planned in plan.segments] == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("nothing", [{"recompute_ratio": 0.0}, {"alpha": 0.0}])
+def test_with_a_ratio_or_alpha_of_zero_nothing_is_recomputed(nothing: dict[str, float]) -> None:
+    config = ReuseConfig(nearest_share=1.0, **nothing)  # type: ignore[arg-type]
     assert in_full_of(prompt_of("a", "b"), moved("a", "b"), config) == [False] * 4
 
 
