@@ -7,12 +7,12 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from cachecraft_rag.checks import (
     check_callable,
@@ -27,6 +27,7 @@ from cachecraft_rag.checks import (
 from cachecraft_rag.engine.base import AnswerEngine, AnswerOptions, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.settings import load_settings
+from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.observability.stats import Answer, RequestStats, Source
 from cachecraft_rag.observability.tracing import Retrieval, following
 from cachecraft_rag.planning.config import ReuseConfig
@@ -34,13 +35,13 @@ from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.index.filters import Where
-from cachecraft_rag.retrievers.index.removal import evict_chunks
+from cachecraft_rag.retrievers.index.removal import evict_chunks, evict_removed
 from cachecraft_rag.retrievers.indexer import IndexReport, index_documents, index_folder
 from cachecraft_rag.retrievers.retriever import DEFAULT_TOP_K, Retriever, open_index
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingOptions, sampling_from
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types.documents import Chunk, Document
+from cachecraft_rag.types.documents import Chunk, Document, SearchHit
 from cachecraft_rag.types.progress import Progress
 
 if TYPE_CHECKING:
@@ -132,6 +133,15 @@ class AnswerStream(Iterator[str]):
         for _ in self:
             pass
         return Answer(self.text, self.sources, self.stats)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Retrieved chunks, best first, how they were retrieved, and the queries."""
+
+    hits: list[SearchHit]
+    retrieval: Retrieval
+    searched: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +312,10 @@ class CacheCraft(Retriever, Closeable):
         super().__init__(index, embedder, caches=engine.store)
         self.engine = engine
         self._opened = ExitStack()  # what `close` closes besides the engine
+        try:
+            evict_removed(index, self.caches)
+        except CacheCraftError as error:
+            logger.warning("Chunk-caches of removed documents could not be deleted: %s", error)
 
     @classmethod
     def from_pretrained(
@@ -508,7 +522,7 @@ class CacheCraft(Retriever, Closeable):
             report = index_documents(
                 documents, self.index, self.embedder, progress=progress, model=bound
             )
-        evict_chunks(self.caches, report.removed_chunk_ids)
+        evict_removed(self.index, self.caches)
         if prime:
             self.prime(progress=progress)
         return report
@@ -553,9 +567,16 @@ class CacheCraft(Retriever, Closeable):
         check_flag("alone", alone)
         from cachecraft_rag.serving.priming import prime_documents
 
-        return prime_documents(
-            self._primer(alone), self._texts(), progress=progress, skipped=skipped
-        )
+        texts = self._texts()
+        try:
+            return prime_documents(self._primer(alone), texts, progress=progress, skipped=skipped)
+        finally:
+            self._evict_removed_meanwhile(texts)
+
+    def _evict_removed_meanwhile(self, texts: Sequence[tuple[str, Sequence[Chunk]]]) -> None:
+        """Delete the chunk-caches of chunks that were removed while they were primed, by any process."""
+        primed = {chunk.chunk_id for _, chunks in texts for chunk in chunks}
+        evict_chunks(self.caches, primed - self.index.present(primed))
 
     def estimate_priming(self, *, alone: bool = False) -> PrimingEstimate:
         """Return the number, tokens and size of what `prime` would compute and store now; nothing is computed.
@@ -590,9 +611,14 @@ class CacheCraft(Retriever, Closeable):
         return self.engine.primer(related=self._similar_chunks)
 
     def _similar_chunks(self, chunk: Chunk) -> list[Chunk]:
-        """Return the other chunks of the index that are most similar to this one, best first."""
+        """Return the other chunks of the index that are most similar to this one, best first.
+
+        None if it was removed meanwhile.
+        """
         from cachecraft_rag.serving.priming import SIMILAR_CHUNKS
 
+        if not self.index.present([chunk.chunk_id]):
+            return []
         return self.index.similar(chunk.chunk_id, SIMILAR_CHUNKS)
 
     def _texts(self) -> list[tuple[str, list[Chunk]]]:
@@ -651,6 +677,21 @@ class CacheCraft(Retriever, Closeable):
 
         Exceptions of a filter that is a function pass.
         """
+        found, answering = self._found(
+            question, answering, top_k=top_k, where=where, search_history=search_history
+        )
+        return self._answer_over(found, question, answering)
+
+    def _found(
+        self,
+        question: str,
+        answering: AnsweringOptions,
+        *,
+        top_k: int,
+        where: Where | None,
+        search_history: bool,
+    ) -> tuple[_Found, AnsweringOptions]:
+        """Check the options and retrieve; return what was found, and the options with their history as a list."""
         check_names(answering, AnsweringOptions.__annotations__)
         check_flag("search_history", search_history)
         check_text("question", question, damaged=True)
@@ -665,11 +706,17 @@ class CacheCraft(Retriever, Closeable):
             else []
         )
         retrieval = Retrieval(began, time.perf_counter(), top_k=top_k, passages=len(hits))
-        chunks = [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in hits]
-        with following(retrieval):
+        return _Found(hits, retrieval, search_texts(question, context)), answering
+
+    def _answer_over(
+        self, found: _Found, question: str, answering: AnsweringOptions
+    ) -> AnswerStream:
+        """Answer over chunks that were found."""
+        chunks = [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in found.hits]
+        with following(found.retrieval):
             generation = self.engine.stream(question, chunks, **sampling_from(dict(answering)))
-        sources = tuple(Source(h.chunk_id, h.text, h.score, h.metadata) for h in hits)
-        return AnswerStream(generation, sources, searched=search_texts(question, context))
+        sources = tuple(Source(h.chunk_id, h.text, h.score, h.metadata) for h in found.hits)
+        return AnswerStream(generation, sources, searched=found.searched)
 
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """Retrieve and answer; options as in `stream`.
@@ -730,15 +777,23 @@ class CacheCraft(Retriever, Closeable):
         given = options.get("config")
         check_kind("config", given, ReuseConfig, optional=True, advice="write ReuseConfig(…)")
         config = given or self.engine.config
-        reused_options = options.copy()
-        reused_options["config"] = replace(config, capture=False)
-        full_options = options.copy()
-        full_options["config"] = ReuseConfig.full_prefill()
-        history = listed("history", options.get("history", ()))  # a generator gives its turns once
-        reused_options["history"] = history
-        full_options["history"] = history
-        reused = self.ask(question, **reused_options)
-        return Comparison(reused, self.ask(question, **full_options))
+        top_k = options.pop("top_k", DEFAULT_TOP_K)
+        where = options.pop("where", None)
+        search_history = options.pop("search_history", True)
+        # Retrieved once: between two searches documents may change.
+        found, answering = self._found(
+            question,
+            cast(AnsweringOptions, options),
+            top_k=top_k,
+            where=where,
+            search_history=search_history,
+        )
+        answers = []
+        for side in (replace(config, capture=False), ReuseConfig.full_prefill()):
+            chosen = answering.copy()
+            chosen["config"] = side
+            answers.append(self._answer_over(found, question, chosen).answer())
+        return Comparison(*answers)
 
     def astream(self, question: str, **options: Unpack[AskOptions]) -> AsyncAnswerStream:
         """Return the answer for `async for`, with the options of `stream`; the chunks are retrieved in a thread.

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from cachecraft_rag.checks import check_kind, check_mapping, check_text
 from cachecraft_rag.errors import DocumentError, IndexStoreError
 from cachecraft_rag.model.chunk_bound import ModelTokens
+from cachecraft_rag.retrievers.index.filters import encoded
 from cachecraft_rag.retrievers.index.schema import same_model
 from cachecraft_rag.retrievers.reading.chunking import SPLITTER_VERSION, split
 from cachecraft_rag.retrievers.reading.documents import (
@@ -169,16 +170,16 @@ def index_documents(
         cannot be split is a problem in it. All is empty without documents.
 
     Raises:
-        ConfigError: an item is no `Document`, its text is no str, its doc_id is no valid Unicode, or its metadata no
-            mapping, before anything is written; a value of the metadata is not scalar; or a document must be split, and
-            `chunk_tokens` or the embedding model's limit leaves no room for text (fewer than 16 tokens).
+        ConfigError: an item is no `Document`, its text is no str, its doc_id is empty or no valid Unicode, or its
+            metadata is no mapping or holds a value that is not scalar, before anything is written; or a document must
+            be split, and `chunk_tokens` or the embedding model's limit leaves no room for text (fewer than 16 tokens).
         DocumentError: a doc_id belongs to an indexed file.
         IndexStoreError: the index was made with another embedding model, is closed, or cannot be read or written; or
             the embedding model gives a vector that is not finite.
         ForkError: called in a fork of the process that opened the index or loaded the model.
         RuntimeError: torch has no memory for the embedding model.
         ValueError: the metadata of an unchanged document's chunk in the index is no JSON.
-        TypeError: `documents` cannot be iterated, or `chunk_tokens` is no number.
+        TypeError: `documents` cannot be iterated, `chunk_tokens` is no number, or keys of metadata cannot be sorted.
 
     Documents that were written before an error stay; those that waited to be embedded together are lost.
     """
@@ -209,9 +210,10 @@ def index_documents(
 def _check_document(document: object) -> None:
     check_kind("each document", document, Document, advice="write Document(doc_id, text)")
     assert isinstance(document, Document)
-    check_text("a document's doc_id", document.doc_id)
+    check_text("a document's doc_id", document.doc_id, empty=False)
     check_text(f"the text of {document.doc_id}", document.text, damaged=True)
     check_mapping(f"the metadata of {document.doc_id}", document.metadata)
+    encoded(document.metadata)  # raises ConfigError for what the index cannot keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +228,12 @@ class _Place:
     def doc_id(self, below_path: str) -> str:
         """Return the doc_id of the file at `below_path` inside the path that is being indexed."""
         return "/".join(part for part in (self.label, self.below, below_path) if part)
+
+    def name_of_absorbed(self, document: StoredDocument) -> str:
+        """Return the doc_id that the file of a document of an absorbed root has in this place."""
+        below = document.doc_id.partition("/")[2]
+        folder = PurePath(document.root).relative_to(self.root).as_posix()
+        return self.doc_id(f"{folder}/{below}")
 
 
 def _place(path: Path, stored: Iterable[StoredDocument]) -> _Place:
@@ -402,9 +410,12 @@ class _Run:
         kept = [problem.doc_id for problem in self.problems if problem.kind == "inaccessible"]
         within = place.doc_id("")
         for document in self.stored.values():
-            ours = document.root == place.root and _is_below(document.doc_id, [within])
-            ours = ours or document.root in place.absorbed
-            if ours and document.doc_id not in seen and not _is_below(document.doc_id, kept):
+            name = document.doc_id
+            ours = document.root == place.root and _is_below(name, [within])
+            if document.root in place.absorbed:
+                ours = True
+                name = place.name_of_absorbed(document)
+            if ours and document.doc_id not in seen and not _is_below(name, kept):
                 self._note(self.store.delete_document(document.doc_id))
                 self.removed.append(document.doc_id)
 

@@ -275,15 +275,14 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         known = self.index.known_vectors(chunk.chunk_id for chunk in chunks)
         new = list(dict.fromkeys(chunk.text for chunk in chunks if chunk.chunk_id not in known))
         vectors = dict(zip(new, self._embedding.embed_documents(new), strict=True)) if new else {}
-        removed: list[str] = []
         for name, chunk in zip(names, chunks, strict=True):
             vector = (
                 known[chunk.chunk_id]
                 if chunk.chunk_id in known
                 else unit_vectors(vectors[chunk.text])
             )
-            removed += self.index.upsert(name, [chunk], vector[None]).removed
-        self._evictions.settle(self.index, removed)
+            self.index.upsert(name, [chunk], vector[None])
+        self._evictions.settle(self.index)
         return names
 
     def delete(self, ids: list[str] | None = None, **kwargs: object) -> bool:
@@ -300,10 +299,11 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         """
         check_names(kwargs, ())
         index = self.index
-        for name in [document.doc_id for document in index.documents()] if ids is None else ids:
+        documents = {document.doc_id for document in index.documents()}
+        for name in documents if ids is None else ids:
             # Chunks that were not added through LangChain have their chunk id as their document id.
-            whole = ids is None or index.chunks_of(name)
-            change = index.delete_document(name) if whole else index.delete_chunks([name])
+            is_document = name in documents
+            change = index.delete_document(name) if is_document else index.delete_chunks([name])
             self._evictions.later(index, change.removed)
         return True
 

@@ -264,15 +264,14 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         documents: dict[str, dict[str, BaseNode]] = {}
         for node in nodes:
             documents.setdefault(node.ref_doc_id or node.node_id, {})[node.node_id] = node
-        removed: list[str] = []
         for doc_id, by_id in documents.items():
             vectors = unit_vectors([node.get_embedding() for node in by_id.values()])
             store = self._opened(vectors.shape[1])
-            removed += store.add(
+            store.add(
                 doc_id, [_chunk_of(node) for node in by_id.values()], vectors, keys=list(by_id)
-            ).removed
+            )
         if self._store is not None:
-            self._evictions.settle(self._store, removed)
+            self._evictions.settle(self._store)
         return [node.node_id for node in nodes]
 
     def delete(self, ref_doc_id: str, **delete_kwargs: object) -> None:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.errors import ConfigError, DocumentError
+from cachecraft_rag.errors import ConfigError, DocumentError, StoreError
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.embeddings import Embedder
+from cachecraft_rag.retrievers.index.removal import remove_documents
 from cachecraft_rag.retrievers.retriever import open_index
-from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store import ChunkCacheStore, RowFilter
 from cachecraft_rag.types.documents import Document
+from cachecraft_rag.types.progress import Progress
 
 if TYPE_CHECKING:
     from cachecraft_rag.model.decoder import Decoder
@@ -180,3 +182,61 @@ def test_documents_are_listed_and_removed_with_their_chunk_caches(rag: CacheCraf
     assert [hit.metadata["source"] for hit in rag.retrieve(QUESTION)] == ["copy"]
     with pytest.raises(ConfigError):
         rag.remove_documents("pages/")
+
+
+def test_chunk_caches_that_could_not_be_deleted_are_deleted_by_the_next_call(
+    tiny_decoder: Callable[..., Decoder], embedder: Embedder, tmp_path: Path
+) -> None:
+    decoder = tiny_decoder("Llama")
+    pages = [Document(name, text) for name, text in PAGES.items()]
+    with open_index(tmp_path / "own", embedder) as index:
+        with (
+            ChunkCacheStore.open(tmp_path / "caches") as store,
+            Engine(decoder, store) as engine,
+        ):
+            rag = CacheCraft(engine, index, embedder)
+            rag.add_documents(pages, prime=True)
+            first, second, *_ = PAGES
+            before = store.stats().chunks
+        with pytest.raises(StoreError, match="left the index, but their chunk-caches"):
+            remove_documents(index, [first], caches=store)  # which is closed
+        with ChunkCacheStore.open(tmp_path / "caches") as store:
+            assert store.stats().chunks == before
+            with pytest.raises(DocumentError, match="no such document"):
+                remove_documents(index, [first], caches=store)
+            assert store.stats().chunks < before
+
+            # As if the process had been killed in between.
+            index.delete_document(second)
+            left = store.stats().chunks
+            with Engine(decoder, store) as engine:
+                CacheCraft(engine, index, embedder)
+                assert store.stats().chunks < left
+
+
+def test_a_document_that_is_removed_while_it_is_primed_leaves_nothing(rag: CacheCraft) -> None:
+    gone: list[str] = []
+
+    def remove(_: Progress) -> None:
+        if not gone:
+            gone.extend(rag.remove_documents(["pages/oven"]).chunk_ids)
+
+    assert rag.prime(progress=remove) > 0
+    assert gone
+    assert not rag.engine.store.rows(RowFilter(chunk_ids=tuple(gone)))
+
+
+def test_a_comparison_retrieves_once(rag: CacheCraft, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two searches a document may be removed."""
+    stream = rag.engine.stream
+
+    def removing(*given: Any, **options: Any) -> Any:
+        rag.remove_documents([document.doc_id for document in rag.documents()][:1])
+        return stream(*given, **options)
+
+    monkeypatch.setattr(rag.engine, "stream", removing)
+    found = rag.compare(QUESTION, max_tokens=2, top_k=3)
+    assert len(rag.documents()) == 1
+    assert [source.chunk_id for source in found.reused.sources] == [
+        source.chunk_id for source in found.full.sources
+    ]

@@ -175,11 +175,7 @@ def index(
     settings.engine_config()
     require_readable(folder)  # before the models are loaded and a store is made
     report = index_into(settings, folder, follow_links=chosen.follow_links)
-    if report.removed_chunk_ids:
-        from cachecraft_rag.retrievers.index.removal import evict_chunks
-
-        with opened_caches(Path(settings["store"])) as caches:
-            evict_chunks(caches, report.removed_chunk_ids)
+    _evict_removed(Path(settings["store"]))
     primed = Primed()
     if chosen.prime:
         with load(settings) as rag:
@@ -188,6 +184,18 @@ def index(
         print_json(asdict(report) | asdict(primed))
     else:
         print_index_report(report, primed)
+
+
+def _evict_removed(store: Path) -> None:
+    """Delete the chunk-caches of chunks that left the index, now or in an earlier run that could not delete them."""
+    from cachecraft_rag.retrievers.index.faiss_store import FaissStore
+    from cachecraft_rag.retrievers.index.removal import evict_removed
+    from cachecraft_rag.retrievers.retriever import INDEX_FOLDER
+
+    with FaissStore.open(store / INDEX_FOLDER) as index:
+        if index.removed_chunks():
+            with opened_caches(store) as caches:
+                evict_removed(index, caches)
 
 
 def index_into(settings: Settings, folder: Path, *, follow_links: bool) -> IndexReport:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from datetime import timedelta
-from fnmatch import fnmatchcase
 from functools import wraps
 from types import MappingProxyType
 from typing import Annotated, Any, get_type_hints
@@ -266,9 +266,8 @@ def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
     """Return the filter of --where, a function from a chunk's metadata to a bool; None without conditions.
 
     Conditions on one name are alternatives, those on different names must all hold; a chunk without the name does not
-    match. Values are compared as text, capital and small letters as different ones, and `*`, `?` and `[…]` match as in
-    file names. White space around name and value is left out. Raises ConfigError for a condition that is not
-    NAME=VALUE.
+    match. Values are compared as text, capital and small letters as different ones, and `*` stands for any text. White
+    space around name and value is left out. Raises ConfigError for a condition that is not NAME=VALUE.
 
     >>> allowed = where_of(["source=docs/*", "page=2", "page=3"])
     >>> allowed({"source": "docs/a.pdf", "page": 3}), allowed({"source": "docs/a.pdf", "page": 1}), allowed({})
@@ -276,19 +275,20 @@ def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
     """
     if not conditions:
         return None
-    patterns: dict[str, list[str]] = {}
+    patterns: dict[str, list[re.Pattern[str]]] = {}
     for condition in conditions:
         name, sign, value = condition.partition("=")
         if not sign or not name.strip():
             raise ConfigError(
                 f"--where is {condition!r}; write NAME=VALUE, for example source=docs/kettle.md"
             )
-        patterns.setdefault(name.strip(), []).append(value.strip())
+        # Only * is special: names of files may hold the [ and ? of globs.
+        pattern = ".*".join(map(re.escape, value.strip().split("*")))
+        patterns.setdefault(name.strip(), []).append(re.compile(pattern, re.DOTALL))
 
     def allowed(metadata: Metadata) -> bool:
         return all(
-            name in metadata
-            and any(fnmatchcase(str(metadata[name]), pattern) for pattern in choices)
+            name in metadata and any(pattern.fullmatch(str(metadata[name])) for pattern in choices)
             for name, choices in patterns.items()
         )
 

@@ -102,7 +102,13 @@ class FaissStore(Closeable):
         self._db = db
         self._closed = False
         self._store = settings["store"]
-        self.dim = int(settings["dim"])
+        try:
+            self.dim = int(settings["dim"])
+        except ValueError:
+            db.close()
+            raise IndexStoreError(
+                f"{folder}: the index is damaged; delete the folder and index again"
+            ) from None
         self.embedder = settings["embedder"]
         # changed only within a snapshot: one thread at a time
         self._index: VectorIndex | None = None
@@ -163,14 +169,17 @@ class FaissStore(Closeable):
         Digest and root replace the former ones. Keys of its places (see `add`) are gone. Returns the ids of the chunks
         that are new to the store, each once, and of those that left it; both are empty if neither changed.
 
-        Raises IndexStoreError for vectors of another shape or number, that are not finite, too large or no numbers, and
-        if the index is closed or cannot be written; ConfigError for metadata that is not scalar, and for a `doc_id` or
-        a chunk's text that is not valid Unicode; TypeError for metadata whose keys cannot be sorted; UnicodeEncodeError
-        for a `content_digest` or a `root` with half a surrogate pair; ForkError in a fork. Nothing is changed then.
+        Raises IndexStoreError for vectors of another shape or number, that are not finite, too large or no numbers, if
+        a document of this name comes from another `root`, and if the index is closed or cannot be written; ConfigError
+        for metadata that is not scalar, and for a `doc_id` or a chunk's text that is not valid Unicode; TypeError for
+        metadata whose keys cannot be sorted; UnicodeEncodeError for a `content_digest` or a `root` with half a
+        surrogate pair; ForkError in a fork. Nothing is changed then.
         """
         check_text("doc_id", doc_id)
         matrix = self._checked(vectors, len(chunks))
         with self._opened().writing() as db:
+            if root:
+                self._require_root(db, doc_id, root)
             before = [
                 row[0]
                 for row in db.execute("SELECT number FROM owners WHERE doc_id = ?", (doc_id,))
@@ -207,16 +216,18 @@ class FaissStore(Closeable):
         Without chunks the document is made, or its digest cleared, all the same. Returns the ids of the chunks that are
         new to the store, and of those that left it. A chunk that left and was added again is in neither.
 
-        Raises ConfigError for keys that are not one valid text for each chunk, or not unique, for metadata that is not
-        scalar, and for a `doc_id` or a chunk's text that is not valid Unicode; IndexStoreError for vectors of another
-        shape or number, that are not finite, too large or no numbers, and if the index is closed or cannot be written;
-        TypeError for metadata whose keys cannot be sorted; ForkError in a fork. Nothing is changed then.
+        Raises ConfigError for keys that are not one valid text without NUL for each chunk, or not unique, for metadata
+        that is not scalar, and for a `doc_id` or a chunk's text that is not valid Unicode; IndexStoreError for vectors
+        of another shape or number, that are not finite, too large or no numbers, and if the index is closed or cannot
+        be written; TypeError for metadata whose keys cannot be sorted; ForkError in a fork. Nothing is changed then.
         """
         check_text("doc_id", doc_id)
         matrix = self._checked(vectors, len(chunks))
         if keys is not None:
             for key in keys:
                 check_text("each of keys", key)
+                if "\0" in key:  # SQLite's JSON would cut it there
+                    raise ConfigError(f"each of keys must be without NUL, not {key!r}")
             if len(set(keys)) != len(keys) or len(keys) != len(chunks):
                 raise ConfigError(
                     f"keys must be {len(chunks)} different names, one for each chunk, not {len(keys)}"
@@ -289,6 +300,25 @@ class FaissStore(Closeable):
         """
         with self._opened().writing() as db:
             return self._changed(db, (), self._drop_places(db, keys))
+
+    def removed_chunks(self) -> dict[str, int]:
+        """Return the ids of chunks that left the index and are not back, and whose chunk-caches may still be stored.
+
+        Each has a number, for `forget_removed`. They are noted in the transaction that removes a chunk, so they survive
+        the process. Empty if there are none. Raises IndexStoreError if the index is closed or cannot be read, and
+        ForkError in a fork.
+        """
+        with self._opened().snapshot() as db:
+            return dict(db.execute("SELECT chunk_id, place FROM removed_chunks ORDER BY place"))
+
+    def forget_removed(self, places: Iterable[int]) -> None:
+        """Forget removed chunks by their numbers in `removed_chunks`: their chunk-caches are deleted. Return None.
+
+        A chunk that came back and left again meanwhile has another number, and stays noted. Raises IndexStoreError if
+        the index is closed or cannot be written, and ForkError in a fork.
+        """
+        with self._opened().writing() as db:
+            _by_list(db, "DELETE FROM removed_chunks WHERE place IN ({})", places)
 
     # --- questions ---
 
@@ -389,7 +419,19 @@ class FaissStore(Closeable):
             rows = _by_list(
                 db, "SELECT chunk_id, vector FROM chunks WHERE chunk_id IN ({})", chunk_ids
             )
+            for chunk_id, vector in rows:
+                self._require_width(chunk_id, vector)
             return {chunk_id: np.frombuffer(vector, dtype="<f4") for chunk_id, vector in rows}
+
+    def present(self, chunk_ids: Iterable[str]) -> set[str]:
+        """Return which of these chunks are in the store, by their ids.
+
+        Raises IndexStoreError if the index is closed or cannot be read, ForkError in a fork, and TypeError for
+        `chunk_ids` that cannot be iterated or hold anything that JSON cannot.
+        """
+        with self._opened().snapshot() as db:
+            rows = _by_list(db, "SELECT chunk_id FROM chunks WHERE chunk_id IN ({})", chunk_ids)
+            return {row[0] for row in rows}
 
     def similar(self, chunk_id: str, k: int) -> list[Chunk]:
         """Return the `k` other chunks whose vectors are most similar to this chunk's, best first.
@@ -530,6 +572,23 @@ class FaissStore(Closeable):
             )
         return matrix
 
+    def _require_width(self, name: str | int, vector: bytes) -> None:
+        """Raise IndexStoreError if a stored vector does not have `dim` numbers."""
+        if not isinstance(vector, bytes) or len(vector) != 4 * self.dim:
+            raise IndexStoreError(
+                f"{self.folder}: the index is damaged (the vector of chunk {name}); delete the folder and index again"
+            )
+
+    def _require_root(self, db: sqlite3.Connection, doc_id: str, root: str) -> None:
+        """Raise IndexStoreError if the document is of another folder, which another process has indexed just now."""
+        query = "SELECT root FROM documents WHERE doc_id = ? AND root NOT IN ('', ?)"
+        other = db.execute(query, (doc_id, root)).fetchone()
+        if other is not None:
+            raise IndexStoreError(
+                f"{doc_id}: another process has indexed a document of this name from {other[0]} meanwhile; index "
+                f"{root} again, and it gets another name"
+            )
+
     def _append(
         self,
         db: sqlite3.Connection,
@@ -561,8 +620,8 @@ class FaissStore(Closeable):
     def _drop_places(self, db: sqlite3.Connection, keys: Iterable[str]) -> list[str]:
         """Remove the places with these keys, and documents and chunks that have none left; return the chunks' ids."""
         gone = _by_list(db, "DELETE FROM owners WHERE key IN ({}) RETURNING doc_id, number", keys)
-        empty = "doc_id IN ({}) AND NOT EXISTS (SELECT 1 FROM owners AS o WHERE o.doc_id = documents.doc_id)"
-        _by_list(db, f"DELETE FROM documents WHERE {empty}", {row[0] for row in gone})
+        empty = "doc_id = ? AND NOT EXISTS (SELECT 1 FROM owners AS o WHERE o.doc_id = documents.doc_id)"
+        db.executemany(f"DELETE FROM documents WHERE {empty}", {row[:1] for row in gone})
         return self._drop_orphans(db, (row[1] for row in gone))
 
     def _drop_orphans(self, db: sqlite3.Connection, numbers: Iterable[int]) -> list[str]:
@@ -578,8 +637,16 @@ class FaissStore(Closeable):
     def _changed(
         self, db: sqlite3.Connection, added: Sequence[str], removed: Sequence[str]
     ) -> Change:
-        """Begin a new generation if the index is affected; return the change."""
+        """Begin a new generation if the index is affected, and note what left it; return the change."""
         if added or removed:
+            db.executemany(
+                "INSERT OR REPLACE INTO removed_chunks (chunk_id) VALUES (?)",
+                [(chunk_id,) for chunk_id in removed],
+            )
+            db.executemany(
+                "DELETE FROM removed_chunks WHERE chunk_id = ?",
+                [(chunk_id,) for chunk_id in added],
+            )
             db.execute("UPDATE settings SET value = value + 1 WHERE key = 'generation'")
             db.execute("UPDATE settings SET value = ? WHERE key = 'stamp'", (uuid.uuid4().hex,))
         return Change(tuple(added), tuple(removed))
@@ -604,6 +671,8 @@ class FaissStore(Closeable):
         for start in range(0, len(wanted), _BATCH):
             batch = wanted[start : start + _BATCH].tolist()
             rows = _by_list(db, "SELECT number, vector FROM chunks WHERE number IN ({})", batch)
+            for number, vector in rows:
+                self._require_width(number, vector)
             vectors = np.frombuffer(b"".join(row[1] for row in rows), dtype="<f4").reshape(
                 len(rows), self.dim
             )
@@ -639,9 +708,13 @@ def _chunk_rows(
 def _by_list(
     db: sqlite3.Connection, query: str, values: Iterable[str] | Iterable[int]
 ) -> list[tuple[Any, ...]]:
-    """The rows of a query whose `{}` stands for a list of values of any length, which the database takes as JSON."""
+    """The rows of a query whose `{}` stands for a list of values of any length, which the database takes as JSON.
+
+    Texts with a NUL are left out: SQLite would cut them there, and no key or chunk id has one.
+    """
+    listed = [value for value in values if not (isinstance(value, str) and "\0" in value)]
     return db.execute(
-        query.format("SELECT value FROM json_each(?)"), (json.dumps(list(values)),)
+        query.format("SELECT value FROM json_each(?)"), (json.dumps(listed),)
     ).fetchall()
 
 

@@ -97,8 +97,8 @@ def encoded(metadata: Metadata) -> str:
     """Return metadata as JSON with sorted keys: the same text for values that are equal and of the same type.
 
     Characters outside ASCII are escaped. NaN and infinities are written as Python does, which is not JSON. Raises
-    ConfigError unless each value is a text, a number, True, False or None, and TypeError for keys that cannot be
-    sorted, such as a text beside a number.
+    ConfigError unless each value is a text, a number of at most 4,300 digits, True, False or None, and TypeError for
+    keys that cannot be sorted, such as a text beside a number.
 
     >>> encoded({"page": 3, "format": "text"})
     '{"format":"text","page":3}'
@@ -108,7 +108,10 @@ def encoded(metadata: Metadata) -> str:
             raise ConfigError(
                 f"metadata {key!r} is a {type(value).__name__}; use text, a number, true, false or nothing"
             )
-    return json.dumps(dict(metadata), sort_keys=True, separators=(",", ":"))
+    try:
+        return json.dumps(dict(metadata), sort_keys=True, separators=(",", ":"))
+    except ValueError as error:  # Python writes no whole number of more digits
+        raise ConfigError(f"metadata holds a number that is too long: {error}") from error
 
 
 def accepts(where: Where | None, metadata: Metadata) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from cachecraft_rag.checks import check_text, listed
-from cachecraft_rag.errors import CacheCraftError, DocumentError
+from cachecraft_rag.errors import CacheCraftError, DocumentError, ServerError, StoreError
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.store.durable import Caches
@@ -38,7 +38,8 @@ def remove_documents(
     """Remove documents by `doc_id`, or all below a folder by its label and a slash (`docs/`).
 
     A chunk that another document has too stays, with its chunk-caches. Each document is one transaction: if the index
-    fails, those before it stay removed, and no chunk-cache was deleted.
+    fails, those before it stay removed. Chunk-caches that could not be deleted, now or by an earlier call, are deleted
+    by the next call.
 
     Args:
         index: the index to remove them from.
@@ -58,6 +59,7 @@ def remove_documents(
         ForkError: this process is a fork of the one that opened the index, or the store of chunk-caches. In the second
             case the documents were removed.
     """
+    evict_removed(index, caches)
     known = [document.doc_id for document in index.documents()]
     chosen: dict[str, None] = {}
     for name in listed("names", names):
@@ -72,7 +74,31 @@ def remove_documents(
             raise DocumentError(f"{name}: there is no such document in the index; {meant}")
         chosen |= dict.fromkeys(named)
     gone = [chunk_id for doc_id in chosen for chunk_id in index.delete_document(doc_id).removed]
-    return RemovalReport(tuple(chosen), tuple(gone), *evict_chunks(caches, gone))
+    try:
+        freed = evict_removed(index, caches)
+    except (StoreError, ServerError) as error:
+        left = (
+            f"{len(chosen)} documents left the index, but their chunk-caches could not be deleted"
+        )
+        again = "the next `documents remove` or `index`, or opening the store again, deletes them"
+        raise type(error)(f"{left}: {error} Then {again}.") from error
+    return RemovalReport(tuple(chosen), tuple(gone), *freed)
+
+
+def evict_removed(index: FaissStore, caches: Caches | None) -> tuple[int, int]:
+    """Delete the chunk-caches of all chunks that left the index and are not back; return their number, and their bytes.
+
+    These chunks are noted in the index until this has succeeded, also by another process (`FaissStore.removed_chunks`).
+    Both numbers are 0 without `caches` or such chunks. Raises what `evict_chunks` raises, IndexStoreError if the index
+    is closed or cannot be read or written, and ForkError in a fork of the process that opened it.
+    """
+    if caches is None:
+        return 0, 0
+    removed = index.removed_chunks()
+    freed = evict_chunks(caches, removed)
+    if removed:
+        index.forget_removed(removed.values())
+    return freed
 
 
 def evict_chunks(caches: Caches | None, chunk_ids: Iterable[str]) -> tuple[int, int]:
@@ -101,54 +127,49 @@ class Evictions:
         self._caches = caches
         self._grace_s = grace_s
         self._lock = threading.Lock()
-        self._waiting: dict[str, None] = {}
         self._timer: threading.Timer | None = None
 
     def later(self, index: FaissStore, chunk_ids: Iterable[str]) -> None:
         """Delete the chunk-caches of these chunks unless the next addition brings them back. Return None at once.
 
         They are deleted in another thread `grace_s` seconds after the first of the waiting chunks was given, or when
-        the program ends, unless they are in `index` then; errors of that are only logged. `index` is that of the first
-        call while chunks wait. Does nothing without chunk-caches or chunks. Raises RuntimeError if the system has no
-        room for a thread.
+        the program ends, unless they are in `index` then; errors of that are only logged, and the next deletion tries
+        again. `index` is that of the first call while chunks wait. Does nothing without chunk-caches or chunks. Raises
+        RuntimeError if the system has no room for a thread.
         """
         with self._lock:
-            self._waiting |= dict.fromkeys(chunk_ids if self._caches is not None else ())
-            if not self._waiting or self._timer is not None:
+            if self._caches is None or not tuple(chunk_ids) or self._timer is not None:
                 return
             self._timer = threading.Timer(self._grace_s, self.finish, (index,))
             self._timer.daemon = True  # a program that ends does not wait for it
             self._timer.start()
             atexit.register(self.finish, index)
 
-    def settle(self, index: FaissStore, chunk_ids: Iterable[str] = ()) -> None:
-        """Delete the chunk-caches of these and of all waiting chunks that are not in the index; return None.
+    def settle(self, index: FaissStore) -> None:
+        """Delete the chunk-caches of all chunks that left the index and are not back; return None.
 
-        Afterwards no chunk waits, and no thread of `later` either. Without `caches` or chunks nothing is deleted, and
-        nothing raised. In each of the following cases the chunks no longer wait. Raises StoreError or ServerError if
-        the chunk-caches cannot be deleted, ConfigError if a server refuses to delete them, IndexStoreError if the index
-        is closed or cannot be read, and ForkError in a fork of the process that opened the index or the store of
-        chunk-caches.
+        Afterwards no thread of `later` waits. Without `caches` or such chunks nothing is deleted, and nothing raised.
+        In each of the following cases the index still notes the chunks, and the next call tries again. Raises
+        StoreError or ServerError if the chunk-caches cannot be deleted, ConfigError if a server refuses to delete them,
+        IndexStoreError if the index is closed or cannot be read or written, and ForkError in a fork of the process that
+        opened the index or the store of chunk-caches.
         """
         with self._lock:
-            gone = self._waiting | dict.fromkeys(chunk_ids)
-            self._waiting = {}
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
                 atexit.unregister(self.finish)
-        present = index.known_vectors(gone) if self._caches is not None and gone else {}
-        evict_chunks(self._caches, (chunk_id for chunk_id in gone if chunk_id not in present))
+        evict_removed(index, self._caches)
 
     def finish(self, index: FaissStore) -> None:
-        """Delete the chunk-caches of all waiting chunks that are not in the index; return None and raise nothing.
+        """Do the same as `settle`, but raise nothing; return None.
 
         If the index or the store of chunk-caches fails, is closed or was opened by the process that this one is a fork
-        of, the chunk-caches stay, with a warning in the log.
+        of, the chunk-caches stay until the next call, with a warning in the log.
         """
         try:
             self.settle(index)
         except CacheCraftError as error:
             logger.warning(
-                "chunk-caches of deleted documents stay until their space is needed: %s", error
+                "chunk-caches of deleted documents stay until the next deletion: %s", error
             )

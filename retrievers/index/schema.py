@@ -49,6 +49,11 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
     ),
     # Random numbers made the generation of a row superfluous.
     ("DROP INDEX chunks_by_generation", "ALTER TABLE chunks DROP COLUMN generation"),
+    # Chunks that left the index and whose chunk-caches are still to be deleted. A chunk that leaves once more gets
+    # another place.
+    (
+        "CREATE TABLE removed_chunks (place INTEGER PRIMARY KEY AUTOINCREMENT, chunk_id TEXT NOT NULL UNIQUE)",
+    ),
 )
 
 

@@ -204,11 +204,18 @@ def _json_or_lines(text: str) -> object:
     try:
         return json.loads(text)
     except ValueError as error:
-        try:
-            # not `splitlines`: texts may hold its other line ends, such as U+2028
-            return [json.loads(line) for line in text.split("\n") if line.strip()]
-        except ValueError:
-            raise FormatError(f"it is no JSON ({error}); correct it or leave it out") from error
+        values = []
+        # not `splitlines`: texts may hold its other line ends, such as U+2028
+        for number, line in enumerate(text.split("\n"), 1):
+            if not line.strip():
+                continue
+            try:
+                values.append(json.loads(line))
+            except ValueError as in_line:
+                # If not even the first line is a value, it is no JSON Lines.
+                wrong = f"line {number}: {in_line}" if values else str(error)
+                raise FormatError(f"it is no JSON ({wrong}); correct it or leave it out") from error
+        return values
 
 
 def _entry(value: object, length: int) -> str:

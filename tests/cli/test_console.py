@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from cachecraft_rag.cli import app as command
 from cachecraft_rag.cli import ask, chat, console, options, store
 from cachecraft_rag.cli.console import PlainConsole, as_json, visible
+from cachecraft_rag.cli.options import where_of
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.observability.stats import ChunkStats, RequestStats, Source
 from cachecraft_rag.store import ChunkCacheStore
@@ -146,3 +147,15 @@ def test_a_folder_s_name_is_text_in_the_command_itself(
         done = cachecraft(*[part.replace("\0", "") for part in arguments], cwd=tmp_path, code=2)
         assert STEERS.search(done.stderr) is None
         assert "[/]" in done.stderr
+
+
+def test_a_name_of_a_file_in_where_is_taken_as_it_is_but_for_stars() -> None:
+    allowed = where_of(["source=docs/kettle [2024]?.md"])
+    assert allowed is not None
+    assert allowed({"source": "docs/kettle [2024]?.md"})
+    assert not allowed({"source": "docs/kettle 2s.md"})
+    both = where_of(["source=docs/*.md", "source=a+b"])
+    assert both is not None
+    assert both({"source": "docs/x\ny.md"})
+    assert both({"source": "a+b"})
+    assert not both({"source": "aab"})

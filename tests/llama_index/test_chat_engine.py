@@ -127,6 +127,8 @@ def test_the_second_turn_finds_what_the_follow_up_means_and_reuses_it(
     repeated = set(before["chunk_ids"].values()) & set(stats["chunk_ids"].values())
     chunks = [chunk for chunk in stats["chunks"] if chunk["chunk_id"] in repeated]
     assert len(chunks) >= 2
+    # The one directly before the question is recomputed in full.
+    chunks = [chunk for chunk in chunks if chunk["reason_code"] != "nearest"]
     kept = sum(chunk["tokens"] - chunk["recomputed"] - chunk["computed"] for chunk in chunks)
     assert kept >= 0.8 * sum(chunk["tokens"] for chunk in chunks)
 

@@ -418,6 +418,7 @@ def test_an_index_of_the_version_before_keys_is_brought_up_to_date(tmp_path: Pat
     with open_store(tmp_path / "index") as store:
         put(store, "a", "kettle")
     with closing(sqlite3.connect(tmp_path / "index" / DATABASE)) as db, db:
+        db.execute("DROP TABLE removed_chunks")
         db.execute("DROP INDEX owners_by_key")
         db.execute("ALTER TABLE owners DROP COLUMN key")
         db.execute("ALTER TABLE chunks ADD COLUMN generation INTEGER NOT NULL DEFAULT 1")
@@ -427,6 +428,64 @@ def test_an_index_of_the_version_before_keys_is_brought_up_to_date(tmp_path: Pat
         keyed(store, "b", k1="toaster")
         assert nearest(store, "kettle") == [chunk("kettle").text]
         assert len(store.places()) == 2
+
+
+def test_chunks_that_left_are_noted_until_they_are_forgotten_or_back(tmp_path: Path) -> None:
+    kettle, toaster = chunk("kettle").chunk_id, chunk("toaster").chunk_id
+    with open_store(tmp_path / "index") as store:
+        put(store, "a", "kettle", "toaster")
+        assert store.removed_chunks() == {}
+        store.delete_document("a")
+        noted = store.removed_chunks()
+        assert set(noted) == {kettle, toaster}
+        put(store, "b", "kettle")
+        assert set(store.removed_chunks()) == {toaster}
+    with open_store(tmp_path / "index") as store:
+        store.delete_document("b")
+        # It has another number now, so what was read before does not forget it.
+        store.forget_removed(noted.values())
+        assert set(store.removed_chunks()) == {kettle}
+        store.forget_removed(store.removed_chunks().values())
+        assert store.removed_chunks() == {}
+
+
+def test_a_document_of_another_folder_is_not_overwritten(tmp_path: Path) -> None:
+    """Two processes that index folders of one name at the same time choose the same names."""
+    vectors = [[1.0, *[0.0] * (DIM - 1)]]
+    with open_store(tmp_path / "index") as store:
+        store.upsert("docs/a.md", [chunk("kettle")], vectors, root="/first/docs")
+        with pytest.raises(IndexStoreError, match="it gets another name"):
+            store.upsert("docs/a.md", [chunk("toaster")], vectors, root="/second/docs")
+        assert [found.text for found in store.chunks_of("docs/a.md")] == [chunk("kettle").text]
+        store.upsert("docs/a.md", [chunk("toaster")], vectors, root="/first/docs")
+
+
+def test_a_key_with_a_nul_is_refused_and_finds_nothing(tmp_path: Path) -> None:
+    with open_store(tmp_path / "index") as store:
+        keyed(store, "a", k="kettle")
+        with pytest.raises(ConfigError, match="without NUL"):
+            store.add("b", [chunk("toaster")], [[1.0] * DIM], keys=["k\0z"])
+        assert store.delete_keys(["k\0z"]).removed == ()
+        assert len(store.places(["k"])) == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["UPDATE chunks SET vector = x'00'", "UPDATE settings SET value = 'x' WHERE key = 'dim'"],
+)
+def test_damaged_vectors_are_said_to_be_damaged(tmp_path: Path, damage: str) -> None:
+    with open_store(tmp_path / "index") as store:
+        put(store, "a", "kettle")
+    (tmp_path / "index" / INDEX_FILE).unlink(missing_ok=True)
+    with closing(sqlite3.connect(tmp_path / "index" / DATABASE)) as db, db:
+        db.execute(damage)
+
+    def search() -> None:
+        with FaissStore.open(tmp_path / "index") as store:
+            store.search([1.0] * DIM, 1)
+
+    with pytest.raises(IndexStoreError, match="the index is damaged"):
+        search()
 
 
 def test_an_index_of_a_newer_version_is_refused(tmp_path: Path):

@@ -426,6 +426,20 @@ def test_a_folder_around_an_indexed_one_takes_over_its_documents(
     assert not any("grinder" in text for text in found(store, embedder, "grinder"))
 
 
+def test_a_folder_around_it_keeps_what_is_out_of_reach(
+    folder: Path, store: FaissStore, embedder: Embedder
+):
+    index_folder(folder / "more", store, embedder)
+    grinder = folder / "more/grinder.txt"
+    grinder.unlink()
+    grinder.symlink_to(grinder)
+    report = index_folder(folder, store, embedder)
+    assert [problem.doc_id for problem in report.problems] == ["docs/more/grinder.txt"]
+    assert report.removed == ()
+    assert doc_ids(store) == ["docs/kettle.md", "docs/toaster.md", "more/grinder.txt"]
+    assert any("grinder" in text for text in found(store, embedder, "grinder"))
+
+
 def test_a_hidden_folder_that_was_named_is_not_taken_over(
     tmp_path: Path, store: FaissStore, embedder: Embedder
 ):

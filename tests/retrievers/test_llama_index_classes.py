@@ -561,6 +561,21 @@ def test_chunk_caches_of_a_deletion_alone_leave_after_a_grace(
     assert not caches.stats().variants
 
 
+def test_chunk_caches_of_replaced_nodes_leave_after_an_error_too(
+    caches: ChunkCacheStore, tmp_path: Path
+) -> None:
+    capture(caches, "kettle")
+    with CacheCraftVectorStore(tmp_path / "index", caches=caches) as store:
+        store.add([node_of("a1", "kettle", document="a")])
+        short = node_of("b1", "train", document="b")
+        short.embedding = short.get_embedding()[:-1]
+        with pytest.raises(IndexStoreError):
+            store.add([node_of("a1", "toaster", document="a"), short])
+        assert cached(caches)
+        store.add([node_of("c1", "train", document="c")])
+        assert not cached(caches)
+
+
 def test_a_store_that_outlives_its_chunk_caches_closes_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -569,7 +584,7 @@ def test_a_store_that_outlives_its_chunk_caches_closes_with_a_warning(
         store.add([node_of("a1", "kettle", document="a")])
         store.delete("a")
     store.close()
-    assert "until their space is needed" in caplog.text
+    assert "until the next deletion" in caplog.text
 
 
 # --- embeddings ---
