@@ -136,7 +136,7 @@ class AnswerStream(Iterator[str]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Retrieved:
     """Retrieved chunks, best first, how they were retrieved, and the queries."""
 
     hits: list[SearchHit]
@@ -677,12 +677,12 @@ class CacheCraft(Retriever, Closeable):
 
         Exceptions of a filter that is a function pass.
         """
-        found, answering = self._found(
+        retrieved, answering = self._retrieved(
             question, answering, top_k=top_k, where=where, search_history=search_history
         )
-        return self._answer_over(found, question, answering)
+        return self._answer_over(retrieved, question, answering)
 
-    def _found(
+    def _retrieved(
         self,
         question: str,
         answering: AnsweringOptions,
@@ -690,7 +690,7 @@ class CacheCraft(Retriever, Closeable):
         top_k: int,
         where: Where | None,
         search_history: bool,
-    ) -> tuple[_Found, AnsweringOptions]:
+    ) -> tuple[_Retrieved, AnsweringOptions]:
         """Check the options and retrieve; return what was found, and the options with their history as a list."""
         check_names(answering, AnsweringOptions.__annotations__)
         check_flag("search_history", search_history)
@@ -706,17 +706,17 @@ class CacheCraft(Retriever, Closeable):
             else []
         )
         retrieval = Retrieval(began, time.perf_counter(), top_k=top_k, passages=len(hits))
-        return _Found(hits, retrieval, search_texts(question, context)), answering
+        return _Retrieved(hits, retrieval, search_texts(question, context)), answering
 
     def _answer_over(
-        self, found: _Found, question: str, answering: AnsweringOptions
+        self, retrieved: _Retrieved, question: str, answering: AnsweringOptions
     ) -> AnswerStream:
         """Answer over chunks that were found."""
-        chunks = [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in found.hits]
-        with following(found.retrieval):
+        chunks = [Chunk(hit.text, hit.metadata, hit.chunk_id) for hit in retrieved.hits]
+        with following(retrieved.retrieval):
             generation = self.engine.stream(question, chunks, **sampling_from(dict(answering)))
-        sources = tuple(Source(h.chunk_id, h.text, h.score, h.metadata) for h in found.hits)
-        return AnswerStream(generation, sources, searched=found.searched)
+        sources = tuple(Source(h.chunk_id, h.text, h.score, h.metadata) for h in retrieved.hits)
+        return AnswerStream(generation, sources, searched=retrieved.searched)
 
     def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
         """Retrieve and answer; options as in `stream`.
@@ -781,7 +781,7 @@ class CacheCraft(Retriever, Closeable):
         where = options.pop("where", None)
         search_history = options.pop("search_history", True)
         # Retrieved once: between two searches documents may change.
-        found, answering = self._found(
+        retrieved, answering = self._retrieved(
             question,
             cast(AnsweringOptions, options),
             top_k=top_k,
@@ -792,7 +792,7 @@ class CacheCraft(Retriever, Closeable):
         for side in (replace(config, capture=False), ReuseConfig.full_prefill()):
             chosen = answering.copy()
             chosen["config"] = side
-            answers.append(self._answer_over(found, question, chosen).answer())
+            answers.append(self._answer_over(retrieved, question, chosen).answer())
         return Comparison(*answers)
 
     def astream(self, question: str, **options: Unpack[AskOptions]) -> AsyncAnswerStream:

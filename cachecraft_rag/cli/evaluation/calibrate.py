@@ -113,9 +113,9 @@ def _measure(
             calibrated = calibrating.calibrate(
                 engine, parts[0], settings, folder=work / "first", progress=show
             )
-        found = replace(calibrated.calibration, created=time.time())
-        calibrated = replace(calibrated, calibration=found)
-        save_calibration(store, engine.decoder.fingerprint, found)
+        calibration = replace(calibrated.calibration, created=time.time())
+        calibrated = replace(calibrated, calibration=calibration)
+        save_calibration(store, engine.decoder.fingerprint, calibration)
         if len(parts) > 1:
             alpha = calibrated.calibration.alpha
             with progress_bar("Checking", remaining=True) as show:

@@ -61,12 +61,12 @@ def quality(
             f"{store} holds no chunk-caches, and so no audits of answers; name the folder with --store"
         )
     check_text("--namespace", namespace, optional=True)
-    found = audits_in(store / CACHE_FOLDER, namespace=namespace)
-    report = summarise_audits(found, worst=worst)
+    audits = audits_in(store / CACHE_FOLDER, namespace=namespace)
+    report = summarise_audits(audits, worst=worst)
     if as_json:
         answers = 0 if report.overall is None else report.overall.answers
         print_json({"answers": answers} | report.as_dict())
-    elif found:
+    elif audits:
         print_report(report)
     elif namespace is not None and audits_in(store / CACHE_FOLDER, limit=1):
         out.print(

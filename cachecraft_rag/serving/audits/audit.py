@@ -165,14 +165,14 @@ class Audit:
         return asdict(self) | derived
 
 
-def _whole(value: Any, *, least: int = 0) -> int:
+def _whole(value: str | float, *, least: int = 0) -> int:
     number = int(value)
     if not least <= number <= _MOST:
         raise ValueError(f"{value} is out of range")
     return number
 
 
-def _number(value: Any, *, most: float) -> float:
+def _number(value: str | float, *, most: float) -> float:
     number = float(value)
     if not 0.0 <= number <= most:  # NaN too
         raise ValueError(f"{value} is out of range")
