@@ -149,6 +149,13 @@ def test_a_line_of_json_may_hold_other_line_ends() -> None:
     assert read("a.jsonl", '{"a": "b\u2028c"}\n{"a": "d"}').text == "a: b\u2028c\n\na: d"
 
 
+def test_the_line_that_is_no_json_is_named() -> None:
+    with pytest.raises(DocumentError, match="line 3: "):
+        read("a.jsonl", '{"a": 1}\n\n{"a": 2')
+    with pytest.raises(DocumentError, match="Expecting value: line 1 column 1"):
+        read("a.json", "kettle\n1\n")
+
+
 def test_json_and_json_lines_are_paths_with_values() -> None:
     entries = [
         {"name": "Wren K2", "size": {"litres": 1.7, "new": True}},
