@@ -88,7 +88,8 @@ def _spent(planned: SegmentPlan, config: ReuseConfig) -> int:
     """Return how many more tokens are recomputed because of a segment, in it or in others (`budget_scope`).
 
     At least 1 for a segment in a new context: if all chunks that it was captured after are in the prompt, its CFO is 0
-    and nothing of it is recomputed, but others stand between them. A variant makes it exact. As published, 0.
+    and nothing of it is recomputed, but others stand between them. A variant makes it exact. With the settings of the
+    baselines, "published" and the scope "set", it is 0.
     """
     if not planned.to_fix or planned.variant is None:
         return 0
@@ -96,7 +97,8 @@ def _spent(planned: SegmentPlan, config: ReuseConfig) -> int:
         return planned.variant.tokens
     share = planned.cfo if config.recompute_ratio is None else config.recompute_ratio
     spent = math.ceil((share or 0.0) * planned.variant.tokens)
-    return spent if config.scoring == "published" else max(1, spent)
+    is_baseline = config.scoring == "published" or config.scope == "set"
+    return spent if is_baseline else max(1, spent)
 
 
 class Candidates:

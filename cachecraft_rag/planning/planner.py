@@ -171,7 +171,8 @@ def _with_last_chunk_in_full(
 
     It must be reused in a new context, and have at most `config.nearest_share` of the prompt's chunk tokens. Its CFO
     does not matter: it is 0 where all chunks that it was captured after are in the prompt, but others stand between
-    them. With a recompute ratio or an α of 0 nothing is marked.
+    them. Nothing is marked with a recompute ratio or an α of 0, and in the scope "set" without a recompute ratio, which
+    recomputes nothing.
     """
     marked = list(plans)
     lengths = {
@@ -180,7 +181,8 @@ def _with_last_chunk_in_full(
         if segment.kind == "chunk"
     }
     recomputes = config.alpha if config.recompute_ratio is None else config.recompute_ratio
-    if not lengths or recomputes == 0:
+    is_set_cache = config.scope == "set" and config.recompute_ratio is None
+    if not lengths or recomputes == 0 or is_set_cache:
         return marked
 
     last_chunk = max(lengths)  # the largest number of a segment
