@@ -180,8 +180,9 @@ def _with_last_chunk_in_full(
         for index, segment in enumerate(segments)
         if segment.kind == "chunk"
     }
-    recomputes = config.alpha if config.recompute_ratio is None else config.recompute_ratio
-    is_set_cache = config.scope == "set" and config.recompute_ratio is None
+    has_ratio = config.recompute_ratio is not None
+    recomputes = config.recompute_ratio if has_ratio else config.alpha
+    is_set_cache = config.scope == "set" and not has_ratio
     if not lengths or recomputes == 0 or is_set_cache:
         return marked
 
