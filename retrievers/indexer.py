@@ -195,7 +195,7 @@ def index_documents(
             raise DocumentError(
                 f"{document.doc_id}: a file of {stored.root} has this doc_id; give the document another"
             )
-        metadata = json.dumps(dict(document.metadata), sort_keys=True, default=str)
+        metadata = json.dumps(dict(document.metadata), sort_keys=True)
         content = digest("document", document.text, metadata, run.settings)
         try:
             if not run.is_unchanged(document.doc_id, content, root=""):

@@ -299,10 +299,9 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         """
         check_names(kwargs, ())
         index = self.index
-        documents = {document.doc_id for document in index.documents()}
-        for name in documents if ids is None else ids:
+        for name in [document.doc_id for document in index.documents()] if ids is None else ids:
             # Chunks that were not added through LangChain have their chunk id as their document id.
-            is_document = name in documents
+            is_document = index.holds(name)
             change = index.delete_document(name) if is_document else index.delete_chunks([name])
             self._evictions.later(index, change.removed)
         return True

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,35 @@ from cachecraft_rag.errors import CacheCraftError
 
 # Values for the `?` of a query, or for its names. Not for `?1`: Python 3.14 takes it for a name and refuses a tuple.
 Parameters = tuple[object, ...] | Mapping[str, object]
+
+
+class Failure(StrEnum):
+    """Kinds of SQLite's errors, each with other advice."""
+
+    LOCKED = "locked"
+    DAMAGED = "damaged"
+    NOT_WRITABLE = "not_writable"
+    FULL = "full"  # a broken disk may give the same
+    OTHER = "other"
+
+
+_CODES = {
+    Failure.LOCKED: (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED),
+    Failure.DAMAGED: (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB),
+    Failure.NOT_WRITABLE: (
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_PERM,
+    ),
+    Failure.FULL: (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR),
+}
+
+
+def failure_of(error: sqlite3.Error) -> Failure:
+    """Return the kind of an error of SQLite; `OTHER` also for one without a code. Raises nothing."""
+    # the primary code; the upper bits refine it
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return next((failure for failure, codes in _CODES.items() if code in codes), Failure.OTHER)
 
 
 @dataclass(frozen=True)
@@ -416,10 +446,7 @@ def _is_of_another_program(connection: sqlite3.Connection) -> bool:
 
 def _is_full(error: sqlite3.Error) -> bool:
     """Return True for SQLite's errors on a full disk; a broken one may give the same."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (
-        sqlite3.SQLITE_FULL,
-        sqlite3.SQLITE_IOERR,
-    )
+    return failure_of(error) is Failure.FULL
 
 
 def connect_read_only(path: Path, *, timeout_s: float) -> sqlite3.Connection:

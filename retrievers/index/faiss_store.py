@@ -478,6 +478,17 @@ class FaissStore(Closeable):
             )
             return [StoredDocument(*row) for row in rows]
 
+    def holds(self, doc_id: str) -> bool:
+        """Return True if there is a document of this name, also one without chunks.
+
+        Raises ConfigError for a `doc_id` that is not valid Unicode, IndexStoreError if the index is closed or cannot be
+        read, and ForkError in a fork.
+        """
+        check_text("doc_id", doc_id)
+        with self._opened().snapshot() as db:
+            rows = db.execute("SELECT 1 FROM documents WHERE doc_id = ?", (doc_id,)).fetchall()
+            return bool(rows)
+
     def stats(self) -> IndexStats:
         """Return the numbers of documents, chunks and places (owners), and the number of changes; all may be 0.
 

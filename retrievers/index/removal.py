@@ -55,11 +55,11 @@ def remove_documents(
         ConfigError: `names` is a single text or no list, or a name is empty or no text; nothing was removed then. Or a
             server refuses to remove chunk-caches, once the documents were removed.
         IndexStoreError: the index is closed, or cannot be read or written.
-        StoreError, ServerError: the documents were removed, but their chunk-caches could not be.
+        StoreError, ServerError: the documents were removed, but their chunk-caches could not be; with a name that no
+            document has, those of an earlier call could not be.
         ForkError: this process is a fork of the one that opened the index, or the store of chunk-caches. In the second
             case the documents were removed.
     """
-    evict_removed(index, caches)
     known = [document.doc_id for document in index.documents()]
     chosen: dict[str, None] = {}
     for name in listed("names", names):
@@ -69,6 +69,9 @@ def remove_documents(
             doc_id for doc_id in known if doc_id == name or (is_folder and doc_id.startswith(name))
         ]
         if not named:
+            evict_removed(
+                index, caches
+            )  # it may be what an earlier call removed without its chunk-caches
             near = get_close_matches(name, known, n=1, cutoff=0.5)
             meant = f"did you mean {near[0]}?" if near else "`cachecraft documents ls` lists them"
             raise DocumentError(f"{name}: there is no such document in the index; {meant}")
@@ -77,11 +80,10 @@ def remove_documents(
     try:
         freed = evict_removed(index, caches)
     except (StoreError, ServerError) as error:
-        left = (
-            f"{len(chosen)} documents left the index, but their chunk-caches could not be deleted"
-        )
-        again = "the next `documents remove` or `index`, or opening the store again, deletes them"
-        raise type(error)(f"{left}: {error} Then {again}.") from error
+        raise type(error)(
+            f"the documents left the index, but their chunk-caches could not be deleted: {error} They are deleted by "
+            "the next `documents remove` or `index`, or when the store is opened again."
+        ) from error
     return RemovalReport(tuple(chosen), tuple(gone), *freed)
 
 

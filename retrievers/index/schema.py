@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 
 from cachecraft_rag.errors import IndexStoreError
-from cachecraft_rag.store.database import Database, Kind
+from cachecraft_rag.store.database import Database, Failure, Kind, failure_of
 from cachecraft_rag.types.documents import Chunk, chunk_id_of
 
 DATABASE = "index.sqlite"
@@ -130,10 +130,7 @@ def _settings(
 def _message(path: Path, error: sqlite3.Error) -> str:
     """Return an error of the database in words. Only a damaged database should be deleted."""
     advice = "see that the folder can be written and the disk has room"
-    if getattr(error, "sqlite_errorcode", 0) & 0xFF in (
-        sqlite3.SQLITE_CORRUPT,
-        sqlite3.SQLITE_NOTADB,
-    ):
+    if failure_of(error) is Failure.DAMAGED:
         advice = "it is damaged: delete the folder and index again"
     return f"{path.parent}: the index failed ({error}); {advice}"
 

@@ -28,6 +28,19 @@ def table_line(answers: dict[str, list[float]]) -> str:
     return f"{json.dumps(row)}\n"
 
 
+def fill(
+    table: Path,
+    decoder: Decoder,
+    dataset: Dataset,
+    *,
+    ratios: tuple[float, ...] = RATIOS,
+    answer_tokens: int = 3,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> None:
+    """Ask what is missing in a table."""
+    measure(decoder, dataset, ratios, table, answer_tokens=answer_tokens, seed=0, progress=progress)
+
+
 def row_of(*differing: int, tokens: int = 20) -> Answers:
     """A question whose answers have so many tokens that differ, for each of `RATIOS`."""
     return {
@@ -45,32 +58,14 @@ def test_each_question_is_asked_once_with_each_ratio_and_a_second_run_asks_nothi
     count = len(town_dataset.questions)
     for expected in ("Asking", None):
         shown.clear()
-        measure(
-            decoder,
-            town_dataset,
-            RATIOS,
-            table,
-            answer_tokens=3,
-            seed=0,
-            progress=shown.append,
-        )
+        fill(table, decoder, town_dataset, progress=shown.append)
         assert (shown[-1].what if shown else None) == expected
     with pytest.raises(ConfigError, match=r"has the ratios 0\.15, 0\.6"):
-        measure(
-            decoder, town_dataset, (0.3,), table, answer_tokens=3, seed=0, progress=shown.append
-        )
+        fill(table, decoder, town_dataset, ratios=(0.3,))
     other_model = tiny_decoder("Qwen2")
     for model, tokens in ((decoder, 4), (other_model, 3)):
         with pytest.raises(ConfigError, match="made with another model"):
-            measure(
-                model,
-                town_dataset,
-                RATIOS,
-                table,
-                answer_tokens=tokens,
-                seed=0,
-                progress=shown.append,
-            )
+            fill(table, model, town_dataset, answer_tokens=tokens)
     rows = [row.answers for row in read_table(table)]
     assert len(rows) == count
     assert all(tuple(row) == RATIOS for row in rows)
@@ -95,23 +90,11 @@ def test_a_run_that_was_killed_in_a_line_goes_on_from_the_line_before(
 ) -> None:
     table = tmp_path / "table.jsonl"
     decoder = tiny_decoder("Llama")
-
-    def ask() -> None:
-        measure(
-            decoder,
-            town_dataset,
-            RATIOS,
-            table,
-            answer_tokens=3,
-            seed=0,
-            progress=lambda _: None,
-        )
-
-    ask()
+    fill(table, decoder, town_dataset)
     whole = table.read_bytes()
     table.write_bytes(whole[:-20])
     assert len(read_table(table)) == len(town_dataset.questions) - 1
-    ask()
+    fill(table, decoder, town_dataset)
     assert table.read_bytes() == whole
 
 
@@ -178,15 +161,7 @@ def test_a_file_without_a_whole_line_is_refused_and_stays_as_it_is(
     notes = tmp_path / "notes.txt"
     notes.write_text("my notes")
     with pytest.raises(ConfigError, match="holds no whole line"):
-        measure(
-            tiny_decoder("Llama"),
-            town_dataset,
-            RATIOS,
-            notes,
-            answer_tokens=3,
-            seed=0,
-            progress=lambda _: None,
-        )
+        fill(notes, tiny_decoder("Llama"), town_dataset)
     assert notes.read_text() == "my notes"
 
 

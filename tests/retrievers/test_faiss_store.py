@@ -449,6 +449,15 @@ def test_chunks_that_left_are_noted_until_they_are_forgotten_or_back(tmp_path: P
         assert store.removed_chunks() == {}
 
 
+def test_a_document_without_chunks_is_there_until_it_is_deleted(tmp_path: Path) -> None:
+    with open_store(tmp_path / "index") as store:
+        store.upsert("void", [], [])
+        assert store.holds("void")
+        assert not store.holds("voi")
+        store.delete_document("void")
+        assert not store.holds("void")
+
+
 def test_a_document_of_another_folder_is_not_overwritten(tmp_path: Path) -> None:
     """Two processes that index folders of one name at the same time choose the same names."""
     vectors = [[1.0, *[0.0] * (DIM - 1)]]

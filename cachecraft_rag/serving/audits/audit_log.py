@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.serving.audits.audit import Audit
-from cachecraft_rag.store.database import Database, Kind, fetched
+from cachecraft_rag.store.database import Database, Failure, Kind, failure_of, fetched
 
 AUDIT_FILE = "audits.sqlite"
 
@@ -62,22 +62,15 @@ _TRIM = """DELETE FROM audits
 
 
 def _message(path: Path, error: sqlite3.Error) -> str:
-    # the primary code; the upper bits refine it
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        advice = "is locked by another process. Wait until it is done, or stop it"
-    elif code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        advice = (
-            "is damaged. It holds results of audits only: "
-            f"delete it and the files {path.name}-wal and {path.name}-shm to start again; no chunk-cache is lost"
-        )
-    elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
-        advice = "cannot be written. Make the folder writable for this user"
-    elif code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
-        advice = "cannot grow: the disk is full or broken. Free some space"
-    else:
-        advice = "cannot be used. Check the disk"
-    return f"{path} {advice} ({type(error).__name__}: {error})."
+    advice = {
+        Failure.LOCKED: "is locked by another process. Wait until it is done, or stop it",
+        Failure.DAMAGED: "is damaged. It holds results of audits only: delete it and the files "
+        f"{path.name}-wal and {path.name}-shm to start again; no chunk-cache is lost",
+        Failure.NOT_WRITABLE: "cannot be written. Make the folder writable for this user",
+        Failure.FULL: "cannot grow: the disk is full or broken. Free some space",
+        Failure.OTHER: "cannot be used. Check the disk",
+    }
+    return f"{path} {advice[failure_of(error)]} ({type(error).__name__}: {error})."
 
 
 _KIND = Kind(
@@ -100,7 +93,7 @@ class AuditLog:
         """
         self._kept = kept
         self._database = Database(folder / AUDIT_FILE, kind=_KIND, busy_timeout_s=busy_timeout_s)
-        self._identity = _identity(self._database.path)
+        self._opened_file = _identity(self._database.path)
 
     def close(self) -> None:
         """Close the file, after calls in other threads; a second call does nothing.
@@ -160,7 +153,8 @@ class AuditLog:
     @property
     def is_there(self) -> bool:
         """False once the file was deleted or replaced: what is written then reaches no reader. Raises nothing."""
-        return self._identity is not None and _identity(self._database.path) == self._identity
+        present = _identity(self._database.path)
+        return present is not None and present == self._opened_file
 
 
 def audits_in(

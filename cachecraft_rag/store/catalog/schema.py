@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog import found_texts
-from cachecraft_rag.store.database import Kind
+from cachecraft_rag.store.database import Failure, Kind, failure_of
 from cachecraft_rag.types.versions import IDENTITY_VERSION, LAYOUT_VERSION
 
 # A store of another version is set aside and built again. The last digits go up whenever a table changes.
@@ -59,22 +59,16 @@ class DiskFullError(StoreError):
 
 
 def _message(path: Path, error: sqlite3.Error) -> str:
-    # the primary code; the upper bits refine it
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        advice = "is locked by another process. Wait until its `store check` or `store evict` ends, or stop it"
-    elif code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        advice = (
-            "is damaged. It only indexes a cache: "
-            f"delete the folder {path.parent} to start again; no document is lost"
-        )
-    elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
-        advice = "cannot be written. Make the folder writable for this user or choose another one for the store"
-    elif code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
-        advice = "cannot grow: the disk is full or broken. Free some space, or run `cachecraft store evict`"
-    else:
-        advice = "cannot be used. Check the disk, then try `store check`"
-    return f"{path} {advice} ({type(error).__name__}: {error})."
+    advice = {
+        Failure.LOCKED: "is locked by another process. Wait until its `store check` or `store evict` ends, or stop it",
+        Failure.DAMAGED: "is damaged. It only indexes a cache: "
+        f"delete the folder {path.parent} to start again; no document is lost",
+        Failure.NOT_WRITABLE: "cannot be written. Make the folder writable for this user or choose another one for the "
+        "store",
+        Failure.FULL: "cannot grow: the disk is full or broken. Free some space, or run `cachecraft store evict`",
+        Failure.OTHER: "cannot be used. Check the disk, then try `store check`",
+    }
+    return f"{path} {advice[failure_of(error)]} ({type(error).__name__}: {error})."
 
 
 # `synchronous=NORMAL` with WAL never corrupts; after a power cut the last commits may be gone, which costs a cache an
