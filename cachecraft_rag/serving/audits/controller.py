@@ -25,8 +25,8 @@ _BEFORE_DOWN = 20  # audits at a ratio before it is left for a smaller one
 # controller would go up and down between two neighbouring ratios.
 _SPARE = 0.9
 _FADING = 0.5 ** (1.0 / 150.0)  # of audits with each newer one: after 150 an audit counts half
-# Share of tokens that differ at a ratio r, as a multiple of what differs at 0: (1 - r) to this power. Measured with the
-# demo model and two larger ones (docs/decisions/quality-target.md); it matters only where audits are few.
+# Share of tokens that differ at a ratio r, as a multiple of what differs at 0: (1 - r) to this power. Of the exponents
+# tried with two models it holds a target with the fewest recomputed tokens (docs/decisions/quality-target.md).
 _EXPONENT = 1.5
 _TOKENS_OF_OTHERS = 800.0  # tokens at a ratio that count as much as those at all others
 # Assumed beside the audits: this share of tokens differs at ratio 0, as if so many tokens had been audited there.
