@@ -33,6 +33,7 @@ from cachecraft_rag.compute.captures.write_back import Ended, WriteBackQueue
 from cachecraft_rag.compute.driver import Work
 from cachecraft_rag.engine.base import AnswerEngine, PathLike, Question
 from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.reuse_timing import ReuseTiming
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.model.self_check import load_checked
@@ -60,8 +61,13 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.config import CACHE_FOLDER
 from cachecraft_rag.store.loading.loader import Loader
 from cachecraft_rag.types.documents import Chunk
+from cachecraft_rag.types.prompts import Prompt
 
 logger = logging.getLogger("cachecraft_rag")
+
+_ONE_TOKEN = SamplingParams(max_new_tokens=1)
+# seconds that prompts of the first length are timed for: the first ones on a GPU may be slower than later ones
+_WARM_UP_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -224,6 +230,8 @@ class Engine(AnswerEngine):
     ) -> Self:
         """Load a model, check it (`self_check`) and open (or make) the chunk-caches in a store folder.
 
+        On a GPU `measure_min_prompt_tokens` follows, unless the settings have a `min_prompt_tokens`.
+
         Args:
             model: Hugging Face name or folder, or "demo" for SmolLM2-135M-Instruct.
             store: the folder; several processes may share it. `close` closes the chunk-caches too.
@@ -263,6 +271,10 @@ class Engine(AnswerEngine):
             )
             engine = cls(decoder, caches, chosen)
             engine._opened = opened.pop_all()
+            opened.callback(engine.close)  # until it is ready
+            if device is not None:
+                engine.measure_min_prompt_tokens()
+            opened.pop_all()
 
         engine.calibration = load_calibration(Path(store), decoder.fingerprint)
         if engine.calibration is not None:
@@ -331,6 +343,9 @@ class Engine(AnswerEngine):
             config=config,
             tools=tools,
         )
+        return self._scored(request, target)
+
+    def _scored(self, request: Request, target: Sequence[int] | None = None) -> ScoredAnswer:
         progress = RequestProgress()
         self.write_back.follow(progress.removed)
         scoring = partial(self._answering.score, request=request, progress=progress, target=target)
@@ -338,6 +353,43 @@ class Engine(AnswerEngine):
         progress.end(request, "length")
         stats = stats_of(request, progress, self.decoder.layout.layers)
         return ScoredAnswer(text, tuple(progress.tokens), logits, stats)
+
+    def measure_min_prompt_tokens(self) -> int:
+        """Measure from how many tokens on a prompt is answered sooner with reuse; set and return `min_prompt_tokens`.
+
+        `from_pretrained` calls it on a GPU, where short prompts are often computed sooner. Prompts of random tokens are
+        timed over the engine's store, from 1,024 tokens on and each twice as long as the one before, until one is
+        answered sooner with reuse; the first length takes at least two seconds. What that captures is removed. See
+        `ReuseTiming.min_prompt_tokens` for when nothing is measured, and the result is 0.
+
+        Raises:
+            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
+            BusyError, WaitTimeoutError: other requests keep the engine busy.
+            ForkError: this process is a fork of the one that made the engine.
+            UnsupportedModelError: a layer of the model does something that its survey did not show.
+            RuntimeError, MemoryError: the model fails.
+        """
+        self._home.require()
+        self.min_prompt_tokens = self._timing().min_prompt_tokens()
+        return self.min_prompt_tokens
+
+    def _timing(self) -> ReuseTiming:
+        def ask(prompt: Prompt, config: ReuseConfig) -> float | None:
+            request = Request(prompt, config, _ONE_TOKEN, session=None, started=time.perf_counter())
+            stats = self._scored(request).stats
+            is_reused = all(chunk.outcome == "reused" for chunk in stats.chunks)
+            return None if config.reuse and not is_reused else stats.ttft_s
+
+        return ReuseTiming(
+            store=self.store,
+            layout=self.decoder.layout,
+            vocabulary=len(self.decoder.tokenizer),
+            context_length=self.decoder.context_length,
+            config=self.config,
+            capture=lambda prompt: self.capture(prompt, range(len(prompt.segments)), primed=True),
+            ask=ask,
+            warm_up_s=_WARM_UP_S,
+        )
 
     def audit_of(self, request_id: str) -> Audit | None:
         """Return the audit of an answer, by the `request_id` of its statistics.

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from cachecraft_rag.checks import check_kind, check_mapping, check_path, check_text
 from cachecraft_rag.engine.base import AnswerEngine, PathLike, Question
 from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.reuse_timing import ReuseTiming
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.candidates import Candidate
@@ -50,14 +51,6 @@ from cachecraft_rag.vllm.refusals import missing_arguments
 from cachecraft_rag.vllm.self_check import Predicted, check_prompt, self_check
 from cachecraft_rag.vllm.served_model import ServedModel
 from cachecraft_rag.vllm.settings import OFF, ConnectorSettings, check_config
-from cachecraft_rag.vllm.shortest_prompt import (
-    LONGEST_OVER,
-    MEASURED_RATIO,
-    Times,
-    lengths_up_to,
-    prompts_of,
-    shortest_prompt,
-)
 from cachecraft_rag.vllm.versions import require_vllm
 
 logger = logging.getLogger("cachecraft_rag.vllm")
@@ -65,8 +58,6 @@ logger = logging.getLogger("cachecraft_rag.vllm")
 # Most tokens whose log-probabilities the self-check compares, fewer if vLLM's `--max-logprobs` is lower; half as many
 # of the plain request.
 _LIKELIEST = 16
-# prompts that are timed with and without reuse for each length; the first of each warms up
-_TIMINGS = 5
 # seconds that the first length is timed, of which the fastest count: a server's first prompts may be slower than others
 _WARM_UP_S = 5.0
 
@@ -231,14 +222,8 @@ class VLLMBackend:
     def measured_min_prompt_tokens(self) -> int:
         """Measure and return the length in tokens from which prompts are answered sooner with reuse.
 
-        Prompts of random tokens are timed, see `shortest_prompt`; the first length takes at least five seconds. Their
-        captures are removed afterwards. If reuse is sooner at no measured length, the result is one more than the
-        longest of them.
-
-        Returns 0, which means all prompts, if reuse is sooner even for the shortest prompt that is measured. Returns 0
-        also if nothing is measured. That is so without a GPU, if the settings switch reuse off or have a
-        `min_prompt_tokens`, if the context is too short, if the connector refuses the first prompt, and if the store is
-        read-only, has a remote, or would have to evict chunk-caches to make room for that prompt.
+        See `ReuseTiming.min_prompt_tokens`; the first length takes at least five seconds. Returns 0, which means all
+        prompts, without a GPU.
 
         Raises:
             StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.
@@ -247,62 +232,27 @@ class VLLMBackend:
         """
         from vllm.platforms import current_platform
 
-        wanted = self._reuse.reuse and self._reuse.min_prompt_tokens is None
-        if not wanted or not current_platform.is_cuda_alike():
-            return 0
-        lengths = lengths_up_to(self._model.context_length - LONGEST_OVER)
+        return self._timing().min_prompt_tokens() if current_platform.is_cuda_alike() else 0
 
-        def measure(tokens: int) -> Times | None:
-            return self._times(tokens, least_s=_WARM_UP_S if tokens == lengths[0] else 0.0)
+    def _timing(self) -> ReuseTiming:
+        def ask(prompt: Prompt, config: ReuseConfig) -> float | None:
+            # a new salt, because vLLM's prefix cache would have the prompt after the first time
+            asked = Ask(prompt, config, client_salt=secrets.token_hex(8))
+            began = time.perf_counter()
+            report = self._fill(asked)
+            seconds = time.perf_counter() - began
+            return None if config.reuse and "refused" in report else seconds
 
-        return shortest_prompt(lengths, measure)
-
-    def _times(self, tokens: int, *, least_s: float = 0.0) -> Times | None:
-        """Time a prompt of so many tokens with and without reuse; None if it cannot be captured or reused.
-
-        The fastest of several counts for both: what slows a single request down may hit either.
-
-        Args:
-            least_s: go on for so many seconds at least.
-        """
-        prompt, other = prompts_of(tokens, vocabulary=len(self._model.tokenizer))
-        stored = self._store.stats()
-        needed = self._model.layout.nbytes(prompt.bounds[-1])
-        if stored.remote is not None or stored.disk_bytes + needed > stored.disk_budget:
-            logger.info(
-                "From how many tokens on reuse pays is not measured: the store has a remote, or no room. Set "
-                "min_prompt_tokens if short prompts are slower with reuse."
-            )
-            return None
-
-        chunk_ids = tuple(segment.segment_id for segment in prompt.segments[:-1])
-        captured = RowFilter(chunk_ids=chunk_ids)
-        full = ReuseConfig.full_prefill()
-        # CFO says nothing about random tokens
-        ratio = self._reuse.recompute_ratio
-        reuse = replace(
-            self._reuse, capture=False, recompute_ratio=MEASURED_RATIO if ratio is None else ratio
+        return ReuseTiming(
+            store=self._store,
+            layout=self._model.layout,
+            vocabulary=len(self._model.tokenizer),
+            context_length=self._model.context_length,
+            config=self._reuse,
+            capture=lambda prompt: self.capture(prompt, range(len(prompt.segments)), primed=True),
+            ask=ask,
+            warm_up_s=_WARM_UP_S,
         )
-        seconds: dict[ReuseConfig, list[float]] = {full: [], reuse: []}
-        try:
-            self.capture(other, range(len(other.segments)), primed=True)
-            if len(self._store.rows(captured)) < len(chunk_ids):
-                return None
-            started = time.perf_counter()
-            while len(seconds[full]) < _TIMINGS or time.perf_counter() - started < least_s:
-                for config, times in seconds.items():
-                    # a new salt, because vLLM's prefix cache would have the prompt after the first time
-                    ask = Ask(prompt, config, client_salt=secrets.token_hex(8))
-                    began = time.perf_counter()
-                    report = self._fill(ask)
-                    times.append(time.perf_counter() - began)
-                    if config is reuse and "refused" in report:
-                        return None
-        finally:
-            if self._store.rows(captured):  # empty for a read-only store, which cannot evict
-                self._store.evict(captured)
-        # the first of each has warmed up
-        return Times(min(seconds[full][1:]), min(seconds[reuse][1:]))
 
     # -- captures -----------------------------------------------------------------------------------------------------
 

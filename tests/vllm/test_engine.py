@@ -73,7 +73,7 @@ def test_the_facade_takes_either_engine(
         for chunk in short.stats.chunks:
             assert (chunk.outcome, chunk.reason_code) == ("computed", "left_to_server")
             assert "reuse begins at 2000 (min_prompt_tokens)" in chunk.reason
-        times = rag.engine._backend._times(1024)
+        times = rag.engine._backend._timing().times(1024)
         assert times is not None
         assert min(times.full_s, times.reused_s) > 0
         assert rag.engine.min_prompt_tokens == 0  # measured on a GPU only

@@ -1,8 +1,8 @@
-"""The length from which prompts are answered sooner with reuse, measured when a server starts on a GPU.
+"""The length from which prompts are answered sooner with reuse, measured when an engine starts on a GPU.
 
 A GPU computes a short prompt in the time that looking up, copying and launching take. How short depends on the GPU, the
-model and the processor, so it is measured with the model that runs: vLLM's own prefill against reuse, on prompts of
-random tokens, each twice as long as the one before.
+model and the processor, so it is measured with the model that runs: full prefill against reuse, on prompts of random
+tokens, each twice as long as the one before. Over vLLM, full prefill is vLLM's own.
 """
 
 from __future__ import annotations
@@ -10,26 +10,31 @@ from __future__ import annotations
 import logging
 import random
 import secrets
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.types.digests import digest
 from cachecraft_rag.types.prompts import Prompt, Segment
 
-logger = logging.getLogger("cachecraft_rag.vllm")
+logger = logging.getLogger("cachecraft_rag")
 
 SHORTEST = 1024  # tokens of the first prompt that is measured
 LONGEST = 32768  # and of the last one
 CHUNK = 512  # tokens of each of its chunks
 LONGEST_OVER = 128  # most tokens that a prompt has beyond its length, and those of the answer
-MEASURED_RATIO = 0.15  # part of their tokens that is recomputed if the settings name none
+_RATIO = 0.15  # part of their tokens that is recomputed if the settings name none
+_TIMINGS = (
+    5  # prompts that are timed with and without reuse for each length; the first of each warms up
+)
 _AROUND = 64  # tokens of the instruction and of the question together
 _GAIN = 0.95  # share of full prefill's time that reuse must stay below to count as sooner
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds to the first token of one prompt: with vLLM's own prefill, and with reuse."""
+    """Seconds to the first token of one prompt: with full prefill, and with reuse."""
 
     full_s: float
     reused_s: float
@@ -41,7 +46,7 @@ def lengths_up_to(longest: int) -> list[int]:
     The first one is 1,024, each other one is twice the one before, and the last one is at most 32,768.
 
     Args:
-        longest: most tokens of a prompt that the server can fill from chunk-caches.
+        longest: most tokens of a prompt that the engine can fill from chunk-caches.
 
     >>> lengths_up_to(5000)
     [1024, 2048, 4096]
@@ -99,6 +104,36 @@ def shortest_prompt(lengths: Sequence[int], measure: Callable[[int], Times | Non
     return last
 
 
+def timed(
+    config: ReuseConfig, ask: Callable[[ReuseConfig], float | None], *, least_s: float = 0.0
+) -> Times | None:
+    """Time one prompt with full prefill and with reuse, in turn; None once it could not be reused.
+
+    The fastest of several counts for both, because what slows a single request down may hit either. Errors of `ask`
+    pass.
+
+    Args:
+        config: settings of reuse. Without a ratio, 15 % of the tokens are recomputed: CFO says nothing about random
+            tokens.
+        ask: answers the prompt with these settings, and returns the seconds to the first token; None if it was to be
+            reused, and was not.
+        least_s: go on for so many seconds at least.
+    """
+    ratio = config.recompute_ratio
+    reuse = replace(config, capture=False, recompute_ratio=_RATIO if ratio is None else ratio)
+    full = ReuseConfig.full_prefill()
+    seconds: dict[ReuseConfig, list[float]] = {full: [], reuse: []}
+    started = time.perf_counter()
+    while len(seconds[full]) < _TIMINGS or time.perf_counter() - started < least_s:
+        for side, times in seconds.items():
+            took = ask(side)
+            if took is None:
+                return None
+            times.append(took)
+    # the first of each has warmed up
+    return Times(min(seconds[full][1:]), min(seconds[reuse][1:]))
+
+
 def prompts_of(tokens: int, *, vocabulary: int) -> tuple[Prompt, Prompt]:
     """Return a prompt of about so many random tokens, and its instruction and chunks in another order to capture.
 
@@ -111,7 +146,7 @@ def prompts_of(tokens: int, *, vocabulary: int) -> tuple[Prompt, Prompt]:
         vocabulary: number of token ids of the model. Raises ValueError if it is below 1.
     """
     dice = random.Random(tokens)
-    start = secrets.token_hex(8)  # other servers on the same store use other names
+    start = secrets.token_hex(8)  # other engines on the same store use other names
 
     def segment(kind: str, length: int, number: int) -> Segment:
         ids = tuple(dice.randrange(vocabulary) for _ in range(length))

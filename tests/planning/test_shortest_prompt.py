@@ -1,4 +1,4 @@
-"""From how many tokens on reuse pays: the decision, by given times. Needs no vLLM."""
+"""From how many tokens on reuse pays: the decision, by given times."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from cachecraft_rag.vllm.shortest_prompt import (
+from cachecraft_rag.planning.shortest_prompt import (
     LONGEST_OVER,
     Times,
     lengths_up_to,
@@ -41,7 +41,7 @@ def test_reuse_that_pays_at_once_is_never_withheld() -> None:
 
 
 def test_the_log_names_all_times(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "cachecraft_rag.vllm"):
+    with caplog.at_level(logging.INFO, "cachecraft_rag"):
         times_of({1024: (0.05, 0.09), 2048: (0.2, 0.1)})
     assert "1024: 50 / 90, 2048: 200 / 100" in caplog.text
     assert "fewer than 2048 tokens" in caplog.text
@@ -50,7 +50,7 @@ def test_the_log_names_all_times(caplog: pytest.LogCaptureFixture) -> None:
 def test_without_any_gain_longer_prompts_are_reused_and_a_warning_says_what_to_set(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.WARNING, "cachecraft_rag.vllm"):
+    with caplog.at_level(logging.WARNING, "cachecraft_rag"):
         assert times_of({1024: (0.1, 0.2), 2048: (0.2, 0.3)})[0] == 2049
     assert "min_prompt_tokens" in caplog.text
 
