@@ -98,8 +98,7 @@ def demo(
     # Raises ConfigError, ModelNotFoundError, IndexStoreError, StoreError, or CacheCraftError without the handbook;
     # see `app.main` for exit codes.
     top_k = settings["top_k"]
-    # on the CPU, also where there is a GPU: that computes such short prompts sooner than any are reused
-    with load(settings.only("store", "top_k", "dtype", "threads", "remote."), device="cpu") as rag:
+    with load(settings.only("store", "top_k", "dtype", "threads", "remote.")) as rag:
         _prepare(rag)
         _warm_up(rag, top_k)
         compared = []

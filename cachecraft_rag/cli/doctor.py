@@ -93,7 +93,9 @@ def _facts(settings: Settings, store: Path, *, check: bool) -> Facts:
     from cachecraft_rag.engine.engine import Engine
 
     config = settings.engine_config()
-    alone = replace(config, store=replace(config.store, remote=None))
+    # it answers no question, so what it examines is left as it is
+    reuse = replace(config.reuse, min_prompt_tokens=config.reuse.min_prompt_tokens or 0)
+    alone = replace(config, reuse=reuse, store=replace(config.store, remote=None))
     with waiting(f"Loading {settings['model']}"), _folder(store) as folder:
         options.quiet_libraries()
         with Engine.from_pretrained(settings["model"], store=folder, config=alone) as engine:

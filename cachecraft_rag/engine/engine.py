@@ -230,7 +230,8 @@ class Engine(AnswerEngine):
     ) -> Self:
         """Load a model, check it (`self_check`) and open (or make) the chunk-caches in a store folder.
 
-        On a GPU `measure_min_prompt_tokens` follows, unless the settings have a `min_prompt_tokens`.
+        On a GPU `measure_min_prompt_tokens` follows, unless the settings have a `min_prompt_tokens`; it takes some
+        seconds.
 
         Args:
             model: Hugging Face name or folder, or "demo" for SmolLM2-135M-Instruct.
@@ -251,7 +252,8 @@ class Engine(AnswerEngine):
                 target that could not act, a remote or its keys that cannot be used, a package that the codec or the
                 remote needs and that is not installed, a private instruction with the model's control tokens, or a chat
                 template that cannot be cut into segments. Options are checked before the model is loaded.
-            RuntimeError, MemoryError: there is no memory for the model, such as torch.OutOfMemoryError on a GPU.
+            RuntimeError, MemoryError: there is no memory for the model, such as torch.OutOfMemoryError on a GPU; or the
+                model fails at the prompts of the measurement.
         """
         check_text("model", model, empty=False)
         check_path("store", store)
@@ -359,8 +361,10 @@ class Engine(AnswerEngine):
 
         `from_pretrained` calls it on a GPU, where short prompts are often computed sooner. Prompts of random tokens are
         timed over the engine's store, from 1,024 tokens on and each twice as long as the one before, until one is
-        answered sooner with reuse; the first length takes at least two seconds. What that captures is removed. See
-        `ReuseTiming.min_prompt_tokens` for when nothing is measured, and the result is 0.
+        answered sooner with reuse, at most up to 32,768; the first length takes at least two seconds. No answer should
+        be under way: it would spoil the times. What is captured is removed in the end; a killed process leaves it in
+        the store. The prompts count in the store's statistics and for the budget of new variants, but not as requests.
+        See `ReuseTiming.min_prompt_tokens` for when nothing is measured, and the result is 0.
 
         Raises:
             StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written.

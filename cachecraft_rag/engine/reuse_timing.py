@@ -53,15 +53,23 @@ class ReuseTiming:
         """Return the length in tokens from which prompts are answered sooner with reuse, see `shortest_prompt`.
 
         If reuse is sooner at no measured length, the result is one more than the longest of them. 0 means all prompts:
-        reuse is sooner even for the shortest prompt that is measured, or nothing was measured. That is so if the
-        settings switch reuse off or have a `min_prompt_tokens`, if the context is too short, if the first prompt could
-        not be captured or reused or was too long for the memory of a GPU, and if the store is read-only, has a remote,
-        or would have to evict chunk-caches to make room for it.
+        reuse is sooner even for the shortest prompt that is measured, or nothing was measured. That is so
+
+        - if the settings switch reuse off, have a `min_prompt_tokens`, or reuse after the same prefix only (`scope`
+          "prefix"), which costs next to nothing;
+        - if the context is too short;
+        - if the store is read-only, has a remote, or would have to evict chunk-caches to make room for the prompt
+          (other processes that fill the store at that moment are not seen);
+        - if the first prompt could not be captured or reused, or was too long for the memory of a GPU.
+
+        15 % of the tokens are recomputed if the settings have no `recompute_ratio`. A larger α or a quality target that
+        recomputes more is not taken into account: reuse then pays from longer prompts on than this says.
 
         Raises StoreError if the store is closed, its folder is gone, or its catalog cannot be read or written. Errors
         of `capture` and `ask` pass, except for a GPU without memory.
         """
-        if not self.config.reuse or self.config.min_prompt_tokens is not None:
+        config = self.config
+        if not config.reuse or config.min_prompt_tokens is not None or config.scope == "prefix":
             return 0
         lengths = lengths_up_to(self.context_length - LONGEST_OVER)
 
@@ -85,8 +93,8 @@ class ReuseTiming:
         prompt, other = prompts_of(tokens, vocabulary=self.vocabulary)
         if not self._has_room(prompt):
             logger.info(
-                "From how many tokens on reuse pays is not measured: the store has a remote, or no room. Set "
-                "min_prompt_tokens if short prompts are slower with reuse."
+                "From how many tokens on reuse pays is not measured: the store is read-only, has a remote, or has no "
+                "room. Set min_prompt_tokens if short prompts are slower with reuse."
             )
             return None
 
@@ -97,13 +105,19 @@ class ReuseTiming:
                 return None
             return timed(self.config, partial(self.ask, prompt), least_s=least_s)
         finally:
-            if self._stored(chunk_ids):  # empty for a read-only store, which cannot evict
+            if self._stored(chunk_ids):
                 self.store.evict(RowFilter(chunk_ids=tuple(chunk_ids)))
 
     def _has_room(self, prompt: Prompt) -> bool:
-        stored = self.store.stats()
-        needed = self.layout.nbytes(prompt.bounds[-1])
-        return stored.remote is None and stored.disk_bytes + needed <= stored.disk_budget
+        stored = self.store.stats(ask_remote=False)
+        if self.store.read_only or stored.remote is not None:
+            return False
+        nbytes = self.layout.nbytes(prompt.bounds[-1])
+        variants = len(prompt.segments) - 1
+        return (
+            stored.disk_bytes + nbytes <= stored.disk_budget
+            and stored.variants + variants <= self.store.limits.max_variants
+        )
 
     def _stored(self, chunk_ids: Sequence[str]) -> Sequence[object]:
         return self.store.rows(RowFilter(chunk_ids=tuple(chunk_ids)))

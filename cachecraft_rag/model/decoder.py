@@ -214,7 +214,8 @@ class Decoder:
             name: Hugging Face name or folder, or "demo".
             dtype: `float32`, `bfloat16`, `float16`, or `auto`: the checkpoint's own, but bfloat16 instead of float32 on
                 a CPU that computes it faster, see `auto_dtype`.
-            device: `cpu`, `cuda`, `cuda:1` …, or `auto`: CUDA where there is one.
+            device: `cpu`, `cuda`, `cuda:1` …, or `auto`: CUDA where there is one, but the CPU for "demo", because a GPU
+                computes the short prompts of a model this small sooner than it could reuse any of them.
 
         Raises:
             ModelNotFoundError: nothing of that name can be loaded, the hub cannot be reached, or a file is missing or
@@ -227,7 +228,7 @@ class Decoder:
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        place = _device(device)
+        place = _device("cpu" if device == "auto" and name == "demo" else device)
         if dtype not in ("auto", *_DTYPES):
             raise ConfigError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(_DTYPES)}")
         with loading(name) as source:

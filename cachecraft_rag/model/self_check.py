@@ -39,7 +39,7 @@ def load_checked(name: str, *, dtype: str = "auto", device: str = "auto") -> Dec
     Args:
         name: Hugging Face name or folder, or "demo".
         dtype: `float32`, `bfloat16`, `float16` or `auto`, see `Decoder.load`.
-        device: `cpu`, `cuda`, `cuda:1` …, or `auto`: CUDA where there is one.
+        device: `cpu`, `cuda`, `cuda:1` …, or `auto`, see `Decoder.load`.
 
     Raises:
         UnsupportedModelError: the model has no raw keys to store, or fails the check; where float32 was tried, in that

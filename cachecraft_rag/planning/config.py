@@ -65,8 +65,9 @@ class ReuseConfig:
     plain_prompts    reuse in prompts without documents (unmarked text). "reuse" recognises text that was captured
                      before and captures passages that occur again; "off" computes the whole prompt
     min_prompt_tokens  prompts with fewer tokens are computed in full, and nothing of them is captured, because they
-                     would take longer with reuse. None = the length that was measured when the engine started on a GPU
-                     (`Engine.from_pretrained`, or a vLLM server); elsewhere 0, all prompts
+                     would take longer with reuse. None = the length that was measured on a GPU, when an engine started
+                     (`from_pretrained`, or a vLLM server) or by `Engine.measure_min_prompt_tokens`; elsewhere 0, all
+                     prompts
     loading          treatment of chunk-caches that are not in memory. "cake": load from the end of the prompt while
                      its front is computed. "layerwise": compute nothing that is stored and load each layer before it
                      is used. "whole": load everything, then compute

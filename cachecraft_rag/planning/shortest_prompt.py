@@ -25,9 +25,8 @@ LONGEST = 32768  # and of the last one
 CHUNK = 512  # tokens of each of its chunks
 LONGEST_OVER = 128  # most tokens that a prompt has beyond its length, and those of the answer
 _RATIO = 0.15  # part of their tokens that is recomputed if the settings name none
-_TIMINGS = (
-    5  # prompts that are timed with and without reuse for each length; the first of each warms up
-)
+# prompts that are timed with and without reuse for each length; the first of each warms up
+_TIMINGS = 5
 _AROUND = 64  # tokens of the instruction and of the question together
 _GAIN = 0.95  # share of full prefill's time that reuse must stay below to count as sooner
 

@@ -49,13 +49,16 @@ def no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cachecraft_rag.engine.engine._WARM_UP_S", 0.0)
 
 
-def test_measuring_leaves_the_store_and_the_counts_as_they_were(engine: Engine) -> None:
+def test_measuring_leaves_the_stored_chunks_and_the_count_of_requests_as_they_were(
+    engine: Engine,
+) -> None:
     answer(engine)
     stored = engine.store.rows()
     counted = {"outcome": "length"}
     value = engine.request_counts.registry.get_sample_value
     assert value("cachecraft_requests_total", counted) == 1
-    assert engine.measure_min_prompt_tokens() in (0, 1025)  # the context takes no second length
+    # by real times, so either way is right; the context takes no second length
+    assert engine.measure_min_prompt_tokens() in (0, 1025)
     assert engine.store.rows() == stored
     assert value("cachecraft_requests_total", counted) == 1
 
@@ -100,34 +103,59 @@ def test_a_gpu_without_memory_for_a_long_prompt_ends_the_measurement(engine: Eng
 
 
 @pytest.mark.parametrize(
-    "config", [ReuseConfig(reuse=False), ReuseConfig(min_prompt_tokens=0), ReuseConfig.paper()]
+    "config",
+    [
+        ReuseConfig(reuse=False),
+        ReuseConfig(min_prompt_tokens=0),
+        ReuseConfig.paper(),
+        ReuseConfig(scope="prefix"),  # costs next to nothing
+    ],
 )
 def test_nothing_is_measured_where_the_settings_say_what_to_do(
     make_engine: MakeEngine, config: ReuseConfig
 ) -> None:
-    def ask(_prompt: Prompt, _config: ReuseConfig) -> float:
-        raise AssertionError("a prompt was timed")
-
-    timing = replace(make_engine(config=config)._timing(), ask=ask)
+    timing = replace(make_engine(config=config)._timing(), ask=refuse)
     assert timing.min_prompt_tokens() == 0
 
 
+def refuse(_prompt: Prompt, _config: ReuseConfig) -> float:
+    """In place of a request that must not be made."""
+    raise AssertionError("a prompt was timed")
+
+
+@pytest.mark.parametrize("limit", ["bytes", "variants"])
 def test_a_store_without_room_evicts_nothing_for_the_measurement(
-    decoder_of_letters: Callable[[], Decoder], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    decoder_of_letters: Callable[[], Decoder],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    limit: str,
 ) -> None:
     decoder = decoder_of_letters()
-    room = decoder.layout.nbytes(600)
+    limits: dict[str, int] = {"disk_bytes": decoder.layout.nbytes(600)}
+    if limit == "variants":
+        limits = {"max_variants": 3}
     with (
-        ChunkCacheStore.open(tmp_path, disk_bytes=room) as store,
+        ChunkCacheStore.open(tmp_path, **limits) as store,
         Engine(decoder, store, new_variants="off") as engine,
         caplog.at_level(logging.INFO, "cachecraft_rag"),
     ):
         answer(engine)
         stored = store.rows()
-        assert stored
-        assert engine.measure_min_prompt_tokens() == 0
+        assert len(stored) == 3
+        assert replace(engine._timing(), ask=refuse).min_prompt_tokens() == 0
         assert store.rows() == stored
     assert "no room" in caplog.text
+
+
+def test_what_others_share_gets_no_made_up_prompts(
+    decoder_of_letters: Callable[[], Decoder], tmp_path: Path
+) -> None:
+    with (
+        ChunkCacheStore.open(tmp_path, remote="memory://") as store,
+        Engine(decoder_of_letters(), store, new_variants="off") as engine,
+    ):
+        assert replace(engine._timing(), ask=refuse).min_prompt_tokens() == 0
+        assert store.rows() == []
 
 
 def test_an_engine_measures_at_its_start_on_a_gpu_only(

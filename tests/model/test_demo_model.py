@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError
 from cachecraft_rag.model import demo_model as module
+from cachecraft_rag.model.decoder import Decoder
 
 
 @pytest.fixture(scope="module")
@@ -250,3 +252,14 @@ def test_questions_are_answered_by_their_page(handbook: Path) -> None:
             )
     raw = json.loads((handbook / ".questions.json").read_text(encoding="utf-8"))
     assert [entry["question"] for entry in raw] == [entry.question for entry in questions]
+
+
+def test_the_demo_model_computes_on_the_cpu_unless_a_gpu_is_named(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert Decoder.load("demo").device.type == "cpu"
+    if not torch.cuda.device_count():
+        for name, device in (("demo", "cuda"), (str(demo_model), "auto")):
+            with pytest.raises(ConfigError, match="cannot use the device"):
+                Decoder.load(name, device=device)

@@ -6,12 +6,14 @@ import logging
 
 import pytest
 
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.shortest_prompt import (
     LONGEST_OVER,
     Times,
     lengths_up_to,
     prompts_of,
     shortest_prompt,
+    timed,
 )
 
 
@@ -76,3 +78,29 @@ def test_every_chunk_of_a_measured_prompt_has_moved(tokens: int) -> None:
     for place, name in enumerate(captured[1:], start=1):
         assert ids[:-1].index(name) != place
     assert max(max(segment.token_ids) for segment in prompt.segments) < 300
+
+
+def asked(full: list[float], reused: list[float | None]) -> tuple[Times | None, list[ReuseConfig]]:
+    """The times by these seconds of the requests in full and with reuse, and the settings that were asked with."""
+    seconds = {False: iter(full), True: iter(reused)}
+    configs: list[ReuseConfig] = []
+
+    def ask(config: ReuseConfig) -> float | None:
+        configs.append(config)
+        return next(seconds[config.reuse])
+
+    return timed(ReuseConfig(alpha=0.7), ask), configs
+
+
+def test_the_fastest_but_the_first_counts_on_both_sides() -> None:
+    times, configs = asked([0.1, 0.5, 0.3, 0.4, 0.5], [0.2, 0.9, 0.8, 0.7, 0.9])
+    assert times == Times(full_s=0.3, reused_s=0.7)
+    assert [config.reuse for config in configs] == 5 * [False, True]
+    assert not any(config.capture for config in configs)
+    # a number, because CFO says nothing about random tokens
+    assert {config.recompute_ratio for config in configs if config.reuse} == {0.15}
+
+
+def test_a_prompt_that_cannot_be_reused_ends_the_timing() -> None:
+    times, configs = asked([0.1, 0.1, 0.1], [0.2, None])
+    assert (times, len(configs)) == (None, 4)

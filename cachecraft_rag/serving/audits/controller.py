@@ -26,7 +26,7 @@ _BEFORE_DOWN = 20  # audits at a ratio before it is left for a smaller one
 _SPARE = 0.9
 _FADING = 0.5 ** (1.0 / 150.0)  # of audits with each newer one: after 150 an audit counts half
 # Share of tokens that differ at a ratio r, as a multiple of what differs at 0: (1 - r) to this power. Of the exponents
-# tried with two models it holds a target with the fewest recomputed tokens (docs/decisions/quality-target.md).
+# tried it holds a target with two models with the fewest recomputed tokens (docs/decisions/quality-target.md).
 _EXPONENT = 1.5
 _TOKENS_OF_OTHERS = 800.0  # tokens at a ratio that count as much as those at all others
 # Assumed beside the audits: this share of tokens differs at ratio 0, as if so many tokens had been audited there.
