@@ -98,8 +98,8 @@ class Retriever:
         """Remove documents by `doc_id` (or all of a folder: `docs/`), with the chunk-caches of their chunks.
 
         Files stay where they are, so indexing their folder again brings them back. A chunk that another document has
-        too stays. Each document is one transaction: if the index fails, those before it stay removed.
-        Chunk-caches that cannot be deleted now are deleted by the next call.
+        too stays. Each document is one transaction: if the index fails, those before it stay removed. Chunk-caches
+        that cannot be deleted now are deleted by the next call.
 
         Returns:
             The doc_ids and chunk ids that were removed, and the number and bytes of their chunk-caches. All are empty

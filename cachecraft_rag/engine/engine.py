@@ -66,7 +66,7 @@ from cachecraft_rag.types.prompts import Prompt
 logger = logging.getLogger("cachecraft_rag")
 
 _ONE_TOKEN = SamplingParams(max_new_tokens=1)
-# seconds that prompts of the first length are timed for: the first ones on a GPU may be slower than later ones
+# Seconds at least for timing the first length of `measure_min_prompt_tokens`: a GPU's first prompts may be slower.
 _WARM_UP_S = 2.0
 
 
@@ -273,7 +273,7 @@ class Engine(AnswerEngine):
             )
             engine = cls(decoder, caches, chosen)
             engine._opened = opened.pop_all()
-            opened.callback(engine.close)  # until it is ready
+            opened.callback(engine.close)  # if the measurement fails
             if device is not None:
                 engine.measure_min_prompt_tokens()
             opened.pop_all()

@@ -1,4 +1,8 @@
-"""From how many tokens on an engine reuses prompts: timed with prompts of random tokens over its own store."""
+"""The measurement of the length from which an engine reuses prompts, with made-up prompts over its own store.
+
+`planning.shortest_prompt` makes the prompts and decides by their times. Here they are captured, answered with and
+without reuse, and removed again, by an engine in this process or one over vLLM.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +60,7 @@ class ReuseTiming:
         reuse is sooner even for the shortest prompt that is measured, or nothing was measured. That is so
 
         - if the settings switch reuse off, have a `min_prompt_tokens`, or reuse after the same prefix only (`scope`
-          "prefix"), which costs next to nothing;
+          "prefix"): moved chunks, which are timed here, are then never reused;
         - if the context is too short;
         - if the store is read-only, has a remote, or would have to evict chunk-caches to make room for the prompt
           (other processes that fill the store at that moment are not seen);

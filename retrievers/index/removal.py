@@ -69,9 +69,8 @@ def remove_documents(
             doc_id for doc_id in known if doc_id == name or (is_folder and doc_id.startswith(name))
         ]
         if not named:
-            evict_removed(
-                index, caches
-            )  # it may be what an earlier call removed without its chunk-caches
+            # an earlier call may have removed it, but not its chunk-caches
+            evict_removed(index, caches)
             near = get_close_matches(name, known, n=1, cutoff=0.5)
             meant = f"did you mean {near[0]}?" if near else "`cachecraft documents ls` lists them"
             raise DocumentError(f"{name}: there is no such document in the index; {meant}")

@@ -108,7 +108,7 @@ def test_a_gpu_without_memory_for_a_long_prompt_ends_the_measurement(engine: Eng
         ReuseConfig(reuse=False),
         ReuseConfig(min_prompt_tokens=0),
         ReuseConfig.paper(),
-        ReuseConfig(scope="prefix"),  # costs next to nothing
+        ReuseConfig(scope="prefix"),  # never reuses moved chunks, which would be timed
     ],
 )
 def test_nothing_is_measured_where_the_settings_say_what_to_do(
