@@ -238,6 +238,9 @@ def calibrate(
         budget_scope=config.budget_scope,
         drift=config.drift,
         nearest_share=config.nearest_share,
+        scoring=config.scoring,
+        early_termination=config.early_termination,
+        early_termination_window=config.early_termination_window,
     )
     return Calibrated(calibration, validation.curve)
 

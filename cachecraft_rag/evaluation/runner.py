@@ -118,6 +118,7 @@ def open_engine(
     device: str = "auto",
     new_variants: NewVariants | When = "off",
     kind: type[ChunkCacheStore] | None = None,
+    reuse: ReuseConfig | None = None,
 ) -> Iterator[Engine]:
     """Open an engine for the block, with an empty store in a hidden folder inside `folder` that is removed afterwards.
 
@@ -129,6 +130,7 @@ def open_engine(
         folder: created if missing; it stays.
         dtype, device, new_variants: as in `EngineConfig`, but float32 and no new variants by default.
         kind: class of the store, for experiments that change its look-ups.
+        reuse: settings of requests; None: the default.
 
     Raises:
         ModelNotFoundError: nothing of the model's name can be loaded, or a file of it is damaged.
@@ -153,7 +155,7 @@ def open_engine(
         (kind or Usual).open(
             caches, variants_per_chunk=VARIANTS_PER_CHUNK, device=own_device
         ) as store,
-        Engine(decoder, store, best_last=False, new_variants=new_variants) as engine,
+        Engine(decoder, store, config=reuse, best_last=False, new_variants=new_variants) as engine,
     ):
         yield engine
 

@@ -36,7 +36,8 @@ class Calibration:
     recomputed                share of chunk tokens that were recomputed, on average (E[CFO])
     dataset, questions        the validation set
     origin                    context of the chunks at capture, a name of `evaluation.origins`
-    selector, budget_scope, drift, nearest_share  settings of the calibration
+    selector, budget_scope, drift, nearest_share, scoring, early_termination, early_termination_window
+                              settings of the calibration
     created                   time of the calibration, seconds since 1970; 0: not noted
     """
 
@@ -52,22 +53,20 @@ class Calibration:
     selector: str
     budget_scope: str
     drift: float
-    nearest_share: float = 0.0  # calibrations of versions before 0.2 have no such field
+    # the fields below may be missing: files of earlier versions lack them, and were calibrated with these values
+    nearest_share: float = 0.0
     created: float = 0.0
+    scoring: str = "corrected"
+    early_termination: bool = False
+    early_termination_window: int = 3
 
     def fits(self, config: ReuseConfig) -> bool:
-        """Return True if α was calibrated with the same `selector`, `budget_scope`, `drift` and `nearest_share`.
+        """Return True if α was calibrated with the same way of choosing tokens as these settings have.
 
-        Returns False otherwise, and for every `config` with early termination or with a scope other than "anywhere",
-        which lower quality. Other settings, such as `config.alpha`, are ignored.
+        The settings of a calibration are compared; the window only with early termination. Other settings, such as
+        `config.alpha`, are ignored, but a scope other than "anywhere" lowers quality and fits no calibration.
         """
-        plain = not config.early_termination and config.scope == "anywhere"
-        return plain and (self.selector, self.budget_scope, self.drift, self.nearest_share) == (
-            config.selector,
-            config.budget_scope,
-            config.drift,
-            config.nearest_share,
-        )
+        return config.scope == "anywhere" and _settings(self) == _settings(config)
 
     @property
     def agreement(self) -> float | None:
@@ -79,6 +78,19 @@ class Calibration:
             f"α = {self.alpha:.3g}, calibrated for {self.metric} ≥ {self.quality:g} on {self.questions} questions of "
             f"{self.dataset}"
         )
+
+
+def _settings(source: Calibration | ReuseConfig) -> tuple[object, ...]:
+    """Return the settings on which the quality at an α depends."""
+    window = source.early_termination_window if source.early_termination else None
+    return (
+        source.selector,
+        source.budget_scope,
+        source.drift,
+        source.nearest_share,
+        source.scoring,
+        window,
+    )
 
 
 def save_calibration(store: Path, fingerprint: str, calibration: Calibration) -> None:
@@ -111,7 +123,7 @@ def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
 
     Raises nothing: a file that cannot be read or parsed, and an entry that is damaged, is logged as a warning and gives
     None. A missing file or folder, an entry that is missing or null, and JSON that is not an object, gives None without
-    a warning. An entry is damaged if it lacks a field of `Calibration` other than the last two or has an unknown one,
+    a warning. An entry is damaged if it lacks a field of `Calibration` that has no default, if it has an unknown one,
     if a number is out of range (shares lie between 0 and 1, and there is at least one question), if metric is not a
     text, or if alpha is not allowed in `ReuseConfig`; its other values are not checked.
 
@@ -138,7 +150,11 @@ def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
             calibration.created
         ):
             raise ValueError("questions or created is out of range")
-        ReuseConfig(alpha=calibration.alpha)
+        ReuseConfig(
+            alpha=calibration.alpha,
+            early_termination=calibration.early_termination,
+            early_termination_window=calibration.early_termination_window,
+        )
     except (TypeError, AttributeError, ValueError, ConfigError) as error:
         logger.warning(
             "%s is damaged (%s); run cachecraft calibrate again", store / CALIBRATION_FILE, error

@@ -13,6 +13,7 @@ from cachecraft_rag.checks import (
     check_text,
     check_whole,
 )
+from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.selectors import BudgetScope, selector_named
 
 # α of eq. 12 without calibration: a chunk in a new context recomputes about 15 % of its tokens
@@ -60,7 +61,8 @@ class ReuseConfig:
     refresh_rows     number of stale tokens to recompute with each decode step, most attended first (see
                      `compute.stale_tokens.refresh`); 0 = off. Not supported in a server: vLLM's decode steps carry
                      rows of the answer only
-    early_termination         stop recomputing chunks that the question does not attend to (Algorithm 1 as printed)
+    early_termination         stop recomputing chunks that the question does not attend to (Algorithm 1 as printed);
+                              not together with `refresh_rows`
     early_termination_window  w of Algorithm 1: consecutive layers that must agree
     plain_prompts    reuse in prompts without documents (unmarked text). "reuse" recognises text that was captured
                      before and captures passages that occur again; "off" computes the whole prompt
@@ -101,7 +103,7 @@ class ReuseConfig:
         The variant with the lowest CFO is reused. Each chunk recomputes the fraction CFO of its tokens (eq. 12, with
         α = 1, as in the ablation of Fig. 26), those with the highest scores of eq. 14, until Algorithm 1 stops it. Its
         other tokens stay as they were stored. Chunk-caches load from the end of the prompt while its front is computed
-        (Cake). `alpha=None` takes the α that `cachecraft calibrate` found, as eq. 13 asks for.
+        (Cake). `alpha=None` takes the α that `cachecraft calibrate --preset paper` found, as eq. 13 asks for.
 
         `EngineConfig.paper()` also sets what concerns the whole engine: eviction, new variants, the order of chunks.
         docs/results/papers.md compares both with the papers line by line.
@@ -190,6 +192,11 @@ class ReuseConfig:
             advice="True is Algorithm 1 as printed, the only rule",
         )
         check_whole("early_termination_window", self.early_termination_window, least=1)
+        if self.early_termination and self.refresh_rows:
+            raise ConfigError(
+                "refresh_rows and early_termination both observe the last pass, and only one of them can: set "
+                "refresh_rows=0 or early_termination=False"
+            )
         check_choice("plain_prompts", self.plain_prompts, get_args(PlainPromptsMode))
         check_choice("loading", self.loading, get_args(Loading))
         check_whole("min_prompt_tokens", self.min_prompt_tokens, optional=True)

@@ -75,6 +75,11 @@ class SegmentPlan:
     at_origin: bool = False
 
     @property
+    def recomputed_share(self) -> float:
+        """The share of a reused segment's tokens that are recomputed, from 0 to 1; 0 without a variant."""
+        return len(self.recompute) / self.variant.tokens if self.variant else 0.0
+
+    @property
     def to_fix(self) -> bool:
         """True if the segment is reused in a new context, so that some of its tokens may have to be recomputed.
 

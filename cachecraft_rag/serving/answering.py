@@ -490,7 +490,7 @@ class Answering:
                 variant = planned.variant
                 if variant is not None:
                     self.store.used(
-                        variant.variant_id, cfo=planned.cfo or 0.0, tokens=variant.tokens
+                        variant.variant_id, planned.recomputed_share, tokens=variant.tokens
                     )
             captures.hand_over()
             self._forget(captures)

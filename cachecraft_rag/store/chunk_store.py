@@ -549,16 +549,16 @@ class ChunkCacheStore(Closeable):
         """
         self._writer.count_drop(chunk_id, code, reason)
 
-    def used(self, variant_id: str, cfo: float, tokens: int) -> None:
+    def used(self, variant_id: str, recomputed: float, tokens: int) -> None:
         """Record a use, which raises the eviction score in memory and catalog; a variant that is gone is passed over.
 
-        `cfo` is the share of the chunk that had to be computed again, from 0 to 1, and `tokens` is the chunk's number
+        `recomputed` is the share of the chunk that was recomputed, from 0 to 1, and `tokens` is the chunk's number
         of tokens; see `eviction.Use.of` for values out of range. Uses are written in batches in the background; a
         failure is logged, and the next batch tries again. After `close` nothing is written. Raises ZeroDivisionError
         for 0 `tokens`, ForkError in a forked process.
         """
         self._home.require()
-        use = Use.of(cfo, tokens)
+        use = Use.of(recomputed, tokens)
         self._memory.record_use(variant_id, use)
         self._writer.record_use(variant_id, use)
 

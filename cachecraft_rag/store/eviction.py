@@ -19,8 +19,9 @@ from cachecraft_rag.errors import ConfigError
 class Use(NamedTuple):
     """Value of one use of a variant, or the sum of several. A tuple for speed: each request creates many.
 
-    frequency  increase of f_r (Cache-Craft §3.3): 1 / CFO, where CFO is at least one token of the chunk
-    saved      saved computation, as a fraction of the whole chunk: 1 - CFO
+    frequency  increase of f_r (Cache-Craft §3.3): 1 / r, where r is the share of the chunk's tokens that were
+               recomputed, at least one token. The paper recomputes CFO of them, so it writes 1 / CFO
+    saved      saved computation, as a fraction of the whole chunk: 1 - r
 
     >>> Use.of(0.25, 100), Use.of(0.0, 100)
     (Use(frequency=4.0, saved=0.75), Use(frequency=100.0, saved=1.0))
@@ -32,14 +33,14 @@ class Use(NamedTuple):
     saved: float
 
     @classmethod
-    def of(cls, cfo: float, tokens: int) -> Use:
-        """Return one use of a chunk of `tokens` tokens, of which the fraction `cfo` was computed again.
+    def of(cls, recomputed: float, tokens: int) -> Use:
+        """Return one use of a chunk of `tokens` tokens, of which the fraction `recomputed` was computed again.
 
-        A CFO below 0 counts as 0, one above 1 or NaN counts as 1, because SQLite refuses NaN. For `frequency` it counts
-        as at least 1 / `tokens`. Raises ZeroDivisionError for 0 tokens.
+        A share below 0 counts as 0, one above 1 or NaN counts as 1, because SQLite refuses NaN. For `frequency` it
+        counts as at least 1 / `tokens`. Raises ZeroDivisionError for 0 tokens.
         """
-        cfo = max(cfo, 0.0) if cfo <= 1.0 else 1.0
-        return cls(1.0 / max(cfo, 1.0 / tokens), 1.0 - cfo)
+        share = max(recomputed, 0.0) if recomputed <= 1.0 else 1.0
+        return cls(1.0 / max(share, 1.0 / tokens), 1.0 - share)
 
     def __add__(self, other: Use) -> Use:  # type: ignore[override]  # no concatenation
         """Return the sum of both uses."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -954,6 +955,29 @@ def test_a_probe_chooses_what_is_recomputed_and_counts_for_it(engine: Engine) ->
         everything.text
         == ask(engine, [FRIDGE, TOASTER, KETTLE], config=replace(config, reuse=False)).text
     )
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_a_use_counts_with_what_it_saved_at_a_fixed_ratio(engine: Engine, ratio: float) -> None:
+    chosen = RowFilter(chunk_ids=tuple(chunk.chunk_id for chunk in CHUNKS))
+    ask(engine)
+    assert engine.store.flush(10)
+    before = {
+        row.variant.variant_id: row.variant.reuse_frequency for row in engine.store.rows(chosen)
+    }
+    config = replace(
+        CONFIG, capture=False, recompute_ratio=ratio, budget_scope="chunk", nearest_share=0.0
+    )
+    ask(engine, [FRIDGE, TOASTER, KETTLE], config=config)
+    assert engine.store.flush(10)
+    gained = {}
+    for row in engine.store.rows(chosen):
+        variant = row.variant
+        gained[variant.variant_id] = variant.reuse_frequency - before[variant.variant_id]
+        recomputed = math.ceil(ratio * variant.tokens) / variant.tokens
+        by_one_use = 1 / max(recomputed, 1 / variant.tokens)
+        assert gained[variant.variant_id] in (0.0, pytest.approx(by_one_use))
+    assert any(gained.values())
 
 
 REFRESHING = replace(CONFIG, capture=False, recompute_ratio=0.1, refresh_rows=3)

@@ -166,6 +166,17 @@ def test_the_engine_s_own_way_of_choosing_is_calibrated(
     assert [point.quality for point in other.curve] != [point.quality for point in found.curve]
 
 
+def test_the_published_settings_can_be_calibrated(
+    evaluation_engine: Engine, town_dataset: Dataset
+) -> None:
+    published = ReuseConfig.paper(alpha=None)
+    evaluation_engine.config = published
+    found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=0.0)).calibration
+    assert found.fits(published)
+    evaluation_engine.calibration = found
+    assert evaluation_engine.calibrated(published) == replace(published, alpha=found.alpha)
+
+
 def test_origins_decide_how_much_is_recomputed(
     evaluation_engine: Engine, town_dataset: Dataset
 ) -> None:

@@ -144,6 +144,26 @@ def test_an_engine_takes_it_up_and_says_so(
     assert not FOUND.fits(replace(as_always, early_termination=True))
 
 
+def test_a_calibration_fits_only_the_way_of_choosing_that_it_was_made_with() -> None:
+    published = ReuseConfig.paper(alpha=None)
+    assert not FOUND.fits(published)
+    made_with_it = replace(
+        FOUND,
+        selector=published.selector,
+        budget_scope=published.budget_scope,
+        drift=published.drift,
+        nearest_share=published.nearest_share,
+        scoring=published.scoring,
+        early_termination=True,
+        early_termination_window=published.early_termination_window,
+    )
+    assert made_with_it.fits(published)
+    assert not made_with_it.fits(replace(published, early_termination=False))
+    assert not made_with_it.fits(replace(published, early_termination_window=8))
+    assert not made_with_it.fits(replace(published, scoring="corrected"))
+    assert FOUND.fits(replace(DEFAULT, early_termination_window=8))  # unused without termination
+
+
 def test_a_quality_target_begins_with_a_calibration_of_agreement(
     tiny_decoder: MakeDecoder, tmp_path: Path
 ) -> None:

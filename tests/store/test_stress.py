@@ -94,7 +94,7 @@ def step(store: ChunkCacheStore, loader: Loader, dice: random.Random) -> str:
     ]
     if kind == "use":
         for variant in variants:
-            store.used(variant.variant_id, cfo=dice.random(), tokens=variant.tokens)
+            store.used(variant.variant_id, dice.random(), tokens=variant.tokens)
     elif kind == "load":
         for loaded in map(store.load, variants):
             if isinstance(loaded, LoadedVariant):

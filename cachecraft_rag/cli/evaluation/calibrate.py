@@ -7,7 +7,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # in the store: the work of a stopped calibration, from which the next one resumes
 UNFINISHED = ".calibrating"
+Preset = Literal["default", "paper"]
 FEW_QUESTIONS = 20  # with fewer, bootstrap intervals are clearly too narrow
 
 
@@ -48,6 +49,7 @@ class CalibrationOptions:
              them in their document; alone: after a fixed passage; unrelated: after chunks of other documents, for
              stores that are not primed
     check    calibrate on one half of the questions, and test the result on the other
+    preset   settings of reuse that α is for: default; paper: those of ReuseConfig.paper()
     """
 
     model: str = "demo"
@@ -56,6 +58,7 @@ class CalibrationOptions:
     metric: str = "rouge_l"
     origin: str = "documents"
     check: bool = False
+    preset: Preset = "default"
     dtype: str = "auto"
     device: str = "auto"
     threads: options.Threads = None
@@ -99,15 +102,19 @@ def _measure(
     from cachecraft_rag.evaluation import calibrate as calibrating
     from cachecraft_rag.evaluation.runner import open_engine
     from cachecraft_rag.planning.calibration import save_calibration
+    from cachecraft_rag.planning.config import ReuseConfig
 
     options.quiet_libraries()
     checked = None
     store = chosen.store
     work = store / UNFINISHED
+    reuse = ReuseConfig.paper() if chosen.preset == "paper" else ReuseConfig()
     with ExitStack() as opened:
         with waiting("Loading the model"):
             engine = opened.enter_context(
-                open_engine(chosen.model, store, dtype=chosen.dtype, device=chosen.device)
+                open_engine(
+                    chosen.model, store, dtype=chosen.dtype, device=chosen.device, reuse=reuse
+                )
             )
         with progress_bar("Calibrating", remaining=True) as show:
             calibrated = calibrating.calibrate(

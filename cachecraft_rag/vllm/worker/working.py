@@ -384,7 +384,7 @@ class Workers:
                 if planned.variant is not None:
                     self._store.used(
                         planned.variant.variant_id,
-                        cfo=planned.cfo or 0.0,
+                        planned.recomputed_share,
                         tokens=planned.variant.tokens,
                     )
         self._reports[fill.request_id] = filling.report()
