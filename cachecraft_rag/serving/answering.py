@@ -275,6 +275,7 @@ class Answering:
                 segments = [segment for segment in prompt.segments if segment.kind != "question"]
                 found = self.look_up(segments, session=request.session)
                 progress.looked_up(found.remote)
+                progress.removed.update(found.removed)
             return resolve(
                 prompt,
                 found,

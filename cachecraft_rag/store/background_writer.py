@@ -257,7 +257,8 @@ class BackgroundWriter:
             with self._lock:
                 self._captures["stored"] += 1
         # Shared captures are sent to the remote even if the disk has no room for them.
-        if self._remote is not None and capture.session is None:
+        is_removed = refused is not None and refused.code is CaptureDrop.REMOVED
+        if self._remote is not None and capture.session is None and not is_removed:
             self._remote.put(variant, encoded, capture.token_scores)
         return refused or variant
 

@@ -167,9 +167,9 @@ class WriteBackQueue:
     ) -> Work[Variant | Unavailable]:
         """Return the steps that describe one capture, a `Call` for each layer, and store it.
 
-        Nothing happens before the first step is taken. A capture whose chunk is in `context.removed` after the last
-        layer is not stored, but counted in the store and logged. If the passes measured the attention, the only step is
-        the future of `ChunkCacheStore.put`.
+        Nothing happens before the first step is taken. A capture is not stored, but counted in the store and logged, if
+        after the last layer its chunk or one before it is in `context.removed`. If the passes measured the attention,
+        the only step is the future of `ChunkCacheStore.put`.
 
         Args:
             capture: the capture.
@@ -197,8 +197,9 @@ class WriteBackQueue:
             for layer in range(self._layout.layers):
                 yield Call(partial(_describe_layer, describer, layer, keys[layer]))
 
-        if key.chunk_id in context.removed:  # a removal from here on waits for this capture
-            reason = "its chunk was removed meanwhile"
+        # the store refuses what is removed from here on
+        if key.holds(context.removed):
+            reason = "its chunk, or one before it, was removed"
             self._store.count_drop(key.chunk_id, CaptureDrop.REMOVED, reason)
             return Unavailable(key.variant_id, CaptureDrop.REMOVED, reason)
 

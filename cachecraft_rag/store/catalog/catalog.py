@@ -20,13 +20,13 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cachecraft_rag.store.catalog import found_texts
+from cachecraft_rag.store.catalog import found_texts, removals
 from cachecraft_rag.store.catalog.rows import (
     COLUMNS,
     NOTHING,
@@ -34,6 +34,7 @@ from cachecraft_rag.store.catalog.rows import (
     packed,
     row_of,
     sum_of_scores,
+    unpack_ids,
     unpacked,
     variant_of_row,
 )
@@ -67,6 +68,8 @@ _FORGET_EVERY = 64  # rows of `departed` that are too old are deleted when this 
 
 _LISTED = f"""SELECT s.namespace, s.fingerprint, {COLUMNS}, v.scores_sum, i.scores
   FROM variants AS v JOIN scopes AS s USING (scope) LEFT JOIN token_scores AS i ON i.variant_id = v.variant_id"""
+_SCOPED = "variants AS v JOIN scopes AS s USING (scope)"
+_IN_NAMESPACE = "(? IS NULL OR s.namespace = ?)"
 _LOOKUP = f"""SELECT {COLUMNS} FROM variants AS v
   WHERE v.scope = (SELECT scope FROM scopes WHERE namespace = :namespace AND fingerprint = :fingerprint)
     AND v.chunk_id IN (SELECT value FROM json_each(:chunk_ids)) AND (v.session IS NULL OR v.session = :session)"""
@@ -145,6 +148,7 @@ class Catalog:
         self._db = Database(path, kind=CATALOG_KIND, busy_timeout_s=busy_timeout_s)
         self.read_only = self._db.read_only
         self.texts = found_texts.FoundTexts(self._db)
+        self.removals = removals.Removals(self._db)
         try:
             self._count_damaged_sums()
             with self._db.reading() as connection:
@@ -312,6 +316,39 @@ class Catalog:
                 excess = _sums(connection)[1] - down_to_bytes
             return [row.file for row in _until(connection.execute(query, parameters), excess)[0]]
 
+    def shaped_by(
+        self, chunk_ids: Collection[str], *, namespace: str | None
+    ) -> list[Listed | DamagedRow]:
+        """Return the rows of these chunks, and of chunks that were captured after one of them; [] without any.
+
+        `namespace` None means all namespaces. It reads every row. Raises StoreError if the catalog cannot be read.
+        """
+        removed = frozenset(chunk_ids)
+        query = (
+            f"SELECT v.variant_id, v.chunk_id, v.origin_prefix FROM {_SCOPED} WHERE {_IN_NAMESPACE}"
+        )
+        with self._db.reading() as connection:
+            names = [
+                variant_id
+                for variant_id, chunk_id, prefix in connection.execute(
+                    query, (namespace, namespace)
+                )
+                if chunk_id in removed or not removed.isdisjoint(_readable_ids(prefix))
+            ]
+        asked = f"{_LISTED} WHERE v.variant_id IN (SELECT value FROM json_each(?))"
+        return [
+            _listed(namespace, fingerprint, CatalogRow(*columns))
+            for namespace, fingerprint, *columns, _, _ in self._fetched(asked, (json.dumps(names),))
+        ]
+
+    def scopes(self, namespace: str | None) -> list[tuple[str, str]]:
+        """Return the pairs of namespace and fingerprint that were ever stored; None: of all namespaces.
+
+        Raises StoreError if the catalog cannot be read.
+        """
+        query = f"SELECT s.namespace, s.fingerprint FROM scopes AS s WHERE {_IN_NAMESPACE}"
+        return [(name, model) for name, model in self._fetched(query, (namespace, namespace))]
+
     def problems(self) -> list[str]:
         """Return at most 100 findings of SQLite's own integrity check, empty if there are none.
 
@@ -392,8 +429,9 @@ class Catalog:
         one, unless it has the same name, and those beyond the limits on the number of variants, in the chunk and in
         all; the new row itself stays. They are at risk on behalf of `writer`, the caller's token as in `reserve`, until
         the caller has deleted them and calls `settle`. What an `extra_variant` is, `types.captures.Capture` says.
-        Returns None, with nothing changed, for an `extra_variant` of a chunk that has no variant left and is not
-        remembered as evicted: the chunk was removed on purpose, and the caller deletes the file that it has written.
+        Returns None, with nothing changed, if the chunk was removed on purpose, or one before it; the caller deletes
+        the file that it has written. These are chunks noted in `removals`, and for an `extra_variant` also a chunk that
+        has no variant left and is not remembered as evicted.
 
         Raises StoreError if the catalog cannot be changed. The caller has checked the variant with `row_error`;
         otherwise TypeError, ValueError, AttributeError, OverflowError or struct.error may be raised too. After any
@@ -401,6 +439,9 @@ class Catalog:
         """
         key = variant.key
         with self._db.writing() as connection:
+            held = (key.chunk_id, *key.origin_prefix)
+            if removals.removed_among(connection, held, key.namespace):
+                return None
             scope = _scope_of(connection, variant)
             found = connection.execute(_BESIDE, (scope, key.chunk_id, variant.variant_id))
             beside = [_Candidate(*row) for row in found]
@@ -720,6 +761,14 @@ def _read(
         reason = str(error)
     nbytes = row.file_bytes if type(row.file_bytes) is int and row.file_bytes > 0 else 0
     return DamagedRow(FileRef(row.variant_id, row.created, nbytes), row.chunk_id, reason)
+
+
+def _readable_ids(packed: object) -> tuple[str, ...]:
+    """The ids of an origin prefix; () for a damaged one, which no look-up returns."""
+    try:
+        return unpack_ids(packed) if isinstance(packed, bytes | str) else ()
+    except (ValueError, TypeError, RecursionError):
+        return ()
 
 
 def _listed(namespace: str, fingerprint: str, row: CatalogRow) -> Listed | DamagedRow:

@@ -6,12 +6,12 @@ import sqlite3
 from pathlib import Path
 
 from cachecraft_rag.errors import StoreError
-from cachecraft_rag.store.catalog import found_texts
+from cachecraft_rag.store.catalog import found_texts, removals
 from cachecraft_rag.store.database import Failure, Kind, failure_of
 from cachecraft_rag.types.versions import IDENTITY_VERSION, LAYOUT_VERSION
 
 # A store of another version is set aside and built again. The last digits go up whenever a table changes.
-_VERSION = IDENTITY_VERSION * 10_000 + LAYOUT_VERSION * 100 + 3
+_VERSION = IDENTITY_VERSION * 10_000 + LAYOUT_VERSION * 100 + 4
 _TABLES = (
     """CREATE TABLE scopes (
          scope INTEGER PRIMARY KEY, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL,
@@ -47,6 +47,7 @@ _TABLES = (
          place INTEGER PRIMARY KEY, scope INTEGER NOT NULL, chunk_id TEXT NOT NULL,
          reuse_frequency REAL NOT NULL, saved REAL NOT NULL, UNIQUE (scope, chunk_id))""",
     *found_texts.TABLES,
+    *removals.TABLES,
 )
 
 
