@@ -285,8 +285,9 @@ class ChunkCacheStore(Closeable):
     def _without_removed(self, lookup: LookupResult, namespace: str) -> LookupResult:
         """Return the look-up without variants that hold or were shaped by a removed chunk.
 
-        Those on the remote are removed there: other engines may have sent them. Rows in the catalog are there only if a
-        removal was interrupted.
+        Those on the remote are removed there: other engines may have sent them. So are inexact ones that are older than
+        the latest removal, because a remote does not say what has shaped them beside their origin prefix. Rows in the
+        catalog are there only if a removal was interrupted.
         """
         names = set(lookup.variants)
         for variant in itertools.chain.from_iterable(lookup.variants.values()):
@@ -297,15 +298,22 @@ class ChunkCacheStore(Closeable):
             lambda catalog: catalog.removals.among(names, namespace),
             instead=nothing,
         )
-        if not removed:
+        latest = self._asked(
+            "Removed chunks are not known",
+            lambda catalog: catalog.removals.latest(namespace) if self._remote is not None else 0.0,
+            instead=0.0,
+        )
+        if not removed and not latest:
             return lookup
         kept: dict[str, list[Variant]] = {}
         for chunk_id, variants in lookup.variants.items():
             kept[chunk_id] = []
             for variant in variants:
-                if not variant.key.holds(removed):
+                on_remote = variant.home == "remote"
+                is_unknown = on_remote and variant.exact_share < 1.0 and variant.created <= latest
+                if not variant.key.holds(removed) and not is_unknown:
                     kept[chunk_id].append(variant)
-                elif variant.home == "remote":
+                elif on_remote:
                     self._remove_from_remote([variant])
         return replace(lookup, variants=kept, removed=removed.intersection(kept))
 
@@ -714,10 +722,11 @@ class ChunkCacheStore(Closeable):
     def remove_chunks(self, chunk_ids: Sequence[str], *, namespace: str | None = None) -> Evicted:
         """Remove chunks because their documents were removed: nothing here may hold or be shaped by them any more.
 
-        All variants of these chunks leave, and all variants of other chunks that were captured after one of them, as
-        rows, files and in memory. Until `readmit_chunks` no process that shares the folder stores such a variant: a
-        capture of one is dropped (`CaptureDrop.REMOVED`), and look-ups return none. On a remote, the variants that this
-        store knows of are removed in the background, and others when a look-up meets them.
+        All variants of these chunks leave, and all variants of other chunks that were captured after one of them, or
+        after a reused variant that it had shaped: as rows, files and in memory. Until `readmit_chunks` no process that
+        shares the folder stores such a variant: a capture of one is dropped (`CaptureDrop.REMOVED`), and look-ups
+        return none. On a remote, the variants that this store knows of are removed in the background, and others when a
+        look-up meets them.
 
         As in `evict`, the functions in `before_removal` are called first.
 

@@ -225,19 +225,20 @@ class DurableVariants:
         token_scores: TokenScores,
         *,
         extra_variant: bool = False,
+        sources: Sequence[Variant] = (),
     ) -> Unavailable | None:
         """Store a variant, and evict others if needed; return None, or the reason why it cannot be stored.
 
         It takes the place of an older variant of the same identity. Others are evicted for the byte budget, the number
         of variants, and the number of variants of its chunk; their files are deleted, and `on_removed` is called.
         Reasons are a read-only or deleted folder, a size beyond the whole byte budget, no room because of other
-        writers, and, of an `extra_variant`, a chunk that was removed meanwhile.
+        writers, and a chunk that was removed: its own, or one that has shaped it.
 
         Args:
             variant: the variant.
             encoded: its header and blocks.
             token_scores: its token scores.
-            extra_variant: see `types.captures.Capture`.
+            extra_variant, sources: see `types.captures.Capture`.
 
         Raises OSError if the disk fails or the system refuses a file or a lock, and StoreError if the catalog cannot be
         read or changed. Then its file is deleted, now or, if that fails, when the store is opened next. If the file was
@@ -273,6 +274,7 @@ class DurableVariants:
                 writer=writer,
                 limits=limits,
                 extra_variant=extra_variant,
+                sources=sources,
             )
         except (OSError, StoreError):
             self.delete([FileRef(variant.variant_id, variant.created)])
@@ -282,7 +284,7 @@ class DurableVariants:
             return Unavailable(
                 variant.variant_id,
                 CaptureDrop.REMOVED,
-                "its chunk, or one before it, was removed; add the document again to store it",
+                "its chunk, or what it was captured after, was removed",
             )
         self.delete(gone)
         return None

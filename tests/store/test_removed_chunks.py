@@ -28,8 +28,10 @@ from tests.engines import until
 PRICE = Chunk("The kettle costs 30 euros until the end of May, and it is sold only in Oslo. " * 2)
 DESCALING = Chunk("Empty the kettle before you descale it with vinegar, then rinse it twice. " * 2)
 TOASTER = Chunk("The toaster has a crumb tray; pull it out to the left and wash it by hand. " * 2)
+GARDEN = Chunk("Water the garden in the evening, and cover the roses before the first frost. " * 2)
 QUESTION = "How do I descale the kettle?"
 SHORT = SamplingParams(max_new_tokens=4)
+LONG = SamplingParams(max_new_tokens=80)
 CONFIG = ReuseConfig(alpha=0.3, loading="layerwise")
 Open = Callable[..., Engine]
 
@@ -68,6 +70,10 @@ def shaped(engine: Engine, chunk: Chunk) -> list[Variant]:
         for row in engine.store.rows(limit=1000)
         if row.variant.key.holds({chunk.chunk_id})
     ]
+
+
+def stored_chunks(engine: Engine) -> set[str]:
+    return {row.variant.key.chunk_id for row in engine.store.rows(limit=1000)}
 
 
 def first_logits(engine: Engine, *chunks: Chunk, **config: Any) -> torch.Tensor:
@@ -141,6 +147,46 @@ def test_nothing_that_a_removed_chunk_has_shaped_is_left(opened: Open) -> None:
         assert torch.equal(first_logits(engine, *chunks), first_logits(never, *chunks))
     full = first_logits(engine, DESCALING, reuse=False)
     assert torch.allclose(first_logits(engine, DESCALING), full, atol=1e-5)
+
+
+def test_what_a_reused_chunk_cache_has_passed_on_of_a_removed_chunk_leaves_too(
+    opened: Open,
+) -> None:
+    engine = opened()
+    ask(engine, PRICE, DESCALING)
+    # the toaster is captured after a chunk-cache that the price has shaped, in a prompt without the price
+    ask(engine, DESCALING, TOASTER)
+    ask(engine, TOASTER, GARDEN)  # and the garden after that of the toaster
+    before = stored_chunks(engine)
+
+    assert engine.store.remove_chunks([PRICE.chunk_id]).variants == 4
+
+    chunks = {chunk.chunk_id for chunk in (PRICE, DESCALING, TOASTER, GARDEN)}
+    assert stored_chunks(engine) == before - chunks
+
+
+def test_what_was_not_shaped_by_a_removed_chunk_stays(opened: Open) -> None:
+    engine = opened()
+    ask(engine, DESCALING, TOASTER)
+    ask(engine, TOASTER, GARDEN)  # inexact, but the price has no part in it
+    ask(engine, PRICE)
+    before = stored_chunks(engine)
+    engine.store.remove_chunks([PRICE.chunk_id])
+    assert stored_chunks(engine) == before - {PRICE.chunk_id}
+
+
+def test_a_request_that_reused_what_was_then_removed_stores_nothing_shaped_by_it(
+    opened: Open,
+) -> None:
+    engine = opened()
+    ask(engine, PRICE, DESCALING)
+    answer = engine.stream(QUESTION, [DESCALING, TOASTER], sampling=LONG)
+    next(answer)  # planned and computed; it captures once it has ended
+    opened().store.remove_chunks([PRICE.chunk_id])  # as another process does
+    for _ in answer:
+        pass
+    assert engine.settle(60)
+    assert TOASTER.chunk_id not in stored_chunks(engine)
 
 
 def test_private_chunk_caches_that_a_removed_chunk_has_shaped_leave_too(opened: Open) -> None:

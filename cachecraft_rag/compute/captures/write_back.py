@@ -49,6 +49,7 @@ class CaptureContext:
     primed          see `types.variants.Variant`
     extra_variants  segments that are captured once more, see `types.captures.Capture`
     removed         chunks that must not be stored any more
+    reused          variant that was reused for each segment, or None; () if no capture is inexact
     """
 
     segments: Sequence[Segment]
@@ -58,6 +59,7 @@ class CaptureContext:
     primed: bool = False
     extra_variants: Collection[int] = ()
     removed: RemovedChunks = field(default_factory=RemovedChunks)
+    reused: Sequence[Variant | None] = ()
 
 
 class WriteBackQueue:
@@ -215,6 +217,7 @@ class WriteBackQueue:
             primed=context.primed,
             extra_variant=capture.segment in context.extra_variants,
             mark=text_mark(segment.token_ids) if segment.kind == "chunk" else None,
+            sources=tuple(filter(None, context.reused[: capture.segment])),
             inter=statistics.inter,
             intra=statistics.intra,
             cci=statistics.cci,

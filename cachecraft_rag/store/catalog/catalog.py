@@ -34,7 +34,6 @@ from cachecraft_rag.store.catalog.rows import (
     packed,
     row_of,
     sum_of_scores,
-    unpack_ids,
     unpacked,
     variant_of_row,
 )
@@ -319,21 +318,21 @@ class Catalog:
     def shaped_by(
         self, chunk_ids: Collection[str], *, namespace: str | None
     ) -> list[Listed | DamagedRow]:
-        """Return the rows of these chunks, and of chunks that were captured after one of them; [] without any.
+        """Return the rows of these chunks, and of all variants that one of them has shaped; [] without any.
+
+        These were captured after it, or after a reused variant that it has shaped.
 
         `namespace` None means all namespaces. It reads every row. Raises StoreError if the catalog cannot be read.
         """
-        removed = frozenset(chunk_ids)
-        query = (
-            f"SELECT v.variant_id, v.chunk_id, v.origin_prefix FROM {_SCOPED} WHERE {_IN_NAMESPACE}"
-        )
+        removed = frozenset((*chunk_ids, removals.ANY))
+        query = f"""SELECT v.variant_id, v.chunk_id, v.origin_prefix, sh.chunk_ids
+            FROM {_SCOPED} LEFT JOIN shaping AS sh USING (variant_id) WHERE {_IN_NAMESPACE}"""
         with self._db.reading() as connection:
             names = [
                 variant_id
-                for variant_id, chunk_id, prefix in connection.execute(
-                    query, (namespace, namespace)
-                )
-                if chunk_id in removed or not removed.isdisjoint(_readable_ids(prefix))
+                for variant_id, chunk_id, *packed in connection.execute(query, (namespace,) * 2)
+                if chunk_id in removed
+                or any(not removed.isdisjoint(removals.readable_ids(ids)) for ids in packed)
             ]
         asked = f"{_LISTED} WHERE v.variant_id IN (SELECT value FROM json_each(?))"
         return [
@@ -419,6 +418,7 @@ class Catalog:
         writer: str,
         limits: Limits,
         extra_variant: bool = False,
+        sources: Sequence[Variant] = (),
     ) -> list[FileRef] | None:
         """Insert the row of a written file, in place of an older one of the same identity, whose f_r it inherits.
 
@@ -429,9 +429,10 @@ class Catalog:
         one, unless it has the same name, and those beyond the limits on the number of variants, in the chunk and in
         all; the new row itself stays. They are at risk on behalf of `writer`, the caller's token as in `reserve`, until
         the caller has deleted them and calls `settle`. What an `extra_variant` is, `types.captures.Capture` says.
-        Returns None, with nothing changed, if the chunk was removed on purpose, or one before it; the caller deletes
-        the file that it has written. These are chunks noted in `removals`, and for an `extra_variant` also a chunk that
-        has no variant left and is not remembered as evicted.
+        Returns None, with nothing changed, if the chunk was removed on purpose, or one that has shaped it, or if one of
+        the inexact `sources` has left (see `types.captures.Capture`); the caller deletes the file that it has written.
+        Removed are chunks noted in `removals`, and for an `extra_variant` also a chunk that has no variant left and is
+        not remembered as evicted.
 
         Raises StoreError if the catalog cannot be changed. The caller has checked the variant with `row_error`;
         otherwise TypeError, ValueError, AttributeError, OverflowError or struct.error may be raised too. After any
@@ -439,7 +440,10 @@ class Catalog:
         """
         key = variant.key
         with self._db.writing() as connection:
-            held = (key.chunk_id, *key.origin_prefix)
+            shaping = removals.shaping_of(connection, key, sources)
+            if shaping is None:
+                return None
+            held = (key.chunk_id, *key.origin_prefix, *shaping)
             if removals.removed_among(connection, held, key.namespace):
                 return None
             scope = _scope_of(connection, variant)
@@ -481,6 +485,7 @@ class Catalog:
                 connection.execute(
                     "INSERT OR REPLACE INTO token_scores VALUES (?,?)", (variant.variant_id, scores)
                 )
+            removals.note_shaping(connection, variant.variant_id, shaping)
             gone += _remove(connection, _depart(connection, over), writer, EvictionReason.COUNT_CAP)
             _settle(connection, [FileRef(variant.variant_id, variant.created)])
         # Two captures of one identity in the same clock tick share a file name; the file now belongs to the new row.
@@ -761,14 +766,6 @@ def _read(
         reason = str(error)
     nbytes = row.file_bytes if type(row.file_bytes) is int and row.file_bytes > 0 else 0
     return DamagedRow(FileRef(row.variant_id, row.created, nbytes), row.chunk_id, reason)
-
-
-def _readable_ids(packed: object) -> tuple[str, ...]:
-    """The ids of an origin prefix; () for a damaged one, which no look-up returns."""
-    try:
-        return unpack_ids(packed) if isinstance(packed, bytes | str) else ()
-    except (ValueError, TypeError, RecursionError):
-        return ()
 
 
 def _listed(namespace: str, fingerprint: str, row: CatalogRow) -> Listed | DamagedRow:
