@@ -219,12 +219,21 @@ def test_an_answer_its_statistics_and_its_ends(
             evicted.append(body) or {"variants": 2, "nbytes": 9},
         ),
     }
+    readmitted: list[Any] = []
+    evicting["/v1/cachecraft/readmit"] = lambda body: (
+        200,
+        readmitted.append(body) or {"removed": ["c"]},
+    )
     with serving(evicting) as url, HTTPEngine.connect(url) as engine:
         assert engine.store.evict(RowFilter(chunk_ids=())) == Evicted(0, 0)
+        assert engine.store.remove_chunks(()) == Evicted(0, 0)
         assert engine.store.evict(RowFilter(chunk_ids=("a", "b"))) == Evicted(2, 9)
         with pytest.raises(UnsupportedCallError, match="by chunk ids"):
             engine.store.evict()
-    assert evicted == [{"chunk_ids": ["a", "b"]}]
+        assert engine.store.remove_chunks(("a",)) == Evicted(2, 9)
+        assert engine.store.readmit_chunks(("a",)) == {"c"}
+    assert evicted == [{"chunk_ids": ["a", "b"]}, {"chunk_ids": ["a"], "removed": True}]
+    assert readmitted == [{"chunk_ids": ["a"]}]
     refusing = {**answers, "/v1/chat/completions": (400, {"error": {"message": "n: leave it out"}})}
     with serving(refusing) as url, HTTPEngine.connect(url) as engine:
         stream = engine.stream("x", [])
