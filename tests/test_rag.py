@@ -20,9 +20,10 @@ from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.indexer import index_documents
 from cachecraft_rag.retrievers.retriever import open_index
+from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
-from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types.documents import Document
+from cachecraft_rag.store import ChunkCacheStore, RowFilter
+from cachecraft_rag.types.documents import Chunk, Document
 from cachecraft_rag.types.progress import Progress
 
 PAGES = ("kettle-wren-k2.md", "descaling.md", "warranty.md")
@@ -224,6 +225,57 @@ def test_the_chunk_caches_of_a_removed_document_go_with_it(
             "pages/kettle-wren-k2.md",
             "pages/descaling.md",
         }
+
+
+def test_a_text_removed_between_retrieval_and_answer_is_not_captured_until_it_is_added_again(
+    tiny: CacheCraft, documents: Path
+) -> None:
+    store = tiny.engine.store
+    assert isinstance(store, ChunkCacheStore)
+    tiny.add_documents(documents)
+    held = [Chunk(hit.text, hit.metadata) for hit in tiny.retrieve("warranty", top_k=3)]
+    ids = tuple(chunk.chunk_id for chunk in held)
+
+    def ask() -> Generation:
+        stream = tiny.engine.stream(QUESTION, held, sampling=SHORT)
+        for _ in stream:
+            pass
+        assert tiny.engine.settle(60)
+        return stream
+
+    tiny.remove_documents([document.doc_id for document in tiny.documents()])
+    stats = ask().stats
+    assert store.rows(RowFilter(chunk_ids=ids)) == []
+    assert {chunk.reason for chunk in stats.chunks} == {
+        "its document was removed; neither it nor chunks after it are stored until it is added again"
+    }
+
+    # opened again, over the same folders
+    CacheCraft(tiny.engine, tiny.index, tiny.embedder)
+    ask()
+    assert store.rows(RowFilter(chunk_ids=ids)) == []
+
+    tiny.add_documents(documents)
+    ask()
+    assert {chunk.outcome for chunk in ask().stats.chunks} == {"exact"}
+
+
+def test_no_chunk_cache_names_a_removed_chunk_before_it(tiny: CacheCraft) -> None:
+    store = tiny.engine.store
+    assert isinstance(store, ChunkCacheStore)
+    tiny.add_documents(
+        [
+            Document("price", "The Wren K2 kettle costs 30 euros in May."),
+            Document("descaling", "Descale the Wren K2 kettle with vinegar."),
+        ]
+    )
+    for question in ("What does the kettle cost?", "How do I descale the kettle?"):
+        tiny.ask(question, top_k=2, sampling=SHORT)
+        assert tiny.engine.settle(60)
+    report = tiny.remove_documents(["price"])
+    assert report.chunk_caches >= 2
+    left = {name for row in store.rows() for name in row.variant.key.origin_prefix}
+    assert left.isdisjoint(report.chunk_ids)
 
 
 def test_documents_in_memory_and_filters(fresh: CacheCraft) -> None:

@@ -167,7 +167,7 @@ def test_documents_are_listed_and_removed_with_their_chunk_caches(rag: CacheCraf
         "pages/kettle",
         "pages/oven",
     ]
-    rag.prime()
+    rag.prime(alone=True)  # not after one another
     before = rag.engine.store.stats().chunks
     with pytest.raises(DocumentError, match="did you mean notes"):
         rag.remove_documents(["pages/kettle", "note"])
@@ -195,7 +195,8 @@ def test_chunk_caches_that_could_not_be_deleted_are_deleted_by_the_next_call(
             Engine(decoder, store) as engine,
         ):
             rag = CacheCraft(engine, index, embedder)
-            rag.add_documents(pages, prime=True)
+            rag.add_documents(pages)
+            rag.prime(alone=True)  # not after one another
             first, second, *_ = PAGES
             before = store.stats().chunks
         with pytest.raises(StoreError, match="left the index, but their chunk-caches"):

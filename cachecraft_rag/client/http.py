@@ -401,6 +401,24 @@ class ServerCaches(Caches):
         with checked_reply(self._link.url, "the result of an eviction"):
             return replies.evicted(reply)
 
+    def remove_chunks(self, chunk_ids: Sequence[str]) -> Evicted:
+        """Remove these chunks with their documents, see `ChunkCacheStore.remove_chunks`; return what was removed.
+
+        Without ids the server is not asked. Raises what `evict` raises.
+        """
+        if not chunk_ids:
+            return Evicted(0, 0)
+        body = {"chunk_ids": list(chunk_ids), "removed": True}
+        reply = self._link.call("/v1/cachecraft/evict", body)
+        with checked_reply(self._link.url, "the result of an eviction"):
+            return replies.evicted(reply)
+
+    def readmit_chunks(self, chunk_ids: Sequence[str]) -> frozenset[str]:
+        """Let these chunks be stored again; return the ids of those that stay removed. Raises what `evict` raises."""
+        reply = self._link.call("/v1/cachecraft/readmit", {"chunk_ids": list(chunk_ids)})
+        with checked_reply(self._link.url, "the removed chunks"):
+            return replies.removed_chunks(reply)
+
 
 def request_sized(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
     """Divide chunks, in order, into parts that the server takes in one request to prime: yield each as a list.

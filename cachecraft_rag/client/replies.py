@@ -272,6 +272,14 @@ def evicted(reply: object) -> Evicted:
     )
 
 
+def removed_chunks(reply: object) -> frozenset[str]:
+    """Return the ids of the chunks that a server keeps removed; for use within `checked_reply`.
+
+    Raises KeyError if the reply lacks them, TypeError for a value of a wrong type.
+    """
+    return frozenset(text_of(name) for name in list_of(mapping_of(reply)["removed"]))
+
+
 def new_tokens(event: Mapping[str, object]) -> list[int]:
     """Return the new token ids of an event of a streamed answer, in order; empty if it has none.
 

@@ -103,7 +103,14 @@ def resolve(
     lost: dict[str, str] = {}
     with ExitStack() as close_on_error:
         while True:
-            plan = make_plan(prompt, found.variants, config, lost=lost, refused=found.refused)
+            plan = make_plan(
+                prompt,
+                found.variants,
+                config,
+                lost=lost,
+                refused=found.refused,
+                removed=found.removed,
+            )
             chosen = {
                 planned.variant.variant_id: planned.variant
                 for planned in plan.segments

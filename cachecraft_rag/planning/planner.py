@@ -6,7 +6,7 @@ Plans are made from metadata only, before any tensor is loaded or computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
@@ -102,6 +102,7 @@ def make_plan(
     *,
     lost: Mapping[str, str] = MappingProxyType({}),
     refused: Mapping[str, str] = MappingProxyType({}),
+    removed: Set[str] = frozenset(),
 ) -> Plan:
     """Choose for each segment the stored variant with the lowest CFO, or to compute it.
 
@@ -122,6 +123,7 @@ def make_plan(
         config: settings of reuse.
         lost: variant id → the reason why it could not be loaded when an earlier plan chose it. It is not chosen again.
         refused: segment id → the reason why a stored variant is not among `stored`.
+        removed: ids of segments that were removed with their documents.
 
     Returns:
         A plan with one `SegmentPlan` per segment, in prompt order. Each `recompute` is empty. A segment without a
@@ -162,6 +164,8 @@ def make_plan(
                 plan = replace(plan, reason=Reason.NOT_LOADED, detail=detail)
             elif plan.variant is None and not variants and segment.segment_id in refused:
                 plan = replace(plan, reason=Reason.REFUSED, detail=refused[segment.segment_id])
+            elif plan.variant is None and segment.segment_id in removed:
+                plan = replace(plan, reason=Reason.REMOVED)
 
         plans.append(plan)
         if segment.kind == "chunk":

@@ -30,6 +30,7 @@ class Reason(StrEnum):
     short_prompt      the prompt has fewer tokens than `min_prompt_tokens`
     not_stored        no variant of it for this model and namespace in the store or its remote
     refused           a variant is stored, but is damaged or not trusted, see `LookupResult.refused`
+    removed           its document was removed: nothing of it, or of chunks after it, is stored until it is added again
     other_tokens      the variants hold the same text as other tokens
     other_prefix      `scope` is not "anywhere", and no variant was captured exactly after this prefix
     not_worth_fixing  CFO, which `alpha` scales, is 1 for every variant, and no `recompute_ratio` is set
@@ -69,6 +70,10 @@ class Reason(StrEnum):
     )
     NOT_STORED = "not_stored", "no chunk-cache stored"
     REFUSED = "refused", "what is stored cannot be used"
+    REMOVED = (
+        "removed",
+        "its document was removed; neither it nor chunks after it are stored until it is added again",
+    )
     OTHER_TOKENS = "other_tokens", "stored chunk-caches were tokenised differently"
     OTHER_PREFIX = "other_prefix", "not stored exactly after the chunks before it"
     NOT_WORTH_FIXING = "not_worth_fixing", "CFO is 1: fixing it costs as much as computing it"

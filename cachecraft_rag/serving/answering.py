@@ -275,6 +275,7 @@ class Answering:
                 segments = [segment for segment in prompt.segments if segment.kind != "question"]
                 found = self.look_up(segments, session=request.session)
                 progress.looked_up(found.remote)
+                progress.removed.update(found.removed)
             return resolve(
                 prompt,
                 found,
@@ -323,7 +324,12 @@ class Answering:
         lengths = [len(segment.token_ids) for segment in prompt.segments]
         shares = exact_shares(progress.plan, lengths)
         context = CaptureContext(
-            prompt.segments, prompt.bounds, shares, request.session, removed=progress.removed
+            prompt.segments,
+            prompt.bounds,
+            shares,
+            request.session,
+            removed=progress.removed,
+            reused=[planned.variant for planned in progress.plan.segments],
         )
         self.write_back.submit(result.recorder, result.buffer.kv[:, 0], context)
         self.stored_changed()

@@ -311,8 +311,8 @@ class VariantMaker:
         """Compute and store the missing variants of a candidate; returns why not all are stored, or None."""
         yield Call(lambda: None)  # puts the look-up off until the loop is idle
         planned = yield self.loop.aside(self._plan, candidate)
-        if planned is None:
-            return Dropped.STORED
+        if isinstance(planned, Dropped):
+            return planned
 
         prompt, resolved, loads = planned
         try:
@@ -349,12 +349,14 @@ class VariantMaker:
                 self._wanted.stored(1)
         return refused
 
-    def _plan(self, candidate: Candidate) -> tuple[Prompt, Resolved, PendingLoads] | None:
-        """Plan up to the last chunk that is not stored after its prefix, and begin to load; None if all are stored."""
+    def _plan(self, candidate: Candidate) -> tuple[Prompt, Resolved, PendingLoads] | Dropped:
+        """Plan up to the last chunk that is not stored after its prefix, and begin to load; or say why not."""
         found = self.look_up(candidate.segments, session=candidate.session)
+        if found.removed:  # by a process that could not tell this one
+            return Dropped.REMOVED
         missing = missing_of(candidate, found)
         if not missing:
-            return None
+            return Dropped.STORED
         prompt = Prompt(candidate.segments[: max(missing) + 1])
         offered = exact_only(found)
         resolved = resolve(

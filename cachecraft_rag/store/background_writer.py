@@ -10,8 +10,9 @@ import time
 import weakref
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -248,7 +249,13 @@ class BackgroundWriter:
             return self._drop(variant, Unavailable(variant.variant_id, CaptureDrop.FAILED, why))
         # A chunk that was removed here may still be on a remote, which counts as stored.
         extra_variant = capture.extra_variant and self._remote is None
-        refused = self._written(variant, encoded, capture.token_scores, extra_variant=extra_variant)
+        refused = self._written(
+            variant,
+            encoded,
+            capture.token_scores,
+            extra_variant=extra_variant,
+            sources=capture.sources,
+        )
         if refused is not None:
             self._drop(variant, refused)
         else:
@@ -257,7 +264,8 @@ class BackgroundWriter:
             with self._lock:
                 self._captures["stored"] += 1
         # Shared captures are sent to the remote even if the disk has no room for them.
-        if self._remote is not None and capture.session is None:
+        is_removed = refused is not None and refused.code is CaptureDrop.REMOVED
+        if self._remote is not None and capture.session is None and not is_removed:
             self._remote.put(variant, encoded, capture.token_scores)
         return refused or variant
 
@@ -275,10 +283,13 @@ class BackgroundWriter:
         scores: TokenScores,
         *,
         extra_variant: bool = False,
+        sources: Sequence[Variant] = (),
     ) -> Unavailable | None:
         """Write a variant; return None, or the reason why it cannot be written."""
         try:
-            return self._durable.write(variant, encoded, scores, extra_variant=extra_variant)
+            return self._durable.write(
+                variant, encoded, scores, extra_variant=extra_variant, sources=sources
+            )
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 return Unavailable(
@@ -300,7 +311,10 @@ class BackgroundWriter:
                 return  # another request or process has fetched it too
         except StoreError:  # writing it reports the reason
             pass
-        refused = self._written(variant, encoded, scores.get(variant.variant_id, TokenScores()))
+        # what has shaped it is known to the engine that sent it
+        sources = (replace(variant, home="remote"),)
+        known = scores.get(variant.variant_id, TokenScores())
+        refused = self._written(variant, encoded, known, sources=sources)
         if refused is not None:
             self._warn_once(
                 refused.code, f"A chunk-cache from the remote is not kept on disk: {refused.reason}"

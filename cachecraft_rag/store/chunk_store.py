@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -37,7 +37,7 @@ from cachecraft_rag.store.catalog_records import (
 )
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.config import DEFAULT_LIMITS, StoreConfig, StoreStats
-from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted
+from cachecraft_rag.store.durable import CheckReport, DurableVariants, Evicted, file_of
 from cachecraft_rag.store.eviction import Use, policy_named
 from cachecraft_rag.store.files.disk import Throttle
 from cachecraft_rag.store.layout import READ_ERRORS, StoredVariant, open_source, unreadable
@@ -246,6 +246,7 @@ class ChunkCacheStore(Closeable):
                 ]
             lookup.refused.update(there.refused)
             lookup = replace(lookup, remote=there.remote)
+        lookup = self._without_removed(lookup, namespace)
         with self._lock:
             self._lookups.update(lookup.outcomes())
         return lookup
@@ -280,6 +281,46 @@ class ChunkCacheStore(Closeable):
         for file, chunk_id, reason in flawed:
             lookup.refused[chunk_id] = reason
             self._writer.discard(file, chunk_id, reason)
+
+    def _without_removed(self, lookup: LookupResult, namespace: str) -> LookupResult:
+        """Return the look-up without variants that hold or were shaped by a removed chunk.
+
+        Those on the remote are removed there: other engines may have sent them. So are inexact ones that are older than
+        the latest removal, because a remote does not say what has shaped them beside their origin prefix. Rows in the
+        catalog are there only if a removal was interrupted.
+        """
+        names = set(lookup.variants)
+        for variant in itertools.chain.from_iterable(lookup.variants.values()):
+            names.update(variant.key.origin_prefix)
+        nothing: frozenset[str] = frozenset()
+        removed = self._asked(
+            "Removed chunks are not known",
+            lambda catalog: catalog.removals.among(names, namespace),
+            instead=nothing,
+        )
+        latest = self._asked(
+            "Removed chunks are not known",
+            lambda catalog: catalog.removals.latest(namespace) if self._remote is not None else 0.0,
+            instead=0.0,
+        )
+        if not removed and not latest:
+            return lookup
+        kept: dict[str, list[Variant]] = {}
+        for chunk_id, variants in lookup.variants.items():
+            kept[chunk_id] = []
+            for variant in variants:
+                on_remote = variant.home == "remote"
+                is_unknown = on_remote and variant.exact_share < 1.0 and variant.created <= latest
+                if not variant.key.holds(removed) and not is_unknown:
+                    kept[chunk_id].append(variant)
+                elif on_remote:
+                    self._remove_from_remote([variant])
+        return replace(lookup, variants=kept, removed=removed.intersection(kept))
+
+    def _remove_from_remote(self, variants: Iterable[Variant]) -> None:
+        for variant in variants:
+            if self._remote is not None and variant.session is None:
+                self._remote.remove(variant)
 
     def token_scores(self, variant_ids: Sequence[str]) -> dict[str, TokenScores]:
         """Return variant id → token scores, for every given id; {} without ids. The arrays are copies.
@@ -677,6 +718,70 @@ class ChunkCacheStore(Closeable):
             return self._durable.evict(chosen, down_to_bytes=down_to_bytes)
         finally:
             self._finish_interrupted()
+
+    def remove_chunks(self, chunk_ids: Sequence[str], *, namespace: str | None = None) -> Evicted:
+        """Remove chunks because their documents were removed: nothing here may hold or be shaped by them any more.
+
+        All variants of these chunks leave, and all variants of other chunks that were captured after one of them, or
+        after a reused variant that it had shaped: as rows, files and in memory. Until `readmit_chunks` no process that
+        shares the folder stores such a variant: a capture of one is dropped (`CaptureDrop.REMOVED`), and look-ups
+        return none. On a remote, the variants that this store knows of are removed in the background, and others when a
+        look-up meets them.
+
+        As in `evict`, the functions in `before_removal` are called first.
+
+        Args:
+            chunk_ids: ids of the chunks; without any nothing happens.
+            namespace: the tenant; None: all.
+
+        Returns:
+            The number of the variants that were removed from the folder, and their bytes on disk.
+
+        Raises:
+            ConfigError: a chunk id is no text or holds a NUL, or `namespace` is no text.
+            StoreError: the store is closed, its folder is gone, or its catalog cannot be read or written. Some variants
+                may be removed then; call it again.
+            ForkError: this process is a fork of the one that opened the store.
+
+        Exceptions of the functions in `before_removal` pass.
+        """
+        names = RowFilter(namespace=namespace, chunk_ids=tuple(chunk_ids)).chunk_ids or ()
+        self._require_folder()
+        if not names:
+            return Evicted(0, 0)
+        for callback in self.before_removal:
+            callback(names)
+        try:
+            rows = self._durable.remove_chunks(names, namespace=namespace)
+        finally:
+            self._finish_interrupted()
+        self._remove_from_remote(row.variant for row in rows if isinstance(row, Listed))
+        if self._remote is not None:
+            for scope in self._durable.catalog.scopes(namespace):
+                found = self._remote.find(*scope, names)
+                self._remove_from_remote(itertools.chain.from_iterable(found.variants.values()))
+        files = {file_of(row) for row in rows}
+        return Evicted(len(files), sum(file.file_bytes for file in files))
+
+    def readmit_chunks(
+        self, chunk_ids: Sequence[str], *, namespace: str | None = None
+    ) -> frozenset[str]:
+        """Let these chunks be stored again, because a document with their text was added; return those still removed.
+
+        Args:
+            chunk_ids: ids of the chunks; () only returns the removed ones. Ids that were not removed are ignored.
+            namespace: the tenant; None: all.
+
+        Raises StoreError if the store is closed, its folder is gone, or its catalog cannot be read or, with ids, be
+        written; ConfigError for a chunk id that is no text or holds a NUL; and ForkError in a fork of the process that
+        opened the store.
+        """
+        names = RowFilter(namespace=namespace, chunk_ids=tuple(chunk_ids)).chunk_ids
+        self._require_folder()
+        removals = self._durable.catalog.removals
+        if names:
+            removals.readmit(names, namespace)
+        return removals.noted(namespace)
 
     def check(
         self, *, repair: bool = False, progress: Callable[[Progress], None] | None = None

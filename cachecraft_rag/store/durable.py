@@ -114,6 +114,18 @@ class Caches(Protocol):
             UnsupportedCallError: a server is asked with no filter, or with one that has more than chunk ids.
         """
 
+    def remove_chunks(self, chunk_ids: Sequence[str]) -> Evicted:
+        """Remove all chunk-caches that hold or were shaped by these chunks, and refuse new ones until `readmit_chunks`.
+
+        Returns and raises the same as `evict`.
+        """
+
+    def readmit_chunks(self, chunk_ids: Sequence[str]) -> frozenset[str]:
+        """Let chunk-caches of these chunks be stored again; return the ids of the chunks that stay removed.
+
+        Without ids it only returns these. Raises the same as `evict`.
+        """
+
 
 class DurableVariants:
     """The catalog and the disk tier of one store folder, changed only in an order that survives a kill.
@@ -213,19 +225,20 @@ class DurableVariants:
         token_scores: TokenScores,
         *,
         extra_variant: bool = False,
+        sources: Sequence[Variant] = (),
     ) -> Unavailable | None:
         """Store a variant, and evict others if needed; return None, or the reason why it cannot be stored.
 
         It takes the place of an older variant of the same identity. Others are evicted for the byte budget, the number
         of variants, and the number of variants of its chunk; their files are deleted, and `on_removed` is called.
         Reasons are a read-only or deleted folder, a size beyond the whole byte budget, no room because of other
-        writers, and, of an `extra_variant`, a chunk that was removed meanwhile.
+        writers, and a chunk that was removed: its own, or one that has shaped it.
 
         Args:
             variant: the variant.
             encoded: its header and blocks.
             token_scores: its token scores.
-            extra_variant: see `types.captures.Capture`.
+            extra_variant, sources: see `types.captures.Capture`.
 
         Raises OSError if the disk fails or the system refuses a file or a lock, and StoreError if the catalog cannot be
         read or changed. Then its file is deleted, now or, if that fails, when the store is opened next. If the file was
@@ -261,6 +274,7 @@ class DurableVariants:
                 writer=writer,
                 limits=limits,
                 extra_variant=extra_variant,
+                sources=sources,
             )
         except (OSError, StoreError):
             self.delete([FileRef(variant.variant_id, variant.created)])
@@ -268,7 +282,9 @@ class DurableVariants:
         if gone is None:
             self.delete([FileRef(variant.variant_id, variant.created)])
             return Unavailable(
-                variant.variant_id, CaptureDrop.REMOVED, "its chunk was removed meanwhile"
+                variant.variant_id,
+                CaptureDrop.REMOVED,
+                "its chunk, or what it was captured after, was removed",
             )
         self.delete(gone)
         return None
@@ -302,6 +318,32 @@ class DurableVariants:
         files = self.catalog.chosen(chosen, down_to_bytes=down_to_bytes)
         gone = self._evict(files, EvictionReason.ADMINISTRATOR, forget=chosen.chunk_ids or ())
         return Evicted(len(gone), sum(file.file_bytes for file in gone))
+
+    def remove_chunks(
+        self, chunk_ids: Sequence[str], *, namespace: str | None
+    ) -> list[Listed | DamagedRow]:
+        """Remove all variants of these chunks, and those captured after one of them; refuse to store others.
+
+        The refusal is noted first: no process stores such a variant after the rows were read here. On a full disk the
+        files are deleted first, which makes room for the note.
+
+        Returns the rows that were there. Raises StoreError if the catalog cannot be read or changed; call it again.
+        """
+        found: list[Listed | DamagedRow] = []
+        try:
+            self.catalog.removals.note(chunk_ids, namespace)
+        except DiskFullError:
+            found = self._remove_shaped(chunk_ids, namespace)
+            self.catalog.removals.note(chunk_ids, namespace)
+        return found + self._remove_shaped(chunk_ids, namespace)
+
+    def _remove_shaped(
+        self, chunk_ids: Sequence[str], namespace: str | None
+    ) -> list[Listed | DamagedRow]:
+        rows = self.catalog.shaped_by(chunk_ids, namespace=namespace)
+        files = [file_of(row) for row in rows]
+        self._evict(files, EvictionReason.ADMINISTRATOR, forget=chunk_ids)
+        return rows
 
     def _evict(
         self, files: list[FileRef], why: EvictionReason, *, forget: Sequence[str] = ()
@@ -509,6 +551,13 @@ class DurableVariants:
                 repair=repair,
             )
         ]
+
+
+def file_of(row: Listed | DamagedRow) -> FileRef:
+    """Return the file of a row, with its size."""
+    if isinstance(row, DamagedRow):
+        return row.file
+    return FileRef(row.variant.variant_id, row.variant.created, row.file_bytes)
 
 
 def _unusable(root: Path, error: OSError) -> StoreError:

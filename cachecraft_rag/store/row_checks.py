@@ -28,6 +28,7 @@ class LookupResult:
 
     variants  chunk id → variants, for every given id; a list may be empty
     refused   chunk id → reason why a stored variant was refused; other variants of the chunk may have been found
+    removed   those of the given chunks that were removed with their documents: nothing of them is stored
     remote    outcome of the remote look-up: "answered", "left alone", "too slow" or "failed"; None if the look-up did
               not need the remote, or the store has no remote
     """
@@ -35,6 +36,7 @@ class LookupResult:
     variants: dict[str, list[Variant]]
     refused: dict[str, str] = field(default_factory=dict)
     remote: str | None = None
+    removed: frozenset[str] = frozenset()
 
     def outcomes(self) -> dict[str, int]:
         """Return outcome → number of chunks: "found" and "not_stored", maybe 0, and "refused" if it is not 0.

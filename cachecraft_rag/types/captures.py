@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cachecraft_rag.types.kv_layout import KVLayout
-from cachecraft_rag.types.variants import VariantKey
+from cachecraft_rag.types.variants import Variant, VariantKey
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,6 +33,7 @@ class Capture:
     extra_variant  True for a further variant of a stored chunk, which is dropped if a process has removed that chunk
     mark           mark by which its text is recognised in prompts, and the position of its last token
                    (`planning.found_text.marks`)
+    sources        variants that were reused before it: what has shaped them has shaped it
     """
 
     key: VariantKey
@@ -48,6 +49,7 @@ class Capture:
     primed: bool = False
     extra_variant: bool = False
     mark: tuple[int, int] | None = None
+    sources: tuple[Variant, ...] = ()
 
 
 class RemovedChunks(set[str]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -26,6 +27,10 @@ class VariantKey:
     fingerprint: str
     chunk_id: str
     origin_prefix: tuple[str, ...]
+
+    def holds(self, chunk_ids: Set[str]) -> bool:
+        """Return True if the chunk, or a segment before it, is one of these."""
+        return self.chunk_id in chunk_ids or not chunk_ids.isdisjoint(self.origin_prefix)
 
     @property
     def variant_id(self) -> str:

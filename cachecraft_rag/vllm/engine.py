@@ -305,6 +305,8 @@ class VLLMBackend:
     def _capture_missing(self, candidate: Candidate) -> Captured:
         """Capture the missing variants of a candidate by a request that runs while the server is idle."""
         stored = self._look_up(candidate.segments, session=candidate.session)
+        if stored.removed:
+            return Captured(dropped=Dropped.REMOVED)
         missing = missing_of(candidate, stored)
         if not missing:
             return Captured(dropped=Dropped.STORED)

@@ -311,6 +311,14 @@ class FaissStore(Closeable):
         with self._opened().snapshot() as db:
             return dict(db.execute("SELECT chunk_id, place FROM removed_chunks ORDER BY place"))
 
+    @property
+    def has_removed(self) -> bool:
+        """True if a chunk has ever left this index. Raises IndexStoreError if it is closed or cannot be read."""
+        with self._opened().reading() as db:
+            return bool(
+                db.execute("SELECT 1 FROM sqlite_sequence WHERE name = 'removed_chunks'").fetchall()
+            )
+
     def forget_removed(self, places: Iterable[int]) -> None:
         """Forget removed chunks by their numbers in `removed_chunks`: their chunk-caches are deleted. Return None.
 

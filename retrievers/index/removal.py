@@ -10,9 +10,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from cachecraft_rag.checks import check_text, listed
-from cachecraft_rag.errors import CacheCraftError, DocumentError, ServerError, StoreError
+from cachecraft_rag.errors import (
+    CacheCraftError,
+    ConfigError,
+    DocumentError,
+    ServerError,
+    StoreError,
+)
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
-from cachecraft_rag.store import RowFilter
+from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.durable import Caches
 
 GRACE_S = 60.0  # an upsert of a framework is a deletion, then embedding, then an addition
@@ -89,7 +95,9 @@ def remove_documents(
 def evict_removed(index: FaissStore, caches: Caches | None) -> tuple[int, int]:
     """Delete the chunk-caches of all chunks that left the index and are not back; return their number, and their bytes.
 
-    These chunks are noted in the index until this has succeeded, also by another process (`FaissStore.removed_chunks`).
+    Chunk-caches that were captured after such a chunk are deleted too. Until a chunk is in the index again and this is
+    called, none is stored: neither of it nor after it. These chunks are noted in the index until this has succeeded,
+    also by another process (`FaissStore.removed_chunks`).
     Both numbers are 0 without `caches` or such chunks. Raises what `evict_chunks` raises, IndexStoreError if the index
     is closed or cannot be read or written, and ForkError in a fork of the process that opened it.
     """
@@ -99,11 +107,28 @@ def evict_removed(index: FaissStore, caches: Caches | None) -> tuple[int, int]:
     freed = evict_chunks(caches, removed)
     if removed:
         index.forget_removed(removed.values())
+    if isinstance(caches, ChunkCacheStore) or index.has_removed:
+        _readmit(index, caches)
     return freed
 
 
+def _readmit(index: FaissStore, caches: Caches) -> None:
+    """Let chunks that are back in the index be stored again; a failure is logged, and the next call tries again."""
+    try:
+        back = index.present(caches.readmit_chunks(()))
+        if back:
+            caches.readmit_chunks(tuple(back))
+            # removed by another process since
+            evict_chunks(caches, back - index.present(back))
+    except (StoreError, ServerError, ConfigError) as error:
+        logger.warning(
+            "chunks that were removed and added again are not reused until the next addition or opening: %s",
+            error,
+        )
+
+
 def evict_chunks(caches: Caches | None, chunk_ids: Iterable[str]) -> tuple[int, int]:
-    """Delete the chunk-caches of these chunks; return their number, and their bytes on disk.
+    """Delete the chunk-caches of these chunks and those captured after them; return their number and bytes on disk.
 
     Both are 0 without `caches` or chunks, and nothing is raised then. Raises ConfigError for a chunk id with a NUL,
     StoreError if the store is closed, its folder is gone or its catalog cannot be read or written, and ForkError in a
@@ -113,7 +138,7 @@ def evict_chunks(caches: Caches | None, chunk_ids: Iterable[str]) -> tuple[int, 
     chosen = tuple(chunk_ids)
     if caches is None or not chosen:
         return 0, 0
-    freed = caches.evict(RowFilter(chunk_ids=chosen))
+    freed = caches.remove_chunks(chosen)
     return freed.variants, freed.nbytes
 
 

@@ -40,6 +40,10 @@ def evict(engine: HTTPEngine) -> None:
     engine.store.evict(RowFilter(chunk_ids=("a",)))
 
 
+def readmit(engine: HTTPEngine) -> None:
+    engine.store.readmit_chunks(("a",))
+
+
 def prime(engine: HTTPEngine) -> None:
     engine.primer().prime([Chunk("vinegar")])
 
@@ -101,6 +105,8 @@ REPLIES: dict[str, tuple[Callable[[HTTPEngine], None], str, Any]] = {
     "a disk with texts": (disk, "/v1/cachecraft/prime", {"disk": {"used": "x"}}),
     "an eviction of nothing known": (evict, "/v1/cachecraft/evict", {"x": 1}),
     "an eviction that is a list": (evict, "/v1/cachecraft/evict", []),
+    "no removed chunks": (readmit, "/v1/cachecraft/readmit", {"x": 1}),
+    "removed chunks that are numbers": (readmit, "/v1/cachecraft/readmit", {"removed": [1]}),
     "no JSON": (evict, "/v1/cachecraft/evict", "{"),
     "a number that is none": (evict, "/v1/cachecraft/evict", '{"variants": NaN, "nbytes": 1}'),
     "a number of ten thousand digits": (

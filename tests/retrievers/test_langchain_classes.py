@@ -248,10 +248,9 @@ def test_a_store_made_from_documents_deletes_chunk_caches_too(
             documents, embedding, folder=tmp_path / "index", caches=caches
         )
         with made as store:
-            ChatCacheCraft(engine=engine, max_tokens=2).invoke(
-                "What?", documents=store.similarity_search("0", k=2)
-            )
-            assert engine.settle()
+            for document in store.similarity_search("0", k=2):
+                ChatCacheCraft(engine=engine, max_tokens=2).invoke("What?", documents=[document])
+                assert engine.settle()
             store.delete(["b"])
         kept = {row.variant.key.chunk_id for row in caches.rows()}
         assert chunk_id_of("0 kept") in kept
@@ -260,6 +259,31 @@ def test_a_store_made_from_documents_deletes_chunk_caches_too(
         CacheCraftVectorStore.from_documents(
             documents, embedding, folder=tmp_path / "index", cashes=None
         )
+
+
+def test_documents_that_were_retrieved_before_their_deletion_leave_no_chunk_cache(
+    embedding: Directions, tiny_decoder: Callable[..., Decoder], tmp_path: Path
+) -> None:
+    documents = [Document("0 kept", id="a"), Document("1 gone", id="b")]
+    with (
+        ChunkCacheStore.open(tmp_path / "caches") as caches,
+        Engine(tiny_decoder("Llama"), caches) as engine,
+        CacheCraftVectorStore.from_documents(
+            documents, embedding, folder=tmp_path / "index", caches=caches
+        ) as store,
+    ):
+        chat = ChatCacheCraft(engine=engine, max_tokens=2)
+        held = store.similarity_search("1", k=2)
+        store.delete(["b"])
+        store.add_documents([Document("2 new", id="c")])
+        chat.invoke("What?", documents=held)
+        assert engine.settle()
+        gone = chunk_id_of("1 gone")
+        assert gone not in {row.variant.key.chunk_id for row in caches.rows()}
+        store.add_documents([documents[1]])
+        chat.invoke("What?", documents=held)
+        assert engine.settle()
+        assert gone in {row.variant.key.chunk_id for row in caches.rows()}
 
 
 def test_over_the_facades_index(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> None:
@@ -313,10 +337,9 @@ def test_an_upsert_by_deletion_and_addition_keeps_what_did_not_change(
         index = FaissStore.open(tmp_path / "index", dim=2, embedder_fingerprint="directions@1")
         with index, CacheCraftVectorStore(index, embedding, caches=caches) as store:
             store.add_texts(["0 same", "1 old"], ids=["a", "b"])
-            ChatCacheCraft(engine=engine, max_tokens=2).invoke(
-                "What?", documents=store.similarity_search("0")
-            )
-            assert engine.settle()
+            for document in store.similarity_search("0"):
+                ChatCacheCraft(engine=engine, max_tokens=2).invoke("What?", documents=[document])
+                assert engine.settle()
             store.delete(["a", "b"])
             store.add_texts(["1 new", "0 same"], ids=["a", "b"])
             kept = {row.variant.key.chunk_id for row in caches.rows()}

@@ -19,6 +19,8 @@ from cachecraft_rag.client.http import HTTPEngine
 from cachecraft_rag.errors import ConfigError, ContextLengthError, ServerError, UnsupportedCallError
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.rag import CacheCraft
+from cachecraft_rag.retrievers.index.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.removal import evict_removed
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.store.durable import Evicted
@@ -219,12 +221,21 @@ def test_an_answer_its_statistics_and_its_ends(
             evicted.append(body) or {"variants": 2, "nbytes": 9},
         ),
     }
+    readmitted: list[Any] = []
+    evicting["/v1/cachecraft/readmit"] = lambda body: (
+        200,
+        readmitted.append(body) or {"removed": ["c"]},
+    )
     with serving(evicting) as url, HTTPEngine.connect(url) as engine:
         assert engine.store.evict(RowFilter(chunk_ids=())) == Evicted(0, 0)
+        assert engine.store.remove_chunks(()) == Evicted(0, 0)
         assert engine.store.evict(RowFilter(chunk_ids=("a", "b"))) == Evicted(2, 9)
         with pytest.raises(UnsupportedCallError, match="by chunk ids"):
             engine.store.evict()
-    assert evicted == [{"chunk_ids": ["a", "b"]}]
+        assert engine.store.remove_chunks(("a",)) == Evicted(2, 9)
+        assert engine.store.readmit_chunks(("a",)) == {"c"}
+    assert evicted == [{"chunk_ids": ["a", "b"]}, {"chunk_ids": ["a"], "removed": True}]
+    assert readmitted == [{"chunk_ids": ["a"]}]
     refusing = {**answers, "/v1/chat/completions": (400, {"error": {"message": "n: leave it out"}})}
     with serving(refusing) as url, HTTPEngine.connect(url) as engine:
         stream = engine.stream("x", [])
@@ -313,3 +324,55 @@ def test_a_schema_is_kept_to_by_the_server_and_tools_are_refused(
             engine.stream("", [], history=[("user", "How?"), ("calls", "[]"), ("result", "b")])
     assert bodies[0]["response_format"]["json_schema"]["schema"] == {"type": "integer"}
     assert "response_format" not in bodies[1]
+
+
+def test_a_server_learns_what_was_removed_and_what_was_added_again(
+    byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    answers = answers_of(byte_tokenizer, tmp_path / "tokenizer")
+    removed: set[str] = set()
+    asked: list[str] = []
+
+    def evict(body: Any) -> tuple[int, Any]:
+        asked.append("evict")
+        assert body["removed"] is True
+        removed.update(body["chunk_ids"])
+        return 200, {"variants": 1, "nbytes": 9}
+
+    def readmit(body: Any) -> tuple[int, Any]:
+        asked.append("readmit")
+        removed.difference_update(body["chunk_ids"])
+        return 200, {"removed": sorted(removed)}
+
+    routes = {"/v1/cachecraft/evict": evict, "/v1/cachecraft/readmit": readmit}
+    kettle = Chunk("vinegar")
+    with (
+        serving({**answers, **routes}) as url,
+        HTTPEngine.connect(url) as engine,
+        FaissStore.open(tmp_path / "index", dim=2, embedder_fingerprint="two@1") as index,
+    ):
+        index.upsert("kettle", [kettle], [[1.0, 0.0]])
+        evict_removed(index, engine.store)
+        assert asked == []  # nothing was ever removed, so no admin key is needed
+        index.delete_document("kettle")
+        evict_removed(index, engine.store)
+        assert removed == {kettle.chunk_id}
+        index.upsert("kettle", [kettle], [[1.0, 0.0]])
+        evict_removed(index, engine.store)
+        assert removed == set()
+
+
+def test_a_server_that_cannot_readmit_is_no_error_of_an_addition(
+    byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = answers_of(byte_tokenizer, tmp_path / "tokenizer")
+    evicting = {**answers, "/v1/cachecraft/evict": (200, {"variants": 1, "nbytes": 9})}
+    with (
+        serving(evicting) as url,
+        HTTPEngine.connect(url) as engine,
+        FaissStore.open(tmp_path / "index", dim=2, embedder_fingerprint="two@1") as index,
+    ):
+        index.upsert("kettle", [Chunk("vinegar")], [[1.0, 0.0]])
+        index.delete_document("kettle")
+        assert evict_removed(index, engine.store) == (1, 9)
+    assert "chunks that were removed and added again are not reused" in caplog.text

@@ -49,6 +49,7 @@ class CaptureContext:
     primed          see `types.variants.Variant`
     extra_variants  segments that are captured once more, see `types.captures.Capture`
     removed         chunks that must not be stored any more
+    reused          variant that was reused for each segment, or None; () if no capture is inexact
     """
 
     segments: Sequence[Segment]
@@ -58,6 +59,7 @@ class CaptureContext:
     primed: bool = False
     extra_variants: Collection[int] = ()
     removed: RemovedChunks = field(default_factory=RemovedChunks)
+    reused: Sequence[Variant | None] = ()
 
 
 class WriteBackQueue:
@@ -167,9 +169,9 @@ class WriteBackQueue:
     ) -> Work[Variant | Unavailable]:
         """Return the steps that describe one capture, a `Call` for each layer, and store it.
 
-        Nothing happens before the first step is taken. A capture whose chunk is in `context.removed` after the last
-        layer is not stored, but counted in the store and logged. If the passes measured the attention, the only step is
-        the future of `ChunkCacheStore.put`.
+        Nothing happens before the first step is taken. A capture is not stored, but counted in the store and logged, if
+        after the last layer its chunk or one before it is in `context.removed`. If the passes measured the attention,
+        the only step is the future of `ChunkCacheStore.put`.
 
         Args:
             capture: the capture.
@@ -197,8 +199,9 @@ class WriteBackQueue:
             for layer in range(self._layout.layers):
                 yield Call(partial(_describe_layer, describer, layer, keys[layer]))
 
-        if key.chunk_id in context.removed:  # a removal from here on waits for this capture
-            reason = "its chunk was removed meanwhile"
+        # the store refuses what is removed from here on
+        if key.holds(context.removed):
+            reason = "its chunk, or one before it, was removed"
             self._store.count_drop(key.chunk_id, CaptureDrop.REMOVED, reason)
             return Unavailable(key.variant_id, CaptureDrop.REMOVED, reason)
 
@@ -214,6 +217,7 @@ class WriteBackQueue:
             primed=context.primed,
             extra_variant=capture.segment in context.extra_variants,
             mark=text_mark(segment.token_ids) if segment.kind == "chunk" else None,
+            sources=tuple(filter(None, context.reused[: capture.segment])),
             inter=statistics.inter,
             intra=statistics.intra,
             cci=statistics.cci,

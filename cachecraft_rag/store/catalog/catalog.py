@@ -20,13 +20,13 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cachecraft_rag.store.catalog import found_texts
+from cachecraft_rag.store.catalog import found_texts, removals
 from cachecraft_rag.store.catalog.rows import (
     COLUMNS,
     NOTHING,
@@ -67,6 +67,8 @@ _FORGET_EVERY = 64  # rows of `departed` that are too old are deleted when this 
 
 _LISTED = f"""SELECT s.namespace, s.fingerprint, {COLUMNS}, v.scores_sum, i.scores
   FROM variants AS v JOIN scopes AS s USING (scope) LEFT JOIN token_scores AS i ON i.variant_id = v.variant_id"""
+_SCOPED = "variants AS v JOIN scopes AS s USING (scope)"
+_IN_NAMESPACE = "(? IS NULL OR s.namespace = ?)"
 _LOOKUP = f"""SELECT {COLUMNS} FROM variants AS v
   WHERE v.scope = (SELECT scope FROM scopes WHERE namespace = :namespace AND fingerprint = :fingerprint)
     AND v.chunk_id IN (SELECT value FROM json_each(:chunk_ids)) AND (v.session IS NULL OR v.session = :session)"""
@@ -145,6 +147,7 @@ class Catalog:
         self._db = Database(path, kind=CATALOG_KIND, busy_timeout_s=busy_timeout_s)
         self.read_only = self._db.read_only
         self.texts = found_texts.FoundTexts(self._db)
+        self.removals = removals.Removals(self._db)
         try:
             self._count_damaged_sums()
             with self._db.reading() as connection:
@@ -312,6 +315,39 @@ class Catalog:
                 excess = _sums(connection)[1] - down_to_bytes
             return [row.file for row in _until(connection.execute(query, parameters), excess)[0]]
 
+    def shaped_by(
+        self, chunk_ids: Collection[str], *, namespace: str | None
+    ) -> list[Listed | DamagedRow]:
+        """Return the rows of these chunks, and of all variants that one of them has shaped; [] without any.
+
+        These were captured after it, or after a reused variant that it has shaped.
+
+        `namespace` None means all namespaces. It reads every row. Raises StoreError if the catalog cannot be read.
+        """
+        removed = frozenset((*chunk_ids, removals.ANY))
+        query = f"""SELECT v.variant_id, v.chunk_id, v.origin_prefix, sh.chunk_ids
+            FROM {_SCOPED} LEFT JOIN shaping AS sh USING (variant_id) WHERE {_IN_NAMESPACE}"""
+        with self._db.reading() as connection:
+            names = [
+                variant_id
+                for variant_id, chunk_id, *packed in connection.execute(query, (namespace,) * 2)
+                if chunk_id in removed
+                or any(not removed.isdisjoint(removals.readable_ids(ids)) for ids in packed)
+            ]
+        asked = f"{_LISTED} WHERE v.variant_id IN (SELECT value FROM json_each(?))"
+        return [
+            _listed(namespace, fingerprint, CatalogRow(*columns))
+            for namespace, fingerprint, *columns, _, _ in self._fetched(asked, (json.dumps(names),))
+        ]
+
+    def scopes(self, namespace: str | None) -> list[tuple[str, str]]:
+        """Return the pairs of namespace and fingerprint that were ever stored; None: of all namespaces.
+
+        Raises StoreError if the catalog cannot be read.
+        """
+        query = f"SELECT s.namespace, s.fingerprint FROM scopes AS s WHERE {_IN_NAMESPACE}"
+        return [(name, model) for name, model in self._fetched(query, (namespace, namespace))]
+
     def problems(self) -> list[str]:
         """Return at most 100 findings of SQLite's own integrity check, empty if there are none.
 
@@ -382,6 +418,7 @@ class Catalog:
         writer: str,
         limits: Limits,
         extra_variant: bool = False,
+        sources: Sequence[Variant] = (),
     ) -> list[FileRef] | None:
         """Insert the row of a written file, in place of an older one of the same identity, whose f_r it inherits.
 
@@ -392,8 +429,10 @@ class Catalog:
         one, unless it has the same name, and those beyond the limits on the number of variants, in the chunk and in
         all; the new row itself stays. They are at risk on behalf of `writer`, the caller's token as in `reserve`, until
         the caller has deleted them and calls `settle`. What an `extra_variant` is, `types.captures.Capture` says.
-        Returns None, with nothing changed, for an `extra_variant` of a chunk that has no variant left and is not
-        remembered as evicted: the chunk was removed on purpose, and the caller deletes the file that it has written.
+        Returns None, with nothing changed, if the chunk was removed on purpose, or one that has shaped it, or if one of
+        the inexact `sources` has left (see `types.captures.Capture`); the caller deletes the file that it has written.
+        Removed are chunks noted in `removals`, and for an `extra_variant` also a chunk that has no variant left and is
+        not remembered as evicted.
 
         Raises StoreError if the catalog cannot be changed. The caller has checked the variant with `row_error`;
         otherwise TypeError, ValueError, AttributeError, OverflowError or struct.error may be raised too. After any
@@ -401,6 +440,12 @@ class Catalog:
         """
         key = variant.key
         with self._db.writing() as connection:
+            shaping = removals.shaping_of(connection, key, sources)
+            if shaping is None:
+                return None
+            held = (key.chunk_id, *key.origin_prefix, *shaping)
+            if removals.removed_among(connection, held, key.namespace):
+                return None
             scope = _scope_of(connection, variant)
             found = connection.execute(_BESIDE, (scope, key.chunk_id, variant.variant_id))
             beside = [_Candidate(*row) for row in found]
@@ -440,6 +485,7 @@ class Catalog:
                 connection.execute(
                     "INSERT OR REPLACE INTO token_scores VALUES (?,?)", (variant.variant_id, scores)
                 )
+            removals.note_shaping(connection, variant.variant_id, shaping)
             gone += _remove(connection, _depart(connection, over), writer, EvictionReason.COUNT_CAP)
             _settle(connection, [FileRef(variant.variant_id, variant.created)])
         # Two captures of one identity in the same clock tick share a file name; the file now belongs to the new row.

@@ -6,12 +6,12 @@ import sqlite3
 from pathlib import Path
 
 from cachecraft_rag.errors import StoreError
-from cachecraft_rag.store.catalog import found_texts
+from cachecraft_rag.store.catalog import found_texts, removals
 from cachecraft_rag.store.database import Failure, Kind, failure_of
 from cachecraft_rag.types.versions import IDENTITY_VERSION, LAYOUT_VERSION
 
 # A store of another version is set aside and built again. The last digits go up whenever a table changes.
-_VERSION = IDENTITY_VERSION * 10_000 + LAYOUT_VERSION * 100 + 3
+_VERSION = IDENTITY_VERSION * 10_000 + LAYOUT_VERSION * 100 + 4
 _TABLES = (
     """CREATE TABLE scopes (
          scope INTEGER PRIMARY KEY, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL,
@@ -28,6 +28,8 @@ _TABLES = (
     "CREATE UNIQUE INDEX variants_by_id ON variants (variant_id)",
     "CREATE INDEX variants_by_score ON variants (score, created)",
     "CREATE TABLE token_scores (variant_id TEXT PRIMARY KEY, scores BLOB NOT NULL)",
+    # Chunks that have shaped a variant and are not in its origin prefix, see `removals.shaping_of`.
+    "CREATE TABLE shaping (variant_id TEXT PRIMARY KEY, chunk_ids BLOB NOT NULL)",
     """CREATE TABLE files_at_risk (
          variant_id TEXT NOT NULL, created REAL NOT NULL, writer TEXT NOT NULL, reserved_bytes INTEGER NOT NULL,
          PRIMARY KEY (variant_id, created)) WITHOUT ROWID""",
@@ -39,7 +41,8 @@ _TABLES = (
          UPDATE totals SET variants = variants + 1, file_bytes = file_bytes + new.file_bytes; END""",
     """CREATE TRIGGER variant_removed AFTER DELETE ON variants BEGIN
          UPDATE totals SET variants = variants - 1, file_bytes = file_bytes - old.file_bytes;
-         DELETE FROM token_scores WHERE variant_id = old.variant_id; END""",
+         DELETE FROM token_scores WHERE variant_id = old.variant_id;
+         DELETE FROM shaping WHERE variant_id = old.variant_id; END""",
     # The clock that scores are counted from, and the uses of chunks that had to leave.
     "CREATE TABLE eviction (policy TEXT NOT NULL, clock REAL NOT NULL)",
     "INSERT INTO eviction VALUES ('', 0.0)",
@@ -47,6 +50,7 @@ _TABLES = (
          place INTEGER PRIMARY KEY, scope INTEGER NOT NULL, chunk_id TEXT NOT NULL,
          reuse_frequency REAL NOT NULL, saved REAL NOT NULL, UNIQUE (scope, chunk_id))""",
     *found_texts.TABLES,
+    *removals.TABLES,
 )
 
 

@@ -10,7 +10,14 @@ import asyncio
 import copy
 import hmac
 from argparse import Namespace
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -38,7 +45,7 @@ from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm.renderers.chat_utils import load_chat_template
 
-from cachecraft_rag.checks import check_text
+from cachecraft_rag.checks import check_flag, check_text
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.vllm.calls import Calls
@@ -506,9 +513,11 @@ async def prime(raw_request: Request) -> dict[str, object]:
 async def evict(raw_request: Request) -> dict[str, object]:
     """Remove the chunk-caches of chunks in this server's namespace, by their ids; unknown ids are ignored.
 
-    The body is {"chunk_ids": [id, …]}. Waiting audits and new variants with these chunks are dropped. Captures that
-    vLLM's processes have begun are not waited for. Returns {"variants": number of variants removed, "nbytes": their
-    bytes on disk}. Both are 0 if the list is empty.
+    The body is {"chunk_ids": [id, …]}. With "removed": true the chunks were removed with their documents: chunk-caches
+    captured after them leave too, and none is stored until `readmit`. Waiting audits and new variants with these
+    chunks are dropped. Captures that vLLM's processes have begun are not waited for; those of removed chunks are not
+    stored. Returns {"variants": number of variants removed, "nbytes": their bytes on disk}. Both are 0 if the list is
+    empty.
 
     Raises HTTPException (403) without the admin key that this server asks for; HTTPException (400) for an invalid or
     too large body, one without "chunk_ids", and for a store that is closed or cannot be read or written.
@@ -517,16 +526,43 @@ async def evict(raw_request: Request) -> dict[str, object]:
     body = await _body(raw_request)
 
     def act() -> dict[str, object]:
-        ids = read_body(body, ("chunk_ids",)).get("chunk_ids")
-        if not isinstance(ids, list):
-            raise ConfigError('write {"chunk_ids": ["…"]}')
-        for chunk_id in ids:
-            check_text("each of chunk_ids", chunk_id)
+        given = read_body(body, ("chunk_ids", "removed"))
+        ids = _chunk_ids(given)
+        is_removed = given.get("removed", False)
+        check_flag("removed", is_removed)
         engine = endpoint.engine
-        removed = engine.store.evict(RowFilter(namespace=engine.namespace, chunk_ids=tuple(ids)))
-        return asdict(removed)
+        if is_removed:
+            return asdict(engine.store.remove_chunks(ids, namespace=engine.namespace))
+        return asdict(engine.store.evict(RowFilter(namespace=engine.namespace, chunk_ids=ids)))
 
     return await endpoint.in_thread(act, slow=True)
+
+
+async def readmit(raw_request: Request) -> dict[str, object]:
+    """Let chunks be stored again that `evict` has removed with their documents; ids of others are ignored.
+
+    The body is {"chunk_ids": [id, …]}. Returns {"removed": ids of all chunks that stay removed}.
+
+    Raises HTTPException as `evict` does.
+    """
+    endpoint = _administered(raw_request)
+    body = await _body(raw_request)
+
+    def act() -> dict[str, object]:
+        ids = _chunk_ids(read_body(body, ("chunk_ids",)))
+        engine = endpoint.engine
+        return {"removed": sorted(engine.store.readmit_chunks(ids, namespace=engine.namespace))}
+
+    return await endpoint.in_thread(act, slow=True)
+
+
+def _chunk_ids(body: Mapping[str, object]) -> tuple[str, ...]:
+    ids = body.get("chunk_ids")
+    if not isinstance(ids, list):
+        raise ConfigError('write {"chunk_ids": ["…"]}')
+    for chunk_id in ids:
+        check_text("each of chunk_ids", chunk_id)
+    return tuple(ids)
 
 
 async def _body(raw_request: Request) -> bytes:
@@ -575,6 +611,7 @@ def _router() -> APIRouter:
         ("/v1/responses", create_responses, [json]),
         ("/v1/cachecraft/prime", prime, [json]),
         ("/v1/cachecraft/evict", evict, [json]),
+        ("/v1/cachecraft/readmit", readmit, [json]),
     ]
     for path, act, dependencies in posts:
         router.add_api_route(path, act, methods=["POST"], dependencies=dependencies)

@@ -393,7 +393,13 @@ class Scheduling:
         filled. The wait is at most twice the time that computing those chunks takes. They are looked up again after it.
         """
         if known.lacks is None:
-            plan = make_plan(ask.prompt, lookup.variants, ask.config, refused=lookup.refused)
+            plan = make_plan(
+                ask.prompt,
+                lookup.variants,
+                ask.config,
+                refused=lookup.refused,
+                removed=lookup.removed,
+            )
             lacking = FutureCaptures()
             lacking.expect(ask.prompt, plan, session=ask.session)
             known.lacks = lacking.variants

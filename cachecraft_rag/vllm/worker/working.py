@@ -426,6 +426,7 @@ class Workers:
             ask.session,
             primed=ask.primed,
             extra_variants=extra_variants,
+            reused=[planned.variant for planned in filling.plan.segments],
         )
         self._write_back.submit(recorder, keys, context)
         return frozenset(segments[capture.segment].segment_id for capture in recorder.captures)
