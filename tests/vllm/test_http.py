@@ -445,6 +445,43 @@ def test_metrics_count_what_was_asked(server: ServerProcess, store: Path) -> Non
             assert name in scraped, name  # without a remote, and with vLLM's own queue
 
 
+def test_vllm_s_own_metrics_count_what_was_reused(server: ServerProcess) -> None:
+    """Routers and autoscalers read these."""
+    own = [{"text": f"{text} It is so by rule {i}."} for i, text in enumerate(TEXTS[:4], 70)]
+    names = {
+        "hits": "vllm:external_prefix_cache_hits_total",
+        "queries": "vllm:external_prefix_cache_queries_total",
+        "cached": "vllm:prompt_tokens_cached_total",
+    }
+
+    def added(order: list[int], question: str) -> tuple[dict[str, float], dict[str, Any]]:
+        before = {key: server.metric(name) for key, name in names.items()}
+        answer = server.chat(
+            [own[i] for i in order], question, cachecraft=LOOSE | {"capture": True}
+        )
+        server.settles()
+        numbers = {key: server.metric(name) - before[key] for key, name in names.items()}
+        return numbers, answer.json()
+
+    fresh, answer = added([0, 1, 2, 3], QUESTIONS[0])
+    stats = stats_in(answer)
+    reused_at_first = stats["tokens_reused"]  # the instruction, at most
+    assert fresh["hits"] <= reused_at_first
+    assert fresh["queries"] >= stats["tokens_computed"]
+    wait_for_captures(server, {Chunk(one["text"]).chunk_id for one in own})
+    moved, answer = added([2, 0, 3, 1], QUESTIONS[1])
+    stats = stats_in(answer)
+    assert stats["tokens_reused"] > 0.3 * stats["tokens_prompt"]
+    assert moved["cached"] == stats["tokens_reused"]
+    assert moved["hits"] <= stats["tokens_reused"]
+    assert moved["hits"] > 0
+
+
+def wait_for_captures(server: ServerProcess, names: set[str]) -> None:
+    with ChunkCacheStore.open(server.store / "caches") as caches:
+        await_rows(lambda: names <= {row.variant.key.chunk_id for row in caches.rows(limit=1000)})
+
+
 def test_accounts_are_right_however_an_answer_ends(server: ServerProcess, store: Path) -> None:
     own = [{"text": f"{text} So says page {i}."} for i, text in enumerate(TEXTS[:3])]
     names = {Chunk(one["text"]).chunk_id for one in own}

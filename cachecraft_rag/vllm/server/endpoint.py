@@ -127,9 +127,9 @@ class ChatWithDocuments:
             calls=calls,
         )
         engine = await loop.run_in_executor(None, opened)
-        await loop.run_in_executor(None, engine.check_reuse)
         state.cachecraft = Endpoint(engine, engine_client.vllm_config.cache_config)
         reported = reported_counts(engine_client, state.cachecraft.records.take)
+        await loop.run_in_executor(None, engine.check_reuse)
         prometheus_client.REGISTRY.register(ServerCollector(engine, reported))
 
 
