@@ -173,6 +173,9 @@ class Calls(Closeable):
             raise
 
     def _run(self, work: Coroutine[object, object, T]) -> Future[T]:
+        if self._loop.is_closed():
+            work.close()  # otherwise Python warns that it was never awaited
+            raise RuntimeError("vLLM is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shlex
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -445,6 +446,17 @@ def test_metrics_count_what_was_asked(server: ServerProcess, store: Path) -> Non
             assert name in scraped, name  # without a remote, and with vLLM's own queue
 
 
+def test_the_log_ends_its_start_with_a_request_that_works(server: ServerProcess) -> None:
+    log = server._log.read_text()
+    command = log[log.index("curl http") :]
+    words = shlex.split(command[: command.index("}'") + 2])
+    url, body = words[1], json.loads(words[words.index("-d") + 1])
+    assert url == f"{server.url}/v1/chat/completions"
+    answer = httpx.post(url, json=body, timeout=600)
+    assert answer.status_code == 200
+    assert stats_in(answer.json())["chunks"]
+
+
 def test_vllm_s_own_metrics_count_what_was_reused(server: ServerProcess) -> None:
     """Routers and autoscalers read these."""
     own = [{"text": f"{text} It is so by rule {i}."} for i, text in enumerate(TEXTS[:4], 70)]
@@ -454,11 +466,11 @@ def test_vllm_s_own_metrics_count_what_was_reused(server: ServerProcess) -> None
         "cached": "vllm:prompt_tokens_cached_total",
     }
 
-    def added(order: list[int], question: str) -> tuple[dict[str, float], dict[str, Any]]:
+    def added(
+        order: list[int], question: str, **asked: Any
+    ) -> tuple[dict[str, float], dict[str, Any]]:
         before = {key: server.metric(name) for key, name in names.items()}
-        answer = server.chat(
-            [own[i] for i in order], question, cachecraft=LOOSE | {"capture": True}
-        )
+        answer = server.chat([own[i] for i in order], question, **asked)
         server.settles()
         numbers = {key: server.metric(name) - before[key] for key, name in names.items()}
         return numbers, answer.json()
@@ -469,7 +481,7 @@ def test_vllm_s_own_metrics_count_what_was_reused(server: ServerProcess) -> None
     assert fresh["hits"] <= reused_at_first
     assert fresh["queries"] >= stats["tokens_computed"]
     wait_for_captures(server, {Chunk(one["text"]).chunk_id for one in own})
-    moved, answer = added([2, 0, 3, 1], QUESTIONS[1])
+    moved, answer = added([2, 0, 3, 1], QUESTIONS[1], cachecraft=LOOSE)
     stats = stats_in(answer)
     assert stats["tokens_reused"] > 0.3 * stats["tokens_prompt"]
     assert moved["cached"] == stats["tokens_reused"]

@@ -147,8 +147,12 @@ class IdleVariants:
             try:
                 captured = self._capture(candidate)
                 has_failed = False
+            except CancelledError:
+                logger.info("No more new variants are captured: the server is ending")
+                self.close()
+                captured = Captured(dropped=Dropped.CLOSED)
             # vLLM may raise anything; the next candidate may succeed
-            except (Exception, CancelledError):
+            except Exception:
                 # of several failures in a row, such as after the end of vLLM, log the first only
                 if not self._closed:
                     level = logging.DEBUG if has_failed else logging.ERROR

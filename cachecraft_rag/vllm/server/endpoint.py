@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import prometheus_client
+import vllm.envs
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from vllm.entrypoints.openai.chat_completion import api_router as own
@@ -55,6 +56,7 @@ from cachecraft_rag.vllm.server.documents import (
     read_priming,
     uncaptured_note,
 )
+from cachecraft_rag.vllm.server.ready import announce
 from cachecraft_rag.vllm.server.response_input import messages_of, with_mark
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
 from cachecraft_rag.vllm.server.unmarked import (
@@ -131,6 +133,9 @@ class ChatWithDocuments:
         reported = reported_counts(engine_client, state.cachecraft.records.take)
         await loop.run_in_executor(None, engine.check_reuse)
         prometheus_client.REGISTRY.register(ServerCollector(engine, reported))
+        needs_key = bool(vllm.envs.VLLM_API_KEY)
+        # kept here, because the loop holds tasks weakly
+        state.cachecraft.announcement = loop.create_task(announce(args, needs_key=needs_key))
 
 
 class Endpoint:
@@ -139,6 +144,7 @@ class Endpoint:
     def __init__(self, engine: ServerEngine, cache_config: CacheConfig) -> None:
         self.engine = engine
         self.records = Records(engine.ended, model=engine.decoder.name)
+        self.announcement: asyncio.Task[None] | None = None  # of the end of the start
         self.plain_prompts: PlainPrompts | None = None
         if engine.settings.plain_prompts == "reuse":
             blocks = cache_config.num_gpu_blocks or 0 if cache_config.enable_prefix_caching else 0
