@@ -446,6 +446,24 @@ def test_metrics_count_what_was_asked(server: ServerProcess, store: Path) -> Non
             assert name in scraped, name  # without a remote, and with vLLM's own queue
 
 
+def test_sessions_share_no_blocks_of_the_prefix_cache(server: ServerProcess) -> None:
+    """Response times would reveal what another session has sent."""
+    question = " ".join(f"Is rule {number} of the kettle still valid?" for number in range(40))
+
+    def hits(**how: Any) -> float:
+        before = server.metric("vllm:prefix_cache_hits_total")
+        assert server.chat(None, question, **how).status_code == 200
+        server.settles()
+        return server.metric("vllm:prefix_cache_hits_total") - before
+
+    ann, bob = {"X-Mine": "ann"}, {"X-Mine": "bob"}
+    assert hits(headers=ann) == 0
+    assert hits(headers=ann) > 0
+    assert hits(headers=bob) == 0
+    assert hits() == 0
+    assert hits(headers=ann, cache_salt="mine") == 0
+
+
 def test_the_log_ends_its_start_with_a_request_that_works(server: ServerProcess) -> None:
     log = server._log.read_text()
     command = log[log.index("curl http") :]

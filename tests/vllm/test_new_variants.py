@@ -116,6 +116,21 @@ def test_one_that_fails_costs_no_other_and_no_answer(
     assert len(logged) == 2  # of several in a row, as where vLLM has ended, the first is enough
 
 
+def test_several_unmarked_texts_wait_for_an_idle_server_at_once() -> None:
+    together = threading.Barrier(3)  # broken unless three captures are under way
+
+    def capture(wanted: Candidate) -> Captured:
+        together.wait(60)
+        return Captured(stored=1, tokens=1)
+
+    made = IdleVariants(NewVariants(), capture)
+    for name in ("one", "two", "three"):
+        made.answered(100, replace(candidate(name), first=frozenset({1})))
+    assert made.settle(120)
+    assert (made.stats.captured, made.stats.dropped) == (3, {})
+    made.close()
+
+
 def test_captures_end_without_a_traceback_where_their_server_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
