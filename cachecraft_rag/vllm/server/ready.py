@@ -39,7 +39,7 @@ def first_request(args: ServerArguments, *, needs_key: bool = False) -> str:
     body = {
         "model": names if isinstance(names, str) else names[0],
         "messages": [{"role": "user", "content": "How often should I descale it?"}],
-        "documents": [{"text": "Descale the kettle every month."}],
+        "documents": [{"text": "Descale the coffee maker every month."}],
         "max_tokens": 64,
     }
     fields = ",\n  ".join(
