@@ -180,8 +180,8 @@ USES: tuple[Use, ...] = (
     ),
     Use(
         f"{_CONNECTOR}.v1.base",
-        "KVConnectorBase_V1.build_prom_metrics",
-        parameters=("cls", "vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+        "KVConnectorBase_V1.on_new_request",
+        parameters=("self", "request"),
     ),
     Use(f"{_CONNECTOR}.v1.base", "KVConnectorRole", attributes=("SCHEDULER", "WORKER")),
     Use(
@@ -189,23 +189,25 @@ USES: tuple[Use, ...] = (
     ),
     Use(
         f"{_CONNECTOR}.v1.metrics",
-        "KVConnectorPromMetrics.observe",
-        parameters=("self", "transfer_stats_data", "engine_idx"),
-    ),
-    Use(
-        f"{_CONNECTOR}.v1.metrics",
         "KVConnectorStats",
         attributes=("data", "to_dict", "reset", "aggregate", "reduce", "is_empty"),
-        text=("self.prom_metrics = ",),
     ),
     # What the scheduler hands over.
     Use("vllm.v1.core.kv_cache_manager", "KVCacheBlocks.get_block_ids", parameters=("self",)),
     Use(
         "vllm.v1.core.sched.output",
         "SchedulerOutput",
-        attributes=("finished_req_ids", "total_num_scheduled_tokens"),
+        attributes=("finished_req_ids", "num_scheduled_tokens", "total_num_scheduled_tokens"),
     ),
-    Use("vllm.v1.core.sched.scheduler", text=("WAITING_FOR_REMOTE_KVS", "if ext_tokens is None:")),
+    Use(
+        "vllm.v1.core.sched.scheduler",
+        text=(
+            "WAITING_FOR_REMOTE_KVS",
+            "if ext_tokens is None:",
+            "self.connector.on_new_request(request)",
+            "num_external_cached_tokens=num_external_computed_tokens",
+        ),
+    ),
     Use(
         "vllm.v1.outputs",
         "KVConnectorOutput",
@@ -225,6 +227,7 @@ USES: tuple[Use, ...] = (
             "cache_salt",
             "skip_reading_prefix_cache",
             "sampling_params",
+            "prefill_stats",
         ),
     ),
     Use("vllm.v1.kv_cache_interface", "KVCacheConfig", attributes=("kv_cache_groups",)),
@@ -331,7 +334,32 @@ USES: tuple[Use, ...] = (
     Use(
         "vllm.v1.metrics.loggers", "StatLoggerBase", attributes=("record", "log_engine_initialized")
     ),
-    Use("vllm.v1.metrics.loggers", "PrometheusStatLogger", attributes=("kv_connector_prom",)),
+    Use(
+        "vllm.v1.metrics.stats",
+        "SchedulerStats",
+        attributes=(
+            "num_waiting_reqs",
+            "num_skipped_waiting_reqs",
+            "connector_prefix_cache_stats",
+            "kv_connector_stats",
+        ),
+    ),
+    Use(
+        "vllm.v1.metrics.stats",
+        "PrefixCacheStats",
+        attributes=("requests", "queries", "hits", "hits_by_source"),
+    ),
+    Use(
+        "vllm.v1.metrics.stats",
+        "PrefillStats.set",
+        parameters=(
+            "self",
+            "num_prompt_tokens",
+            "num_local_cached_tokens",
+            "num_external_cached_tokens",
+        ),
+    ),
+    Use("vllm.v1.metrics.stats", "PrefillStats", attributes=("num_local_cached_tokens",)),
     Use(
         "vllm.engine.arg_utils",
         "AsyncEngineArgs",

@@ -103,6 +103,9 @@ def serve(
     """
     # Raises ConfigError, ModelNotFoundError, UnsupportedModelError, and the exceptions of vLLM;
     # see `app.main` for exit codes.
+    from cachecraft_rag.vllm.versions import require_installed
+
+    require_installed()  # the other imports take seconds
     from cachecraft_rag.observability.request_log import JsonFormatter
     from cachecraft_rag.serving.sampling import SamplingParams
     from cachecraft_rag.vllm.server.launch import serve as run

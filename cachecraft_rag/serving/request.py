@@ -233,6 +233,16 @@ class RequestProgress:
         self.ended_s = self.ended_s or request.clock()
 
 
+def unchanged_tokens(prompt: Prompt, reports: Sequence[SegmentReport]) -> int:
+    """Return how many tokens of a prompt were taken from chunk-caches without a change; 0 without reports."""
+    stored = sum(
+        len(segment.token_ids)
+        for segment, report in zip(prompt.segments, reports, strict=False)
+        if report.stored
+    )
+    return stored - sum(report.not_loaded + report.recomputed for report in reports)
+
+
 def stats_of(request: Request, progress: RequestProgress, layers: int) -> RequestStats:
     """Return the statistics of a request so far.
 
@@ -254,6 +264,7 @@ def stats_of(request: Request, progress: RequestProgress, layers: int) -> Reques
     stored = sum(length for length, report in zip(lengths, reports, strict=False) if report.stored)
     loaded = stored - sum(report.not_loaded for report in reports)
     recomputed = sum(report.recomputed for report in reports)
+    reused = unchanged_tokens(request.prompt, reports)
     prefill_began_s = max(progress.planned_s, progress.queued_s)
     stale_ids = dict(request.prompt.stale_ids)
     chunks = _chunk_stats(request, progress, reports)
@@ -265,7 +276,7 @@ def stats_of(request: Request, progress: RequestProgress, layers: int) -> Reques
         prefill_s=max(0.0, progress.first_token_s - prefill_began_s - progress.waited_s),
         total_s=progress.ended_s or request.clock(),
         tokens_prompt=total,
-        tokens_reused=loaded - recomputed,
+        tokens_reused=reused,
         tokens_recomputed=recomputed,
         tokens_refreshed=progress.refreshed,
         tokens_computed=total - loaded,

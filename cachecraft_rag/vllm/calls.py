@@ -8,11 +8,12 @@ import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.vllm.messages import REPORTS, FillReport
+from cachecraft_rag.vllm.messages import FillReport
 from cachecraft_rag.vllm.options import VLLMConfig
 
 T = TypeVar("T")
@@ -172,6 +173,9 @@ class Calls(Closeable):
             raise
 
     def _run(self, work: Coroutine[object, object, T]) -> Future[T]:
+        if self._loop.is_closed():
+            work.close()  # otherwise Python warns that it was never awaited
+            raise RuntimeError("vLLM is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
 
@@ -232,25 +236,14 @@ async def _start(
 ) -> EngineClient:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.metrics.loggers import StatLoggerBase
 
-    class Reports(StatLoggerBase):
-        """Takes the reports out of vLLM's statistics."""
+    from cachecraft_rag.vllm.metrics import ServerStatistics
 
-        def __init__(self, vllm_config: object, engine_index: int = 0) -> None:
-            """Needs nothing of them."""
-
-        def record(self, scheduler_stats: Any, *_unused: object, **_named: object) -> None:
-            stats = None if scheduler_stats is None else scheduler_stats.kv_connector_stats
-            new_reports = (stats or {}).get(REPORTS, {})
-            reports.update(
-                {name: report for name, report in new_reports.items() if name in reports}
-            )
-
-        def log_engine_initialized(self) -> None:
-            """Do nothing."""
+    def take(name: str, report: FillReport) -> None:
+        if name in reports:
+            reports[name] = report
 
     engine: EngineClient = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(**arguments), stat_loggers=[Reports]
+        AsyncEngineArgs(**arguments), stat_loggers=[partial(ServerStatistics, on_report=take)]
     )
     return engine

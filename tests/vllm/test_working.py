@@ -121,6 +121,7 @@ def request_of(ask: Ask, name: str = "r", **changed: Any) -> Any:
         "skip_reading_prefix_cache": False,
         "cache_salt": ask.cache_salt("default"),
         "sampling_params": SimpleNamespace(prompt_logprobs=None),
+        "prefill_stats": None,
     }
     return SimpleNamespace(**(given | changed))
 
@@ -814,6 +815,80 @@ def test_layouts_are_those_of_all_ranks() -> None:
 
 def idle_ask(engine: Engine, order: list[int]) -> Ask:
     return replace(ask_of(engine, order), config=EXACT, captures=None, idle=True)
+
+
+def test_work_in_idle_time_waits_uncounted_until_vllm_computes_it(
+    engine: Engine, scheduling: Scheduling
+) -> None:
+    variant, asked = (
+        request_of(idle_ask(engine, [2, 1, 0]), "variant"),
+        request_of(ask_of(engine, [1, 0, 2]), "asked"),
+    )
+
+    def waiting() -> int:
+        return scheduling.corrections.totals()["idle_waiting"]
+
+    scheduling.arrived(variant)  # vLLM may not ask about it for a while
+    scheduling.arrived(asked)
+    assert waiting() == 1
+    scheduling.matched(asked, 0)
+    assert scheduling.matched(variant, 0) is None
+    assert waiting() == 1
+    scheduling.corrections.scheduled(["asked", "variant"])
+    assert waiting() == 0
+    late = request_of(idle_ask(engine, [2, 0]), "late")
+    scheduling.matched(late, 0)
+    assert waiting() == 1
+    scheduling.finished(late)
+    assert waiting() == 0
+
+
+def test_a_filling_counts_as_a_look_up_once_it_has_ended_with_what_it_reused(
+    engine: Engine, scheduling: Scheduling, workers: Workers
+) -> None:
+    class Prefill:
+        """vLLM's statistics of a prompt."""
+
+        num_local_cached_tokens = 0
+        numbers: tuple[int, ...] = ()
+
+        def set(self, **numbers: int) -> None:
+            self.numbers = tuple(numbers.values())
+
+    ask = ask_of(engine, [0, 2, 1], reuse=False)
+    tokens = ask.prompt.bounds[-1]
+    for name, is_served in (("computed", True), ("aborted", False)):
+        prefill = Prefill()
+        request = request_of(ask, name, prefill_stats=prefill)
+        filled = scheduling.matched(request, 0)
+        assert filled == tokens - 1
+        scheduling.allocated(request, blocks_of(ask), filled)
+        totals = scheduling.corrections.totals()
+        assert (totals["requests"], totals["queries"], totals["hits"]) == (-1, -tokens, 0)
+        (fill,) = scheduling.take_fills()
+        if is_served:
+            run(workers, [fill])
+            news = workers.news()
+            assert news is not None
+            scheduling.take_news(news)
+        scheduling.ended({name})
+        scheduling.finished(request)
+        totals = scheduling.corrections.totals()
+        assert (totals["requests"], totals["queries"], totals["hits"]) == (0, 0, 0)
+        assert prefill.numbers == (tokens, 0, 0)
+    reused = ask_of(engine, [0, 2, 1])
+    prefill = Prefill()
+    request = request_of(reused, "reused", prefill_stats=prefill)
+    filled = scheduling.matched(request, 0)
+    assert filled
+    scheduling.allocated(request, blocks_of(ask), filled)
+    run(workers, scheduling.take_fills())
+    news = workers.news()
+    assert news is not None
+    scheduling.take_news(news)
+    totals = scheduling.corrections.totals()
+    assert 0 < totals["hits"] < filled
+    assert prefill.numbers == (tokens, 0, totals["hits"])
 
 
 def test_a_request_goes_first_and_a_new_variant_makes_room_for_it(

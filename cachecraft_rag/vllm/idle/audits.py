@@ -294,8 +294,11 @@ class IdleAudits:
                 self._wait_for_variants(_WAIT_FOR_VARIANTS_S)
                 full = self._predict(waiting.request, waiting.tokens)
                 audit = None if full is None else _compared(waiting, full)
+            except CancelledError:
+                failed = True
+                logger.info("An answer is not audited: the server is ending")
             # vLLM may raise anything; the next audit may succeed
-            except (Exception, CancelledError):
+            except Exception:
                 failed = True
                 # of several failures in a row, such as after the end of vLLM, log the first only
                 if not self._closed:

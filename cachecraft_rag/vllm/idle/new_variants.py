@@ -2,8 +2,8 @@
 
 A chunk is captured after the prefix that it had in the earlier prompt. The scheduler holds these requests back while
 others run, and the workers compute them in slices, so a request that arrives waits for one slice. Captures of unmarked
-text are held back for at most ten seconds, and are not paused once they have begun. Statistics and the budget are those
-of `serving.new_variants`.
+text are held back for at most ten seconds, several at once, and are not paused once they have begun. Statistics and the
+budget are those of `serving.new_variants`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.new_variants import Dropped, NewVariantStats, WantedVariants
 
 logger = logging.getLogger("cachecraft_rag.new_variants")
+
+# Captures of unmarked text at once: on a busy server each waits ten seconds, so this is a rate of 24 in a minute.
+_UNMARKED_AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +44,10 @@ class Captured:
 
 
 class IdleVariants:
-    """Two threads that capture prompts. Any thread may call any method.
+    """Threads that capture prompts. Any thread may call any method.
 
-    One thread is for unmarked text, which is captured on a busy server too: with a single thread it would wait for
-    captures that need an idle server.
+    Four threads are for unmarked text, which is captured on a busy server too, and one is for captures that need an
+    idle server.
 
     Args:
         capture: computes and stores the missing variants of a candidate.
@@ -82,7 +85,7 @@ class IdleVariants:
             self._wanted.answered(prompt_tokens, candidate)
             if not self._started and candidate is not None:
                 self._started = True
-                for unmarked in (True, False):
+                for unmarked in (*[True] * _UNMARKED_AT_ONCE, False):
                     run = partial(self._run, unmarked=unmarked)
                     threading.Thread(target=run, name="cachecraft-variants", daemon=True).start()
             self._changed.notify_all()
@@ -147,8 +150,12 @@ class IdleVariants:
             try:
                 captured = self._capture(candidate)
                 has_failed = False
+            except CancelledError:
+                logger.info("No more new variants are captured: the server is ending")
+                self.close()
+                captured = Captured(dropped=Dropped.CLOSED)
             # vLLM may raise anything; the next candidate may succeed
-            except (Exception, CancelledError):
+            except Exception:
                 # of several failures in a row, such as after the end of vLLM, log the first only
                 if not self._closed:
                     level = logging.DEBUG if has_failed else logging.ERROR

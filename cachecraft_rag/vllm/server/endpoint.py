@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import prometheus_client
+import vllm.envs
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from vllm.entrypoints.openai.chat_completion import api_router as own
@@ -48,6 +49,7 @@ from vllm.renderers.chat_utils import load_chat_template
 from cachecraft_rag.checks import check_flag, check_text
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.store import RowFilter
+from cachecraft_rag.types.digests import digest
 from cachecraft_rag.vllm.calls import Calls
 from cachecraft_rag.vllm.metrics import ServerCollector, reported_counts
 from cachecraft_rag.vllm.options import CacheConfig
@@ -62,6 +64,7 @@ from cachecraft_rag.vllm.server.documents import (
     read_priming,
     uncaptured_note,
 )
+from cachecraft_rag.vllm.server.ready import announce
 from cachecraft_rag.vllm.server.response_input import messages_of, with_mark
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
 from cachecraft_rag.vllm.server.unmarked import (
@@ -134,10 +137,13 @@ class ChatWithDocuments:
             calls=calls,
         )
         engine = await loop.run_in_executor(None, opened)
-        await loop.run_in_executor(None, engine.check_reuse)
         state.cachecraft = Endpoint(engine, engine_client.vllm_config.cache_config)
         reported = reported_counts(engine_client, state.cachecraft.records.take)
+        await loop.run_in_executor(None, engine.check_reuse)
         prometheus_client.REGISTRY.register(ServerCollector(engine, reported))
+        needs_key = bool(vllm.envs.VLLM_API_KEY)
+        # kept here, because the loop holds tasks weakly
+        state.cachecraft.announcement = loop.create_task(announce(args, needs_key=needs_key))
 
 
 class Endpoint:
@@ -146,6 +152,7 @@ class Endpoint:
     def __init__(self, engine: ServerEngine, cache_config: CacheConfig) -> None:
         self.engine = engine
         self.records = Records(engine.ended, model=engine.decoder.name)
+        self.announcement: asyncio.Task[None] | None = None  # of the end of the start
         self.plain_prompts: PlainPrompts | None = None
         if engine.settings.plain_prompts == "reuse":
             blocks = cache_config.num_gpu_blocks or 0 if cache_config.enable_prefix_caching else 0
@@ -216,6 +223,7 @@ async def create_chat_completion(request: DocumentChatRequest, raw_request: Requ
     """
     if request.documents is not None:
         return await _with_documents(request, raw_request)
+    _divide_prefix_cache(request, raw_request)
     if (origin := _origin(request, raw_request)) is None:
         return await own.create_chat_completion(request, raw_request)
     return await _plain_chat(request, raw_request, origin)
@@ -299,11 +307,12 @@ async def create_completion(request: CompletionRequest, raw_request: Request) ->
     Returns JSON, or a stream of server-sent events if the request asks for one; None if the client has gone. What
     vLLM's own handler refuses is JSON with the status that it chose.
 
-    Raises HTTPException (400) for a request with `documents`, which only chat completions take. If this server reuses
-    plain prompts, also for an invalid session and for reuse settings that cannot be used, except with beam search;
-    otherwise both are ignored. Raises vLLM's own exceptions, too, such as for a prompt that is too long.
+    Raises HTTPException (400) for a request with `documents`, which only chat completions take, and for an invalid
+    session. If this server reuses plain prompts, also for reuse settings that cannot be used, except with beam search;
+    otherwise they are ignored. Raises vLLM's own exceptions, too, such as for a prompt that is too long.
     """
     _require_none(request)
+    _divide_prefix_cache(request, raw_request)
     if (origin := _origin(request, raw_request)) is None:
         return await completions.create_completion(request, raw_request)
     return await _plain_completion(request, raw_request, origin)
@@ -321,6 +330,18 @@ async def _plain_completion(
         raw_request.app.state.openai_serving_completion, raw_request, origin, locate
     )
     return await _answer(handler.create_completion, request, raw_request)
+
+
+def _divide_prefix_cache(
+    request: ChatCompletionRequest | CompletionRequest | ResponsesRequest, raw_request: Request
+) -> None:
+    """Keep a session's blocks in vLLM's prefix cache apart from those of others, by the request's salt.
+
+    Raises HTTPException (400) for an invalid session.
+    """
+    session = _endpoint(raw_request).session(raw_request)
+    if session is not None:
+        request.cache_salt = digest("session salt", session, request.cache_salt or "")
 
 
 def _origin(
@@ -363,11 +384,12 @@ async def create_responses(request: ResponsesRequest, raw_request: Request) -> R
     Returns JSON, or a stream of server-sent events if the request asks for one; None if the client has gone. What
     vLLM's own handler refuses is JSON with the status that it chose.
 
-    Raises HTTPException (400) for a request with `documents`, which only chat completions take. If this server reuses
-    plain prompts, also for an invalid session and for reuse settings that cannot be used; otherwise both are ignored.
-    Raises vLLM's own exceptions, too.
+    Raises HTTPException (400) for a request with `documents`, which only chat completions take, and for an invalid
+    session. If this server reuses plain prompts, also for reuse settings that cannot be used; otherwise they are
+    ignored. Raises vLLM's own exceptions, too.
     """
     _require_none(request)
+    _divide_prefix_cache(request, raw_request)
     if (origin := _origin(request, raw_request)) is None:
         return await responses.create_responses(request, raw_request)
     return await _plain_responses(request, raw_request, origin)

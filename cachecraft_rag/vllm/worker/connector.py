@@ -23,8 +23,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from cachecraft_rag.compute.warm_up import warm_up
 from cachecraft_rag.errors import UnsupportedModelError
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.vllm.messages import REPORTS, Fill, FillReport, News
-from cachecraft_rag.vllm.metrics import ReportedCounts, StoreCounts, counts_of
+from cachecraft_rag.vllm.messages import (
+    CORRECTIONS,
+    REPORTS,
+    Corrections,
+    Fill,
+    FillReport,
+    News,
+)
+from cachecraft_rag.vllm.metrics import StoreCounts, counts_of
 from cachecraft_rag.vllm.options import VLLMConfig
 from cachecraft_rag.vllm.processes import settle_in
 from cachecraft_rag.vllm.settings import ConnectorSettings
@@ -111,6 +118,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         self._step_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self._sender = str(role.name).lower()
         self._sent_counts: dict[str, object] = {}
+        self._sent_corrections: Corrections | None = None
         stack: WorkerStack | None = None
         self._reserved: list[Tensor] = []
         if role == KVConnectorRole.WORKER:
@@ -148,6 +156,10 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     # -- scheduler ----------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: EngineRequest) -> None:
+        """Note a request before vLLM asks about it. Raises nothing: an exception is logged."""
+        self._safely(None, lambda: self._scheduling.arrived(request))
 
     def get_num_new_matched_tokens(
         self, request: EngineRequest, num_computed_tokens: int
@@ -194,6 +206,7 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         left = self._step_tokens - scheduled
         rows = max(left, self._settings.least_rows)
         scheduling = self._scheduling
+        scheduling.corrections.scheduled(scheduler_output.num_scheduled_tokens.keys())
         fills = scheduling.take_fills()
         idle = scheduling.idle
         if idle:
@@ -282,11 +295,11 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
     # -- both ---------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> StoreCounts | None:
-        """Return running totals of the store, if they have changed, and reports of filled requests; None without both.
+        """Return running totals of the store, if they have changed, and reports of filled requests; None without any.
 
-        Changes are those since the last result that had totals, and each report is returned once, by the scheduler's
-        side. Of the workers only the first one returns totals. Raises nothing: an exception is logged, and None is
-        returned.
+        Changes are those since the last result that had totals. The scheduler's side also returns corrections to vLLM's
+        own statistics, if they have changed, and each report once. Of the workers only the first one returns totals.
+        Raises nothing: an exception is logged, and None is returned.
         """
         return self._safely(None, self._new_counts)
 
@@ -297,8 +310,12 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
         data: dict[str, object] = {}
         if counts != self._sent_counts:
             self._sent_counts = data[self._sender] = counts
-        if isinstance(self._end, Scheduling) and (reports := self._end.take_reports()):
-            data[REPORTS] = reports
+        if isinstance(self._end, Scheduling):
+            if reports := self._end.take_reports():
+                data[REPORTS] = reports
+            corrections = self._end.corrections.totals()
+            if corrections != self._sent_corrections:
+                self._sent_corrections = data[CORRECTIONS] = corrections
         return StoreCounts(data) if data else None
 
     @classmethod
@@ -309,11 +326,6 @@ class CacheCraftConnector(KVConnectorBase_V1, SupportsHMA):
             data: `StoreCounts.data`.
         """
         return StoreCounts(data or {})
-
-    @classmethod
-    def build_prom_metrics(cls, *arguments: object) -> ReportedCounts:
-        """Return a new receiver of counts for /metrics, see `metrics.ServerCollector`; vLLM gives the arguments."""
-        return ReportedCounts(*arguments)
 
     def shutdown(self) -> None:
         """In a worker, give up fillings and finish the captures; in the scheduler, end the look-ups. Close the store.

@@ -18,6 +18,17 @@ class RequestSampling(Protocol):
     prompt_logprobs: int | None
 
 
+class PrefillStats(Protocol):
+    """`vllm.v1.metrics.stats.PrefillStats`, from where the tokens of a prompt are."""
+
+    num_local_cached_tokens: int
+
+    def set(
+        self, num_prompt_tokens: int, num_local_cached_tokens: int, num_external_cached_tokens: int
+    ) -> None:
+        """Replace all numbers."""
+
+
 class EngineRequest(Protocol):
     """`vllm.v1.request.Request`, a request in vLLM's scheduler."""
 
@@ -30,6 +41,7 @@ class EngineRequest(Protocol):
     prompt_embeds: object
     mm_features: Sequence[object]
     lora_request: object
+    prefill_stats: PrefillStats | None
     skip_reading_prefix_cache: bool | None
 
 
@@ -116,4 +128,5 @@ class SchedulerOutput(Protocol):
     """`vllm.v1.core.sched.output.SchedulerOutput`, the work of a step."""
 
     total_num_scheduled_tokens: int
+    num_scheduled_tokens: Mapping[str, int]  # by id of the request
     finished_req_ids: set[str]

@@ -21,8 +21,9 @@ from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.row_checks import LookupResult, RowBounds
 from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, FillReport, News
-from cachecraft_rag.vllm.records import cached_report
+from cachecraft_rag.vllm.records import cached_report, reused_tokens
 from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.worker.corrections import StatsCorrections
 from cachecraft_rag.vllm.worker.fill_memory import UNLIMITED, FillBudget, FillMemory, FillSize
 from cachecraft_rag.vllm.worker.interfaces import EngineRequest
 from cachecraft_rag.vllm.worker.refusals import request_refusal
@@ -106,6 +107,7 @@ class Scheduling:
         self._threads = (
             ThreadPoolExecutor(4, "cachecraft-look-up") if store.config.remote is not None else None
         )
+        self.corrections = StatsCorrections()  # to vLLM's own statistics
         self._known: dict[str, Pending] = {}
         # Running requests, including those that vLLM computes itself, but not those that capture new variants.
         self._busy: set[str] = set()
@@ -118,6 +120,18 @@ class Scheduling:
         self._captures_wanted = False  # a request has waited for captures since the last step
         self._reports: dict[str, FillReport] = {}  # `Ask.name` → report to be sent to the front end
         self._row_s: float | None = None  # seconds per computed row of the last fill
+
+    def arrived(self, request: EngineRequest) -> None:
+        """Note a new request, so that work in idle time never counts as a waiting request.
+
+        Does nothing for a request without a message of this package, and in a second call. Raises nothing.
+        """
+        message = (request.kv_transfer_params or {}).get(FIELD)
+        if not message or request.request_id in self._known:
+            return
+        known = self._known[request.request_id] = self._take_in(request, message)
+        if known.ask is not None and known.ask.idle:
+            self.corrections.arrived_idle(request.request_id)
 
     def matched(self, request: EngineRequest, computed: int) -> int | None:
         """Return how many tokens after the first `computed` will be filled; None: ask again in the next step.
@@ -147,13 +161,9 @@ class Scheduling:
         return tokens
 
     def _matched(self, request: EngineRequest, computed: int) -> int | None:
-        message = (request.kv_transfer_params or {}).get(FIELD)
-        if not message:
-            return 0
+        self.arrived(request)
         known = self._known.get(request.request_id)
-        if known is None:
-            known = self._known[request.request_id] = self._take_in(request, message)
-        if known.ask is None:
+        if known is None or known.ask is None:
             return 0
         if known.ask.idle and self._busy:
             known.patience = known.patience or time.monotonic() + _PATIENCE_S
@@ -214,6 +224,9 @@ class Scheduling:
         assert known.size is not None, "`matched` returned these tokens"
         last = int(request.num_prompt_tokens) - known.ask.own_tokens
         self._budget.take(request.request_id, known.size)
+        is_counted = not known.filled and known.cached is None  # vLLM counts repetitions separately
+        if is_counted:
+            self.corrections.allocated(request, tokens)
         lookup, scores = known.looked.result()
         self._fills.append(
             Fill(
@@ -288,6 +301,8 @@ class Scheduling:
             if known.report is None:
                 known.report = report
                 self._send(known.ask, report)
+                reused = 0 if known.ask is None else reused_tokens(known.ask.prompt, report)
+                self.corrections.ended(name, reused=reused)
             rows = report.get("row_layers", 0) // self._identity.layout.layers
             ask = known.ask
             if ask is not None and not ask.idle:
@@ -328,6 +343,7 @@ class Scheduling:
         """
         self._busy.discard(request.request_id)
         self._short.discard(request.request_id)
+        self.corrections.finished(request.request_id)
         known = self._known.pop(request.request_id, None)
         if known is None:
             return None

@@ -1,0 +1,92 @@
+"""The last line of a server's start: it is ready, and a first request that works."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shlex
+from collections.abc import Sequence
+from typing import Protocol
+
+logger = logging.getLogger("cachecraft_rag.vllm")
+
+_RETRY_S = 0.2
+# hosts on which a server listens to all addresses → one of them
+_ALL_ADDRESSES = {None: "127.0.0.1", "": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+class ServerArguments(Protocol):
+    """Arguments of vLLM's server, as far as they say how to reach it."""
+
+    host: str | None
+    port: int
+    uds: str | None
+    ssl_certfile: str | None
+    api_key: Sequence[str] | None
+    served_model_name: Sequence[str] | str | None
+    model: str
+
+
+def first_request(args: ServerArguments, *, needs_key: bool = False) -> str:
+    """Return a `curl` command for a shell that asks this server a question with a document.
+
+    Args:
+        args: arguments of vLLM's server.
+        needs_key: True if the server asks for a key that `args` do not have.
+    """
+    names = args.served_model_name or args.model
+    body = {
+        "model": names if isinstance(names, str) else names[0],
+        "messages": [{"role": "user", "content": "How often should I descale it?"}],
+        "documents": [{"text": "Descale the coffee maker every month."}],
+        "max_tokens": 64,
+    }
+    fields = ",\n  ".join(
+        f"{json.dumps(name)}: {json.dumps(value)}" for name, value in body.items()
+    )
+    headers = ["Content-Type: application/json"]
+    if args.api_key or needs_key:
+        headers.append("Authorization: Bearer YOUR-KEY")
+    options = [f"-H {shlex.quote(header)}" for header in headers]
+    if args.uds:
+        options.insert(0, f"--unix-socket {shlex.quote(args.uds)}")
+    options.append("-d " + shlex.quote("{\n  " + fields + "}"))
+    return " \\\n  ".join([f"curl {_address(args)}/v1/chat/completions", *options])
+
+
+async def announce(args: ServerArguments, *, needs_key: bool = False) -> None:
+    """Log that the server is ready, and a first request, once it accepts connections.
+
+    Arguments as in `first_request`. Waits as long as the server takes; raises nothing but CancelledError.
+    """
+    while not await _accepts_connections(args):
+        await asyncio.sleep(_RETRY_S)
+    logger.info(
+        "Ready. A question with a document, for another terminal:\n%s",
+        first_request(args, needs_key=needs_key),
+    )
+
+
+def _address(args: ServerArguments) -> str:
+    if args.uds:
+        return "http://localhost"
+    host = _host(args)
+    scheme = "https" if args.ssl_certfile else "http"
+    return f"{scheme}://[{host}]:{args.port}" if ":" in host else f"{scheme}://{host}:{args.port}"
+
+
+def _host(args: ServerArguments) -> str:
+    return _ALL_ADDRESSES.get(args.host) or str(args.host)
+
+
+async def _accepts_connections(args: ServerArguments) -> bool:
+    try:
+        if args.uds:
+            _, writer = await asyncio.open_unix_connection(args.uds)
+        else:
+            _, writer = await asyncio.open_connection(_host(args), args.port)
+    except OSError:
+        return False
+    writer.close()
+    return True
