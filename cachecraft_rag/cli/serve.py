@@ -39,8 +39,6 @@ class ServerOptions:
     port                  port to listen on
     tensor_parallel_size  GPUs that share the model
     max_model_len         most tokens of prompt and answer; the model's without it
-    shared_system         clients' system messages hold no private text: chunk-caches captured after them serve all
-                          clients
     session_header        header that names a request's session. Use it only with a proxy that sets it
     client_settings       settings of reuse that requests may bring: none; safe: those that do not shape the
                           chunk-caches of other clients; all
@@ -55,7 +53,6 @@ class ServerOptions:
     port: int = 8000
     tensor_parallel_size: int = 1
     max_model_len: int | None = None
-    shared_system: bool = False
     session_header: str | None = None
     client_settings: str = "safe"
     reuse_plain_prompts: bool = False
@@ -127,7 +124,6 @@ def serve(
         store=Path(settings["store"]),
         config=settings.engine_config(),
         endpoint=EndpointSettings(
-            shared_system=server.shared_system,
             session_header=server.session_header,
             client_settings=cast(ClientSettings, server.client_settings),
             plain_prompts="reuse" if plain else "off",

@@ -97,8 +97,8 @@ class HTTPEngine(AnswerEngine):
         Args:
             url: such as "http://127.0.0.1:8000"; a "/v1" at its end is left out.
             model: name of the model that the server must serve, as it was started with; None: any.
-            system: an instruction instead of the server's. The server takes it for private text, unless it was started
-                with --shared-system.
+            system: an instruction instead of the server's. Chunk-caches captured after it serve all who send the same
+                one, unless the server was started with --private-system.
             api_key: the key that the server was started with, if it asks for a key (`--api-key`).
             admin_key: a key of its `--admin-key-file`, if it has such a file: to prime and evict.
             timeout_s: longest silence of the server.

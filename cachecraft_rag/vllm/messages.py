@@ -121,6 +121,22 @@ class Ask:
         """True if the request pauses while others run, even if it has begun: if it is `idle` and has no `first`."""
         return self.idle and not self.first
 
+    @property
+    def left_to_server(self) -> str:
+        """Why vLLM computes the whole prompt: its settings reuse and capture nothing; "" if it may be filled."""
+        config = self.config
+        if config.reuse or config.capture or self.captures is not None:
+            return ""
+        tokens = self.prompt.bounds[-1]
+        if config.is_too_short(tokens):
+            return f"it has {tokens} tokens, and reuse begins at {config.min_prompt_tokens} (min_prompt_tokens)"
+        if self.prompt.segments[0].private and self.session is None:
+            return (
+                "its instruction or its tools are private (private_system), and it has no session that chunk-caches "
+                "after them could belong to: send one, or leave private_system out"
+            )
+        return "reuse is off, and nothing is to be captured"
+
     def message(self, key: str) -> dict[str, object]:
         """Return plain JSON values for `kv_transfer_params[FIELD]`, signed with the server's key, see `read`.
 

@@ -77,7 +77,6 @@ class EndpointSettings:
 
     root             folder of the store, which may hold a calibration
     model            model name in requests
-    shared_system    True if system messages of clients are not private: captures after them serve all users
     session_header   header with the session of a request, set by a trusted proxy; None: no sessions
     client_settings  reuse settings that a request may change: "none"; "safe", those that affect only its own answer;
                      "all"
@@ -91,7 +90,6 @@ class EndpointSettings:
 
     root: str = ""
     model: str = ""
-    shared_system: bool = False
     session_header: str | None = None
     client_settings: ClientSettings = "safe"
     plain_prompts: PlainPromptsMode = "off"
@@ -102,7 +100,6 @@ class EndpointSettings:
         """Check every field; raises ConfigError."""
         for name in ("root", "model"):
             check_text(name, getattr(self, name))
-        check_flag("shared_system", self.shared_system)
         check_flag("search_system", self.search_system)
         check_text("session_header", self.session_header, optional=True, empty=False)
         check_choice("plain_prompts", self.plain_prompts, get_args(PlainPromptsMode))

@@ -17,9 +17,10 @@ from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.settings import OFF, ClientSettings
 
-# field of a request's body: fields of `ReuseConfig` for this request, and `STRICT_IDS`
+# field of a request's body: fields of `ReuseConfig` for this request, `STRICT_IDS` and `PRIVATE_SYSTEM`
 FIELD = "cachecraft"
 STRICT_IDS = "strict_ids"  # true: refuse a document whose `id` is not the id of its text
+PRIVATE_SYSTEM = "private_system"  # true: the instruction or the tools hold one user's text
 ADMIN_HEADER = "X-CacheCraft-Admin-Key"
 MOST_DOCUMENTS = 1000
 MOST_PRIMED = 4 << 20  # characters per request to prime: a book of a thousand pages
@@ -98,6 +99,7 @@ class Asked:
     config   reuse settings of the request; None: the server's settings
     reserve  number of tokens kept free for the answer
     client_salt  `cache_salt` of the request; "" if it has none
+    private_system  True if the request says that its instruction or its tools hold one user's text
     """
 
     question: str
@@ -108,6 +110,7 @@ class Asked:
     reserve: int
     client_salt: str
     tools: tuple[Tool, ...] = ()
+    private_system: bool = False
 
     @classmethod
     def read(
@@ -138,7 +141,7 @@ class Asked:
             if not fine(getattr(request, name, None)):
                 raise ConfigError(f"{name} cannot be used together with documents: {advice}")
         check_documents(request.documents)
-        chunks = _chunks(request.documents or [], strict=_strict_ids(request))
+        chunks = _chunks(request.documents or [], strict=_flag(request, STRICT_IDS))
         tools = checked_tools(
             tool if isinstance(tool, Mapping) else tool.model_dump() for tool in request.tools or ()
         )
@@ -165,6 +168,7 @@ class Asked:
             reserve=SamplingParams().max_new_tokens if answer is None else answer,
             client_salt=request.cache_salt or "",
             tools=tuple(tools),
+            private_system=_flag(request, PRIVATE_SYSTEM),
         )
 
 
@@ -294,20 +298,21 @@ def _known_id(given: object) -> str:
     return given if isinstance(given, str) else ""
 
 
-def _strict_ids(request: PlainRequest) -> bool:
-    """Return True if a request asks to be refused when a document's id is not the id of its text."""
+def _flag(request: PlainRequest, name: str) -> bool:
+    """Return a flag in the request's field `FIELD` that is no reuse setting; False without it."""
     given = (request.model_extra or {}).get(FIELD)
-    strict = given.get(STRICT_IDS, False) if isinstance(given, Mapping) else False
-    check_flag(STRICT_IDS, strict)
-    return bool(strict)
+    value = given.get(name, False) if isinstance(given, Mapping) else False
+    check_flag(name, value)
+    return bool(value)
 
 
 def _reuse_settings(request: PlainRequest) -> object:
     """Return the reuse settings in a request, or None."""
     given = (request.model_extra or {}).get(FIELD)
-    if not isinstance(given, Mapping) or STRICT_IDS not in given:
+    flags = (STRICT_IDS, PRIVATE_SYSTEM)
+    if not isinstance(given, Mapping) or not any(name in given for name in flags):
         return given
-    return {name: value for name, value in given.items() if name != STRICT_IDS} or None
+    return {name: value for name, value in given.items() if name not in flags} or None
 
 
 def check_documents(documents: object) -> None:

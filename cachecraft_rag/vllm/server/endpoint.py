@@ -51,6 +51,7 @@ from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.types.digests import digest
 from cachecraft_rag.vllm.calls import Calls
+from cachecraft_rag.vllm.messages import FIELD
 from cachecraft_rag.vllm.metrics import ServerCollector, reported_counts
 from cachecraft_rag.vllm.options import CacheConfig
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
@@ -237,7 +238,7 @@ async def _with_documents(request: DocumentChatRequest, raw_request: Request) ->
     session = endpoint.session(raw_request)
     stock = raw_request.app.state.openai_serving_chat
 
-    def prepare() -> tuple[RequestRecord, dict[str, object], str]:
+    def prepare() -> tuple[RequestRecord, dict[str, object], str | None]:
         asked = Asked.read(
             request,
             engine.config,
@@ -247,15 +248,24 @@ async def _with_documents(request: DocumentChatRequest, raw_request: Request) ->
         if request.tool_choice == "none" and stock.exclude_tools_when_tool_choice_none:
             asked = replace(asked, tools=())
         prepared, ask = engine.prepare(asked, session=session)
-        remark = uncaptured_note(asked.config, engine.config)
+        reason = ask.left_to_server
+        remark = reason or uncaptured_note(asked.config, engine.config)
+        ids = [segment.segment_id for segment in prepared.prompt.segments[:-1]]
         record = RequestRecord(
             prepared,
             engine.decoder.layout.layers,
             ask.name,
             remark=remark,
             predicted=engine.predicted_answer(prepared),
+            alone=bool(reason),
+            unused=dict.fromkeys(ids, reason) if reason else {},
         )
-        return record, engine.transfer(ask), ask.cache_salt(engine.namespace)
+        transfer = engine.transfer(ask)
+        if reason:  # vLLM computes all of it, and shares its blocks with requests without documents
+            del transfer[FIELD]
+            _divide_prefix_cache(request, raw_request)
+            return record, transfer, request.cache_salt
+        return record, transfer, ask.cache_salt(engine.namespace)
 
     try:
         record, transfer, salt = await endpoint.in_thread(prepare)

@@ -158,11 +158,14 @@ class ServerEngine(AnswerEngine):
         """
         started = time.perf_counter()
         check_asked(asked.question, asked.history, session=session, config=asked.config)
-        builder = self._builder(asked.system, asked.tools)
+        builder = self._builder(asked)
         prompt = builder.build(
             asked.question, asked.chunks, history=asked.history, reserve=asked.reserve
         )
         config = self.for_prompt(self.calibrated(asked.config or self.config), prompt)
+        if prompt.segments[0].private and session is None:
+            # each chunk-cache after it belongs to a session
+            config = replace(config, reuse=False, capture=False)
         request = Request(prompt, config, SamplingParams(), session, started)
         request = self._backend.audits.results.with_ratio(request, asked.config or self.config)
         ask = Ask(
@@ -318,21 +321,22 @@ class ServerEngine(AnswerEngine):
         self._home.require()
         yield from self._backend.pieces(request, progress)
 
-    def _builder(self, system: str | None, tools: Sequence[Tool]) -> PromptBuilder:
-        """Return the prompt builder for an instruction and tools; those of a client may hold private text."""
-        text = self.system if system is None else system
-        if text == self.system and not tools:
+    def _builder(self, asked: Asked) -> PromptBuilder:
+        """Return the prompt builder for the instruction and the tools of a request."""
+        text = self.system if asked.system is None else asked.system
+        private = asked.private_system or self.prompts.system.private
+        if text == self.system and not asked.tools and private == self.prompts.system.private:
             return self.prompts
         # the tokenizer is not thread-safe while a builder copies it
         with self._building_for_client:
-            return self._builder_of(text, json.dumps(tools))
+            return self._builder_of(text, json.dumps(asked.tools), private)
 
-    def _new_builder(self, system: str, tools: str) -> PromptBuilder:
+    def _new_builder(self, system: str, tools: str, private: bool) -> PromptBuilder:
         return PromptBuilder(
             self._model.tokenizer,
             context_length=self._model.context_length,
             system=system,
-            private_system=not self.settings.shared_system,
+            private_system=private,
             best_last=self._best_last,
             tools=json.loads(tools),
         )

@@ -418,9 +418,11 @@ class PlainPrompts:
         if tail is None:
             self._count(searched, {}, len(head))
             return _LaidOut(None, dict)
-        private = not engine.settings.shared_system
         system = Segment(
-            "system", digest("system", " ".join(map(str, head))), head, private=private
+            "system",
+            digest("system", " ".join(map(str, head))),
+            head,
+            private=engine.prompts.system.private,
         )
         prompt = Prompt((system, *tail[:-1], replace(tail[-1], closing=len(pieces[-1].token_ids))))
         session = session_of(prompt, owner)

@@ -185,7 +185,8 @@ class Scheduling:
             return None
         captures = known.ask.config.capture or known.ask.captures is not None
         if not captures and not any(lookup.variants.values()):
-            known.refused = known.refused or _nothing_to_do(known.ask)
+            nothing_stored = "nothing of it is stored, and nothing is to be captured"
+            known.refused = known.refused or known.ask.left_to_server or nothing_stored
             return 0
         if is_cached:  # vLLM's own prefix cache has the chunks
             if known.cached is None:
@@ -490,15 +491,6 @@ class Scheduling:
         ]
         return lookup, self._store.token_scores(variant_ids)
 
-
-def _nothing_to_do(ask: Ask) -> str:
-    """Return why a request is left to vLLM that reuses and captures nothing."""
-    tokens = ask.prompt.bounds[-1]
-    if ask.config.is_too_short(tokens):
-        return f"it has {tokens} tokens, and reuse begins at {ask.config.min_prompt_tokens} (min_prompt_tokens)"
-    if not ask.config.reuse:
-        return "reuse is off, and nothing is to be captured"
-    return "nothing of it is stored, and nothing is to be captured"
 
 
 def _announced(lacking: FutureVariant, ask: Ask, others: Iterable[Pending]) -> bool:
