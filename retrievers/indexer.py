@@ -96,9 +96,8 @@ def index_folder(
     A path inside a folder that was indexed before belongs to that folder; a folder around earlier ones replaces their
     documents by its own. Documents of the folder are removed if their file is gone or can no longer be parsed, and stay
     if it cannot be opened; other documents stay, and for a single file none of another file is removed. Unchanged files are not
-    parsed. A file that was indexed twice, for a folder and for one around it, keeps one document, whose name is that of
-    this run. Each document is one transaction: the next run completes one that was killed. At the end the index file is
-    written.
+    parsed. A file that was indexed twice, for a folder and for one around it, keeps one document, named as in this run.
+    Each document is one transaction: the next run completes one that was killed. At the end the index file is written.
 
     Args:
         path: the folder or the file.

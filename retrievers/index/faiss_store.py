@@ -30,6 +30,7 @@ from cachecraft_rag.retrievers.index.schema import chunk_of, model_name, open_da
 from cachecraft_rag.retrievers.index.vector_index import VectorIndex
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.database import Database
+from cachecraft_rag.store.files.disk import sync_folder
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.types.documents import Chunk, Scalar, SearchHit
 
@@ -113,6 +114,7 @@ class FaissStore(Closeable):
         # changed only within a snapshot: one thread at a time
         self._index: VectorIndex | None = None
         self._saved_stamp = ""
+        self._to_compact = False  # chunks have left since the database was compacted
 
     @classmethod
     def open(
@@ -191,7 +193,8 @@ class FaissStore(Closeable):
                 (doc_id, content_digest, root),
             )
             added = self._append(db, doc_id, chunks, matrix)
-            return self._changed(db, added, self._drop_orphans(db, before))
+            change = self._changed(db, added, self._drop_orphans(db, before))
+        return self._erased(change)
 
     def add(
         self,
@@ -240,7 +243,8 @@ class FaissStore(Closeable):
                 (doc_id,),
             )
             added = self._append(db, doc_id, chunks, matrix, keys=keys)
-            self._changed(db, added, removed)
+            change = self._changed(db, added, removed)
+        self._erased(change)
         back = set(removed).intersection(added)
         return Change(
             *(tuple(name for name in names if name not in back) for names in (added, removed))
@@ -274,7 +278,8 @@ class FaissStore(Closeable):
                 )
             ]
             db.execute("DELETE FROM documents WHERE doc_id = ?", (doc_id,))
-            return self._changed(db, (), self._drop_orphans(db, before))
+            change = self._changed(db, (), self._drop_orphans(db, before))
+        return self._erased(change)
 
     def delete_chunks(self, chunk_ids: Iterable[str]) -> Change:
         """Remove chunks from every document that has them; return the ids of those that were there.
@@ -289,7 +294,8 @@ class FaissStore(Closeable):
             gone = _by_list(
                 db, f"DELETE FROM owners WHERE number IN ({chosen}) RETURNING number", chunk_ids
             )
-            return self._changed(db, (), self._drop_orphans(db, (row[0] for row in gone)))
+            change = self._changed(db, (), self._drop_orphans(db, (row[0] for row in gone)))
+        return self._erased(change)
 
     def delete_keys(self, keys: Iterable[str]) -> Change:
         """Remove the places with these keys, and the documents that have none left; unknown keys are ignored.
@@ -299,7 +305,8 @@ class FaissStore(Closeable):
         iterated or hold anything that JSON cannot.
         """
         with self._opened().writing() as db:
-            return self._changed(db, (), self._drop_places(db, keys))
+            change = self._changed(db, (), self._drop_places(db, keys))
+        return self._erased(change)
 
     def removed_chunks(self) -> dict[str, int]:
         """Return the ids of chunks that left the index and are not back, and whose chunk-caches may still be stored.
@@ -503,6 +510,23 @@ class FaissStore(Closeable):
 
     # --- life ---
 
+    def compact(self) -> None:
+        """Write the database again without the bytes of chunks that this store has removed; return None.
+
+        `save` and `close` do it too. Without such chunks it does nothing. If the database cannot be written now, a
+        warning is logged, and the next call tries again. Raises IndexStoreError if the index is closed, and ForkError
+        in a fork.
+        """
+        database = self._opened()
+        if not self._to_compact or not self.folder.is_dir():
+            return
+        try:
+            self._to_compact = not database.compact()
+        except IndexStoreError as error:
+            logger.warning(
+                "Bytes of removed chunks may stay in the index until the next removal: %s", error
+            )
+
     def save(self) -> None:
         """Write the index file, so that the next process starts faster; return None.
 
@@ -515,6 +539,7 @@ class FaissStore(Closeable):
         # deleted meanwhile: nothing of it comes back
         if self._db.read_only or not self.folder.is_dir():
             return
+        self.compact()
         with self._opened().snapshot() as db:
             index = self._synchronised(db)
             if index.stamp == self._saved_stamp:
@@ -525,8 +550,15 @@ class FaissStore(Closeable):
                 logger.warning(
                     "%s cannot be written (%s); it will be rebuilt", self.folder / INDEX_FILE, error
                 )
-            else:
-                self._saved_stamp = index.stamp
+                return
+            self._saved_stamp = index.stamp
+        self._drop_outdated_file()
+
+    def _drop_outdated_file(self) -> None:
+        """Delete the index file that was just written if a chunk has left the database meanwhile."""
+        with self._opened().reading() as db:
+            if _setting(db, "stamp") != self._saved_stamp:
+                self._drop_index_file()
 
     def close(self) -> None:
         """Close the database; first write the index file, as in `save`, if a search or `save` has loaded the index.
@@ -539,6 +571,7 @@ class FaissStore(Closeable):
         if self._closed:
             return
         try:
+            self.compact()
             if self._index is not None:
                 self.save()
         except IndexStoreError as error:
@@ -649,6 +682,8 @@ class FaissStore(Closeable):
         self, db: sqlite3.Connection, added: Sequence[str], removed: Sequence[str]
     ) -> Change:
         """Begin a new generation if the index is affected, and note what left it; return the change."""
+        if removed:
+            self._drop_index_file()  # a kill after the commit would leave the vectors in it
         if added or removed:
             db.executemany(
                 "INSERT OR REPLACE INTO removed_chunks (chunk_id) VALUES (?)",
@@ -661,6 +696,30 @@ class FaissStore(Closeable):
             db.execute("UPDATE settings SET value = value + 1 WHERE key = 'generation'")
             db.execute("UPDATE settings SET value = ? WHERE key = 'stamp'", (uuid.uuid4().hex,))
         return Change(tuple(added), tuple(removed))
+
+    def _erased(self, change: Change) -> Change:
+        """Overwrite what the files still hold of removed chunks, once the transaction is committed; return the change.
+
+        The index file goes once more: another process may have written it with the state before the commit.
+        """
+        if change.removed:
+            self._drop_index_file()
+            self._to_compact = True
+            self._db.erase()
+        return change
+
+    def _drop_index_file(self) -> None:
+        """Delete the index file, which holds all vectors; the next `save` writes another. Raises IndexStoreError."""
+        try:
+            (self.folder / INDEX_FILE).unlink()
+            sync_folder(self.folder)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise IndexStoreError(
+                f"{self.folder / INDEX_FILE} holds vectors of removed chunks and cannot be deleted ({error}); delete "
+                "it, it is made again"
+            ) from error
 
     def _synchronised(self, db: sqlite3.Connection) -> VectorIndex:
         """Return the index in the state of the transaction's snapshot."""

@@ -19,6 +19,7 @@ import pytest
 from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.retrievers.embeddings import unit_vectors
 from cachecraft_rag.retrievers.index.faiss_store import DATABASE, INDEX_FILE, Change, FaissStore
+from cachecraft_rag.retrievers.index.removal import remove_documents
 from cachecraft_rag.types.documents import Chunk
 
 DIM = 8
@@ -878,3 +879,64 @@ def test_numbers_too_large_to_compare_are_refused(store: FaissStore):
     assert lengths == pytest.approx(1.0)
     store.upsert("a.md", [chunk("one")], unit_vectors(large))
     assert store.search(unit_vectors(large)[0], 1)[0].score == pytest.approx(1.0)
+
+
+# --- bytes of removed chunks, and damaged bytes ---
+
+
+def bytes_in(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+class _LeavesRemovedRows(sqlite3.Connection):
+    """A connection as most builds of SQLite make it: removed rows stay in the file unless told otherwise."""
+
+    def __init__(self, *values, **settings) -> None:
+        super().__init__(*values, **settings)
+        self.execute("PRAGMA secure_delete = OFF")
+
+
+@pytest.mark.parametrize("length", [20, 700, 9000])
+@pytest.mark.parametrize("end", ["open", "closed"])
+def test_no_file_holds_text_or_vector_of_a_removed_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, end: str
+):
+    connect = partial(sqlite3.connect, factory=_LeavesRemovedRows)
+    monkeypatch.setattr("cachecraft_rag.store.database.sqlite3.connect", connect)
+    dice = random.Random(length)
+    folder = tmp_path / "index"
+    with open_store(folder) as store:
+        texts = {
+            f"doc {number}": f"Secret {number:04}. {'word ' * (dice.randrange(length) // 5)}"
+            for number in range(120)
+        }
+        for doc_id, text in texts.items():
+            store.upsert(doc_id, [Chunk(text)], vector_of(text)[None])
+        store.save()
+        removed = dice.sample(sorted(texts), 60)
+        for doc_id in removed[30:]:
+            store.upsert(doc_id, [], np.empty((0, DIM), np.float32))
+        remove_documents(store, removed[:30])
+        if end == "closed":
+            store.save()
+            store.close()
+        left = bytes_in(folder)
+        for doc_id, text in texts.items():
+            for content in (text[:12].encode(), vector_of(text).tobytes()):
+                assert (content in left) == (doc_id not in removed), doc_id
+
+
+def test_an_index_file_written_while_a_chunk_is_removed_does_not_keep_its_vector(
+    store: FaissStore, tmp_path: Path
+):
+    put(store, "a.md", "one")
+    put(store, "b.md", "two")
+    store.save()
+    assert (tmp_path / "index" / INDEX_FILE).exists()
+    with open_store(tmp_path / "index") as other:
+        other.delete_document("a.md")
+        assert vector_of(chunk("one").text).tobytes() not in bytes_in(tmp_path / "index")
+    assert names_of(nearest(store, "one", 3)) == ["two"]
+    store.save()
+    assert (tmp_path / "index" / INDEX_FILE).exists()
+    assert vector_of(chunk("one").text).tobytes() not in bytes_in(tmp_path / "index")
