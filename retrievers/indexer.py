@@ -95,8 +95,9 @@ def index_folder(
     A doc_id is the folder's name (with a number if another folder has it), "/" and the path below it: `docs/kettle.md`.
     A path inside a folder that was indexed before belongs to that folder; a folder around earlier ones replaces their
     documents by its own. Documents of the folder are removed if their file is gone or can no longer be parsed, and stay
-    if it cannot be opened; other documents stay, and for a single file none of another file is removed. Unchanged files are not
-    parsed. A file that was indexed twice, for a folder and for one around it, keeps one document, named as in this run.
+    if it cannot be opened; other documents stay, and for a single file none of another file is removed. Unchanged files
+    are not parsed. A file that was indexed twice, for a folder and for one around it, keeps one document, named as in
+    this run.
     Each document is one transaction: the next run completes one that was killed. At the end the index file is written.
 
     Args:

@@ -26,7 +26,13 @@ from cachecraft_rag.checks import check_path, check_text, check_whole
 from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.retrievers.index.filters import Where, accepts, check_where, encoded, fragments
 from cachecraft_rag.retrievers.index.schema import DATABASE as DATABASE
-from cachecraft_rag.retrievers.index.schema import chunk_of, model_name, open_database, verify
+from cachecraft_rag.retrievers.index.schema import (
+    chunk_of,
+    model_name,
+    open_database,
+    vector_sum,
+    verify,
+)
 from cachecraft_rag.retrievers.index.vector_index import VectorIndex
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.database import Database
@@ -362,6 +368,8 @@ class FaissStore(Closeable):
             allowed = None if where is None else _matching(db, where)
             numbers, scores = index.search(query, k, allowed, exact=exact)
             rows = _chunk_rows(db, numbers.tolist(), where)
+        if not rows.keys() >= set(numbers.tolist()):
+            raise self._damaged("a chunk has lost its row or its document")
         hits = [
             SearchHit(rows[number][0], score, *rows[number][1:])
             for number, score in zip(numbers.tolist(), scores.tolist(), strict=True)
@@ -424,11 +432,13 @@ class FaissStore(Closeable):
         """
         with self._opened().snapshot() as db:
             rows = _by_list(
-                db, "SELECT chunk_id, vector FROM chunks WHERE chunk_id IN ({})", chunk_ids
+                db,
+                "SELECT chunk_id, vector, vector_sum FROM chunks WHERE chunk_id IN ({})",
+                chunk_ids,
             )
-            for chunk_id, vector in rows:
-                self._require_width(chunk_id, vector)
-            return {chunk_id: np.frombuffer(vector, dtype="<f4") for chunk_id, vector in rows}
+            for row in rows:
+                self._verify_vector(*row)
+            return {chunk_id: np.frombuffer(vector, dtype="<f4") for chunk_id, vector, _ in rows}
 
     def present(self, chunk_ids: Iterable[str]) -> set[str]:
         """Return which of these chunks are in the store, by their ids.
@@ -616,12 +626,21 @@ class FaissStore(Closeable):
             )
         return matrix
 
-    def _require_width(self, name: str | int, vector: bytes) -> None:
-        """Raise IndexStoreError if a stored vector does not have `dim` numbers."""
-        if not isinstance(vector, bytes) or len(vector) != 4 * self.dim:
-            raise IndexStoreError(
-                f"{self.folder}: the index is damaged (the vector of chunk {name}); delete the folder and index again"
-            )
+    def _verify_vector(self, chunk_id: str, vector: bytes, checksum: int | None) -> None:
+        """Raise IndexStoreError if a stored vector does not have `dim` numbers, or not its checksum."""
+        whole = isinstance(vector, bytes) and len(vector) == 4 * self.dim
+        if not whole or checksum not in (None, vector_sum(chunk_id, vector)):
+            raise self._damaged(f"the vector of chunk {chunk_id}")
+
+    def _require_whole(self) -> None:
+        """Raise IndexStoreError if SQLite finds its file damaged: rows may be missing, without an error."""
+        if problems := self._db.problems():
+            raise self._damaged(problems[0])
+
+    def _damaged(self, what: str) -> IndexStoreError:
+        return IndexStoreError(
+            f"{self.folder}: the index is damaged ({what}); delete the folder and index again"
+        )
 
     def _require_root(self, db: sqlite3.Connection, doc_id: str, root: str) -> None:
         """Raise IndexStoreError if the document is of another folder, which another process has indexed just now."""
@@ -654,8 +673,10 @@ class FaissStore(Closeable):
             check_text("the text of each chunk", chunk.text)
             row = db.execute("SELECT number FROM chunks WHERE chunk_id = ?", (chunk_id,)).fetchone()
             if row is None:
-                insert = "INSERT INTO chunks VALUES (random() & 9223372036854775807, ?, ?, ?) RETURNING number"
-                row = db.execute(insert, (chunk_id, chunk.text, vector.tobytes())).fetchone()
+                insert = "INSERT INTO chunks VALUES (random() & 9223372036854775807, ?, ?, ?, ?) RETURNING number"
+                data = vector.tobytes()
+                new = (chunk_id, chunk.text, data, vector_sum(chunk_id, data))
+                row = db.execute(insert, new).fetchone()
                 added.append(chunk_id)
             owner = (doc_id, ordinal, row[0], encoded(chunk.metadata), key)
             db.execute("INSERT INTO owners VALUES (?, ?, ?, ?, ?)", owner)
@@ -728,6 +749,7 @@ class FaissStore(Closeable):
                 self.folder / INDEX_FILE, dim=self.dim, store=self._store
             )
             if self._index is None:
+                self._require_whole()  # all of the file is read in any case
                 self._index = VectorIndex(self.dim)
             self._saved_stamp = self._index.stamp
         index = self._index
@@ -740,9 +762,12 @@ class FaissStore(Closeable):
         wanted = np.setdiff1d(present, held)
         for start in range(0, len(wanted), _BATCH):
             batch = wanted[start : start + _BATCH].tolist()
-            rows = _by_list(db, "SELECT number, vector FROM chunks WHERE number IN ({})", batch)
-            for number, vector in rows:
-                self._require_width(number, vector)
+            query = "SELECT number, vector, chunk_id, vector_sum FROM chunks WHERE number IN ({})"
+            rows = _by_list(db, query, batch)
+            for _, vector, chunk_id, checksum in rows:
+                self._verify_vector(chunk_id, vector, checksum)
+            if len(rows) != len(batch):
+                raise self._damaged("rows are missing")
             vectors = np.frombuffer(b"".join(row[1] for row in rows), dtype="<f4").reshape(
                 len(rows), self.dim
             )

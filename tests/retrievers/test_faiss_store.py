@@ -419,6 +419,7 @@ def test_an_index_of_the_version_before_keys_is_brought_up_to_date(tmp_path: Pat
     with open_store(tmp_path / "index") as store:
         put(store, "a", "kettle")
     with closing(sqlite3.connect(tmp_path / "index" / DATABASE)) as db, db:
+        db.execute("ALTER TABLE chunks DROP COLUMN vector_sum")
         db.execute("DROP TABLE removed_chunks")
         db.execute("DROP INDEX owners_by_key")
         db.execute("ALTER TABLE owners DROP COLUMN key")
@@ -940,3 +941,33 @@ def test_an_index_file_written_while_a_chunk_is_removed_does_not_keep_its_vector
     store.save()
     assert (tmp_path / "index" / INDEX_FILE).exists()
     assert vector_of(chunk("one").text).tobytes() not in bytes_in(tmp_path / "index")
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_no_flipped_bit_in_the_database_gives_a_wrong_hit(tmp_path: Path, saved: bool):
+    names = [f"chunk {number}" for number in range(30)]
+    with open_store(tmp_path / "index") as store:
+        put(store, "a.md", *names)
+        store.save()
+    if not saved:
+        (tmp_path / "index" / INDEX_FILE).unlink()
+
+    def hits(folder: Path) -> list[list[tuple[str, float]]]:
+        with FaissStore.open(folder) as opened:
+            found = [opened.search(vector_of(chunk(name).text), 3) for name in names]
+        return [[(hit.text, round(hit.score, 5)) for hit in near] for near in found]
+
+    right = hits(shutil.copytree(tmp_path / "index", tmp_path / "whole"))
+    content = (tmp_path / "index" / DATABASE).read_bytes()
+    noticed = 0
+    for seed in range(150):
+        dice = random.Random(seed)
+        damaged = bytearray(content)
+        damaged[dice.randrange(len(damaged))] ^= 1 << dice.randrange(8)
+        folder = shutil.copytree(tmp_path / "index", tmp_path / f"flipped {seed}")
+        (folder / DATABASE).write_bytes(damaged)
+        try:
+            assert hits(folder) == right, seed
+        except IndexStoreError:
+            noticed += 1
+    assert noticed

@@ -1097,4 +1097,4 @@ def test_what_an_administrator_removed_stays_removed_after_a_power_cut(
         after = tmp_path / "after"
         shutil.copytree(tmp_path / "store", after, ignore=shutil.ignore_patterns("*-wal", "*-shm"))
     with ChunkCacheStore.open(after) as store:
-        assert [row.variant.chunk_id for row in store.rows()] == ["kept"]
+        assert [row.variant.key.chunk_id for row in store.rows()] == ["kept"]
