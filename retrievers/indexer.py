@@ -95,9 +95,10 @@ def index_folder(
     A doc_id is the folder's name (with a number if another folder has it), "/" and the path below it: `docs/kettle.md`.
     A path inside a folder that was indexed before belongs to that folder; a folder around earlier ones replaces their
     documents by its own. Documents of the folder are removed if their file is gone or can no longer be parsed, and stay
-    if it cannot be opened; other documents stay, and for a single file nothing is removed. Unchanged files are not
-    parsed. Each document is one transaction: the next run completes one that was killed. At the end the index file is
-    written.
+    if it cannot be opened; other documents stay, and for a single file none of another file is removed. Unchanged files
+    are not parsed. A file that was indexed twice, for a folder and for one around it, keeps one document, named as in
+    this run.
+    Each document is one transaction: the next run completes one that was killed. At the end the index file is written.
 
     Args:
         path: the folder or the file.
@@ -138,8 +139,7 @@ def index_folder(
         for file in listing.files:
             run.file(SourceFile(file.path, place.doc_id(file.doc_id)), root=place.root)
     run.flush()
-    if Path(path).is_dir():
-        run.remove_vanished(place)
+    run.remove_vanished(place, is_folder=Path(path).is_dir())
     return run.report()
 
 
@@ -218,22 +218,36 @@ def _check_document(document: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The folder that the documents of a path belong to (`root`), its label, and where the path is inside it."""
+    """The folder that the documents of a path belong to (`root`), its label, and where the path is inside it.
+
+    path   the indexed folder or file, absolute
+    below  path of its folder inside `root`; "" for `root` itself
+    """
 
     root: str
     label: str
     below: str
-    absorbed: frozenset[str]  # earlier roots that this one contains
+    path: str
 
     def doc_id(self, below_path: str) -> str:
         """Return the doc_id of the file at `below_path` inside the path that is being indexed."""
         return "/".join(part for part in (self.label, self.below, below_path) if part)
 
-    def name_of_absorbed(self, document: StoredDocument) -> str:
-        """Return the doc_id that the file of a document of an absorbed root has in this place."""
-        below = document.doc_id.partition("/")[2]
-        folder = PurePath(document.root).relative_to(self.root).as_posix()
-        return self.doc_id(f"{folder}/{below}")
+    def covers(self, document: StoredDocument) -> bool:
+        """Return True if the document's file is at the path that is being indexed, whatever root it was read for."""
+        if not document.root or not _file_of(document).is_relative_to(self.path):
+            return False
+        inside_root = PurePath(self.path).is_relative_to(document.root)
+        return inside_root or _contains(self.path, document.root)
+
+    def name_of(self, document: StoredDocument) -> str:
+        """Return the doc_id that the file of a covered document has in this place."""
+        return f"{self.label}/{_file_of(document).relative_to(self.root).as_posix()}"
+
+
+def _file_of(document: StoredDocument) -> PurePath:
+    """Return the absolute path of the file that a document was read from."""
+    return PurePath(document.root, document.doc_id.partition("/")[2])
 
 
 def _place(path: Path, stored: Iterable[StoredDocument]) -> _Place:
@@ -241,6 +255,7 @@ def _place(path: Path, stored: Iterable[StoredDocument]) -> _Place:
     # not resolve(): a link `docs` that moves on to a new release stays `docs`
     absolute = Path(os.path.abspath(path))
     folder = absolute if path.is_dir() else absolute.parent
+    indexed = printable(str(absolute))
     labels = {
         document.root: document.doc_id.partition("/")[0] for document in stored if document.root
     }
@@ -248,7 +263,7 @@ def _place(path: Path, stored: Iterable[StoredDocument]) -> _Place:
     if around:
         root = max(around, key=len)
         below = PurePath(printable(str(folder))).relative_to(root).as_posix()
-        return _Place(root, labels[root], "" if below == "." else below, frozenset())
+        return _Place(root, labels[root], "" if below == "." else below, indexed)
     root = printable(str(folder))
     taken = {document.doc_id.partition("/")[0] for document in stored}
     name = printable(folder.name) or "root"
@@ -257,12 +272,7 @@ def _place(path: Path, stored: Iterable[StoredDocument]) -> _Place:
     while label in taken:
         count += 1
         label = f"{name}-{count}"
-    absorbed = (
-        frozenset(other for other in labels if _contains(root, other))
-        if path.is_dir()
-        else frozenset()
-    )
-    return _Place(root, label, "", absorbed)
+    return _Place(root, label, "", indexed)
 
 
 def _contains(root: str, folder: str) -> bool:
@@ -404,18 +414,19 @@ class _Run:
             (self.updated if document.doc_id in self.stored else self.added).append(document.doc_id)
         self.waiting = []
 
-    def remove_vanished(self, place: _Place) -> None:
-        """Remove the documents of this place whose files were not seen; unopenable files count as seen."""
+    def remove_vanished(self, place: _Place, *, is_folder: bool) -> None:
+        """Remove the documents of this place whose files were not seen; unopenable files count as seen.
+
+        Documents that were read from a file of this place for another root are removed too, so that no file has two
+        documents. For a single file only these are removed, and only once it was read.
+        """
         seen = {*self.added, *self.updated, *self.unchanged}
         kept = [problem.doc_id for problem in self.problems if problem.kind == "inaccessible"]
-        within = place.doc_id("")
         for document in self.stored.values():
-            name = document.doc_id
-            ours = document.root == place.root and _is_below(name, [within])
-            if document.root in place.absorbed:
-                ours = True
-                name = place.name_of_absorbed(document)
-            if ours and document.doc_id not in seen and not _is_below(name, kept):
+            if document.doc_id in seen or not place.covers(document):
+                continue
+            name = place.name_of(document)
+            if (is_folder and not _is_below(name, kept)) or name in seen:
                 self._note(self.store.delete_document(document.doc_id))
                 self.removed.append(document.doc_id)
 

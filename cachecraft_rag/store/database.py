@@ -10,6 +10,7 @@ itself alone, which needs no such file, until there is room again: what is store
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 import threading
@@ -25,8 +26,13 @@ from typing import Any
 
 from cachecraft_rag.errors import CacheCraftError
 
+logger = logging.getLogger("cachecraft_rag.store.database")
 # Values for the `?` of a query, or for its names. Not for `?1`: Python 3.14 takes it for a name and refuses a tuple.
 Parameters = tuple[object, ...] | Mapping[str, object]
+
+# Removed rows are overwritten: most builds of SQLite would leave their text in the file.
+_PRAGMAS = ("secure_delete = ON",)
+_ERASE_WAIT_S = 1.0  # for readers of the journal, which delay only the erasure
 
 
 class Failure(StrEnum):
@@ -55,6 +61,8 @@ def failure_of(error: sqlite3.Error) -> Failure:
     """Return the kind of an error of SQLite; `OTHER` also for one without a code. Raises nothing."""
     # the primary code; the upper bits refine it
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if "Could not decode" in str(error):  # of Python's module: a text is no UTF-8
+        return Failure.DAMAGED
     return next((failure for failure, codes in _CODES.items() if code in codes), Failure.OTHER)
 
 
@@ -157,8 +165,11 @@ class Database:
         """
         return Block(self._reading("BEGIN DEFERRED"))
 
-    def writing(self) -> Block:
+    def writing(self, *, durable: bool = False) -> Block:
         """Return a block that lends the connection that writes, in a transaction.
+
+        With `durable` a power cut takes back neither this transaction nor one before it, once the block has ended,
+        also where the kind's pragmas let the last transactions be lost.
 
         The transaction is committed at the end, and rolled back on any error. No other writer, in any process, gets in
         between. This call raises the kind's error for a read-only file. The block raises it if the database cannot be
@@ -170,7 +181,50 @@ class Database:
             raise self._error(
                 "cannot be written. Make its folder writable for this user to change it"
             )
-        return Block(self._writing())
+        return Block(self._writing(durable=durable))
+
+    def compact(self) -> bool:
+        """Write the whole file again without removed rows, then `erase`; return what that returns.
+
+        SQLite overwrites a removed row, but no earlier copies of it that moved within a page. Takes time and room on
+        the disk in proportion to the file. Raises the kind's error if the file cannot be written or is closed.
+        """
+        with self._errors():
+            self._reopen()
+            if self._writer is not None and not self.read_only:
+                with self._write_lock:
+                    self._writer.execute("VACUUM")
+        return self.erase()
+
+    def erase(self) -> bool:
+        """Move the journal into the file and empty it: pages in it still hold removed rows.
+
+        Returns False, with a line in the log, if another reader or writer is still using the journal; it is emptied
+        by the next call, or when the last process closes the file. Does nothing for a read-only file, and on a full
+        disk. Raises the kind's error if the file cannot be written or is closed.
+        """
+        if self.read_only:
+            return True
+        with self._errors():
+            self._reopen()
+            if self._writer is None:
+                return True
+            with self._write_lock:
+                wait = int(1000 * self._busy_timeout_s)
+                self._writer.execute(
+                    f"PRAGMA busy_timeout = {min(int(1000 * _ERASE_WAIT_S), wait)}"
+                )
+                try:
+                    busy = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+                finally:
+                    self._writer.execute(f"PRAGMA busy_timeout = {wait}")
+        if busy:
+            logger.warning(
+                "%s-wal is in use and may still hold removed text; the next removal empties it, or closing the file in "
+                "every process",
+                self.path,
+            )
+        return not busy
 
     def _reading(self, begin: str) -> Generator[sqlite3.Connection, None, None]:
         with self._errors():
@@ -182,19 +236,43 @@ class Database:
                 with self._read_lock:
                     yield from _transaction(self._reader, begin, after_interrupt=self._renew_reader)
 
-    def _writing(self) -> Generator[sqlite3.Connection, None, None]:
+    def _writing(self, *, durable: bool) -> Generator[sqlite3.Connection, None, None]:
         # IMMEDIATE: a transaction that first reads and then writes would fail at once, without waiting, when another
         # process wrote in between.
         with self._errors():
             self._reopen()
             if self._writer is None:
                 with Block(self._exclusive()) as connection:
-                    yield from _transaction(connection, "BEGIN IMMEDIATE")
+                    yield from self._committing(connection, durable=durable)
             else:
                 with self._write_lock:
-                    yield from _transaction(
-                        self._writer, "BEGIN IMMEDIATE", after_interrupt=self._renew_writer
+                    yield from self._committing(
+                        self._writer, durable=durable, after_interrupt=self._renew_writer
                     )
+
+    def _committing(
+        self,
+        connection: sqlite3.Connection,
+        *,
+        durable: bool,
+        after_interrupt: Callable[[], None] | None = None,
+    ) -> Generator[sqlite3.Connection, None, None]:
+        """Yield the connection in a transaction that writes, with `durable` in one that SQLite syncs."""
+        if not durable:
+            yield from _transaction(connection, "BEGIN IMMEDIATE", after_interrupt=after_interrupt)
+            return
+        level = connection.execute("PRAGMA synchronous").fetchone()[0]
+        connection.execute("PRAGMA synchronous = FULL")
+        try:
+            with Block(
+                _transaction(connection, "BEGIN IMMEDIATE", after_interrupt=after_interrupt)
+            ):
+                yield connection
+                # Without a changed page nothing would be synced, and earlier transactions be left to chance.
+                connection.execute(f"PRAGMA user_version = {self._kind.newest}")
+        finally:
+            with suppress(sqlite3.Error):  # the connection was replaced after Ctrl-C
+                connection.execute(f"PRAGMA synchronous = {level}")
 
     def problems(self) -> list[str]:
         """Return at most 100 findings of SQLite's `PRAGMA quick_check` as sentences; [] when all is well.
@@ -284,7 +362,7 @@ class Database:
             connection = self._connect()
             try:
                 # The locking mode is first: the other statements may look for that file.
-                for mode in ("locking_mode = EXCLUSIVE", *self._kind.pragmas):
+                for mode in ("locking_mode = EXCLUSIVE", *_PRAGMAS, *self._kind.pragmas):
                     connection.execute(f"PRAGMA {mode}")
                 self._when_free(lambda: _version(connection))
                 yield connection
@@ -315,7 +393,7 @@ class Database:
             raise self._error(
                 "is a database of another program. Move it away, or choose another folder"
             )
-        for mode in (*self._kind.pragmas, "journal_mode = WAL"):
+        for mode in (*_PRAGMAS, *self._kind.pragmas, "journal_mode = WAL"):
             connection.execute(f"PRAGMA {mode}")
         newest = self._kind.newest
         first = newest - len(self._kind.migrations)
@@ -361,6 +439,10 @@ class Database:
         except sqlite3.Error as error:
             kind = self._kind.disk_full if _is_full(error) else None
             raise (kind or self._kind.error)(self._kind.message(self.path, error)) from error
+        except UnicodeDecodeError as error:  # of a damaged text in SQLite's own tables and messages
+            damaged = sqlite3.DatabaseError(str(error))
+            damaged.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+            raise self._kind.error(self._kind.message(self.path, damaged)) from error
 
     def _error(self, text: str) -> CacheCraftError:
         return self._kind.error(f"{self._kind.what(self.path)} {text}.")

@@ -317,6 +317,8 @@ class DurableVariants:
         """
         files = self.catalog.chosen(chosen, down_to_bytes=down_to_bytes)
         gone = self._evict(files, EvictionReason.ADMINISTRATOR, forget=chosen.chunk_ids or ())
+        with suppress(DiskFullError):  # the rows are gone all the same
+            self.catalog.erase()
         return Evicted(len(gone), sum(file.file_bytes for file in gone))
 
     def remove_chunks(
@@ -436,9 +438,13 @@ class DurableVariants:
         if not deleted:
             return
         try:
+            administered = [
+                file for file in deleted if file.evicted is EvictionReason.ADMINISTRATOR
+            ]
+            self.disk.sync_removed(administered)
             self.catalog.settle(deleted)
             unsettled: list[FileRef] = []
-        except StoreError as error:  # most likely a full disk
+        except (OSError, StoreError) as error:  # most likely a full disk
             logger.info("Deleted files are settled in the catalog later: %s", error)
             unsettled = deleted
         with self._lock:

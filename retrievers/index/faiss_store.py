@@ -26,10 +26,17 @@ from cachecraft_rag.checks import check_path, check_text, check_whole
 from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.retrievers.index.filters import Where, accepts, check_where, encoded, fragments
 from cachecraft_rag.retrievers.index.schema import DATABASE as DATABASE
-from cachecraft_rag.retrievers.index.schema import chunk_of, model_name, open_database, verify
+from cachecraft_rag.retrievers.index.schema import (
+    chunk_of,
+    model_name,
+    open_database,
+    vector_sum,
+    verify,
+)
 from cachecraft_rag.retrievers.index.vector_index import VectorIndex
 from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.database import Database
+from cachecraft_rag.store.files.disk import sync_folder
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.types.documents import Chunk, Scalar, SearchHit
 
@@ -113,6 +120,7 @@ class FaissStore(Closeable):
         # changed only within a snapshot: one thread at a time
         self._index: VectorIndex | None = None
         self._saved_stamp = ""
+        self._to_compact = False  # chunks have left since the database was compacted
 
     @classmethod
     def open(
@@ -191,7 +199,8 @@ class FaissStore(Closeable):
                 (doc_id, content_digest, root),
             )
             added = self._append(db, doc_id, chunks, matrix)
-            return self._changed(db, added, self._drop_orphans(db, before))
+            change = self._changed(db, added, self._drop_orphans(db, before))
+        return self._erased(change)
 
     def add(
         self,
@@ -240,7 +249,8 @@ class FaissStore(Closeable):
                 (doc_id,),
             )
             added = self._append(db, doc_id, chunks, matrix, keys=keys)
-            self._changed(db, added, removed)
+            change = self._changed(db, added, removed)
+        self._erased(change)
         back = set(removed).intersection(added)
         return Change(
             *(tuple(name for name in names if name not in back) for names in (added, removed))
@@ -274,7 +284,8 @@ class FaissStore(Closeable):
                 )
             ]
             db.execute("DELETE FROM documents WHERE doc_id = ?", (doc_id,))
-            return self._changed(db, (), self._drop_orphans(db, before))
+            change = self._changed(db, (), self._drop_orphans(db, before))
+        return self._erased(change)
 
     def delete_chunks(self, chunk_ids: Iterable[str]) -> Change:
         """Remove chunks from every document that has them; return the ids of those that were there.
@@ -289,7 +300,8 @@ class FaissStore(Closeable):
             gone = _by_list(
                 db, f"DELETE FROM owners WHERE number IN ({chosen}) RETURNING number", chunk_ids
             )
-            return self._changed(db, (), self._drop_orphans(db, (row[0] for row in gone)))
+            change = self._changed(db, (), self._drop_orphans(db, (row[0] for row in gone)))
+        return self._erased(change)
 
     def delete_keys(self, keys: Iterable[str]) -> Change:
         """Remove the places with these keys, and the documents that have none left; unknown keys are ignored.
@@ -299,7 +311,8 @@ class FaissStore(Closeable):
         iterated or hold anything that JSON cannot.
         """
         with self._opened().writing() as db:
-            return self._changed(db, (), self._drop_places(db, keys))
+            change = self._changed(db, (), self._drop_places(db, keys))
+        return self._erased(change)
 
     def removed_chunks(self) -> dict[str, int]:
         """Return the ids of chunks that left the index and are not back, and whose chunk-caches may still be stored.
@@ -363,6 +376,8 @@ class FaissStore(Closeable):
             allowed = None if where is None else _matching(db, where)
             numbers, scores = index.search(query, k, allowed, exact=exact)
             rows = _chunk_rows(db, numbers.tolist(), where)
+        if not rows.keys() >= set(numbers.tolist()):
+            raise self._damaged("a chunk has lost its row or its document")
         hits = [
             SearchHit(rows[number][0], score, *rows[number][1:])
             for number, score in zip(numbers.tolist(), scores.tolist(), strict=True)
@@ -425,11 +440,13 @@ class FaissStore(Closeable):
         """
         with self._opened().snapshot() as db:
             rows = _by_list(
-                db, "SELECT chunk_id, vector FROM chunks WHERE chunk_id IN ({})", chunk_ids
+                db,
+                "SELECT chunk_id, vector, vector_sum FROM chunks WHERE chunk_id IN ({})",
+                chunk_ids,
             )
-            for chunk_id, vector in rows:
-                self._require_width(chunk_id, vector)
-            return {chunk_id: np.frombuffer(vector, dtype="<f4") for chunk_id, vector in rows}
+            for row in rows:
+                self._verify_vector(*row)
+            return {chunk_id: np.frombuffer(vector, dtype="<f4") for chunk_id, vector, _ in rows}
 
     def present(self, chunk_ids: Iterable[str]) -> set[str]:
         """Return which of these chunks are in the store, by their ids.
@@ -511,6 +528,23 @@ class FaissStore(Closeable):
 
     # --- life ---
 
+    def compact(self) -> None:
+        """Write the database again without the bytes of chunks that this store has removed; return None.
+
+        `save` and `close` do it too. Without such chunks it does nothing. If the database cannot be written now, a
+        warning is logged, and the next call tries again. Raises IndexStoreError if the index is closed, and ForkError
+        in a fork.
+        """
+        database = self._opened()
+        if not self._to_compact or not self.folder.is_dir():
+            return
+        try:
+            self._to_compact = not database.compact()
+        except IndexStoreError as error:
+            logger.warning(
+                "Bytes of removed chunks may stay in the index until the next removal: %s", error
+            )
+
     def save(self) -> None:
         """Write the index file, so that the next process starts faster; return None.
 
@@ -523,6 +557,7 @@ class FaissStore(Closeable):
         # deleted meanwhile: nothing of it comes back
         if self._db.read_only or not self.folder.is_dir():
             return
+        self.compact()
         with self._opened().snapshot() as db:
             index = self._synchronised(db)
             if index.stamp == self._saved_stamp:
@@ -533,8 +568,15 @@ class FaissStore(Closeable):
                 logger.warning(
                     "%s cannot be written (%s); it will be rebuilt", self.folder / INDEX_FILE, error
                 )
-            else:
-                self._saved_stamp = index.stamp
+                return
+            self._saved_stamp = index.stamp
+        self._drop_outdated_file()
+
+    def _drop_outdated_file(self) -> None:
+        """Delete the index file that was just written if a chunk has left the database meanwhile."""
+        with self._opened().reading() as db:
+            if _setting(db, "stamp") != self._saved_stamp:
+                self._drop_index_file()
 
     def close(self) -> None:
         """Close the database; first write the index file, as in `save`, if a search or `save` has loaded the index.
@@ -547,6 +589,7 @@ class FaissStore(Closeable):
         if self._closed:
             return
         try:
+            self.compact()
             if self._index is not None:
                 self.save()
         except IndexStoreError as error:
@@ -591,12 +634,21 @@ class FaissStore(Closeable):
             )
         return matrix
 
-    def _require_width(self, name: str | int, vector: bytes) -> None:
-        """Raise IndexStoreError if a stored vector does not have `dim` numbers."""
-        if not isinstance(vector, bytes) or len(vector) != 4 * self.dim:
-            raise IndexStoreError(
-                f"{self.folder}: the index is damaged (the vector of chunk {name}); delete the folder and index again"
-            )
+    def _verify_vector(self, chunk_id: str, vector: bytes, checksum: int | None) -> None:
+        """Raise IndexStoreError if a stored vector does not have `dim` numbers, or not its checksum."""
+        whole = isinstance(vector, bytes) and len(vector) == 4 * self.dim
+        if not whole or checksum not in (None, vector_sum(chunk_id, vector)):
+            raise self._damaged(f"the vector of chunk {chunk_id}")
+
+    def _require_whole(self) -> None:
+        """Raise IndexStoreError if SQLite finds its file damaged: rows may be missing, without an error."""
+        if problems := self._db.problems():
+            raise self._damaged(problems[0])
+
+    def _damaged(self, what: str) -> IndexStoreError:
+        return IndexStoreError(
+            f"{self.folder}: the index is damaged ({what}); delete the folder and index again"
+        )
 
     def _require_root(self, db: sqlite3.Connection, doc_id: str, root: str) -> None:
         """Raise IndexStoreError if the document is of another folder, which another process has indexed just now."""
@@ -629,8 +681,10 @@ class FaissStore(Closeable):
             check_text("the text of each chunk", chunk.text)
             row = db.execute("SELECT number FROM chunks WHERE chunk_id = ?", (chunk_id,)).fetchone()
             if row is None:
-                insert = "INSERT INTO chunks VALUES (random() & 9223372036854775807, ?, ?, ?) RETURNING number"
-                row = db.execute(insert, (chunk_id, chunk.text, vector.tobytes())).fetchone()
+                insert = "INSERT INTO chunks VALUES (random() & 9223372036854775807, ?, ?, ?, ?) RETURNING number"
+                data = vector.tobytes()
+                new = (chunk_id, chunk.text, data, vector_sum(chunk_id, data))
+                row = db.execute(insert, new).fetchone()
                 added.append(chunk_id)
             owner = (doc_id, ordinal, row[0], encoded(chunk.metadata), key)
             db.execute("INSERT INTO owners VALUES (?, ?, ?, ?, ?)", owner)
@@ -657,6 +711,8 @@ class FaissStore(Closeable):
         self, db: sqlite3.Connection, added: Sequence[str], removed: Sequence[str]
     ) -> Change:
         """Begin a new generation if the index is affected, and note what left it; return the change."""
+        if removed:
+            self._drop_index_file()  # a kill after the commit would leave the vectors in it
         if added or removed:
             db.executemany(
                 "INSERT OR REPLACE INTO removed_chunks (chunk_id) VALUES (?)",
@@ -670,6 +726,30 @@ class FaissStore(Closeable):
             db.execute("UPDATE settings SET value = ? WHERE key = 'stamp'", (uuid.uuid4().hex,))
         return Change(tuple(added), tuple(removed))
 
+    def _erased(self, change: Change) -> Change:
+        """Overwrite what the files still hold of removed chunks, once the transaction is committed; return the change.
+
+        The index file goes once more: another process may have written it with the state before the commit.
+        """
+        if change.removed:
+            self._drop_index_file()
+            self._to_compact = True
+            self._db.erase()
+        return change
+
+    def _drop_index_file(self) -> None:
+        """Delete the index file, which holds all vectors; the next `save` writes another. Raises IndexStoreError."""
+        try:
+            (self.folder / INDEX_FILE).unlink()
+            sync_folder(self.folder)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise IndexStoreError(
+                f"{self.folder / INDEX_FILE} holds vectors of removed chunks and cannot be deleted ({error}); delete "
+                "it, it is made again"
+            ) from error
+
     def _synchronised(self, db: sqlite3.Connection) -> VectorIndex:
         """Return the index in the state of the transaction's snapshot."""
         if self._index is None:
@@ -677,6 +757,7 @@ class FaissStore(Closeable):
                 self.folder / INDEX_FILE, dim=self.dim, store=self._store
             )
             if self._index is None:
+                self._require_whole()  # all of the file is read in any case
                 self._index = VectorIndex(self.dim)
             self._saved_stamp = self._index.stamp
         index = self._index
@@ -689,9 +770,12 @@ class FaissStore(Closeable):
         wanted = np.setdiff1d(present, held)
         for start in range(0, len(wanted), _BATCH):
             batch = wanted[start : start + _BATCH].tolist()
-            rows = _by_list(db, "SELECT number, vector FROM chunks WHERE number IN ({})", batch)
-            for number, vector in rows:
-                self._require_width(number, vector)
+            query = "SELECT number, vector, chunk_id, vector_sum FROM chunks WHERE number IN ({})"
+            rows = _by_list(db, query, batch)
+            for _, vector, chunk_id, checksum in rows:
+                self._verify_vector(chunk_id, vector, checksum)
+            if len(rows) != len(batch):
+                raise self._damaged("rows are missing")
             vectors = np.frombuffer(b"".join(row[1] for row in rows), dtype="<f4").reshape(
                 len(rows), self.dim
             )

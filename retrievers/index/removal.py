@@ -82,6 +82,7 @@ def remove_documents(
             raise DocumentError(f"{name}: there is no such document in the index; {meant}")
         chosen |= dict.fromkeys(named)
     gone = [chunk_id for doc_id in chosen for chunk_id in index.delete_document(doc_id).removed]
+    index.compact()
     try:
         freed = evict_removed(index, caches)
     except (StoreError, ServerError) as error:

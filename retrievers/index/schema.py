@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import uuid
+import zlib
 from pathlib import Path
 
 from cachecraft_rag.errors import IndexStoreError
@@ -54,6 +55,8 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         "CREATE TABLE removed_chunks (place INTEGER PRIMARY KEY AUTOINCREMENT, chunk_id TEXT NOT NULL UNIQUE)",
     ),
+    # Checksum of id and vector; NULL in rows of an older version, which are not checked.
+    ("ALTER TABLE chunks ADD COLUMN vector_sum INTEGER",),
 )
 
 
@@ -174,6 +177,15 @@ def verify(chunk_id: str, text: str) -> None:
     """Raise `IndexStoreError` if a row's text does not match its id; return None else."""
     if chunk_id_of(text) != chunk_id:
         raise IndexStoreError(_changed_row(chunk_id))
+
+
+def vector_sum(chunk_id: str, vector: bytes) -> int:
+    """Return the checksum of a chunk's vector, which is not that of another chunk's id. Raises nothing.
+
+    >>> vector_sum("a", b"1234") == vector_sum("b", b"1234")
+    False
+    """
+    return zlib.crc32(vector, zlib.crc32(chunk_id.encode("utf-8", "surrogatepass")))
 
 
 def _changed_row(chunk_id: str) -> str:

@@ -19,6 +19,7 @@ import pytest
 from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.retrievers.embeddings import unit_vectors
 from cachecraft_rag.retrievers.index.faiss_store import DATABASE, INDEX_FILE, Change, FaissStore
+from cachecraft_rag.retrievers.index.removal import remove_documents
 from cachecraft_rag.types.documents import Chunk
 
 DIM = 8
@@ -418,6 +419,7 @@ def test_an_index_of_the_version_before_keys_is_brought_up_to_date(tmp_path: Pat
     with open_store(tmp_path / "index") as store:
         put(store, "a", "kettle")
     with closing(sqlite3.connect(tmp_path / "index" / DATABASE)) as db, db:
+        db.execute("ALTER TABLE chunks DROP COLUMN vector_sum")
         db.execute("DROP TABLE removed_chunks")
         db.execute("DROP INDEX owners_by_key")
         db.execute("ALTER TABLE owners DROP COLUMN key")
@@ -878,3 +880,94 @@ def test_numbers_too_large_to_compare_are_refused(store: FaissStore):
     assert lengths == pytest.approx(1.0)
     store.upsert("a.md", [chunk("one")], unit_vectors(large))
     assert store.search(unit_vectors(large)[0], 1)[0].score == pytest.approx(1.0)
+
+
+# --- bytes of removed chunks, and damaged bytes ---
+
+
+def bytes_in(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+class _LeavesRemovedRows(sqlite3.Connection):
+    """A connection as most builds of SQLite make it: removed rows stay in the file unless told otherwise."""
+
+    def __init__(self, *values, **settings) -> None:
+        super().__init__(*values, **settings)
+        self.execute("PRAGMA secure_delete = OFF")
+
+
+@pytest.mark.parametrize("length", [20, 700, 9000])
+@pytest.mark.parametrize("end", ["open", "closed"])
+def test_no_file_holds_text_or_vector_of_a_removed_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, end: str
+):
+    connect = partial(sqlite3.connect, factory=_LeavesRemovedRows)
+    monkeypatch.setattr("cachecraft_rag.store.database.sqlite3.connect", connect)
+    dice = random.Random(length)
+    folder = tmp_path / "index"
+    with open_store(folder) as store:
+        texts = {
+            f"doc {number}": f"Secret {number:04}. {'word ' * (dice.randrange(length) // 5)}"
+            for number in range(120)
+        }
+        for doc_id, text in texts.items():
+            store.upsert(doc_id, [Chunk(text)], vector_of(text)[None])
+        store.save()
+        removed = dice.sample(sorted(texts), 60)
+        for doc_id in removed[30:]:
+            store.upsert(doc_id, [], np.empty((0, DIM), np.float32))
+        remove_documents(store, removed[:30])
+        if end == "closed":
+            store.save()
+            store.close()
+        left = bytes_in(folder)
+        for doc_id, text in texts.items():
+            for content in (text[:12].encode(), vector_of(text).tobytes()):
+                assert (content in left) == (doc_id not in removed), doc_id
+
+
+def test_an_index_file_written_while_a_chunk_is_removed_does_not_keep_its_vector(
+    store: FaissStore, tmp_path: Path
+):
+    put(store, "a.md", "one")
+    put(store, "b.md", "two")
+    store.save()
+    assert (tmp_path / "index" / INDEX_FILE).exists()
+    with open_store(tmp_path / "index") as other:
+        other.delete_document("a.md")
+        assert vector_of(chunk("one").text).tobytes() not in bytes_in(tmp_path / "index")
+    assert names_of(nearest(store, "one", 3)) == ["two"]
+    store.save()
+    assert (tmp_path / "index" / INDEX_FILE).exists()
+    assert vector_of(chunk("one").text).tobytes() not in bytes_in(tmp_path / "index")
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_no_flipped_bit_in_the_database_gives_a_wrong_hit(tmp_path: Path, saved: bool):
+    names = [f"chunk {number}" for number in range(30)]
+    with open_store(tmp_path / "index") as store:
+        put(store, "a.md", *names)
+        store.save()
+    if not saved:
+        (tmp_path / "index" / INDEX_FILE).unlink()
+
+    def hits(folder: Path) -> list[list[tuple[str, float]]]:
+        with FaissStore.open(folder) as opened:
+            found = [opened.search(vector_of(chunk(name).text), 3) for name in names]
+        return [[(hit.text, round(hit.score, 5)) for hit in near] for near in found]
+
+    right = hits(shutil.copytree(tmp_path / "index", tmp_path / "whole"))
+    content = (tmp_path / "index" / DATABASE).read_bytes()
+    noticed = 0
+    for seed in range(150):
+        dice = random.Random(seed)
+        damaged = bytearray(content)
+        damaged[dice.randrange(len(damaged))] ^= 1 << dice.randrange(8)
+        folder = shutil.copytree(tmp_path / "index", tmp_path / f"flipped {seed}")
+        (folder / DATABASE).write_bytes(damaged)
+        try:
+            assert hits(folder) == right, seed
+        except IndexStoreError:
+            noticed += 1
+    assert noticed

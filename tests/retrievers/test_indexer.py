@@ -11,7 +11,7 @@ from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.indexer import IndexReport, index_documents, index_folder
-from cachecraft_rag.types.documents import Document
+from cachecraft_rag.types.documents import Chunk, Document
 from cachecraft_rag.types.progress import Progress
 
 PAGES = {
@@ -438,6 +438,34 @@ def test_a_folder_around_it_keeps_what_is_out_of_reach(
     assert report.removed == ()
     assert doc_ids(store) == ["docs/kettle.md", "docs/toaster.md", "more/grinder.txt"]
     assert any("grinder" in text for text in found(store, embedder, "grinder"))
+
+
+def test_a_subfolder_indexed_first_is_taken_over_after_a_single_file_of_its_parent(
+    folder: Path, store: FaissStore, embedder: Embedder
+):
+    index_folder(folder / "more", store, embedder)
+    index_folder(folder / "kettle.md", store, embedder)
+    (folder / "more/grinder.txt").unlink()
+    write(folder, "more/mill.txt", "The mill grinds pepper.\n")
+    report = index_folder(folder, store, embedder)
+    assert report.removed == ("more/grinder.txt",)
+    assert doc_ids(store) == ["docs/kettle.md", "docs/more/mill.txt", "docs/toaster.md"]
+    assert not any("coffee" in text for text in found(store, embedder, "coffee beans"))
+
+
+@pytest.mark.parametrize("again", ["more", "more/grinder.txt", "."])
+def test_a_run_that_was_cut_off_over_an_indexed_subfolder_leaves_no_old_text(
+    folder: Path, store: FaissStore, embedder: Embedder, again: str
+):
+    index_folder(folder / "more", store, embedder)
+    for name, text in PAGES.items():  # written by the run over the parent, which was cut off then
+        vectors = embedder.encode_document([text])
+        store.upsert(f"docs/{name}", [Chunk(text)], vectors, root=str(folder))
+    write(folder, "more/grinder.txt", "The grinder is out of order.\n")
+    index_folder(folder / again, store, embedder)
+    texts = found(store, embedder, "grinder")
+    assert sum("grinder" in text for text in texts) == 1
+    assert not any("coffee" in text for text in texts)
 
 
 def test_a_hidden_folder_that_was_named_is_not_taken_over(

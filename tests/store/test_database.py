@@ -7,13 +7,14 @@ import re
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cachecraft_rag.errors import StoreError
+from cachecraft_rag.serving.audits.audit_log import AUDIT_FILE, AuditLog, audits_in
 from cachecraft_rag.store.catalog.schema import CATALOG_KIND, DiskFullError
 from cachecraft_rag.store.database import Database
 
@@ -168,3 +169,15 @@ def test_no_query_numbers_its_placeholders(folder: str) -> None:
         if re.search(r"\?[0-9]", line) and not line.lstrip().startswith("#")
     ]
     assert numbered == []
+
+
+def test_a_text_that_is_no_utf8_is_said_to_be_damage(tmp_path: Path) -> None:
+    AuditLog(tmp_path, kept=1).close()
+    content = (tmp_path / AUDIT_FILE).read_bytes()
+    name = content.index(b"CREATE TABLE audits") + len(b"CREATE TABLE ")
+    for place in range(name, name + 400):
+        damaged = bytearray(content)
+        damaged[place] ^= 0x80
+        (tmp_path / AUDIT_FILE).write_bytes(damaged)
+        with suppress(StoreError):
+            audits_in(tmp_path)

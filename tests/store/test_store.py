@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -1067,3 +1069,32 @@ def test_a_store_takes_ids_and_variants_from_generators(store: ChunkCacheStore) 
     variant = stored(store, make())
     assert store.lookup("ns", "model", (name for name in ["chunk"])) == {"chunk": [variant]}  # type: ignore[arg-type]
     assert len(store.open_variants(one for one in [variant])) == 1  # type: ignore[arg-type]
+
+
+def test_what_an_administrator_removed_stays_removed_after_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[int, bool]] = []
+    sync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_ino, path.exists()))
+        sync(descriptor)
+
+    with ChunkCacheStore.open(tmp_path / "store") as store:
+        stored(store, make("secret"))
+        stored(store, make("kept"))
+        chosen = RowFilter(chunk_ids=("secret",))
+        path = next(
+            path
+            for path in files(tmp_path / "store")
+            if only(store, "secret").variant_id in path.name
+        )
+        monkeypatch.setattr(os, "fsync", noted)
+        assert store.evict(chosen).variants == 1
+        assert (path.parent.stat().st_ino, False) in synced
+        # Only what was synced is on the disk: the catalog without its journal, which SQLite syncs before it copies it.
+        after = tmp_path / "after"
+        shutil.copytree(tmp_path / "store", after, ignore=shutil.ignore_patterns("*-wal", "*-shm"))
+    with ChunkCacheStore.open(after) as store:
+        assert [row.variant.key.chunk_id for row in store.rows()] == ["kept"]

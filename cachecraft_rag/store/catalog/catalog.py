@@ -515,11 +515,11 @@ class Catalog:
 
         The result has the bytes of each file, and `why` as its `evicted`. The files are at risk then, on behalf of the
         token `writer`; the caller deletes them and calls `settle`. Chunk ids to `forget` are no longer remembered as
-        evicted, in any namespace: they were removed on purpose. Raises StoreError if the catalog cannot be changed,
-        also without files.
+        evicted, in any namespace: they were removed on purpose. What an administrator removes stays removed after a
+        power cut. Raises StoreError if the catalog cannot be changed, also without files.
         """
         query = f"SELECT {_FILE} FROM variants WHERE variant_id = ? AND created = ?"
-        with self._db.writing() as connection:
+        with self._db.writing(durable=why is EvictionReason.ADMINISTRATOR) as connection:
             if forget:
                 query_of_chunks = (
                     "DELETE FROM departed WHERE chunk_id IN (SELECT value FROM json_each(?))"
@@ -532,6 +532,10 @@ class Catalog:
             return _remove(
                 connection, [FileRef(*row) for row in found if row is not None], writer, why
             )
+
+    def erase(self) -> None:
+        """Overwrite what removed rows left in the journal, see `Database.erase`. Raises StoreError."""
+        self._db.erase()
 
     def limits(self) -> dict[str, int]:
         """Return name → stored limit, {} if none is stored. The names are fields of `Limits`.

@@ -9,7 +9,7 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from cachecraft_rag.store.catalog_records import FileRef
@@ -165,7 +165,7 @@ class DiskTier:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
     def open(self, variant: Variant) -> StoredVariant | Unavailable:
         """Open the file and verify its header; return the opened variant, without an allocated tensor, or the reason.
@@ -205,6 +205,12 @@ class DiskTier:
         """Delete the file, if it exists; its folder stays. Raises OSError if the system refuses."""
         self.path(variant_id, created).unlink(missing_ok=True)
 
+    def sync_removed(self, files: Iterable[FileRef]) -> None:
+        """Sync the folders of deleted files, so that a power cut brings none back. Raises OSError."""
+        for folder in {self.path(file.variant_id, file.created).parent for file in files}:
+            if folder.is_dir():
+                sync_folder(folder)
+
     def leftovers(self, variant_id: str, created: float, writer: str) -> list[Path]:
         """Return the existing files of a variant that `writer` was about to create or delete: temporary and final.
 
@@ -239,10 +245,11 @@ class DiskTier:
         missing = missing[: next(i for i, parent in enumerate(missing) if parent.is_dir())]
         for new in reversed(missing):
             new.mkdir(exist_ok=True)  # another process may have created it
-            _sync_folder(new.parent)
+            sync_folder(new.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk. Raises OSError if the system refuses."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
