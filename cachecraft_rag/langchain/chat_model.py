@@ -31,7 +31,7 @@ from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
-from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
@@ -40,6 +40,7 @@ from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.langchain.schemas import answer_schema
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.prompt.output_schema import asking_for
@@ -208,25 +209,34 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
         strict: bool | None = None,
         **kwargs: object,
-    ) -> Runnable[LanguageModelInput, dict[str, object] | BaseModel]:
-        """Return the model with answers that keep to a schema: a pydantic model, a TypedDict or a JSON schema.
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Return the model with answers that keep to a schema, all of it.
 
-        `kwargs` are settings of the calls, checked when the model is called. The schema is also added to the question.
-        This model stays as it is. The result returns an object of a pydantic model, else a dict. With `include_raw` it
-        returns a dict of the message ("raw"), the object or None ("parsed"), and the error of the parser or None
-        ("parsing_error").
+        This model stays as it is. The result returns an object of a pydantic model, else the JSON value. With
+        `include_raw` it returns a dict of the message ("raw"), the object or None ("parsed"), and the error of the
+        parser or None ("parsing_error").
 
-        Each token is drawn among those that lead to JSON of the schema, whatever `method` and `strict` say. Raises
-        ConfigError for an unknown `method`, and LangChain's ValueError for a schema in another form. A call raises
-        ConfigError if the extra "structured" is missing or no answer can be kept to the schema. An answer may end early
-        (`max_tokens`). LangChain's parser then returns the part that was written, or it raises OutputParserException if
-        that part is no beginning of JSON or does not fit the pydantic model.
+        Each token is drawn among those that lead to JSON of the schema, whatever `method` and `strict` say. An answer
+        may end early (`max_tokens`). LangChain's parser then returns the part that was written, or it raises
+        OutputParserException if that part is no beginning of JSON or does not fit the pydantic model.
+
+        Args:
+            schema: a pydantic model, a TypedDict, a dataclass, a JSON schema of any type, OpenAI's `response_format`,
+                or the description of a function. It is also added to the question.
+            include_raw: return the message and the parser's error too.
+            method: all do the same.
+            strict: has no effect.
+            kwargs: settings of the calls, checked when the model is called.
+
+        Raises ConfigError for an unknown `method` and for a dict that is no schema, and LangChain's or pydantic's error
+        for a type without a schema. A call raises ConfigError if the extra "structured" is missing or no answer can be
+        kept to the schema.
         """
         if method not in ("json_schema", "function_calling", "json_mode"):
             raise ConfigError(
                 f"method is {method!r}; each of json_schema, function_calling and json_mode does the same"
             )
-        json_schema = convert_to_json_schema(schema)
+        json_schema = answer_schema(schema)
         kept_to = {"kwargs": {"method": method}, "schema": json_schema}
         model = self.bind(json_schema=json_schema, ls_structured_output_format=kept_to, **kwargs)
         is_model = isinstance(schema, type) and is_basemodel_subclass(schema)

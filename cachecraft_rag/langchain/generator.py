@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from langchain_core.documents import Document
-from langchain_core.messages import BaseMessage, convert_to_messages
+from langchain_core.language_models import LanguageModelInput
+from langchain_core.messages import AIMessage, BaseMessage, convert_to_messages
 from langchain_core.prompts import BasePromptTemplate, format_document
-from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda, RunnableSerializable
-from pydantic import ConfigDict, SkipValidation
+from langchain_core.runnables import (
+    Runnable,
+    RunnableBinding,
+    RunnableConfig,
+    RunnableLambda,
+    RunnableSerializable,
+)
+from pydantic import ConfigDict, SkipValidation, field_validator
 
 from cachecraft_rag.checks import config_errors
 from cachecraft_rag.engine.base import PathLike
@@ -47,7 +54,8 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
-    llm: ChatCacheCraft
+    # a `ChatCacheCraft`, or one with settings of its calls: `chat.bind(max_tokens=64)`
+    llm: SkipValidation[Runnable[LanguageModelInput, AIMessage]]
     # langchain-core 1.0 cannot validate it
     document_prompt: SkipValidation[BasePromptTemplate[str] | None] = None
     input_key: str = "input"
@@ -57,6 +65,25 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
     def __init__(self, **settings: Any) -> None:
         with config_errors():
             super().__init__(**settings)
+
+    @field_validator("llm", mode="before")
+    @classmethod
+    def _check_llm(cls, llm: object) -> object:
+        """Refuse a model that takes no documents, and one whose answers are no text."""
+        model = _unbound(llm)
+        if not isinstance(model, ChatCacheCraft):
+            raise ConfigError(
+                f"llm must be a ChatCacheCraft, or one with settings (chat.bind(max_tokens=64)), not "
+                f"{type(model).__name__}. For structured output write CacheCraftGenerator("
+                "llm=chat.bind(json_schema=schema)) | JsonOutputParser(). For another chat model use LangChain's "
+                "create_stuff_documents_chain"
+            )
+        if isinstance(llm, RunnableBinding) and llm.kwargs.get("tools"):
+            raise ConfigError(
+                "llm has tools, and a call of a tool is no text, which is all that a CacheCraftGenerator returns. Call "
+                "the model itself: chat.bind_tools(…).invoke(question, documents=documents)"
+            )
+        return llm
 
     @classmethod
     def from_pretrained(
@@ -102,7 +129,9 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
 
         A second call does nothing. Raises nothing, and does nothing in a fork of the process.
         """
-        self.llm.close()
+        model = _unbound(self.llm)
+        if isinstance(model, ChatCacheCraft):
+            model.close()
 
     def invoke(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
@@ -378,6 +407,13 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
                 Document(format_document(document, prompt), id=document.id, metadata=metadata)
             )
         return passages
+
+
+def _unbound(llm: object) -> object:
+    """Return the model under the settings that were bound to it."""
+    while isinstance(llm, RunnableBinding):
+        llm = llm.bound
+    return llm
 
 
 @dataclass(frozen=True)
