@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 EMBEDDING = DeterministicFakeEmbedding(size=8)
 TEXTS = ["The Wren K2 holds 1.7 litres.", "Descale the Wren K2 every 8 weeks."]
+IDS = [str(uuid.UUID(int=number)) for number in range(4)]  # Qdrant takes no others
 
 
 def in_memory(folder: Path) -> Any:
@@ -74,14 +76,14 @@ def test_documents_of_an_answer_can_be_written_back(
 ) -> None:
     store = database(tmp_path / "database")
     store.add_documents(
-        [Document(text, metadata={"source": "kettle.txt"}) for text in TEXTS], ids=["a", "b"]
+        [Document(text, metadata={"source": "kettle.txt"}) for text in TEXTS], ids=IDS[:2]
     )
     found = store.similarity_search("How much?", k=2)
     before = [document.model_dump() for document in found]
     answer = chat.invoke("How much?", documents=found)
     assert [document.model_dump() for document in found] == before
     for documents in (found, with_outcomes(found, answer)):
-        store.add_documents(documents, ids=["c", "d"])
+        store.add_documents(documents, ids=IDS[2:])
         again = store.similarity_search("How much?", k=4)
         assert {document.page_content for document in again} == set(TEXTS)
         assert {document.metadata["source"] for document in again} == {"kettle.txt"}
@@ -92,11 +94,11 @@ def test_documents_of_our_store_can_be_written_to_a_database(
     chat: ChatCacheCraft, tmp_path: Path, database: Callable[[Path], Any]
 ) -> None:
     with ours(tmp_path / "ours") as index:
-        index.add_texts(TEXTS, ids=["a", "b"])
+        index.add_texts(TEXTS, ids=IDS[:2])
         found = index.similarity_search("How much?", k=2)
     copies = with_outcomes(found, chat.invoke("How much?", documents=found))
     store = database(tmp_path / "database")
-    store.add_documents(copies, ids=["c", "d"])
+    store.add_documents(copies, ids=IDS[2:])
     written = store.similarity_search("How much?", k=2)
     for document in written:
         notes = {CHUNK_ID_KEY, OUTCOME_KEY, REASON_KEY}
