@@ -29,8 +29,9 @@ def answer_schema(given: Any) -> dict[str, Any]:
     if isinstance(given, Mapping):
         return _of_dict(given)
     if isinstance(given, type) and is_basemodel_subclass(given):
-        is_current = issubclass(given, BaseModel)
-        return given.model_json_schema() if is_current else given.schema()
+        model: Any = given  # of pydantic's version 1 or 2
+        schema = model.model_json_schema() if issubclass(given, BaseModel) else model.schema()
+        return dict(schema)
     if isinstance(given, type) and dataclasses.is_dataclass(given):
         return TypeAdapter(given).json_schema()
     return convert_to_json_schema(given)
