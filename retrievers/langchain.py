@@ -38,6 +38,8 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; type: pip install 'cachecraft-rag[langchain]'") from error
 
+# options of `add_documents` in other stores that change no result; `index()` sends the first
+_HINTS = ("batch_size", "show_progress")
 DEFAULT_FOLDER = "chunk-caches/index"  # the default of `CacheCraft` and of the command line
 # metadata key: a document's id, and the values that the index has no column type for
 _OURS = "_langchain"
@@ -187,7 +189,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
 
         Errors of the embeddings pass.
         """
-        check_names(kwargs, ("caches", "folder", "ids", "metadatas"))
+        check_names(kwargs, ("caches", "folder", "ids", "metadatas", *_HINTS))
         with ExitStack() as opened:
             store = opened.enter_context(closing(cls.open(folder, embedding, caches=caches)))
             store.add_texts(texts, metadatas, ids=ids)
@@ -257,6 +259,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         Args:
             documents: LangChain's documents. They are not changed.
             ids: one for each document; None or an empty list: the documents' own.
+            kwargs: `batch_size`, which LangChain's `index()` sends, and `show_progress`; both are ignored.
 
         Raises ConfigError for metadata that JSON cannot hold, another number of ids, an unknown option, and an id or a
         text that is not valid Unicode; IndexStoreError for vectors that do not fit the index, and if it is closed or
@@ -265,7 +268,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         embeddings raise. StoreError or ServerError if chunk-caches of replaced documents cannot be deleted, and
         ConfigError if a server refuses to delete them: the documents were added then.
         """
-        check_names(kwargs, ())
+        check_names(kwargs, _HINTS)
         documents = list(documents)
         given: Sequence[str | None] = ids or [document.id for document in documents]
         if len(given) != len(documents):

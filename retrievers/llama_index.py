@@ -65,6 +65,8 @@ from cachecraft_rag.store.closeable import Closeable
 from cachecraft_rag.store.durable import Caches
 from cachecraft_rag.types.documents import CHUNK_ID_KEY, NOTE_KEYS, Chunk, SearchHit
 
+# options of `add` in other stores that change no result
+_HINTS = ("batch_size", "show_progress")
 # Of no use to the model, and part of the text by default: a folder that is moved would lose all its chunk-caches.
 PATH_KEYS = frozenset({"file_path"})
 
@@ -250,7 +252,8 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
         The nodes of each document are one transaction; documents before an error stay. The list is empty without nodes.
         The first call for a new folder makes the index. Chunk-caches of replaced nodes, and those that wait after
-        `delete`, are deleted if no node in the index has their text any more.
+        `delete`, are deleted if no node in the index has their text any more. The options `batch_size` and
+        `show_progress` are accepted and ignored.
 
         Raises IndexStoreError for vectors that do not fit the index, if another model made it, and if it is closed or
         cannot be written; ConfigError for an unknown option, and for an id or a text that is not valid Unicode;
@@ -259,7 +262,7 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         StoreError or ServerError if chunk-caches of replaced nodes cannot be deleted, and ConfigError if a server
         refuses to delete them: the nodes were added then.
         """
-        check_names(kwargs, ())
+        check_names(kwargs, _HINTS)
         nodes = list(nodes)
         documents: dict[str, dict[str, BaseNode]] = {}
         for node in nodes:

@@ -11,8 +11,14 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}; type: pip install 'cachecraft-rag[langchain]'") from error
 
-from cachecraft_rag.langchain.chat_model import ChatCacheCraft, conversation
+from cachecraft_rag.langchain.chat_model import ChatCacheCraft, conversation, with_outcomes
 from cachecraft_rag.langchain.generator import CacheCraftGenerator
 from cachecraft_rag.langchain.retriever import ConversationRetriever
 
-__all__ = ["CacheCraftGenerator", "ChatCacheCraft", "ConversationRetriever", "conversation"]
+__all__ = [
+    "CacheCraftGenerator",
+    "ChatCacheCraft",
+    "ConversationRetriever",
+    "conversation",
+    "with_outcomes",
+]

@@ -31,7 +31,7 @@ from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
-from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
@@ -40,6 +40,7 @@ from cachecraft_rag.engine.base import AnswerEngine, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.langchain.schemas import answer_schema
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.prompt.output_schema import asking_for
@@ -48,9 +49,15 @@ from cachecraft_rag.retrievers.langchain import note
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types.documents import OUTCOME_KEY, Chunk, noted_chunk_id
+from cachecraft_rag.types.documents import (
+    OUTCOME_KEY,
+    REASON_KEY,
+    SEARCHED_KEY,
+    Chunk,
+    noted_chunk_id,
+    outcome_notes,
+)
 
-SEARCHED = "cachecraft_searched"  # metadata key of a follow-up's documents: what was searched for
 # in the words of other chat models
 _FINISH = {"end": "stop", "stop": "stop", "length": "length", "closed": "closed"}
 # meaningless for a local model
@@ -68,9 +75,9 @@ class ChatCacheCraft(Closeable, BaseChatModel):
     newly captured chunk-caches (`cache_creation`). Of messages without documents, what was captured before and passages
     that come again are reused as well (`ReuseConfig.plain_prompts`); those are captured later, in idle time.
     `response_metadata["cachecraft"]` is `RequestStats.as_dict()` plus "documents": the `id` of each document, in the
-    order given, and the `chunk_id` of the text the model read of it. The same `ChunkStats` are in the metadata of each
-    document, as "cachecraft_outcome".
-    "searched" is what `ConversationRetriever` searched for.
+    order given, the `chunk_id` of the text the model read of it, and its outcome with the reason. The documents
+    themselves do not change; `with_outcomes` returns copies with these notes. "searched" is what
+    `ConversationRetriever` searched for.
 
     The conversation follows the documents in the prompt, so no chunk-cache depends on it. The same goes for system
     messages, because they may hold a user's text. An instruction for all requests belongs in the engine (`system=`).
@@ -208,25 +215,34 @@ class ChatCacheCraft(Closeable, BaseChatModel):
         method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
         strict: bool | None = None,
         **kwargs: object,
-    ) -> Runnable[LanguageModelInput, dict[str, object] | BaseModel]:
-        """Return the model with answers that keep to a schema: a pydantic model, a TypedDict or a JSON schema.
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Return the model with answers that keep to a schema, all of it.
 
-        `kwargs` are settings of the calls, checked when the model is called. The schema is also added to the question.
-        This model stays as it is. The result returns an object of a pydantic model, else a dict. With `include_raw` it
-        returns a dict of the message ("raw"), the object or None ("parsed"), and the error of the parser or None
-        ("parsing_error").
+        This model stays as it is. The result returns an object of a pydantic model, else the JSON value. With
+        `include_raw` it returns a dict of the message ("raw"), the object or None ("parsed"), and the error of the
+        parser or None ("parsing_error").
 
-        Each token is drawn among those that lead to JSON of the schema, whatever `method` and `strict` say. Raises
-        ConfigError for an unknown `method`, and LangChain's ValueError for a schema in another form. A call raises
-        ConfigError if the extra "structured" is missing or no answer can be kept to the schema. An answer may end early
-        (`max_tokens`). LangChain's parser then returns the part that was written, or it raises OutputParserException if
-        that part is no beginning of JSON or does not fit the pydantic model.
+        Each token is drawn among those that lead to JSON of the schema, whatever `method` and `strict` say. An answer
+        may end early (`max_tokens`). LangChain's parser then returns the part that was written, or it raises
+        OutputParserException if that part is no beginning of JSON or does not fit the pydantic model.
+
+        Args:
+            schema: a pydantic model, a TypedDict, a dataclass, a JSON schema of any type, OpenAI's `response_format`,
+                or the description of a function. It is also added to the question.
+            include_raw: return the message and the parser's error too.
+            method: all do the same.
+            strict: has no effect.
+            kwargs: settings of the calls, checked when the model is called.
+
+        Raises ConfigError for an unknown `method` and for a dict that is no schema, and LangChain's or pydantic's error
+        for a type without a schema. A call raises ConfigError if the extra "structured" is missing or no answer can be
+        kept to the schema.
         """
         if method not in ("json_schema", "function_calling", "json_mode"):
             raise ConfigError(
                 f"method is {method!r}; each of json_schema, function_calling and json_mode does the same"
             )
-        json_schema = convert_to_json_schema(schema)
+        json_schema = answer_schema(schema)
         kept_to = {"kwargs": {"method": method}, "schema": json_schema}
         model = self.bind(json_schema=json_schema, ls_structured_output_format=kept_to, **kwargs)
         is_model = isinstance(schema, type) and is_basemodel_subclass(schema)
@@ -346,7 +362,6 @@ class ChatCacheCraft(Closeable, BaseChatModel):
                     yield ChatGenerationChunk(message=AIMessageChunk(content=text))
         finally:
             call.generation.close()
-            call.note_outcomes()
         if call.calls is not None:
             yield _rest_of(call.calls, call.generation)
         yield self._last(call)
@@ -366,7 +381,6 @@ class ChatCacheCraft(Closeable, BaseChatModel):
                     yield ChatGenerationChunk(message=AIMessageChunk(content=text))
         finally:
             call.generation.close()
-            call.note_outcomes()
         if call.calls is not None:
             yield _rest_of(call.calls, call.generation)
         yield self._last(call)
@@ -443,25 +457,58 @@ class _Call:
         """Return what a reader may see after one more piece; a call of a tool is no text."""
         return piece if self.calls is None else self.calls.push(piece)
 
-    def note_outcomes(self) -> None:
-        """Put the outcome of each passage into its document's metadata."""
-        outcomes = {chunk.chunk_id: asdict(chunk) for chunk in self.generation.stats.chunks}
-        for document, chunk in zip(self.documents, self.chunks, strict=True):
-            if chunk.chunk_id in outcomes:
-                note(document, {OUTCOME_KEY: outcomes[chunk.chunk_id]})
-
     def statistics(self) -> dict[str, object]:
-        """Return the statistics of the answer, with the chunk id of each document and what was searched for."""
-        pairs = zip(self.documents, self.chunks, strict=True)
-        noted = (document.metadata for document in self.documents if SEARCHED in document.metadata)
-        # as `ConversationRetriever` notes it
-        searched = next((tuple(metadata[SEARCHED]) for metadata in noted), ())
-        return self.generation.stats.as_dict() | {
+        """Return the statistics of the answer, with the notes about each document and what was searched for."""
+        stats = self.generation.stats
+        outcomes = {chunk.chunk_id: asdict(chunk) for chunk in stats.chunks}
+        noted = (_searched_of(document) for document in self.documents)
+        searched = next(filter(None, noted), ())
+        return stats.as_dict() | {
             "documents": [
-                {"id": document.id, "chunk_id": chunk.chunk_id} for document, chunk in pairs
+                {
+                    "id": document.id,
+                    "chunk_id": chunk.chunk_id,
+                    **outcome_notes(outcomes.get(chunk.chunk_id)),
+                }
+                for document, chunk in zip(self.documents, self.chunks, strict=True)
             ],
             "searched": searched,
         }
+
+
+def _searched_of(document: Document) -> tuple[str, ...]:
+    """Return the texts that `ConversationRetriever` noted in a document, () if it noted none."""
+    try:
+        return tuple(json.loads(document.metadata[SEARCHED_KEY]))
+    except (KeyError, TypeError, ValueError):  # a value of the application under the same key
+        return ()
+
+
+def with_outcomes(documents: Iterable[Document], answer: AIMessage) -> list[Document]:
+    """Return copies of the documents of an answer, with what became of each as text in its metadata.
+
+    The notes are "cachecraft_outcome" and "cachecraft_reason", so every database takes a copy. The documents do not
+    change.
+
+    Args:
+        documents: those that `answer` was given, in the same order.
+        answer: a message of `ChatCacheCraft`, or all chunks of a streamed one, added up.
+
+    Raises ConfigError for a message of another model, and for another number of documents than it was given.
+    """
+    documents = list(documents)
+    noted = answer.response_metadata.get("cachecraft", {}).get("documents")
+    if noted is None or len(noted) != len(documents):
+        raise ConfigError(
+            f"the answer was given {len(noted or ())} documents, not these {len(documents)}; pass the whole message of "
+            "ChatCacheCraft and the documents of its call"
+        )
+    copies = []
+    for document, values in zip(documents, noted, strict=True):
+        copy = document.model_copy()
+        note(copy, {key: values[key] for key in (OUTCOME_KEY, REASON_KEY)})
+        copies.append(copy)
+    return copies
 
 
 def _function_tool(tool: Any) -> dict[str, Any]:

@@ -8,10 +8,19 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from langchain_core.documents import Document
-from langchain_core.messages import BaseMessage, convert_to_messages
+from langchain_core.language_models import LanguageModelInput
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, convert_to_messages
+from langchain_core.messages.ai import add_ai_message_chunks
 from langchain_core.prompts import BasePromptTemplate, format_document
-from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda, RunnableSerializable
-from pydantic import ConfigDict, SkipValidation
+from langchain_core.runnables import (
+    Runnable,
+    RunnableBinding,
+    RunnableConfig,
+    RunnableLambda,
+    RunnableSerializable,
+)
+from langchain_core.runnables.utils import AddableDict
+from pydantic import ConfigDict, SkipValidation, field_validator
 
 from cachecraft_rag.checks import config_errors
 from cachecraft_rag.engine.base import PathLike
@@ -22,10 +31,10 @@ from cachecraft_rag.langchain.chat_model import (
     check_settings,
     documents_of,
     history_of,
+    with_outcomes,
 )
-from cachecraft_rag.retrievers.langchain import note
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types.documents import NOTE_KEYS, OUTCOME_KEY
+from cachecraft_rag.types.documents import NOTE_KEYS, SEARCHED_KEY
 
 
 class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str]):
@@ -36,7 +45,7 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
     alone. Other key names can be set (`input_key="question"`). Inside runs `llm`: its tokens show
     in `astream_events`, its usage in LangChain's `UsageMetadataCallbackHandler`.
 
-    After the answer each document's metadata has its outcome, the fields of `ChunkStats`, as "cachecraft_outcome".
+    The documents do not change. `with_context` also returns copies of them that say what became of each.
 
     document_prompt  formats a document for the model; None: its text alone. The formatted text is the chunk, so its
                      chunk id differs from the retriever's; "documents" in the statistics has the ids.
@@ -47,7 +56,8 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
-    llm: ChatCacheCraft
+    # a `ChatCacheCraft`, or one with settings of its calls: `chat.bind(max_tokens=64)`
+    llm: SkipValidation[Runnable[LanguageModelInput, AIMessage]]
     # langchain-core 1.0 cannot validate it
     document_prompt: SkipValidation[BasePromptTemplate[str] | None] = None
     input_key: str = "input"
@@ -57,6 +67,25 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
     def __init__(self, **settings: Any) -> None:
         with config_errors():
             super().__init__(**settings)
+
+    @field_validator("llm", mode="before")
+    @classmethod
+    def _check_llm(cls, llm: object) -> object:
+        """Refuse a model that takes no documents, and one whose answers are no text."""
+        model = _unbound(llm)
+        if not isinstance(model, ChatCacheCraft):
+            raise ConfigError(
+                f"llm must be a ChatCacheCraft, or one with settings (chat.bind(max_tokens=64)), not "
+                f"{type(model).__name__}. For structured output write CacheCraftGenerator("
+                "llm=chat.bind(json_schema=schema)) | JsonOutputParser(). For another chat model use LangChain's "
+                "create_stuff_documents_chain"
+            )
+        if isinstance(llm, RunnableBinding) and llm.kwargs.get("tools"):
+            raise ConfigError(
+                "llm has tools, and a call of a tool is no text, which is all that a CacheCraftGenerator returns. Call "
+                "the model itself: chat.bind_tools(…).invoke(question, documents=documents)"
+            )
+        return llm
 
     @classmethod
     def from_pretrained(
@@ -102,7 +131,9 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
 
         A second call does nothing. Raises nothing, and does nothing in a fork of the process.
         """
-        self.llm.close()
+        model = _unbound(self.llm)
+        if isinstance(model, ChatCacheCraft):
+            model.close()
 
     def invoke(
         self, input: dict[str, object], config: RunnableConfig | None = None, **kwargs: Any
@@ -134,12 +165,8 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
 
         def answer(input: dict[str, object], config: RunnableConfig) -> str:
             asked = self._read(input)
-            try:
-                return self.llm.invoke(
-                    asked.messages, config, documents=asked.passages, **kwargs
-                ).text
-            finally:
-                asked.note_outcomes()
+            answered = self.llm.invoke(asked.messages, config, documents=asked.passages, **kwargs)
+            return answered.text
 
         return RunnableLambda(answer, name=self.get_name()).invoke(input, config)
 
@@ -175,12 +202,9 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
 
         async def answer(input: dict[str, object], config: RunnableConfig) -> str:
             asked = self._read(input)
-            try:
-                message = await self.llm.ainvoke(
-                    asked.messages, config, documents=asked.passages, **kwargs
-                )
-            finally:
-                asked.note_outcomes()
+            message = await self.llm.ainvoke(
+                asked.messages, config, documents=asked.passages, **kwargs
+            )
             return message.text
 
         text: str = await RunnableLambda(answer, name=self.get_name()).ainvoke(input, config)
@@ -314,28 +338,61 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         """
         return self._streamed(kwargs).atransform(input, config)
 
+    def with_context(self) -> Runnable[dict[str, object], dict[str, object]]:
+        """Return a chain's last step that adds the answer to its input, and to the documents what became of them.
+
+        The result is a dict: the input, "answer", and under `context_key` copies of the documents as `with_outcomes`
+        makes them. A stream has pieces of the answer, then the rest in one part. Errors are those of `invoke`.
+        """
+
+        def parts(input: dict[str, object], config: RunnableConfig) -> Iterator[AddableDict]:
+            asked = self._read(input)
+            chunks: list[Any] = []
+            for chunk in self.llm.stream(asked.messages, config, documents=asked.passages):
+                chunks.append(chunk)
+                yield AddableDict(answer=chunk.text)
+            yield self._context(input, asked, chunks)
+
+        async def aparts(
+            input: dict[str, object], config: RunnableConfig
+        ) -> AsyncIterator[AddableDict]:
+            asked = self._read(input)
+            chunks: list[Any] = []
+            async for chunk in self.llm.astream(asked.messages, config, documents=asked.passages):
+                chunks.append(chunk)
+                yield AddableDict(answer=chunk.text)
+            yield self._context(input, asked, chunks)
+
+        untyped: Any = RunnableLambda  # LangChain's types know no generator with a config
+        step: Runnable[dict[str, object], dict[str, object]] = untyped(
+            parts, aparts, name=self.get_name()
+        )
+        return step
+
+    def _context(
+        self, input: Mapping[str, object], asked: _Asked, chunks: list[AIMessageChunk]
+    ) -> AddableDict:
+        """Return what follows the pieces of an answer: the input, with copies of its documents."""
+        message = add_ai_message_chunks(*chunks)
+        rest = {key: value for key, value in input.items() if key != "answer"}
+        return AddableDict({**rest, self.context_key: with_outcomes(asked.documents, message)})
+
     def _streamed(self, options: dict[str, Any]) -> Runnable[dict[str, object], str]:
         def pieces(input: dict[str, object], config: RunnableConfig) -> Iterator[str]:
             asked = self._read(input)
-            try:
-                for chunk in self.llm.stream(
-                    asked.messages, config, documents=asked.passages, **options
-                ):
-                    if chunk.text:
-                        yield chunk.text
-            finally:
-                asked.note_outcomes()
+            for chunk in self.llm.stream(
+                asked.messages, config, documents=asked.passages, **options
+            ):
+                if chunk.text:
+                    yield chunk.text
 
         async def apieces(input: dict[str, object], config: RunnableConfig) -> AsyncIterator[str]:
             asked = self._read(input)
-            try:
-                async for chunk in self.llm.astream(
-                    asked.messages, config, documents=asked.passages, **options
-                ):
-                    if chunk.text:
-                        yield chunk.text
-            finally:
-                asked.note_outcomes()
+            async for chunk in self.llm.astream(
+                asked.messages, config, documents=asked.passages, **options
+            ):
+                if chunk.text:
+                    yield chunk.text
 
         untyped: Any = RunnableLambda  # LangChain's types know no generator with a config
         streamed: Runnable[dict[str, object], str] = untyped(pieces, apieces, name=self.get_name())
@@ -372,12 +429,21 @@ class CacheCraftGenerator(Closeable, RunnableSerializable[dict[str, object], str
         passages = []
         for document in documents:
             metadata = {
-                key: value for key, value in document.metadata.items() if key not in NOTE_KEYS
+                key: value
+                for key, value in document.metadata.items()
+                if key == SEARCHED_KEY or key not in NOTE_KEYS
             }
             passages.append(
                 Document(format_document(document, prompt), id=document.id, metadata=metadata)
             )
         return passages
+
+
+def _unbound(llm: object) -> object:
+    """Return the model under the settings that were bound to it."""
+    while isinstance(llm, RunnableBinding):
+        llm = llm.bound
+    return llm
 
 
 @dataclass(frozen=True)
@@ -387,11 +453,3 @@ class _Asked:
     messages: list[BaseMessage]
     documents: list[Document]
     passages: list[Document]
-
-    def note_outcomes(self) -> None:
-        """Copy the outcome of each passage to its document, which a chain returns as `context`."""
-        if self.passages is self.documents:
-            return
-        for document, passage in zip(self.documents, self.passages, strict=True):
-            if OUTCOME_KEY in passage.metadata:
-                note(document, {OUTCOME_KEY: passage.metadata[OUTCOME_KEY]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any
@@ -16,10 +17,11 @@ from pydantic import ConfigDict, SkipValidation
 
 from cachecraft_rag.checks import check_kind, config_errors
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.langchain.chat_model import SEARCHED, history_of, turns_of
+from cachecraft_rag.langchain.chat_model import history_of, turns_of
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.retrievers.conversation import search_texts
 from cachecraft_rag.retrievers.langchain import CacheCraftVectorStore
+from cachecraft_rag.types.documents import SEARCHED_KEY
 
 
 class ConversationRetriever(RunnableSerializable[dict[str, object], list[Document]]):
@@ -31,7 +33,7 @@ class ConversationRetriever(RunnableSerializable[dict[str, object], list[Documen
     the two vectors; of other retrievers the two results are merged, best ranks first. With a `CacheCraftVectorStore`,
     documents of the turn before win ties, because their chunk-caches exist.
 
-    `metadata["cachecraft_searched"]` of a follow-up's documents has what was searched for.
+    `metadata["cachecraft_searched"]` of a follow-up's documents has what was searched for, a JSON list as text.
 
     Raises ConfigError for an unknown setting, and for a `retriever` of another kind. A call raises it for an input
     without a question, or of another form, and for a history with more than text; errors of the retriever pass
@@ -191,7 +193,8 @@ def _marked(documents: list[Document], texts: Sequence[str]) -> list[Document]:
     """Copies with the texts of a follow-up in their metadata: some stores return the very documents that they hold."""
     if len(texts) == 1:
         return documents
+    searched = json.dumps(list(texts), ensure_ascii=False)
     return [
-        document.model_copy(update={"metadata": {**document.metadata, SEARCHED: list(texts)}})
+        document.model_copy(update={"metadata": {**document.metadata, SEARCHED_KEY: searched}})
         for document in documents
     ]

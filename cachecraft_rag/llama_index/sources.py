@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 from llama_index.core.schema import MetadataMode, NodeWithScore
 
 from cachecraft_rag.retrievers.llama_index import with_notes, without_paths
-from cachecraft_rag.types.documents import CHUNK_ID_KEY, OUTCOME_KEY, Chunk, noted_chunk_id
+from cachecraft_rag.types.documents import CHUNK_ID_KEY, Chunk, noted_chunk_id, outcome_notes
 
 
 class DocumentOptions(TypedDict):
@@ -25,8 +25,9 @@ class DocumentOptions(TypedDict):
 class Sources:
     """Copies of the nodes of an answer; the retriever's own stay as they are.
 
-    The model sees neither a node's `file_path` nor the two notes in the metadata of each copy: its chunk id, and its
-    outcome: the fields of `ChunkStats`, or None until the answer has ended.
+    The model sees neither a node's `file_path` nor the notes in the metadata of each copy: its chunk id, and its
+    outcome with the reason. All are texts, so a vector store takes a copy back; the last two are "" until the answer
+    has ended.
 
     nodes  the copies, in the order of the nodes
     texts  what the model sees of them
@@ -41,7 +42,7 @@ class Sources:
         self.chunk_ids: dict[str, str] = {}
         for scored in nodes:
             noted_id = noted_chunk_id(scored.node.metadata)
-            notes = {CHUNK_ID_KEY: noted_id, OUTCOME_KEY: None}
+            notes = {CHUNK_ID_KEY: noted_id, **outcome_notes(None)}
             # first, because it also hides notes from the text
             node = with_notes(without_paths(scored.node), notes)
             text = node.get_content(metadata_mode=MetadataMode.LLM)
@@ -60,13 +61,14 @@ class Sources:
         return {"documents": list(self.texts), "document_ids": list(self.noted_ids)}
 
     def note_outcomes(self, statistics: Mapping[str, Any]) -> None:
-        """Put each passage's outcome into its node's metadata; None for a passage without one. Returns None.
+        """Put each passage's outcome into its node's metadata; "" for a passage without one. Returns None.
 
         Args:
-            statistics: values of `RequestStats.as_dict()`; without "chunks" every node gets None.
+            statistics: values of `RequestStats.as_dict()`; without "chunks" every node gets "".
 
         Raises KeyError for a chunk without an id among them, and for a node whose metadata has lost its chunk id.
         """
         outcomes = {chunk["chunk_id"]: chunk for chunk in statistics.get("chunks", ())}
         for scored in self.nodes:
-            scored.node.metadata[OUTCOME_KEY] = outcomes.get(scored.node.metadata[CHUNK_ID_KEY])
+            chunk = outcomes.get(scored.node.metadata[CHUNK_ID_KEY])
+            scored.node.metadata.update(outcome_notes(chunk))

@@ -12,8 +12,11 @@ Scalar = str | int | float | bool | None
 Metadata = Mapping[str, Scalar]
 # Metadata keys of a framework's documents and nodes. Models and embedders never see them.
 CHUNK_ID_KEY = "cachecraft_chunk_id"  # the id of its chunk, from our stores and retrievers
-OUTCOME_KEY = "cachecraft_outcome"  # the fields of `ChunkStats`, once an answer has used it
-NOTE_KEYS = frozenset({CHUNK_ID_KEY, OUTCOME_KEY})
+# Notes are text, because databases refuse or flatten anything nested.
+OUTCOME_KEY = "cachecraft_outcome"  # `ChunkStats.outcome` of the answer that used it, "" before
+REASON_KEY = "cachecraft_reason"  # `ChunkStats.reason`
+SEARCHED_KEY = "cachecraft_searched"  # what a follow-up was searched for, a JSON list
+NOTE_KEYS = frozenset({CHUNK_ID_KEY, OUTCOME_KEY, REASON_KEY, SEARCHED_KEY})
 
 
 def noted_chunk_id(metadata: Mapping[str, object]) -> str:
@@ -22,6 +25,19 @@ def noted_chunk_id(metadata: Mapping[str, object]) -> str:
     A value that is empty, 0 or None counts as missing. The id is not checked: it may be that of another text.
     """
     return str(metadata.get(CHUNK_ID_KEY) or "")
+
+
+def outcome_notes(chunk: Mapping[str, object] | None) -> dict[str, str]:
+    """Return the notes about a passage of an answer, from a `ChunkStats` as a dict; each is "" without one.
+
+    >>> outcome_notes({"chunk_id": "a", "outcome": "exact"})
+    {'cachecraft_outcome': 'exact', 'cachecraft_reason': ''}
+    """
+    values = chunk or {}
+    return {
+        OUTCOME_KEY: str(values.get("outcome", "")),
+        REASON_KEY: str(values.get("reason", "")),
+    }
 
 
 def chunk_id_of(text: str) -> str:

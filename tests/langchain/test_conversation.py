@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -285,7 +286,10 @@ def test_every_form_of_history_is_read(
 ) -> None:
     retriever = ConversationRetriever(vectors.as_retriever(search_kwargs={"k": 3}))
     found = retriever.invoke({"input": FOLLOW_UP, "chat_history": history})
-    assert found[0].metadata["cachecraft_searched"] == [FOLLOW_UP, f"{FIRST} {FOLLOW_UP}"]
+    assert json.loads(found[0].metadata["cachecraft_searched"]) == [
+        FOLLOW_UP,
+        f"{FIRST} {FOLLOW_UP}",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections import defaultdict
@@ -39,7 +40,12 @@ from langchain_text_splitters import RecursiveCharacterTextSplitter
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError
-from cachecraft_rag.langchain import CacheCraftGenerator, ChatCacheCraft, conversation
+from cachecraft_rag.langchain import (
+    CacheCraftGenerator,
+    ChatCacheCraft,
+    conversation,
+    with_outcomes,
+)
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.retrievers.embeddings import Embedder
@@ -47,7 +53,13 @@ from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.langchain import CacheCraftEmbeddings, CacheCraftVectorStore
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
-from cachecraft_rag.types.documents import CHUNK_ID_KEY, OUTCOME_KEY, Chunk, chunk_id_of
+from cachecraft_rag.types.documents import (
+    CHUNK_ID_KEY,
+    OUTCOME_KEY,
+    REASON_KEY,
+    Chunk,
+    chunk_id_of,
+)
 
 if TYPE_CHECKING:
     from cachecraft_rag.model.decoder import Decoder
@@ -852,19 +864,16 @@ def test_an_edited_document_is_computed_and_its_old_id_is_named(
     settle(chat.engine)
     edited = noted[0].model_copy(update={"page_content": "It is shorter now."})
     strange = Document("x", metadata={CHUNK_ID_KEY: 1})
+    chunks = []
     for given in ([edited, noted[1]], [strange]):
-        generator.invoke({"input": "Why?", "context": given})
-    outcome = edited.metadata[OUTCOME_KEY]
-    assert (outcome["chunk_id"], outcome["stale_id"]) == (
-        chunk_id_of("It is shorter now."),
-        chunk_id_of(TEXTS[0]),
-    )
-    assert outcome["outcome"] == "computed"
-    assert (
-        noted[1].metadata[OUTCOME_KEY]["outcome"],
-        noted[1].metadata[OUTCOME_KEY]["stale_id"],
-    ) == ("reused", "")
-    assert strange.metadata[OUTCOME_KEY]["stale_id"] == "1"
+        answer = chat.invoke("Why?", documents=given)
+        chunks += answer.response_metadata["cachecraft"]["chunks"]
+    by_text = {chunk["chunk_id"]: (chunk["stale_id"], chunk["outcome"]) for chunk in chunks}
+    assert by_text == {
+        chunk_id_of("It is shorter now."): (chunk_id_of(TEXTS[0]), "computed"),
+        chunk_id_of(TEXTS[1]): ("", "reused"),
+        chunk_id_of("x"): ("1", "computed"),
+    }
     assert len([record for record in caplog.records if record.name == "cachecraft_rag.prompt"]) == 1
     plain = chat.engine.stream("Why?", [Chunk(TEXTS[0])], sampling=SamplingParams(max_new_tokens=4))
     list(plain)
@@ -872,29 +881,66 @@ def test_an_edited_document_is_computed_and_its_old_id_is_named(
     assert [chunk.outcome for chunk in plain.stats.chunks] == ["reused"]
 
 
-def test_the_context_of_a_chain_says_what_became_of_each_passage(chat: ChatCacheCraft) -> None:
-    documents = [Document(text, id=str(place)) for place, text in enumerate(TEXTS)]
-    prompt = PromptTemplate.from_template("Note: {page_content}")
-    retriever = RunnableLambda(lambda _question: [document.model_copy() for document in documents])
-    for document_prompt, form in ((None, "{}"), (prompt, "Note: {}")):
-        chain = create_retrieval_chain(
-            retriever, CacheCraftGenerator(llm=chat, document_prompt=document_prompt)
-        )
-        streamed: dict[str, Any] = {}
-        for part in chain.stream({"input": "Why?"}):
-            streamed |= part
-        for context in (streamed["context"], chain.invoke({"input": "Why?"})["context"]):
-            noted = [document.metadata[OUTCOME_KEY] for document in context]
-            assert [outcome["chunk_id"] for outcome in noted] == [
-                chunk_id_of(form.format(text)) for text in TEXTS
-            ]
-            settle(chat.engine)
-        assert {outcome["outcome"] for outcome in noted} == {"exact"}
-    assert all(document.metadata == {} for document in documents)
-    given = chat.invoke("Why?", documents=documents)
-    assert [document.metadata[OUTCOME_KEY]["chunk_id"] for document in documents] == [
-        document["chunk_id"] for document in given.response_metadata["cachecraft"]["documents"]
+@pytest.mark.parametrize("is_formatted", [False, True])
+def test_the_context_of_a_chain_says_what_became_of_each_passage(
+    chat: ChatCacheCraft, is_formatted: bool
+) -> None:
+    documents = [
+        Document(text, id=str(place), metadata={"place": place}) for place, text in enumerate(TEXTS)
     ]
+    before = [document.model_copy(deep=True) for document in documents]
+    prompt = PromptTemplate.from_template("Note: {page_content}") if is_formatted else None
+    generator = CacheCraftGenerator(llm=chat, document_prompt=prompt)
+    # the retriever returns its own objects each time
+    chain = RunnablePassthrough.assign(context=lambda _: documents) | generator.with_context()
+    first: Any = chain.invoke({"input": "Why?"})
+    settle(chat.engine)
+    streamed: dict[str, Any] = {}
+    for part in chain.stream({"input": "Why?"}):
+        streamed = {
+            **streamed,
+            **part,
+            "answer": streamed.get("answer", "") + part.get("answer", ""),
+        }
+    again: Any = asyncio.run(chain.ainvoke({"input": "Why?"}))
+    assert first["input"] == "Why?"
+    assert first["answer"] == streamed["answer"] == again["answer"]
+    for result, outcome in ((first, "computed"), (streamed, "exact"), (again, "exact")):
+        assert [document.metadata[OUTCOME_KEY] for document in result["context"]] == [
+            outcome
+        ] * len(TEXTS)
+        assert [document.page_content for document in result["context"]] == TEXTS
+        assert [document.metadata["place"] for document in result["context"]] == [0, 1, 2, 3]
+    assert [dict(document.metadata) for document in documents] == [
+        document.metadata for document in before
+    ]
+
+
+def test_what_a_caller_gave_does_not_change_and_copies_have_flat_notes(
+    chat: ChatCacheCraft,
+) -> None:
+    documents = [Document(text, metadata={"source": "kettle.txt"}) for text in TEXTS]
+    shared = [document.metadata for document in documents]
+    answer = chat.invoke("Why?", documents=documents)
+    generator = CacheCraftGenerator(llm=chat)
+    generator.invoke({"input": "Why?", "context": documents})
+    "".join(generator.stream({"input": "Why?", "context": documents}))
+    asyncio.run(generator.ainvoke({"input": "Why?", "context": documents}))
+    list(chat.stream("Why?", documents=documents))
+    assert all(
+        document.metadata is given and given == {"source": "kettle.txt"}
+        for document, given in zip(documents, shared, strict=True)
+    )
+    copies = with_outcomes(documents, answer)
+    for copy in copies:
+        assert copy.metadata.keys() == {"source", OUTCOME_KEY, REASON_KEY}
+        assert all(type(value) is str for value in copy.metadata.values())
+        assert json.loads(json.dumps(copy.metadata)) == copy.metadata
+    assert {copy.metadata[OUTCOME_KEY] for copy in copies} == {"computed"}
+    with pytest.raises(ConfigError, match="documents of its call"):
+        with_outcomes(documents[:1], answer)
+    with pytest.raises(ConfigError, match="documents of its call"):
+        with_outcomes(documents, AIMessage("from another model"))
 
 
 def test_the_numbers_say_which_document_is_which_chunk(chat: ChatCacheCraft) -> None:
@@ -916,7 +962,9 @@ def test_the_numbers_say_which_document_is_which_chunk(chat: ChatCacheCraft) -> 
             {"id": one.id, "chunk_id": chunk_id_of(form.format(one.page_content))}
             for one in documents
         ]
-        assert numbers["documents"] == expected
+        assert [
+            {"id": one["id"], "chunk_id": one["chunk_id"]} for one in numbers["documents"]
+        ] == expected
         assert {one["chunk_id"] for one in expected} == {
             chunk["chunk_id"] for chunk in numbers["chunks"]
         }

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import pytest
 from langchain_core.documents import Document
+from langchain_core.language_models.fake_chat_models import FakeListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from pydantic import BaseModel, Field
 
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.langchain import ChatCacheCraft
+from cachecraft_rag.langchain import CacheCraftGenerator, ChatCacheCraft
 from cachecraft_rag.store import ChunkCacheStore
 
 if TYPE_CHECKING:
@@ -196,3 +199,94 @@ def test_what_was_written_comes_along_and_so_does_its_error(chat: ChatCacheCraft
 def test_another_method_is_refused(chat: ChatCacheCraft) -> None:
     with pytest.raises(ConfigError, match="json_mode"):
         chat.with_structured_output(Answer, method="xml")  # type: ignore[arg-type]
+
+
+class Node(BaseModel):
+    """A tree, so that its schema refers to itself."""
+
+    weight: Literal[3, 7]
+    children: list[Node] = Field(max_length=1)
+
+
+@dataclass
+class Fan:
+    """A fan as a dataclass."""
+
+    speeds: Literal[2, 3]
+
+
+SPEEDS = {
+    "type": "object",
+    "properties": {"speeds": {"enum": [2, 3]}},
+    "required": ["speeds"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_kept"),
+    [
+        (
+            {
+                "title": "L",
+                "type": "array",
+                "items": {"enum": [4, 5]},
+                "minItems": 2,
+                "maxItems": 3,
+            },
+            lambda found: 2 <= len(found) <= 3 and set(found) <= {4, 5},
+        ),
+        ({"title": "Colour", "enum": ["red", "blue"]}, lambda found: found in ("red", "blue")),
+        ({"anyOf": [{"const": 1}, {"const": True}]}, lambda found: found in (1, True)),
+        ({"$defs": {"one": {"const": "x"}}, "$ref": "#/$defs/one"}, lambda found: found == "x"),
+        (
+            {"name": "Fan", "strict": True, "schema": SPEEDS},
+            lambda found: found["speeds"] in (2, 3),
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "Fan", "schema": SPEEDS}},
+            lambda found: found["speeds"] in (2, 3),
+        ),
+        ({"name": "Fan", "parameters": SPEEDS}, lambda found: found["speeds"] in (2, 3)),
+        ({"name": "Fan", "input_schema": SPEEDS}, lambda found: found["speeds"] in (2, 3)),
+        (Fan, lambda found: found["speeds"] in (2, 3)),
+    ],
+)
+def test_no_part_of_a_schema_is_lost(
+    chat: ChatCacheCraft, schema: Any, is_kept: Callable[[Any], bool]
+) -> None:
+    found = chat.with_structured_output(schema).invoke("Which one?", documents=DOCUMENTS)
+    assert is_kept(found), found
+
+
+def test_a_schema_may_refer_to_itself(chat: ChatCacheCraft) -> None:
+    model = chat.with_structured_output(Node, include_raw=True, max_tokens=60)
+    text = model.invoke("Which tree?")["raw"].text
+    assert re.match(r'{"weight": [37], "children": \[({"weight": [37], |\])', text)
+
+
+def test_a_dict_that_is_no_schema_is_refused(chat: ChatCacheCraft) -> None:
+    for nothing in ({}, {"title": "Fan"}, {"name": "Fan", "strict": True}):
+        with pytest.raises(ConfigError, match="pass a pydantic model"):
+            chat.with_structured_output(nothing)
+
+
+def test_a_generator_takes_a_model_with_settings_and_says_which_it_cannot_take(
+    chat: ChatCacheCraft,
+) -> None:
+    asked: dict[str, object] = {"input": "Which one?", "context": DOCUMENTS}
+    bound = CacheCraftGenerator(llm=chat.bind(json_schema={"enum": ["red", "blue"]}))
+    assert json.loads(bound.invoke(asked)) in ("red", "blue")
+    assert json.loads("".join(bound.stream(asked))) in ("red", "blue")
+    assert json.loads(asyncio.run(bound.ainvoke(asked))) in ("red", "blue")
+    bound.close()
+    others: list[Any] = [
+        chat.with_structured_output(Answer),
+        FakeListChatModel(responses=["x"]),
+        FakeListChatModel(responses=["x"]).bind(stop=["y"]),
+        chat.bind_tools([litres]),
+        "demo",
+    ]
+    for other in others:
+        with pytest.raises(ConfigError, match=r"chat\.bind"):
+            CacheCraftGenerator(llm=other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
+from langchain_core.indexing import InMemoryRecordManager, aindex, index
 
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError, IndexStoreError
@@ -355,3 +357,35 @@ def test_embeddings_for_any_vector_store() -> None:
     assert scores[1] > scores[0]
     assert math.hypot(*query) == pytest.approx(1.0, abs=1e-5)
     assert embeddings.embed_documents([]) == []
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_langchains_indexing_api_adds_skips_and_deletes(
+    store: CacheCraftVectorStore, is_async: bool
+) -> None:
+    records = InMemoryRecordManager(namespace="handbook")
+    records.create_schema()
+
+    def write(*texts: str) -> Any:
+        options: dict[str, Any] = {
+            "cleanup": "full",
+            "source_id_key": "source",
+            "key_encoder": "sha256",
+            "batch_size": 1,
+        }
+        documents = [Document(text, metadata={"source": "handbook.txt"}) for text in texts]
+        if is_async:
+            return asyncio.run(aindex(documents, records, store, **options))
+        return index(documents, records, store, **options)
+
+    before = {document.doc_id for document in store.index.documents()}
+    counts = [write("x", "y"), write("x", "y"), write("y")]
+    assert [(made["num_added"], made["num_skipped"], made["num_deleted"]) for made in counts] == [
+        (2, 0, 0),
+        (0, 2, 0),
+        (0, 1, 1),
+    ]
+    added = [
+        document.doc_id for document in store.index.documents() if document.doc_id not in before
+    ]
+    assert [document.page_content for document in store.get_by_ids(added)] == ["y"]

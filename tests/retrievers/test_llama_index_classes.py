@@ -606,3 +606,10 @@ def test_the_embedding_model_is_the_packages_own() -> None:
     )
     assert embedding.model_name == embedder.name
     assert embedding.embedder is embedder
+
+
+def test_options_that_are_only_hints_are_accepted(store: CacheCraftVectorStore) -> None:
+    node = TextNode(text="hint", embedding=[1.0, 0.0, 0.0])
+    assert store.add([node], batch_size=8, show_progress=True) == [node.node_id]
+    with pytest.raises(ConfigError, match="batch_sise"):
+        store.add([node], batch_sise=8)
