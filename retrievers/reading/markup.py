@@ -207,7 +207,12 @@ class _Cleaner:
             self.title_text.append(text)
         if self.unseen:
             return
-        text = re.sub("[\ue000\ue001]", "", text)  # marks of our own
+        number = re.match(
+            "\ue002(-?\\d{1,5})\ue003", text
+        )  # from Word, where lists go on after other text
+        if number and self.out and self.out[-1].startswith("\ue000"):
+            self.out[-1] = f"\ue000{number[1]}\ue001 "
+        text = re.sub("\ue002[^\ue003]*\ue003|[\ue000-\ue003]", "", text)  # marks of our own
         if not any(element.name == "pre" for element in self.open[-3:]):
             text = re.sub(r"\s+", " ", text)
         if self.script and text.strip():
