@@ -222,7 +222,8 @@ def _pieces(
         return [(0, "", "")]
     kind = MarkdownSplitter if markdown else TextSplitter
     pieces: list[tuple[int, str, str]] = []
-    for start, end, headings in _tables(text) if markdown else [(0, len(text), "")]:
+    is_whole = not markdown or _fits(_join(path, text), size, limit)
+    for start, end, headings in [(0, len(text), "")] if is_whole else _tables(text):
         # a table is cut between its rows, and only if it or its headings are too long for one chunk
         if headings and _fits(_join(path, headings), size, limit // 2):
             splitter = TextSplitter.from_callback(

@@ -346,7 +346,7 @@ def _joined_words(text: str) -> str:
         first, second = broken.groups()
         if second in ("and", "or", "to", "und", "oder", "bis", "et", "ou", "y", "o"):
             return broken[0]
-word = second.rstrip(".,;:)")
+        word = second.rstrip(".,;:)")
         hyphen = "-" if f"{first}-{word}".lower() in kept else ""
         return f"{first}{hyphen}{second}\n"
 
