@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 # for embedding models that read thousands: a chunk should be about one topic
 DEFAULT_CHUNK_TOKENS = 512
 
-_READER_VERSION = 2  # raise it when the parser's output changes: documents are then indexed again
+_READER_VERSION = 3  # raise it when the parser's output changes: documents are then indexed again
 # embedded together; a killed run loses at most this many, or one longer document
 _FLUSH_CHUNKS = 256
 logger = logging.getLogger("cachecraft_rag.retrievers.indexer")
@@ -65,7 +65,7 @@ class IndexReport:
     chunks_embedded    chunks that the embedding model encoded
     chunks_reused      chunks of added and updated documents whose vectors were already in the index
     removed_chunk_ids  chunks that are in no document any more; their chunk-caches can be deleted too
-    problems           files that gave no document, with the reasons, sorted by doc_id
+    problems           files that gave no document, or not all of it, with the reasons, sorted by doc_id
     seconds            elapsed time of the run
     """
 
@@ -328,7 +328,10 @@ class _Run:
             data = self._bytes_of(file.path)
             content = digest("file", hashlib.blake2b(data).hexdigest(), self.settings)
             if not self.is_unchanged(file.doc_id, content, root=root):
-                self.put(self.reader.read(file, data), content, root=root)
+                document = self.reader.read(
+                    file, data, left_out=lambda what: self._incomplete(file.doc_id, what)
+                )
+                self.put(document, content, root=root)
         except FileNotFoundError:
             pass  # deleted since it was listed; the run removes it like any other that is gone
         except OSError as error:
@@ -343,6 +346,9 @@ class _Run:
         except DocumentError as error:
             self.problems.append(Problem(file.doc_id, "unreadable", str(error)))
         self.tick(file.doc_id)
+
+    def _incomplete(self, doc_id: str, what: str) -> None:
+        self.problems.append(Problem(doc_id, "incomplete", what))
 
     @staticmethod
     def _bytes_of(path: Path) -> bytes:

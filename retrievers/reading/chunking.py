@@ -23,7 +23,7 @@ from cachecraft_rag.model.chunk_bound import SMALLEST_LIMIT, ModelTokens
 from cachecraft_rag.types.documents import Chunk, Document, Scalar
 
 # raise it when a document would be split differently: indexes then split again
-SPLITTER_VERSION = 2
+SPLITTER_VERSION = 3
 
 # An English token of an embedding model has four or five characters. But text outside its vocabulary may be one token:
 # to BERT a paragraph of Thai or a megabyte of base64 is *one* unknown token, while the answering model would read
@@ -94,7 +94,7 @@ def split(
     page_ends = [match.start() for match in re.finditer("\f", text)]
     chunks: list[Chunk] = []
     for path, start, end in _parts(text, sections, size=size, limit=limit):
-        for offset, piece in _pieces(
+        for offset, piece, headings in _pieces(
             text[start:end], path, markdown=markdown, size=size, limit=limit
         ):
             first = start + offset
@@ -108,7 +108,7 @@ def split(
             }
             if "pages" in document.metadata:
                 metadata["page"] = bisect.bisect_right(page_ends, first) + 1
-            chunks.append(Chunk(_join(path, piece.replace("\f", "\n")), metadata))
+            chunks.append(Chunk(_join(path, headings + piece.replace("\f", "\n")), metadata))
     return chunks
 
 
@@ -209,21 +209,69 @@ def _heading_path(
 
 def _pieces(
     text: str, path: str, *, markdown: bool, size: Callable[[str], int], limit: int
-) -> list[tuple[int, str]]:
-    """Return (offset, piece) of a part's text. Each piece fits the limit together with the path; never empty."""
+) -> list[tuple[int, str, str]]:
+    """Return (offset, piece, headings to repeat before it) of a part's text; never empty.
+
+    Each piece fits the limit together with the path and the headings, which are those of a table too long for a chunk.
+    """
     from semantic_text_splitter import MarkdownSplitter, TextSplitter
 
     # A form feed becomes a line end: the same length, so offsets stay, but perhaps another number of tokens.
     text = text.replace("\f", "\n")
     if not text.strip():
-        return [(0, "")]
+        return [(0, "", "")]
     kind = MarkdownSplitter if markdown else TextSplitter
-    splitter = kind.from_callback(lambda piece: size(_join(path, piece)), limit)
-    pieces: list[tuple[int, str]] = []
-    for start, end in _blocks(text):
-        for offset, piece in splitter.chunk_indices(text[start:end]):
-            pieces += _halves(start + offset, piece, lambda part: size(_join(path, part)) <= limit)
-    return [(offset, piece) for offset, piece in pieces if piece.strip()]
+    pieces: list[tuple[int, str, str]] = []
+    is_whole = not markdown or _fits(_join(path, text), size, limit)
+    for start, end, headings in [(0, len(text), "")] if is_whole else _tables(text):
+        # a table is cut between its rows, and only if it or its headings are too long for one chunk
+        if headings and _fits(_join(path, headings), size, limit // 2):
+            splitter = TextSplitter.from_callback(
+                lambda piece, headings=headings: size(_join(path, headings + piece)), limit
+            )
+        else:
+            start -= len(headings)
+            headings = ""
+            splitter = kind.from_callback(lambda piece: size(_join(path, piece)), limit)
+        is_first = True
+        for first, last in _blocks(text[start:end]):
+            for offset, piece in splitter.chunk_indices(text[start + first : start + last]):
+                at = start + first + offset
+                for half, part in _halves(
+                    at,
+                    piece,
+                    lambda part, headings=headings: size(_join(path, headings + part)) <= limit,
+                ):
+                    if part.strip():
+                        shown = (
+                            len(headings) if is_first else 0
+                        )  # the first piece holds its own headings
+                        pieces.append(
+                            (
+                                half - shown,
+                                text[half - shown : half] + part,
+                                "" if is_first else headings,
+                            )
+                        )
+                        is_first = False
+    return pieces
+
+
+def _tables(text: str) -> Iterator[tuple[int, int, str]]:
+    """Yield (start, end, headings) of a Markdown text's tables of many rows and of the texts between, in order.
+
+    A table starts after its headings: the two lines of column names and dashes.
+    """
+    done = 0
+    table = r"^\|[^\n]*\n\|(?:[ :-]+\|)+[ ]*\n(?:\|[^\n]*(?:\n|\Z)){8,}"
+    for match in re.finditer(table, text, re.MULTILINE):
+        rows = match[0].index("\n", match[0].index("\n") + 1) + 1
+        if match.start() > done:
+            yield done, match.start(), ""
+        yield match.start() + rows, match.end(), match[0][:rows]
+        done = match.end()
+    if done < len(text):
+        yield done, len(text), ""
 
 
 def _halves(offset: int, piece: str, fits: Callable[[str], bool]) -> Iterator[tuple[int, str]]:

@@ -1,50 +1,39 @@
-"""Read files and folders into documents: text, Markdown, reStructuredText, HTML, PDF, Word, tables and JSON.
+"""Read files and folders into documents: text, Markdown, reStructuredText, HTML, PDF, Office, EPUB, tables and JSON.
 
-The text is Markdown where the source has headings (Markdown, reStructuredText, HTML, Word) and plain otherwise (.txt,
-PDF, tables, JSON); the splitter goes by `metadata["format"]`. Line ends become line feeds, so that the same text saved
-on two systems gives the same chunks. In a PDF a form feed stands between pages.
+The text is plain for .txt, PDF, tables and JSON, and Markdown for all that may have headings; the splitter goes by
+`metadata["format"]`. Line ends become line feeds, so that the same text saved on two systems gives the same chunks. In
+a PDF a form feed is between pages. Ligatures become their letters.
 
-Encodings, in order: a byte order mark, the character set an HTML page declares, UTF-8, and last Windows-1252, noted in
-`metadata["encoding"]`. One bad file never loses the rest of a folder: it becomes a `Problem` beside the documents.
+Encodings, in order: a byte order mark, the character set an HTML page declares, UTF-8 (with U+FFFD for a bad byte or
+two), and last Windows-1252, noted in `metadata["encoding"]`. One bad file never loses the rest of a folder: it becomes
+a `Problem` beside the documents.
 """
 
 from __future__ import annotations
 
 import codecs
 import contextlib
-import io
 import os
 import re
-from collections.abc import Callable, Iterator
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cachecraft_rag.errors import CacheCraftError, DocumentError
 from cachecraft_rag.retrievers.reading.markup import MarkupError, html_to_markdown, rst_to_markdown
 from cachecraft_rag.retrievers.reading.office import (
-    FormatError,
     MissingReaderError,
     docx_to_markdown,
-    json_to_text,
-    table_to_text,
+    epub_to_markdown,
+    pptx_to_markdown,
+    xlsx_to_markdown,
 )
+from cachecraft_rag.retrievers.reading.pdf import pdf_pages
+from cachecraft_rag.retrievers.reading.tables import FormatError, json_to_text, table_to_text
 from cachecraft_rag.types.documents import Document, Scalar
 
-SUFFIXES = (
-    ".txt",
-    ".md",
-    ".markdown",
-    ".rst",
-    ".html",
-    ".htm",
-    ".pdf",
-    ".docx",
-    ".csv",
-    ".tsv",
-    ".json",
-    ".jsonl",
-)
 LARGEST_FILE = 256 << 20  # bytes; a text of this size would be a million chunks
 _LONGEST_TITLE = 200  # characters; each chunk has a copy
 _LONGEST_REASON = 300  # characters of a parser's message, which may quote half the document
@@ -91,15 +80,16 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A file or folder that gave no document, and the reason.
+    """A file or folder that gave no document, or not all of it, and the reason.
 
-    kind  `unsupported`: not a kind of file this module reads; `inaccessible`: it is there but cannot be opened, so
-          nothing is known of its content; `unreadable`: its content was seen and holds no text that can be read;
-          `outside`: a link that leads out of the folder and was not followed
+    kind  `incomplete`: it gave a document that lacks something; `unsupported`: not a kind of file this module reads;
+          `inaccessible`: it is there but cannot be opened, so nothing is known of its content; `unreadable`: its
+          content was seen and holds no text that can be read; `outside`: a link that leads out of the folder and was
+          not followed
     """
 
     doc_id: str
-    kind: Literal["unsupported", "inaccessible", "unreadable", "outside"]
+    kind: Literal["incomplete", "unsupported", "inaccessible", "unreadable", "outside"]
     reason: str
 
 
@@ -175,8 +165,16 @@ def require_known_kind(path: Path, nbytes: int) -> None:
         raise DocumentError(too_large(path))
 
 
-def read_text(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
-    """Return the text in the bytes of a file, and the document's metadata.
+class Reading(NamedTuple):
+    """The text of a file, the document's metadata, and a phrase for each thing that was left out."""
+
+    text: str
+    metadata: dict[str, Scalar]
+    losses: Sequence[str] = ()
+
+
+def read_text(path: Path, data: bytes) -> Reading:
+    """Return the text in the bytes of a file, the document's metadata, and what the text lacks.
 
     The text may be empty. Its line ends are line feeds; it holds no NUL, and U+FFFD in place of half a surrogate pair.
     Only the suffix of `path` is used, and its name in messages; nothing is opened. The metadata has `format`
@@ -189,8 +187,8 @@ def read_text(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
     """
     parser = _PARSERS[path.suffix.lower()]
     with parsing(shown(path)):
-        text, metadata = parser(path, data)
-        return _clean(text), metadata
+        reading = parser(path, data)
+        return reading._replace(text=_clean(reading.text))
 
 
 def document_of(file: SourceFile, text: str, metadata: dict[str, Scalar]) -> Document:
@@ -330,31 +328,58 @@ class _Walk:
 
 
 def _clean(text: str) -> str:
-    """Return text that SQLite and tokenizers take: line ends become line feeds, NUL and lone surrogates go."""
+    """Return text that SQLite, tokenizers and a search take: no NUL, lone surrogate, soft hyphen or ligature."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
+    text = re.sub("\u00ad\n?", "", text)
+    text = re.sub("[\ufb00-\ufb06]", lambda sign: unicodedata.normalize("NFKC", sign[0]), text)
     return re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
 
 
-def _decode(path: Path, data: bytes, declared: str | None = None) -> tuple[str, dict[str, Scalar]]:
+def _joined_words(text: str) -> str:
+    """Return a text with words whole that are hyphenated at a line end, as typesetting leaves them.
+
+    A hyphen stays where the same word has it elsewhere, and before a word such as `and`, which follows `pre-`.
+    """
+    kept = set(re.findall(r"\w+-\w+", text.lower()))
+
+    def whole(broken: re.Match[str]) -> str:
+        first, second = broken.groups()
+        if second in ("and", "or", "to", "und", "oder", "bis", "et", "ou", "y", "o"):
+            return broken[0]
+        word = second.rstrip(".,;:)")
+        hyphen = "-" if f"{first}-{word}".lower() in kept else ""
+        return f"{first}{hyphen}{second}\n"
+
+    return re.sub(
+        r"(?<!\w)([^\W\d_]{2,40})-\n[ \t]*([^\W\d_A-Z]{1,40}(?!\w)[.,;:)]?) ?", whole, text
+    )
+
+
+def _decode(path: Path, data: bytes, declared: str | None = None) -> Reading:
     """Return the decoded bytes, and `encoding` as metadata if it is not UTF-8."""
     for mark, encoding in _MARKS:
         if data.startswith(mark):
             text = data[len(mark) :].decode(encoding, "replace")
-            return text, {} if encoding == "utf-8" else {"encoding": encoding}
+            return Reading(text, {} if encoding == "utf-8" else {"encoding": encoding})
     if b"\0" in data:
         raise DocumentError(
             f"{shown(path)}: is not text (it holds NUL bytes); save it as UTF-8 text or leave it out"
         )
     if declared is not None and (codec := _codec(declared)) is not None:
-        try:
-            return data.decode(codec), {"encoding": declared}
-        except UnicodeDecodeError:
-            pass  # the declaration is wrong, which is common; ignore it
-    try:
-        return data.decode("utf-8"), {}
-    except UnicodeDecodeError:
-        # Windows-1252 rather than a statistical guess: the same file must give the same text on every machine.
-        return data.decode("cp1252", "replace"), {"encoding": "cp1252"}
+        # a wrong declaration, which is common, is ignored
+        with contextlib.suppress(UnicodeDecodeError):
+            return Reading(data.decode(codec), {"encoding": declared})
+    text = data.decode("utf-8", "replace")
+    bad = text.count("\ufffd") - data.count("\ufffd".encode())
+    # Letters with accents in Windows-1252 are hardly ever good UTF-8, so a text with more good than bad ones is UTF-8.
+    if bad and len(re.findall(r"[^\x00-\x7f\ufffd]", text)) > bad:
+        return Reading(text, {}, [f"{bad} characters whose bytes are no UTF-8, now \ufffd"])
+    # Windows-1252 rather than a statistical guess: the same file must give the same text on every machine.
+    return (
+        Reading(data.decode("cp1252", "replace"), {"encoding": "cp1252"})
+        if bad
+        else Reading(text, {})
+    )
 
 
 def _codec(declared: str) -> str | None:
@@ -366,23 +391,33 @@ def _codec(declared: str) -> str | None:
     return _READ_AS.get(name) or (name if _PAGE_CODECS.fullmatch(name) else None)
 
 
-def _parse_text(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
-    text, metadata = _decode(path, data)
-    return text, {"format": "text", **metadata}
+def _reading(source: Reading, text: str, kind: str) -> Reading:
+    """Return what a parser made of decoded bytes."""
+    return Reading(text, {"format": kind, **source.metadata}, source.losses)
 
 
-def _parse_markdown(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
-    text, metadata = _decode(path, data)
-    text = rst_to_markdown(_clean(text)) if path.suffix.lower() == ".rst" else text
-    return text, {"format": "markdown", **metadata}
+def _parse_text(path: Path, data: bytes) -> Reading:
+    source = _decode(path, data)
+    return _reading(source, _joined_words(_clean(source.text)), "text")
 
 
-def _parse_html(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
-    html, metadata = _decode(path, data, _declared_encoding(data))
-    text, title = html_to_markdown(_clean(html))
+def _parse_markdown(path: Path, data: bytes) -> Reading:
+    source = _decode(path, data)
+    is_rst = path.suffix.lower() == ".rst"
+    text = rst_to_markdown(_clean(source.text)) if is_rst else source.text
+    return _reading(source, text, "markdown")
+
+
+def _parse_html(path: Path, data: bytes) -> Reading:
+    source = _decode(path, data, _declared_encoding(data))
+    text, title = html_to_markdown(_clean(source.text))
+    return _titled(_reading(source, text, "markdown"), title)
+
+
+def _titled(reading: Reading, title: str) -> Reading:
     if title:
-        metadata["title"] = _clean(title)[:_LONGEST_TITLE]
-    return text, {"format": "markdown", **metadata}
+        reading.metadata["title"] = _clean(title)[:_LONGEST_TITLE]
+    return reading
 
 
 def _declared_encoding(data: bytes) -> str | None:
@@ -392,49 +427,54 @@ def _declared_encoding(data: bytes) -> str | None:
     return declaration[1].decode("ascii").lower() if declaration else None
 
 
-def _parse_pdf(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
-    from pypdf import PasswordType, PdfReader
-
+def _parse_pdf(path: Path, data: bytes) -> Reading:
     try:
-        reader = PdfReader(io.BytesIO(data))
-        if reader.is_encrypted and reader.decrypt("") == PasswordType.NOT_DECRYPTED:
-            raise DocumentError(
-                f"{shown(path)}: is locked with a password; save a copy without one"
-            )
-        pages = [page.extract_text() for page in reader.pages]
-    except DocumentError:
-        raise
+        pages = pdf_pages(data)
+    except FormatError as error:
+        raise DocumentError(f"{shown(path)}: {error}") from error
     except Exception as error:  # the parser raises anything from KeyError to RecursionError
         advice = "open it in a viewer and save or print it as PDF again"
         what = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         raise DocumentError(f"{shown(path)}: is damaged or locked ({what}); {advice}") from error
-    return "\f".join(page.replace("\f", "\n") for page in pages), {
-        "format": "text",
-        "pages": len(pages),
-    }
+    empty = [str(number) for number, page in enumerate(pages, 1) if not page.strip()]
+    losses = [f"pages without text, which may be scans ({', '.join(empty[:20])}): run OCR"]
+    text = "\f".join(_joined_words(_clean(page.replace("\f", "\n"))) for page in pages)
+    metadata: dict[str, Scalar] = {"format": "text", "pages": len(pages)}
+    return Reading(text, metadata, losses if empty else ())
 
 
-def _parse_docx(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
-    return docx_to_markdown(data, most_bytes=LARGEST_FILE), {"format": "markdown"}
+def _parse_office(path: Path, data: bytes) -> Reading:
+    losses: list[str] = []
+    title = ""
+    suffix = path.suffix.lower()
+    if suffix == ".epub":
+        text, title = epub_to_markdown(data, most_bytes=LARGEST_FILE, losses=losses)
+    elif suffix == ".xlsx":
+        text = xlsx_to_markdown(data, most_bytes=LARGEST_FILE)
+    else:
+        convert = docx_to_markdown if suffix == ".docx" else pptx_to_markdown
+        text = convert(data, most_bytes=LARGEST_FILE, losses=losses)
+    return _titled(Reading(text, {"format": "markdown"}, losses), title)
 
 
-def _parse_table(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
-    text, metadata = _decode(path, data)
+def _parse_table(path: Path, data: bytes) -> Reading:
+    source = _decode(path, data)
     separator = "\t" if path.suffix.lower() == ".tsv" else None
-    return table_to_text(_clean(text), separator=separator), {"format": "text", **metadata}
+    return _reading(source, table_to_text(_clean(source.text), separator=separator), "text")
 
 
-def _parse_json(path: Path, data: bytes) -> tuple[str, dict[str, Scalar]]:
-    text, metadata = _decode(path, data)
-    return json_to_text(_clean(text)), {"format": "text", **metadata}
+def _parse_json(path: Path, data: bytes) -> Reading:
+    source = _decode(path, data)
+    return _reading(source, json_to_text(_clean(source.text)), "text")
 
 
-_PARSERS: dict[str, Callable[[Path, bytes], tuple[str, dict[str, Scalar]]]] = {
+_PARSERS: dict[str, Callable[[Path, bytes], Reading]] = {
+    ".txt": _parse_text,
     **dict.fromkeys((".md", ".markdown", ".rst"), _parse_markdown),
     **dict.fromkeys((".html", ".htm"), _parse_html),
+    ".pdf": _parse_pdf,
+    **dict.fromkeys((".docx", ".pptx", ".xlsx", ".epub"), _parse_office),
     **dict.fromkeys((".csv", ".tsv"), _parse_table),
     **dict.fromkeys((".json", ".jsonl"), _parse_json),
-    ".txt": _parse_text,
-    ".pdf": _parse_pdf,
-    ".docx": _parse_docx,
 }
+SUFFIXES = tuple(_PARSERS)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,15 +29,19 @@ from cachecraft_rag.retrievers.reading.documents import (
     require_known_kind,
     shown,
 )
-from cachecraft_rag.retrievers.reading.office import require_docx_reader
+from cachecraft_rag.retrievers.reading.office import require_reader
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types.documents import Document
+from cachecraft_rag.types.documents import Document, Scalar
 
 if TYPE_CHECKING:
     from cachecraft_rag.retrievers.reading.worker import Answer
 
-_LIMITED_SUFFIXES = frozenset({".pdf", ".docx", ".csv", ".tsv", ".json", ".jsonl"})
+_LIMITED_SUFFIXES = frozenset(
+    {".pdf", ".docx", ".pptx", ".xlsx", ".epub", ".csv", ".tsv", ".json", ".jsonl"}
+)
 _START_SECONDS = 120.0  # to import the parsers, on a busy machine
+_LONGEST_LOSSES = 500  # characters
+logger = logging.getLogger("cachecraft_rag.retrievers.reading")
 _WORKER = "cachecraft_rag.retrievers.reading.worker"
 
 
@@ -81,7 +87,9 @@ class LimitedReader(Closeable):
         self._budget = budget or ReadingBudget()
         self._worker: subprocess.Popen[bytes] | None = None
 
-    def read(self, file: SourceFile, data: bytes) -> Document:
+    def read(
+        self, file: SourceFile, data: bytes, *, left_out: Callable[[str], None] = logger.warning
+    ) -> Document:
         """Return the document in the bytes of a file, read within the budget. The file itself is not opened.
 
         Waits for the reading process, at most `waiting_factor` times the CPU time, and up to 120 seconds for its start.
@@ -92,6 +100,7 @@ class LimitedReader(Closeable):
         Args:
             file: path and doc_id.
             data: the file's bytes.
+            left_out: called with a sentence about what the document lacks; by default it is logged as a warning.
 
         Raises:
             DocumentError: the file is of a kind that is not read or larger than `LARGEST_FILE`, holds no text or none
@@ -101,11 +110,10 @@ class LimitedReader(Closeable):
         """
         require_known_kind(file.path, len(data))
         suffix = file.path.suffix.lower()
-        if suffix == ".docx":
-            require_docx_reader()
+        require_reader(suffix)
         if suffix not in _LIMITED_SUFFIXES or not _can_start():
-            text, metadata = read_text(file.path, data)
-            return document_of(file, text, metadata)
+            text, metadata, losses = read_text(file.path, data)
+            return self._document(file, text, metadata, losses, left_out)
         answer = self._ask(file.path, data)
         if "exceeded" in answer:
             raise DocumentError(
@@ -113,7 +121,20 @@ class LimitedReader(Closeable):
             )
         if "error" in answer:
             raise DocumentError(answer["error"])
-        return document_of(file, answer["text"], answer["metadata"])
+        return self._document(file, answer["text"], answer["metadata"], answer["losses"], left_out)
+
+    @staticmethod
+    def _document(
+        file: SourceFile,
+        text: str,
+        metadata: dict[str, Scalar],
+        losses: Sequence[str],
+        left_out: Callable[[str], None],
+    ) -> Document:
+        document = document_of(file, text, metadata)
+        if losses:
+            left_out(f"{shown(file.path)}: was read without {'; '.join(losses)[:_LONGEST_LOSSES]}")
+        return document
 
     def close(self) -> None:
         """End the reading process, if one runs. The next `read` starts another. Raises nothing."""

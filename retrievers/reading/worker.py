@@ -40,23 +40,25 @@ def main() -> None:
 
 
 class Answer(TypedDict, total=False):
-    """Answer about one document; without `text`, one of the other two fields says why.
+    """Answer about one document; without `text`, one of the last two fields says why.
 
     text, metadata  the document
+    losses          what it lacks
     exceeded        name of the limit that it exceeds
     error           message of a DocumentError
     """
 
     text: str
     metadata: dict[str, Scalar]
+    losses: list[str]
     exceeded: str
     error: str
 
 
 def _answer(path: Path, data: bytes) -> Answer:
     try:
-        text, metadata = read_text(path, data)
-        return {"text": text, "metadata": metadata}
+        text, metadata, losses = read_text(path, data)
+        return {"text": text, "metadata": metadata, "losses": list(losses)}
     except MemoryError:
         return {"exceeded": "memory"}
     except DocumentError as error:

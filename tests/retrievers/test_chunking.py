@@ -341,3 +341,26 @@ def test_nothing_is_lost_and_no_chunk_is_over_the_limit(
         assert visible(body_of(document, chunk)) in visible(chunk.text)
         at = chunk.metadata["end"]
     assert not visible(text[at:])
+
+
+def test_each_chunk_of_a_long_table_has_its_headings():
+    rows = "".join(f"| Land {n} | {n} euros |\n" for n in range(200))
+    headings = "| Country | Fee |\n| --- | --- |\n"
+    text = f"# Fees\n\nPer parcel.\n\n{headings}{rows}\nPrices hold."
+    document = Document("fees.md", text, {"format": "markdown"})
+    chunks = split(document, count_tokens=lambda text: len(text.split()) + 2, limit=64)
+    tables = [chunk for chunk in chunks if "| Land" in chunk.text]
+    assert len(tables) > 5
+    for chunk in tables:
+        assert headings in chunk.text
+        assert len(chunk.text.split()) + 2 <= 64
+    lines = [line for chunk in tables for line in chunk.text.split("\n") if "Land" in line]
+    assert lines == rows.split("\n")[:-1]
+
+
+def test_no_record_is_cut_between_two_chunks():
+    text = "\n\n".join(f"name: K{n}\ncolour: red\nprice: {n}" for n in range(100))
+    document = Document("a.json", text, {"format": "text"})
+    for chunk in split(document, count_tokens=lambda text: len(text.split()) + 2, limit=64):
+        assert chunk.text.startswith("name: ")
+        assert "price: " in chunk.text.split("\n")[-1]

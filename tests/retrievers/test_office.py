@@ -145,6 +145,84 @@ def test_json_of_any_depth_is_read_or_a_problem(name: str, depth: int) -> None:
     assert text.endswith("a: 1") or "nested too deep" in text
 
 
+def test_records_inside_an_object_are_paragraphs() -> None:
+    records = [{"name": "K2", "price": 1}, {"name": "C6", "price": 2}]
+    expected = "total: 2\n\nname: K2\nprice: 1\n\nname: C6\nprice: 2"
+    assert read("a.json", json.dumps({"total": 2, "results": records})).text == expected
+    assert read("a.json", json.dumps({"total": 2, "data": {"items": records}})).text == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sep=;\nname;litres\nWren;1,7\n",
+        "Stock\nname;litres\nWren;1,7\n",
+        "Stock;\nname;litres\nWren;1,7\n",
+    ],
+)
+def test_the_row_of_column_names_is_found_below_other_lines(text: str) -> None:
+    assert read("a.csv", text).text.removeprefix("Stock\n\n") == "name: Wren\nlitres: 1,7"
+
+
+def test_prose_in_one_column_has_no_title_row() -> None:
+    assert (
+        read("a.csv", "note\nHello; world\nSo; long\n").text
+        == "note: Hello; world\n\nnote: So; long"
+    )
+
+
+def test_equations_and_numbers_of_word_lists_are_text() -> None:
+    math = "http://schemas.openxmlformats.org/officeDocument/2006/math"
+    item = (
+        '<w:p><w:pPr><w:numPr><w:ilvl w:val="0"/><w:numId w:val="1"/></w:numPr></w:pPr>'
+        "<w:r><w:t>{}</w:t></w:r></w:p>"
+    )
+    equation = (
+        f'<w:p xmlns:m="{math}"><m:oMath><m:f><m:num><m:r><m:t>a+b</m:t></m:r></m:num>'
+        "<m:den><m:r><m:t>2</m:t></m:r></m:den></m:f></m:oMath></w:p>"
+    )
+    numbering = (
+        f'<w:numbering {W}><w:abstractNum w:abstractNumId="0"><w:lvl w:ilvl="0"><w:start w:val="1"/>'
+        '<w:numFmt w:val="decimal"/></w:lvl></w:abstractNum><w:num w:numId="1"><w:abstractNumId w:val="0"/></w:num>'
+        "</w:numbering>"
+    )
+    body = item.format("Close") + item.format("Wait") + equation + item.format("Open")
+    data = docx_bytes(body, **{"word/numbering.xml": numbering.encode()})
+    assert read("a.docx", data).text == "1. Close\n2. Wait\n\n(a+b)/2\n\n3. Open"
+
+
+def test_workbooks_presentations_and_books_are_read() -> None:
+    from pptx import Presentation
+    from xlsxwriter import Workbook
+
+    made = io.BytesIO()
+    with Workbook(made) as workbook:
+        sheet = workbook.add_worksheet("Stock")
+        for row, cells in enumerate([("name", "litres"), ("Wren", 1.7), ("Otter", 2)]):
+            sheet.write_row(row, 0, cells)
+    assert (
+        read("a.xlsx", made.getvalue()).text
+        == "# Stock\n\nname: Wren\nlitres: 1.7\n\nname: Otter\nlitres: 2"
+    )
+    made = io.BytesIO()
+    slides = Presentation()
+    slide = slides.slides.add_slide(slides.slide_layouts[1])
+    slide.shapes.title.text = "Care"
+    slide.placeholders[1].text = "Rinse it."
+    slides.save(made)
+    assert read("a.pptx", made.getvalue()).text == "## Care\n\nRinse it."
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("META-INF/container.xml", '<c><rootfile full-path="O/b.opf"/></c>')
+        archive.writestr(
+            "O/b.opf",
+            '<p><title>Kettles</title><item id="1" href="1.xhtml"/><itemref idref="1"/></p>',
+        )
+        archive.writestr("O/1.xhtml", "<h1>One</h1><p>Boil.</p>")
+    book = read("a.epub", made.getvalue())
+    assert (book.text, book.metadata["title"]) == ("# One\n\nBoil.", "Kettles")
+
+
 def test_a_line_of_json_may_hold_other_line_ends() -> None:
     assert read("a.jsonl", '{"a": "b\u2028c"}\n{"a": "d"}').text == "a: b\u2028c\n\na: d"
 
