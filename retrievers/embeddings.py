@@ -270,12 +270,19 @@ def _load(source: str, *, device: str | None, local_files_only: bool) -> Sentenc
             if not local:
                 require_hub([source] if "/" in source else [source, f"{_HUB_OWNER}/{source}"])
             with without_bars() if local else nullcontext():
-                return SentenceTransformer(source, device=device, local_files_only=local)
+                return SentenceTransformer(
+                    source, device=device, local_files_only=local, trust_remote_code=False
+                )
         except CacheCraftError:
             raise
         except Exception as error:  # from damaged files libraries raise whatever their code meets
             if says_no_memory(error):
                 raise
+            if "trust_remote_code" in str(error):
+                raise ModelNotFoundError(
+                    f"the embedding model {source} needs Python code from its own folder, and such code is not run; "
+                    "use another model"
+                ) from error
             failure = error
     where = "on this machine" if local_files_only else "on this machine or on the Hugging Face hub"
     raise ModelNotFoundError(

@@ -9,6 +9,7 @@ import math
 import os
 import resource
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -42,6 +43,9 @@ for name in [
     name for name in os.environ if name.startswith("CACHECRAFT_") and name != "CACHECRAFT_CACHE"
 ]:
     del os.environ[name]
+# Their own settings file and what they trust are not the tests' either; commands that tests start inherit this.
+_CONFIG = tempfile.TemporaryDirectory(prefix="cachecraft-tests-config-")
+os.environ["XDG_CONFIG_HOME"] = _CONFIG.name
 # No test may fail because the machine is busy, and Hypothesis gives an example 0.2 s.
 settings.register_profile(
     "busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -108,6 +108,11 @@ COMMANDS: dict[str, CommandEntry] = {
         _OPERATING,
         "settings",
     ),
+    "trust": CommandEntry(
+        "trust",
+        "Trust the settings file of a folder, as it is now: all its keys count when you work there.",
+        _OPERATING,
+    ),
 }
 
 

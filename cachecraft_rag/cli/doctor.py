@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,11 +16,11 @@ import typer
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import err, out
 from cachecraft_rag.cli.options import ENGINE_KEYS, print_json, print_table, takes, waiting
-from cachecraft_rag.engine.settings import Settings
+from cachecraft_rag.engine.settings import Setting, Settings
 from cachecraft_rag.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from cachecraft_rag.engine.doctor import Facts
+    from cachecraft_rag.engine.doctor import Advice, Facts
 
 _STYLES = {"ok": "green", "advice": "yellow", "error": "bold red"}
 
@@ -60,6 +61,7 @@ def doctor(
                 f"cachecraft index DIR --store {store}",
             )
         )
+    judged += _untrusted(settings)
     if as_json:
         print_json(
             {"facts": facts and asdict(facts), "findings": [asdict(finding) for finding in judged]}
@@ -72,6 +74,21 @@ def doctor(
         err.print(f"examined in {time.monotonic() - started:.0f} s", style="dim")
     if any(finding.level == "error" for finding in judged):
         raise typer.Exit(1)
+
+
+def _untrusted(settings: Settings) -> Iterator[Advice]:
+    """Yield advice about settings that are ignored because their file is not trusted."""
+    from cachecraft_rag.engine.doctor import Advice
+
+    if settings.ignored:
+        assert settings.file is not None  # where they are
+        keys = ", ".join(setting.key for setting in settings.ignored)
+        yield Advice(
+            "settings",
+            "advice",
+            f"{settings.file} is not trusted; ignored: {keys}",
+            f"read it, then cachecraft trust {shlex.quote(str(settings.file.parent))}",
+        )
 
 
 def _announce(store: Path, *, check: bool) -> None:
@@ -123,17 +140,29 @@ def _folder(store: Path) -> Iterator[Path]:
 def settings(as_json: options.Json = False, *, settings: Settings) -> None:
     """Print the settings of index, ask, chat, serve and doctor, and the origin of each: a file, a variable, a default.
 
-    A flag of a command goes before the environment, that before the file, that before the default. With --json: one
-    object, key → value and origin. Exit code 2 if a setting is wrong, or settings contradict each other.
+    A flag of a command goes before the environment, that before the file, that before your own file, that before the
+    default. Keys that are ignored because the file is not trusted are shown as such. With --json: one object, key →
+    value and origin, with `ignored` where a value is ignored. Exit code 2 if a setting is wrong, or settings contradict
+    each other.
     """
     # Raises ConfigError; see `app.main` for exit codes.
     settings.engine_config()  # reports settings that contradict each other
     entries = settings.entries.values()
     if as_json:
-        print_json({entry.key: {"value": entry.shown, "origin": entry.origin} for entry in entries})
+        printed: dict[str, dict[str, object]] = {
+            entry.key: {"value": entry.shown, "origin": entry.origin} for entry in entries
+        }
+        for setting in settings.ignored:
+            printed[setting.key]["ignored"] = {"value": setting.shown, "origin": setting.origin}
+        print_json(printed)
         return
-    rows = []
-    for entry in entries:
-        value = entry.shown if isinstance(entry.shown, str) else repr(entry.shown)
-        rows.append((entry.key, value, entry.origin))
+    rows = [(entry.key, _text(entry), entry.origin) for entry in entries]
+    rows += [
+        (setting.key, _text(setting), f"ignored: {setting.origin} is not trusted")
+        for setting in settings.ignored
+    ]
     print_table(("setting", "value", "from"), rows)
+
+
+def _text(setting: Setting) -> str:
+    return setting.shown if isinstance(setting.shown, str) else repr(setting.shown)

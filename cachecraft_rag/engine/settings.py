@@ -1,4 +1,4 @@
-"""Settings of a command. Precedence: flag, environment, file, default.
+"""Settings of a command. Precedence: flag, environment, file, the user's own file, default.
 
 A setting is a field of a dataclass that checks it: `Application`, `EngineConfig`, `StoreConfig`, `SamplingParams`, or,
 in the tables `[reuse]` and `[remote]`, `ReuseConfig` and `RemoteConfig`. The field gives key, flag, default and help.
@@ -12,9 +12,11 @@ which other variables the environment may hold, and it takes 0.3 s to import, ha
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -25,13 +27,15 @@ from typing import Any, NamedTuple
 
 from cachecraft_rag.checks import check_names, check_path, check_text, check_whole, shown
 from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.engine.trust import FILE_NAME, config_folder, is_trusted, needs_trust
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.config import StoreConfig
 from cachecraft_rag.store.remote.config import RemoteConfig
 
-FILE_NAME = "cachecraft.toml"
+logger = logging.getLogger("cachecraft_rag.settings")
+
 FILE_VARIABLE = "CACHECRAFT_SETTINGS"
 PREFIX = "CACHECRAFT_"
 DEFAULT = "default"
@@ -287,10 +291,16 @@ def known_settings() -> dict[str, KnownKey]:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Every key with its value and origin; `file` is the file that was read, or None."""
+    """Every key with its value and origin.
+
+    entries  key → setting
+    file     file that was read, besides the user's own; None without one
+    ignored  settings of a file that the user has not trusted, which would have had an effect
+    """
 
     entries: Mapping[str, Setting]
     file: Path | None = None
+    ignored: tuple[Setting, ...] = ()
 
     def __getitem__(self, key: str) -> Any:
         """Return the value of a key. Raises KeyError for an unknown key."""
@@ -328,7 +338,7 @@ class Settings:
             kept[key] = (
                 setting if key.startswith(keys) else Setting(key, known[key].default, DEFAULT)
             )
-        return Settings(kept, self.file)
+        return Settings(kept, self.file, self.ignored)
 
     def engine_config(self, **options: object) -> EngineConfig:
         """Return the configuration of the engine, with its store, remote and settings of reuse.
@@ -394,11 +404,15 @@ def load_settings(
     flags: Mapping[str, object] | None = None,
     defaults: Mapping[str, object] | None = None,
 ) -> Settings:
-    """Read the settings file, then the environment, then flags; later values override earlier ones.
+    """Read the user's own file, the settings file, the environment, then flags; later values override earlier ones.
 
     The result has every key of `known_settings`, with its origin: the flag, the variable, the path of the file, or
     "default". Ignored are empty variables, and those that Kubernetes adds for a service whose name begins with
     "cachecraft".
+
+    A file that was found in the working directory, and not named, may be a stranger's. Until it is trusted
+    (`cachecraft trust`), its keys that load a model, send data, open a port or decide who shares chunk-caches
+    (`trust.needs_trust`) have no effect: they are in `ignored`, and one warning is logged.
 
     Args:
         path: the file; None: the file named by `CACHECRAFT_SETTINGS`, or `cachecraft.toml` in the working directory if
@@ -417,35 +431,62 @@ def load_settings(
     """
     environment = os.environ if environment is None else environment
     file = settings_file(path, environment)
+    is_named = bool(path or environment.get(FILE_VARIABLE))
     known = known_settings()
     entries = {key: Setting(key, setting.default, DEFAULT) for key, setting in known.items()}
     entries |= {key: Setting(key, value, DEFAULT) for key, value in (defaults or {}).items()}
 
     given: list[_Given] = []
-    if file is not None:
-        for key, value in _of_file(file, known).items():
-            given.append(_Given(key, value, origin=str(file), place=f"{file}: {key}"))
+    own_file = _own_file()
+    if own_file is not None:
+        given += _of_file(own_file, known, is_own=True)
+    if file is not None and not (own_file is not None and os.path.samefile(file, own_file)):
+        given += _of_file(file, known, is_own=is_named)
     given += _of_environment(environment, known)
     for key, value in (flags or {}).items():
         read = known[key].read(value) if isinstance(value, str) else value
         given.append(_Given(key, read, origin=flag_of(key), place=flag_of(key)))
 
+    ignored: dict[str, tuple[Setting, str]] = {}
     for source in given:
         try:
             checked = known[source.key].checked(source.value)
         except ConfigError as error:
             raise ConfigError(f"{source.place}: {error}") from None
-        entries[source.key] = Setting(source.key, checked, source.origin)
-    return Settings(entries, file)
+        setting = Setting(source.key, checked, source.origin)
+        if source.needs_trust is not None:
+            if checked != entries[source.key].value:
+                ignored[source.key] = (setting, source.needs_trust)
+            continue
+        entries[source.key] = setting
+        ignored.pop(source.key, None)
+    if ignored:
+        assert file is not None  # only such a file needs trust
+        logger.warning("%s", _ignored_text(file, ignored))
+    return Settings(entries, file, tuple(setting for setting, _ in ignored.values()))
+
+
+def _ignored_text(file: Path, ignored: Mapping[str, tuple[Setting, str]]) -> str:
+    """Return which keys of an untrusted file are ignored, why, and what to do."""
+    keys = ", ".join(f"{key} ({reason})" for key, (_, reason) in ignored.items())
+    return (
+        f"{file} is not trusted, or has changed since. Ignored: {keys}. Read the file, and if you trust it, type: "
+        f"cachecraft trust {shlex.quote(str(file.parent))}. Or set these keys by a flag, a variable, or in "
+        f"{config_folder() / FILE_NAME}."
+    )
 
 
 class _Given(NamedTuple):
-    """A value of a key; `place` names its origin in an error message."""
+    """A value of a key; `place` names its origin in an error message.
+
+    `needs_trust` is why the value is ignored unless the user trusts its file; None: it counts.
+    """
 
     key: str
     value: object
     origin: str
     place: str
+    needs_trust: str | None = None
 
 
 def _of_environment(
@@ -507,22 +548,23 @@ def _key_of(variable: str, known: Mapping[str, KnownKey]) -> str | None:
     return _ALIASES.get(names[variable], names[variable])
 
 
-def _of_file(file: Path, known: Mapping[str, KnownKey]) -> dict[str, object]:
-    """Return the keys and values of a file. Raises ConfigError."""
+def _own_file() -> Path | None:
+    """Return the user's own settings file, or None if there is none."""
+    file = config_folder() / FILE_NAME
+    return file if os.path.isfile(file) else None
+
+
+def _of_file(file: Path, known: Mapping[str, KnownKey], *, is_own: bool) -> list[_Given]:
+    """Return the settings of a file. Raises ConfigError.
+
+    Args:
+        is_own: the user wrote or named this file; otherwise it needs trust.
+    """
     try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        content = file.read_bytes()
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{file} is not valid TOML: {error}") from error
-    flat: dict[str, object] = {}
-    for key, value in tables.items():
-        if isinstance(value, dict) and key in ("reuse", "remote"):
-            flat |= {f"{key}.{name}": setting for name, setting in value.items()}
-        else:
-            flat[_ALIASES.get(key, key)] = value
+    flat = _flat_settings(file, content)
     try:
         check_names(flat, known, what="setting")
     except ConfigError as error:
@@ -531,4 +573,32 @@ def _of_file(file: Path, known: Mapping[str, KnownKey]) -> dict[str, object]:
         path = flat.get(key)
         if isinstance(path, str):
             flat[key] = str(file.parent / path)
+    counts = is_own or is_trusted(file, content)
+    return [
+        _Given(
+            key,
+            value,
+            origin=str(file),
+            place=f"{file}: {key}",
+            needs_trust=None if counts else needs_trust(key, value, file.parent),
+        )
+        for key, value in flat.items()
+    ]
+
+
+def _flat_settings(file: Path, content: bytes) -> dict[str, object]:
+    """Return key → value of a file's text, with dots after tables. Raises ConfigError."""
+    try:
+        tables = tomllib.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    # ValueError: a number of more digits than Python reads
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    flat: dict[str, object] = {}
+    for key, value in tables.items():
+        if isinstance(value, dict) and key in ("reuse", "remote"):
+            flat |= {f"{key}.{name}": setting for name, setting in value.items()}
+        else:
+            flat[_ALIASES.get(key, key)] = value
     return flat

@@ -239,9 +239,11 @@ class Decoder:
             # the next lines would not even know its class
             if getattr(config, "is_encoder_decoder", False):
                 raise _refusal(name, config.model_type, _ENCODER_DECODER)
-            tokenizer = AutoTokenizer.from_pretrained(source)
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
             with _loading_bars(source):
-                model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind)
+                model: Any = AutoModelForCausalLM.from_pretrained(
+                    source, dtype=kind, trust_remote_code=False
+                )
             _refuse_unsupported(model, name)  # before all weights are read once more
             folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
             used = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -491,7 +493,7 @@ def chunk_bound_of(name: str) -> ModelTokens:
 
     with loading(name) as source:
         config = config_of(name)
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     # configs of models that cannot be served may lack it
     has_length = hasattr(config, "max_position_embeddings")
     return ModelTokens.of(
@@ -522,7 +524,7 @@ def config_of(name: str) -> PretrainedConfig:
             try_to_load_from_cache(source, "config.json"), str
         ):
             require_hub([source])
-        config: PretrainedConfig = AutoConfig.from_pretrained(source)
+        config: PretrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
         return config
 
 
@@ -564,6 +566,8 @@ def loading(name: str) -> Iterator[str]:
         if says_no_memory(error):
             raise
         reason = str(error) if isinstance(error, (OSError, ValueError)) else _named(error)
+        if "trust_remote_code" in reason:
+            reason = "it needs Python code from its own folder, and such code is not run."
         raise ModelNotFoundError(
             f"cannot load the model {name!r}: {reason}\n"
             'Name a Hugging Face model, a folder that holds one, or "demo" for the embedded model.'

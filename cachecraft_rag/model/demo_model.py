@@ -203,9 +203,11 @@ def _write_model(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, trust_remote_code=False
+    )
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
     )
     # transformers refuses to save a model that came from a GGUF, so the same weights go into a plain one.
     settings = loaded.config.to_dict()

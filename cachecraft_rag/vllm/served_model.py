@@ -99,7 +99,7 @@ class ServedModel:
             raise reason.error(name)
         used = dtype if dtype != "auto" else str(config.dtype or "float32").removeprefix("torch.")
         with loading(name) as source:
-            tokenizer = AutoTokenizer.from_pretrained(source)
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
             folder = snapshot_folder(source, revision=getattr(config, "_commit_hash", None))
             fingerprint = None if folder is None else checkpoint_fingerprint(folder, dtype=used)
             generation = None if folder is None else _generation_config(folder)

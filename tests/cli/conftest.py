@@ -64,14 +64,17 @@ def cachecraft() -> Command:
 
 @pytest.fixture(scope="module")
 def empty_home(
-    tiny_decoder: Callable[..., Decoder], tmp_path_factory: pytest.TempPathFactory
+    tiny_decoder: Callable[..., Decoder],
+    tmp_path_factory: pytest.TempPathFactory,
+    cachecraft: Command,
 ) -> Path:
-    """A folder with a tiny model, two pages, and settings that name model and store."""
+    """A folder with a tiny model, two pages, and trusted settings that name model and store."""
     folder = tmp_path_factory.mktemp("home")
     decoder = tiny_decoder("Llama", max_position_embeddings=8192)
     decoder.model.save_pretrained(folder / "model")
     decoder.tokenizer.save_pretrained(folder / "model")
     (folder / "cachecraft.toml").write_text(TOML)
+    cachecraft("trust", cwd=folder)
     (folder / "docs").mkdir()
     for name, text in PAGES.items():
         (folder / "docs" / name).write_text(text)

@@ -125,6 +125,7 @@ def test_the_working_directory_s_file_is_found_and_a_variable_may_name_another(
         ("top_k = [1]", "top_k"),
         ("[reuse]\nselector = [[['question']]]", "reuse.selector"),
         ("stop = [[1], {a = [2]}]", "stop"),
+        ("top_k = " + "9" * 5000, "not valid TOML"),
         ("x = " + "[" * 20_000, "not valid TOML"),
         ("x = " + "{a = " * 20_000, "not valid TOML"),
     ],
@@ -242,6 +243,7 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(
     (here / "cachecraft.toml").write_text(
         'model = "model"\nstore = "caches"\nmax_variants = 11\nvariants_per_chunk = 3\nhost_bytes = "1 MB"\n'
     )
+    run("trust")
     (here / "caches").mkdir()
 
     def limits(*flags: str) -> tuple[int, int]:
