@@ -380,6 +380,8 @@ def configure_tracing() -> None:
             f"{endpoint} is set, and sending traces needs packages that are not installed ({error}); type: "
             "pip install 'cachecraft-rag[otel]', or set OTEL_TRACES_EXPORTER=none"
         ) from error
+    except ValueError as error:  # the SDK reads its limits when it is imported
+        raise _refused_variable(error) from error
     if is_tracing():
         return
     is_named = "OTEL_SERVICE_NAME" in os.environ or "service.name=" in os.environ.get(
@@ -391,11 +393,15 @@ def configure_tracing() -> None:
         )
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     except ValueError as error:
-        raise ConfigError(
-            f"OpenTelemetry refuses the value of one of its variables ({error}); correct it, or set "
-            "OTEL_TRACES_EXPORTER=none"
-        ) from error
+        raise _refused_variable(error) from error
     trace.set_tracer_provider(provider)
+
+
+def _refused_variable(error: ValueError) -> ConfigError:
+    return ConfigError(
+        f"OpenTelemetry refuses the value of one of its variables ({error}); correct it, or set "
+        "OTEL_TRACES_EXPORTER=none"
+    )
 
 
 def _first_set(names: tuple[str, ...]) -> str | None:

@@ -167,10 +167,10 @@ class Sampler:
         self._params = params
         self._constraint = constraint
         self._generator = torch.Generator()
-        if params.seed is None:
-            self._generator.seed()
-        else:
+        if params.seed is not None:
             self._generator.manual_seed(params.seed)
+        elif params.temperature > 0.0:  # reads /dev/urandom, which takes a free file descriptor
+            self._generator.seed()
 
     def draw(self, logits: Tensor) -> int:
         """Return the id of the next token, drawn from its logits `[vocabulary]`; with temperature 0 the likeliest.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import lru_cache
@@ -19,7 +19,6 @@ from cachecraft_rag.observability.request_log import log_request
 from cachecraft_rag.planning.calibration import load_calibration
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import PromptBuilder
-from cachecraft_rag.prompt.tools import Tool
 from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.request import Request, RequestProgress, check_asked
 from cachecraft_rag.serving.sampling import SamplingParams
