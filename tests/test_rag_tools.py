@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -241,3 +242,16 @@ def test_a_comparison_retrieves_once(rag: CacheCraft, monkeypatch: pytest.Monkey
     assert [source.chunk_id for source in found.reused.sources] == [
         source.chunk_id for source in found.full.sources
     ]
+
+
+def test_a_document_is_removed_by_the_name_that_a_keyboard_types(
+    rag: CacheCraft, tmp_path: Path
+) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    typed = "Größe.md"
+    (folder / unicodedata.normalize("NFD", typed)).write_text("The size of the Wren K2 is 5.")
+    rag.add_documents(folder)
+    stored = [one.doc_id for one in rag.documents() if "Gr" in one.doc_id]
+    assert len(rag.remove_documents([f"docs/{typed}"]).documents) == len(stored) == 1
+    assert not [one for one in rag.documents() if one.doc_id in stored]

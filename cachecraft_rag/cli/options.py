@@ -23,6 +23,7 @@ from rich.text import Text
 from cachecraft_rag.cli.console import as_json, err, out
 from cachecraft_rag.engine.settings import descriptions, flag_of, known_settings, load_settings
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.retrievers.index.filters import composed
 from cachecraft_rag.types.documents import Metadata
 from cachecraft_rag.types.progress import Progress
 
@@ -283,12 +284,13 @@ def where_of(conditions: list[str] | None) -> Callable[[Metadata], bool] | None:
                 f"--where is {condition!r}; write NAME=VALUE, for example source=docs/kettle.md"
             )
         # Only * is special: names of files may hold the [ and ? of globs.
-        pattern = ".*".join(map(re.escape, value.strip().split("*")))
+        pattern = ".*".join(map(re.escape, composed(value.strip()).split("*")))
         patterns.setdefault(name.strip(), []).append(re.compile(pattern, re.DOTALL))
 
     def allowed(metadata: Metadata) -> bool:
         return all(
-            name in metadata and any(pattern.fullmatch(str(metadata[name])) for pattern in choices)
+            name in metadata
+            and any(pattern.fullmatch(composed(str(metadata[name]))) for pattern in choices)
             for name, choices in patterns.items()
         )
 

@@ -346,6 +346,8 @@ class PromptBuilder:
         """Return the prompt after the chunks in pieces; the user's messages and results of tools may be searched."""
         asked: list[Turn] = [("user", question)] if question.strip() else []
         turns = [*history, *asked]
+        if turns and turns[0][0] == "assistant":
+            turns.insert(0, ("user", ""))  # templates need a user's turn first
         _check_order(turns)
         first_text = f"Question: {turns[0][1]}"
         _, parts = self._cut([("user", first_text), *turns[1:]])

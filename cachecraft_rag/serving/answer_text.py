@@ -61,11 +61,13 @@ class AnswerText:
     def rest(self) -> str:
         """End the answer, if it has not ended; return the text that was held back, or "".
 
+        Bytes of a character that the answer does not finish are left out.
+
         `finish` is then "stop" if that text holds a stop string, of which nothing is returned; else it stays as it was
         set before, or is "length". A second call returns "". Raises nothing, unless the tokenizer could not decode a
         token that `take` got: then it raises the tokenizer's error again.
         """
-        self._settle(self._unsettled_text())
+        self._settle(self._unsettled_text().rstrip("\ufffd"))
         text = self._release(is_final=True)
         self.finish = self.finish or "length"
         return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,17 @@ Where = (
 )
 
 
+def composed(text: str) -> str:
+    """Return a text with composed characters (Unicode's form NFC), in which equal letters are equal.
+
+    macOS writes file names decomposed: an "ö" as an "o" and its dots.
+    """
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
 def _same(stored: object, wanted: object) -> bool:
+    if isinstance(stored, str) and isinstance(wanted, str):
+        return composed(stored) == composed(wanted)
     return stored == wanted and isinstance(stored, bool) == isinstance(wanted, bool)
 
 
@@ -157,9 +168,10 @@ def _passes(metadata: Metadata, key: str, wanted: Any) -> bool:
 def fragments(where: Where) -> list[str]:
     """Return substrings of the JSON of all metadata that the filter accepts; rows without them need not be parsed.
 
-    A key and its value are one substring, also those of filters in `$and`. Only for texts and None, whose JSON is
-    unique here; numbers such as 1 and 1.0 are equal but spelled differently. The list is empty for a function, and for
-    a filter without such values. Raises nothing for a filter that `check_where` accepts.
+    A key and its value are one substring, also those of filters in `$and`. Only for ASCII texts and None, whose JSON is
+    unique here; numbers such as 1 and 1.0 are equal but spelled differently, and so are letters with accents. The list
+    is empty for a function, and for a filter without such values. Raises nothing for a filter that `check_where`
+    accepts.
 
     >>> fragments({"format": "text", "page": 3})
     ['"format":"text"']
@@ -168,7 +180,11 @@ def fragments(where: Where) -> list[str]:
     """
     if not isinstance(where, Mapping):
         return []
-    exact = {key: value for key, value in where.items() if isinstance(value, str | None)}
+    exact = {
+        key: value
+        for key, value in where.items()
+        if value is None or (isinstance(value, str) and value.isascii())
+    }
     group: Any = where.get("$and", ())
     nested = [fragment for part in group for fragment in fragments(part)]
     return [encoded({key: value})[1:-1] for key, value in exact.items()] + nested

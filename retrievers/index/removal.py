@@ -18,6 +18,7 @@ from cachecraft_rag.errors import (
     StoreError,
 )
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
+from cachecraft_rag.retrievers.index.filters import composed
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.store.durable import Caches
 
@@ -70,9 +71,12 @@ def remove_documents(
     chosen: dict[str, None] = {}
     for name in listed("names", names):
         check_text("a document's name", name, empty=False)
-        is_folder = name.endswith("/")
+        wanted = composed(name)
         named = [
-            doc_id for doc_id in known if doc_id == name or (is_folder and doc_id.startswith(name))
+            doc_id
+            for doc_id in known
+            if composed(doc_id) == wanted
+            or (name.endswith("/") and composed(doc_id).startswith(wanted))
         ]
         if not named:
             # an earlier call may have removed it, but not its chunk-caches

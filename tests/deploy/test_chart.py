@@ -17,7 +17,7 @@ LEAST: dict[str, Any] = {"image": {"repository": "registry/server"}, "model": "Q
 EVERYTHING: dict[str, Any] = {
     **yaml.safe_load((CHART.parent / "two-replicas.yaml").read_text()),
     "imagePullSecrets": ["registry"],
-    "extraArgs": ["--namespace=team", "--shared-system"],
+    "extraArgs": ["--namespace=team", "--private-system"],
     "extraEnv": [{"name": "VLLM_LOGGING_LEVEL", "value": "WARNING"}],
     "extraVolumes": [{"name": "models", "emptyDir": {}}],
     "extraVolumeMounts": [{"name": "models", "mountPath": "/models"}],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryMode,
 )
 
+from cachecraft_rag.cli.options import where_of
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index import CacheCraftLLM
@@ -238,3 +240,18 @@ def test_filters_nested_too_deep_are_refused():
         where = {"$and": [where]}
     with pytest.raises(ConfigError, match="nested more than 50 deep"):
         check_where(where)
+
+
+def test_names_that_macos_writes_decomposed_are_found_as_they_are_typed(tmp_path: Path) -> None:
+    typed = "docs/Größe.md"
+    stored = unicodedata.normalize("NFD", typed)
+    assert stored != typed
+    for where in ({"source": typed}, {"$and": [{"source": {"$in": [typed]}}]}, {"source": stored}):
+        check_where(where)
+        assert accepts(where, {"source": stored})
+        assert accepts(where, {"source": typed})
+        assert fragments(where) == []
+    for condition in (f"source={typed}", "source=docs/Grö*"):
+        allowed = where_of([condition])
+        assert allowed is not None
+        assert allowed({"source": stored})

@@ -424,7 +424,7 @@ def test_arguments_that_the_command_sets_itself_are_refused(arguments: tuple[str
 @pytest.mark.parametrize("request_says", [False, True])
 @pytest.mark.parametrize("session", [None, "ida"])
 def test_an_instruction_of_a_client_is_shared_unless_operator_or_request_call_it_private(
-    tiny_decoder: Callable[..., Decoder],
+    tiny_decoder: Callable[..., Any],
     byte_tokenizer: Any,
     tmp_path: Path,
     operator: bool,
