@@ -56,8 +56,8 @@ def check_where(where: Where | None, *, depth: int = 0) -> None:
     """Raise ConfigError for a filter of another form, with an unknown comparison, or nested too deep; return None else.
 
     Raises ConfigError for `$and` and `$or` without a list of filters too, for `$in` and `$nin` without a list or set,
-    and for other comparisons with one. "Too deep" means more than `DEEPEST_FILTER` (50) levels. A value that is no
-    comparison is not checked: for example, a list passes and equals no metadata.
+    and for other comparisons with one. "Too deep" means more than `DEEPEST_FILTER` (50) levels. An unknown group
+    (`$not`) and a list in place of a value are refused, because they would match nothing.
 
     Args:
         where: the filter; None and a function pass.
@@ -73,6 +73,12 @@ def check_where(where: Where | None, *, depth: int = 0) -> None:
                 raise ConfigError(f"where: {key} needs a list of filters")
             for part in wanted:
                 check_where(part, depth=depth + 1)
+        elif key.startswith("$"):
+            raise ConfigError(
+                f"where: {key}: no such group; use {', '.join(GROUPS)}, or the comparison $ne or $nin of a key"
+            )
+        elif isinstance(wanted, list | tuple | set | frozenset):
+            raise ConfigError(f'where[{key!r}]: a list equals no value; write {{"$in": [...]}}')
         elif isinstance(wanted, Mapping):
             check_names(wanted, OPERATORS, what="comparison")
             for name, value in wanted.items():

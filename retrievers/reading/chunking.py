@@ -17,6 +17,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.chunk_bound import SMALLEST_LIMIT, ModelTokens
@@ -207,6 +208,15 @@ def _heading_path(
     return "", []
 
 
+def _size_below(size: Callable[[str], int], path: str, headings: str, piece: str) -> int:
+    """Return the size of a piece below its path and the headings of its table."""
+    return size(_join(path, headings + piece))
+
+
+def _is_within(size: Callable[[str], int], limit: int, piece: str) -> bool:
+    return size(piece) <= limit
+
+
 def _pieces(
     text: str, path: str, *, markdown: bool, size: Callable[[str], int], limit: int
 ) -> list[tuple[int, str, str]]:
@@ -226,22 +236,18 @@ def _pieces(
     for start, end, headings in [(0, len(text), "")] if is_whole else _tables(text):
         # a table is cut between its rows, and only if it or its headings are too long for one chunk
         if headings and _fits(_join(path, headings), size, limit // 2):
-            splitter = TextSplitter.from_callback(
-                lambda piece, headings=headings: size(_join(path, headings + piece)), limit
-            )
+            cut = TextSplitter.from_callback
         else:
             start -= len(headings)
             headings = ""
-            splitter = kind.from_callback(lambda piece: size(_join(path, piece)), limit)
+            cut = kind.from_callback
+        size_of = partial(_size_below, size, path, headings)
+        splitter = cut(size_of, limit)
         is_first = True
         for first, last in _blocks(text[start:end]):
             for offset, piece in splitter.chunk_indices(text[start + first : start + last]):
                 at = start + first + offset
-                for half, part in _halves(
-                    at,
-                    piece,
-                    lambda part, headings=headings: size(_join(path, headings + part)) <= limit,
-                ):
+                for half, part in _halves(at, piece, partial(_is_within, size_of, limit)):
                     if part.strip():
                         shown = (
                             len(headings) if is_first else 0

@@ -137,7 +137,7 @@ def _shortened(name: str) -> str:
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
 
 
-def _cells(names: list[str], row: list[str]) -> Iterator[str]:
+def _cells(names: Sequence[str], row: Sequence[str]) -> Iterator[str]:
     for place, cell in enumerate(row):
         name = names[place] if place < len(names) else ""
         if cell.strip():

@@ -134,6 +134,9 @@ def test_comparisons_in_filters(where: Any, passing: list[int]) -> None:
         ({"page": {"$gt": [1]}}, "needs a single value"),
         ({"$or": {}}, "needs a list of filters"),
         ({"$or": [{"page": {"$im": 1}}]}, "no such comparison"),
+        ({"$not": [{"page": 1}]}, r"\$not: no such group.*\$and, \$or"),
+        ({"$and": [{"$nor": [{"page": 1}]}]}, r"\$nor: no such group"),
+        ({"page": [2, 3]}, r"\$in"),
         ([1], "a mapping"),
     ],
 )

@@ -318,16 +318,16 @@ def test_the_server_answers_by_its_own_settings(
     with ChunkCacheStore.open(tmp_path) as store:
         engine = ServerEngine(model, store, settings, calls=calls)
         plain = asked("How?", None)
-        request, ask = engine.prepare(plain, session=None)
+        request, ask = engine.prepare(plain, session="ida")
         texts = [byte_tokenizer.decode(segment.token_ids) for segment in request.prompt.segments]
         assert "Be brief." in texts[0]
         assert request.prompt.segments[0].private
         assert ["best" in text for text in texts[1:3]] == [True, False]
         assert (ask.config, engine.namespace) == (reuse, "acme")
-        other = engine.prepare(replace(plain, system="At length."), session=None)[0]
+        other = engine.prepare(replace(plain, system="At length."), session="ida")[0]
         assert "best" in byte_tokenizer.decode(other.prompt.segments[1].token_ids)
         edited = Chunk("the best", known_id="another")  # as sent with a document over HTTP
-        laid_out = engine.prepare(replace(plain, chunks=(edited,)), session=None)[0].prompt
+        laid_out = engine.prepare(replace(plain, chunks=(edited,)), session="ida")[0].prompt
         assert laid_out.stale_ids == ((Chunk("the best").chunk_id, "another"),)
         assert laid_out.segments[1].segment_id == Chunk("the best").chunk_id
         record = RequestRecord(
@@ -418,6 +418,39 @@ def test_admin_keys_are_a_tuple_of_texts(keys: Any) -> None:
 def test_arguments_that_the_command_sets_itself_are_refused(arguments: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError):
         server.check_arguments(["--port", "8000", *arguments])
+
+
+@pytest.mark.parametrize("operator", [False, True])
+@pytest.mark.parametrize("request_says", [False, True])
+@pytest.mark.parametrize("session", [None, "ida"])
+def test_an_instruction_of_a_client_is_shared_unless_operator_or_request_call_it_private(
+    tiny_decoder: Callable[..., Decoder],
+    byte_tokenizer: Any,
+    tmp_path: Path,
+    operator: bool,
+    request_says: bool,
+    session: str | None,
+) -> None:
+    decoder = tiny_decoder("Llama")
+    facts = (decoder.fingerprint, decoder.layout, decoder.context_length, frozenset())
+    model = ServedModel("tiny", None, byte_tokenizer, *facts)
+    config = EngineConfig(private_system=operator)
+    settings = ConnectorSettings(str(tmp_path), model.identity, config)
+    calls: Any = SimpleNamespace(close=lambda: None)
+    own = replace(asked("How?", None), system="You answer for Acme.", private_system=request_says)
+    with ChunkCacheStore.open(tmp_path) as store:
+        engine = ServerEngine(model, store, settings, calls=calls)
+        request, ask = engine.prepare(own, session=session)
+        again = engine.prepare(own, session=session)[0]
+        other = engine.prepare(replace(own, system="You answer for Bolt."), session=session)[0]
+        engine.close()
+    system = request.prompt.segments[0]
+    assert system.private == (operator or request_says)
+    assert system.segment_id == again.prompt.segments[0].segment_id
+    assert system.segment_id != other.prompt.segments[0].segment_id
+    is_served = not system.private or session is not None
+    assert (ask.config.reuse, ask.config.capture) == (is_served, is_served)
+    assert ("it has no session" in ask.left_to_server) is not is_served
 
 
 def asked(question: str, config: ReuseConfig | None) -> Asked:
