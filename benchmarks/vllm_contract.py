@@ -228,6 +228,17 @@ USES: tuple[Use, ...] = (
             "skip_reading_prefix_cache",
             "sampling_params",
             "prefill_stats",
+            "block_hashes",
+            "update_block_hashes",
+        ),
+    ),
+    # the hashes of blocks, which are divided at the first chunk
+    Use(
+        "vllm.v1.core.kv_cache_utils",
+        text=(
+            "start_token_idx = len(request.block_hashes) * hash_block_size",
+            "request.block_hashes[-1] if request.block_hashes else None",
+            "if (start_token_idx == 0 and request.cache_salt)",
         ),
     ),
     Use("vllm.v1.kv_cache_interface", "KVCacheConfig", attributes=("kv_cache_groups",)),

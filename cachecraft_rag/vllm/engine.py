@@ -383,7 +383,7 @@ class VLLMBackend:
         reports: list[FillReport] = []
         try:
             self._calls.reports[ask.name] = None
-            with closing(self._calls.generate(self._prompt(ask), params)) as steps:
+            with closing(self._calls.generate(_shared_prompt(ask), params)) as steps:
                 tokens = _tokens(request, progress, steps, reports, predicted)
                 yield from answer_text(
                     request, progress, tokens, self._model.tokenizer, self._model.end_tokens
@@ -455,6 +455,7 @@ class VLLMBackend:
         return {"prompt_token_ids": ask.prompt.token_ids, FIELD: ask.message(self._key)}
 
     def _prompt(self, ask: Ask) -> dict[str, object]:
+        """Return vLLM's prompt of a request that shares no block with others, not even those of its instruction."""
         return {
             "prompt_token_ids": ask.prompt.token_ids,
             "cache_salt": ask.cache_salt(self._namespace),
@@ -480,6 +481,12 @@ class VLLMBackend:
             output_kind=RequestOutputKind.DELTA,
             extra_args=extra,
         )
+
+
+def _shared_prompt(ask: Ask) -> dict[str, object]:
+    """Return vLLM's prompt of a question; it shares the blocks before its first chunk with other questions."""
+    prompt: dict[str, object] = {"prompt_token_ids": ask.prompt.token_ids}
+    return prompt | ({"cache_salt": ask.request_salt} if ask.request_salt else {})
 
 
 def _by_likelihood(step: Step) -> list[tuple[int, float]]:

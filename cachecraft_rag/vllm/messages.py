@@ -84,7 +84,7 @@ class Ask:
     captures     segments to capture; None: as `config` says
     details      True if the report lists the recomputed tokens
     when_stored  True if the answer waits until the captures are stored
-    client_salt  `cache_salt` of the client, which becomes part of this request's salt; "" if it sent none
+    client_salt  `cache_salt` of the client, which becomes part of this request's salts; "" if it sent none
     idle         True if the request captures new variants: it runs only while the server is idle, computes exactly, and
                  is given up if another request lacks blocks
     first        found segments of an idle request that may not be stored yet. No other request would store them, so
@@ -201,16 +201,35 @@ class Ask:
         except (KeyError, TypeError, ValueError) as error:  # signed by another version
             raise ConfigError(f"it cannot be read: {error!r}") from error
 
-    def cache_salt(self, namespace: str) -> str:
-        """Return the salt for vLLM's prefix cache, 32 hex digits.
+    @property
+    def instruction_tokens(self) -> int:
+        """Number of tokens before the first chunk: those of the instruction, 0 without one."""
+        first = self.prompt.segments[0]
+        return len(first.token_ids) if first.kind == "system" else 0
 
-        Blocks of this request serve only requests with the same salt: with the same namespace, session, salt of the
-        client, settings of reuse, and segments before the question. Raises nothing.
+    @property
+    def request_salt(self) -> str:
+        """The `cache_salt` of a request to vLLM, see `salt_of`; "" for none."""
+        return salt_of(self.session, self.client_salt)
+
+    def cache_salt(self, namespace: str) -> str:
+        """Return the salt of blocks with chunks in vLLM's prefix cache, 32 hex digits.
+
+        These blocks serve only requests with the same salt: with the same namespace, session, salt of the client,
+        settings of reuse, and segments before the question. Raises nothing.
         """
         settings = json.dumps(asdict(self.config), sort_keys=True)
         owner = ["private", self.session] if self.session is not None else ["shared"]
         ids = [segment.segment_id for segment in self.prompt.segments[:-1]]
         return digest("cachecraft salt", self.client_salt, namespace, *owner, settings, *ids)
+
+
+def salt_of(session: str | None, client_salt: str) -> str:
+    """Return the `cache_salt` that keeps blocks in vLLM's prefix cache for a session and a client's own salt.
+
+    "" without both: the blocks then serve everyone.
+    """
+    return client_salt if session is None else digest("session salt", session, client_salt)
 
 
 def _seal(message: Mapping[str, object], token_ids: Sequence[int], key: str) -> str:

@@ -56,6 +56,7 @@ def cached_report(
 
     A segment that begins in the prefix cache gets `outcome`, and its tokens beyond the cache count as not loaded. If
     `outcome` is "reused" and `refused` is "", all segments but the question get it. The other segments are "computed".
+    An instruction there is always "exact".
     Rows computed are those beyond the cache, times are 0, and there is no "fixed". Raises nothing.
 
     Args:
@@ -78,7 +79,9 @@ def cached_report(
         has_chunks = outcome == "reused" and segment.kind != "question" and not refused
         if cached > start or has_chunks:
             report = SegmentReport(
-                outcome, Reason.PREFIX_CACHED, not_loaded=min(max(0, end - cached), end - start)
+                "exact" if segment.kind == "system" else outcome,
+                Reason.PREFIX_CACHED,
+                not_loaded=min(max(0, end - cached), end - start),
             )
         segments.append(report.as_dict())
     return {

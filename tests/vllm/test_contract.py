@@ -291,8 +291,17 @@ def test_the_scheduler_hands_over_what_is_read() -> None:
         "cache_salt",
         "prefill_stats",
         "skip_reading_prefix_cache",
+        "block_hashes",
     ):
         assert f"self.{name}" in text, name
+    assert "self.block_hashes.extend(self._block_hasher(self))" in text
+    hashing = source("v1.core.kv_cache_utils")
+    for statement in (
+        "start_token_idx = len(request.block_hashes) * hash_block_size",
+        "request.block_hashes[-1] if request.block_hashes else None",
+        "if (start_token_idx == 0 and request.cache_salt)",
+    ):
+        assert statement in hashing, statement
     assert hasattr(KVCacheBlocks, "get_block_ids")
     assert {
         "finished_req_ids",

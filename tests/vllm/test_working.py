@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ from cachecraft_rag.store.loading.pending import PendingLoads
 from cachecraft_rag.store.row_checks import LookupResult
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.kv_layout import KVLayout
+from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, News
 from cachecraft_rag.vllm.served_model import ModelIdentity
 from cachecraft_rag.vllm.settings import ConnectorSettings
@@ -108,6 +111,23 @@ def ask_of(engine: Engine, order: list[int], **changed: Any) -> Ask:
     return Ask(prompt, replace(CONFIG, **changed), captures=(), details=True)
 
 
+class HashedRequest(SimpleNamespace):
+    """A request whose blocks are hashed as in vLLM: each with the hash before it, the first with the salt."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.answer: list[int] = []
+        self.block_hashes: list[bytes] = []
+        self.update_block_hashes()
+
+    def update_block_hashes(self) -> None:
+        ids = [*(self.prompt_token_ids or ()), *self.answer]
+        for number in range(len(self.block_hashes), len(ids) // BLOCK):
+            before = self.block_hashes[-1] if number else str(self.cache_salt).encode()
+            text = repr((before, ids[number * BLOCK : (number + 1) * BLOCK]))
+            self.block_hashes.append(hashlib.sha256(text.encode()).digest())
+
+
 def request_of(ask: Ask, name: str = "r", **changed: Any) -> Any:
     """A request of vLLM's, as far as the connector reads it."""
     given = {
@@ -119,11 +139,11 @@ def request_of(ask: Ask, name: str = "r", **changed: Any) -> Any:
         "mm_features": [],
         "lora_request": None,
         "skip_reading_prefix_cache": False,
-        "cache_salt": ask.cache_salt("default"),
+        "cache_salt": None,
         "sampling_params": SimpleNamespace(prompt_logprobs=None),
         "prefill_stats": None,
     }
-    return SimpleNamespace(**(given | changed))
+    return HashedRequest(**(given | changed))
 
 
 def blocks_of(ask: Ask, first: int = 0) -> tuple[int, ...]:
@@ -497,8 +517,6 @@ def test_the_answer_stays_the_same_while_a_request_lives(
 def test_what_is_refused_is_refused_by_name(engine: Engine, scheduling: Scheduling) -> None:
     ask = ask_of(engine, [0, 2, 1])
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"cache_salt": None}, "cache_salt"),
-        ({"cache_salt": "a client's"}, "cache_salt"),
         ({"prompt_token_ids": ask.prompt.token_ids[:-1]}, "sealed"),
         ({"prompt_token_ids": None}, "sealed"),
         ({"kv_transfer_params": {FIELD: {"segments": []}}}, "sealed"),
@@ -518,6 +536,99 @@ def test_what_is_refused_is_refused_by_name(engine: Engine, scheduling: Scheduli
         assert reason in report[FIELD]["refused"]
     plain = request_of(ask, kv_transfer_params=None)
     assert (scheduling.matched(plain, 0), scheduling.finished(plain)) == (0, None)
+
+
+def arrive(scheduling: Scheduling, ask: Ask, **changed: Any) -> Any:
+    """The request once the scheduler has noted it, with its block hashes."""
+    request = request_of(ask, repr(changed), **changed)
+    scheduling.arrived(request)
+    return request
+
+
+def shared_blocks(first: Any, second: Any) -> int:
+    """Number of first blocks that two requests share in the prefix cache."""
+    pairs = zip(first.block_hashes, second.block_hashes, strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+def test_blocks_before_the_first_chunk_are_shared_and_no_others(
+    engine: Engine, scheduling: Scheduling
+) -> None:
+    ask = ask_of(engine, [0, 2, 1])
+    exact_blocks = ask.prompt.bounds[1] // BLOCK
+    assert exact_blocks > 0
+    request = arrive(scheduling, ask)
+    for other in (
+        ask_of(engine, [0, 1, 2]),
+        ask_of(engine, [0, 2, 1], recompute_ratio=0.5),
+        replace(ask, client_salt="theirs"),
+        replace(ask, session="ann"),
+    ):
+        assert shared_blocks(request, arrive(scheduling, other, number=repr(other))) == exact_blocks
+    without_message = request_of(ask, "plain", kv_transfer_params=None)
+    assert shared_blocks(request, without_message) == exact_blocks
+    assert request.block_hashes == arrive(scheduling, ask, number=2).block_hashes
+    for salt in ("theirs", ask.cache_salt("default")):
+        assert shared_blocks(request, arrive(scheduling, ask, cache_salt=salt)) == 0
+
+
+@pytest.mark.parametrize("length", range(2, 2 * BLOCK + 3))
+@pytest.mark.parametrize("instruction", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK])
+def test_blocks_of_answers_to_short_prompts_are_not_shared(
+    scheduling: Scheduling, instruction: int, length: int
+) -> None:
+    """A block with a chunk may become whole only with the answer."""
+
+    def answered(chunk: str, **changed: Any) -> Any:
+        ids = tuple(range(instruction + length))
+        segments = (
+            Segment("system", "instruction", ids[:instruction]),
+            Segment("chunk", chunk, ids[instruction : instruction + 1]),
+            Segment("question", "question", (*ids[instruction + 1 :], 7), private=True),
+        )
+        request = arrive(scheduling, Ask(Prompt(segments), CONFIG), chunk=chunk, **changed)
+        request.answer = [9] * (2 * BLOCK)
+        request.update_block_hashes()
+        return request
+
+    first = answered("first")
+    assert len(first.block_hashes) == (instruction + length + 1 + 2 * BLOCK) // BLOCK
+    for other in (answered("second"), answered("first", kv_transfer_params=None)):
+        assert shared_blocks(first, other) <= instruction // BLOCK
+
+
+def test_nothing_is_shared_if_vllm_hashes_blocks_of_another_size(
+    engine: Engine, settings: ConnectorSettings
+) -> None:
+    other_size = Scheduling(engine.store, settings, block_size=3 * BLOCK, prefix_caching=True)
+    asks = [ask_of(engine, [0, 2, 1]), ask_of(engine, [0, 1, 2])]
+    first, second = (arrive(other_size, ask, number=number) for number, ask in enumerate(asks))
+    assert shared_blocks(first, second) == 0
+
+
+def test_blocks_of_a_request_that_is_left_to_vllm_stay_vllms_own(
+    engine: Engine, scheduling: Scheduling
+) -> None:
+    ask = replace(ask_of(engine, [0, 2, 1], reuse=False, capture=False), captures=None)
+    plain = request_of(ask, "plain", kv_transfer_params=None)
+    assert arrive(scheduling, ask).block_hashes == plain.block_hashes
+    images = arrive(scheduling, ask_of(engine, [0, 2, 1]), mm_features=[1])
+    assert images.block_hashes == plain.block_hashes
+
+
+def test_an_instruction_in_the_prefix_cache_does_not_stand_for_a_short_chunk(
+    engine: Engine, scheduling: Scheduling
+) -> None:
+    """The chunk begins and ends in a block that vLLM has not computed."""
+    instruction = tuple(range(2 * BLOCK))
+    segments = (
+        Segment("system", "new instruction", instruction),
+        Segment("chunk", "new chunk", (5, 6)),
+        Segment("question", "question", (7,) * BLOCK, private=True),
+    )
+    ask = Ask(Prompt(segments), replace(CONFIG, capture=True))
+    left = ask.prompt.bounds[-1] - 1 - 2 * BLOCK
+    assert scheduling.matched(request_of(ask), 2 * BLOCK) == left
 
 
 def test_requests_wait_their_turn_and_for_captures(engine: Engine, scheduling: Scheduling) -> None:
@@ -770,7 +881,8 @@ def test_chunks_in_the_prefix_cache_are_exact_if_their_settings_were(
     report = scheduling.finished(request)
     assert report is not None
     segments = report[FIELD]["segments"]
-    assert {part["outcome"] for part in segments[:-1]} == {outcome}
+    assert segments[0]["outcome"] == "exact", "blocks of the instruction always are"
+    assert {part["outcome"] for part in segments[1:-1]} == {outcome}
 
 
 def test_a_request_without_reuse_and_captures_says_that_reuse_is_off(

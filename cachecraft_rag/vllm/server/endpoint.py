@@ -49,9 +49,8 @@ from vllm.renderers.chat_utils import load_chat_template
 from cachecraft_rag.checks import check_flag, check_text
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.store import RowFilter
-from cachecraft_rag.types.digests import digest
 from cachecraft_rag.vllm.calls import Calls
-from cachecraft_rag.vllm.messages import FIELD
+from cachecraft_rag.vllm.messages import FIELD, salt_of
 from cachecraft_rag.vllm.metrics import ServerCollector, reported_counts
 from cachecraft_rag.vllm.options import CacheConfig
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
@@ -238,7 +237,7 @@ async def _with_documents(request: DocumentChatRequest, raw_request: Request) ->
     session = endpoint.session(raw_request)
     stock = raw_request.app.state.openai_serving_chat
 
-    def prepare() -> tuple[RequestRecord, dict[str, object], str | None]:
+    def prepare() -> tuple[RequestRecord, dict[str, object]]:
         asked = Asked.read(
             request,
             engine.config,
@@ -261,20 +260,19 @@ async def _with_documents(request: DocumentChatRequest, raw_request: Request) ->
             unused=dict.fromkeys(ids, reason) if reason else {},
         )
         transfer = engine.transfer(ask)
-        if reason:  # vLLM computes all of it, and shares its blocks with requests without documents
+        if reason:  # vLLM computes all of it
             del transfer[FIELD]
-            _divide_prefix_cache(request, raw_request)
-            return record, transfer, request.cache_salt
-        return record, transfer, ask.cache_salt(engine.namespace)
+        return record, transfer
 
     try:
-        record, transfer, salt = await endpoint.in_thread(prepare)
+        record, transfer = await endpoint.in_thread(prepare)
     except HTTPException:
         engine.request_counts.refuse()
         raise
     request.documents = None
     request.kv_transfer_params = transfer
-    request.cache_salt = salt
+    # blocks without chunks are shared with requests without documents, see `worker.block_hashes`
+    _divide_prefix_cache(request, raw_request)
     handler = copy.copy(stock)
     handler.engine_client = RecordingClient(stock.engine_client, record, endpoint.records)
     handler.enable_prompt_tokens_details = True
@@ -350,8 +348,7 @@ def _divide_prefix_cache(
     Raises HTTPException (400) for an invalid session.
     """
     session = _endpoint(raw_request).session(raw_request)
-    if session is not None:
-        request.cache_salt = digest("session salt", session, request.cache_salt or "")
+    request.cache_salt = salt_of(session, request.cache_salt or "") or None
 
 
 def _origin(

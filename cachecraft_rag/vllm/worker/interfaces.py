@@ -29,14 +29,23 @@ class PrefillStats(Protocol):
         """Replace all numbers."""
 
 
-class EngineRequest(Protocol):
+class HashedRequest(Protocol):
+    """`vllm.v1.request.Request`, as far as vLLM's prefix cache reads it."""
+
+    num_prompt_tokens: int
+    cache_salt: str | None
+    block_hashes: list[bytes]  # of whole blocks, each computed from the one before it
+
+    def update_block_hashes(self) -> None:
+        """Append the hashes of whole blocks that have none."""
+
+
+class EngineRequest(HashedRequest, Protocol):
     """`vllm.v1.request.Request`, a request in vLLM's scheduler."""
 
     request_id: str
     prompt_token_ids: Sequence[int] | None
-    num_prompt_tokens: int
     kv_transfer_params: Mapping[str, object] | None
-    cache_salt: str | None
     sampling_params: RequestSampling | None
     prompt_embeds: object
     mm_features: Sequence[object]

@@ -48,17 +48,14 @@ def _of_ranks(config: VLLMConfig) -> Refusal | None:
     return None
 
 
-def request_refusal(
-    request: EngineRequest, *, salt: str | None, is_audit: bool = False
-) -> str | None:
-    """Return the reason why vLLM computes this request without chunk-caches, or None if it can be filled from them.
+def request_refusal(request: EngineRequest, *, is_audit: bool = False) -> str:
+    """Return the reason why vLLM computes this request without chunk-caches; "" if it can be filled from them.
 
     Requests of this package pass here as well: of the self-check, of priming, and of audits, which ask for
     `idle.audits.KEPT` log-probabilities.
 
     Args:
         request: the request.
-        salt: the `cache_salt` that it must have while prefix caching is on; None while it is off.
         is_audit: True if it asks for log-probabilities of tokens that are not filled, which is no reason then.
     """
     sampling = request.sampling_params
@@ -73,6 +70,4 @@ def request_refusal(
     wants_logprobs = sampling.prompt_logprobs is not None and not is_audit
     if wants_logprobs or request.skip_reading_prefix_cache:
         return "it asks for log-probabilities of the prompt, so vLLM computes all of it"
-    if salt is not None and request.cache_salt != salt:
-        return "its cache_salt is not that of its segments, so others could be served blocks that were filled for it"
-    return None
+    return ""

@@ -23,6 +23,7 @@ from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.vllm.messages import FIELD, Ask, Fill, FillReport, News
 from cachecraft_rag.vllm.records import cached_report, reused_tokens
 from cachecraft_rag.vllm.settings import ConnectorSettings
+from cachecraft_rag.vllm.worker.block_hashes import divide_blocks
 from cachecraft_rag.vllm.worker.corrections import StatsCorrections
 from cachecraft_rag.vllm.worker.fill_memory import UNLIMITED, FillBudget, FillMemory, FillSize
 from cachecraft_rag.vllm.worker.interfaces import EngineRequest
@@ -43,8 +44,8 @@ Looked = tuple[LookupResult, Mapping[str, TokenScores]]
 class Pending:
     """A request from its first look-up until it has finished.
 
-    salt      salt of its blocks in vLLM's prefix cache; "" if prefix caching is off
-    digest    hash of its salt and tokens
+    salt      salt of its blocks with chunks in vLLM's prefix cache; "" if prefix caching is off
+    digest    hash of that salt, which it has in any case, and its tokens
     refused   reason why vLLM computes it without chunk-caches
     looked    look-up of its chunk-caches, finished or running
     lacks     chunk-caches that the look-up did not find
@@ -84,7 +85,7 @@ class Scheduling:
 
     Args:
         block_size: tokens per vLLM block.
-        prefix_caching: True if blocks may serve several requests, which requires salts.
+        prefix_caching: True if blocks may serve several requests, which divides them by salts.
         memory: memory of fillings on a GPU.
     """
 
@@ -122,9 +123,10 @@ class Scheduling:
         self._row_s: float | None = None  # seconds per computed row of the last fill
 
     def arrived(self, request: EngineRequest) -> None:
-        """Note a new request, so that work in idle time never counts as a waiting request.
+        """Note a new request before vLLM looks into its prefix cache, and keep its blocks with chunks apart there.
 
-        Does nothing for a request without a message of this package, and in a second call. Raises nothing.
+        Work in idle time counts as no waiting request from then on. Does nothing for a request without a message of
+        this package, and in a second call. Raises nothing.
         """
         message = (request.kv_transfer_params or {}).get(FIELD)
         if not message or request.request_id in self._known:
@@ -180,13 +182,15 @@ class Scheduling:
         # otherwise its answer would differ from the earlier one.
         was_filled = known.filled or known.digest in self._filled
         spare = 0 if was_filled else self._block_size - 1
-        is_cached = computed > 0 and computed >= question - spare
+        instruction = known.ask.instruction_tokens
+        has_all_blocks = computed > instruction or instruction == question
+        is_cached = has_all_blocks and computed > 0 and computed >= question - spare
         if not (is_cached or known.filled) and self._others_compute(known, known.ask, lookup):
             return None
         captures = known.ask.config.capture or known.ask.captures is not None
         if not captures and not any(lookup.variants.values()):
             nothing_stored = "nothing of it is stored, and nothing is to be captured"
-            known.refused = known.refused or known.ask.left_to_server or nothing_stored
+            known.refused = known.refused or nothing_stored
             return 0
         if is_cached:  # vLLM's own prefix cache has the chunks
             if known.cached is None:
@@ -391,13 +395,17 @@ class Scheduling:
             ask = Ask.read(message, token_ids, self._settings.key)
         except CacheCraftError as error:
             return self._refused(request, str(error))
-        salt = ask.cache_salt(self._settings.namespace) if self._prefix_caching else None
-        reason = request_refusal(request, salt=salt, is_audit=ask.own_tokens > 1)
-        if reason is not None:
+        reason = request_refusal(request, is_audit=ask.own_tokens > 1) or ask.left_to_server
+        if reason:
             return self._refused(request, reason)
         if len(ask.prompt.segments[-1].token_ids) < 2:
             return self._refused(request, "its question is a single token")
-        return Pending(ask, salt or "", hash((request.cache_salt, *token_ids)))
+        salt = ask.cache_salt(self._settings.namespace)
+        identity = hash((salt, *token_ids))
+        if not self._prefix_caching:
+            return Pending(ask, digest=identity)
+        divide_blocks(request, salt, shared=ask.instruction_tokens, block_size=self._block_size)
+        return Pending(ask, salt, identity)
 
     def _refused(self, request: EngineRequest, reason: str) -> Pending:
         logger.info("Request %s is computed as any other: %s", request.request_id, reason)
