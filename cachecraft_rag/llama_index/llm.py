@@ -473,6 +473,7 @@ class CacheCraftLLM(FunctionCallingLLM):
             ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
                 last message is the assistant's, or there is no message; the question, the history or a schema cannot be
                 used; or a server refuses the request.
+            UnsupportedCallError: there are tools or calls of tools, which this engine does not support.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -507,6 +508,7 @@ class CacheCraftLLM(FunctionCallingLLM):
             ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
                 last message is the assistant's, or there is no message; the question, the history or a schema cannot be
                 used; or a server refuses the request.
+            UnsupportedCallError: there are tools or calls of tools, which this engine does not support.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -540,6 +542,7 @@ class CacheCraftLLM(FunctionCallingLLM):
             ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
                 last message is the assistant's, or there is no message; the question, the history or a schema cannot be
                 used; or a server refuses the request.
+            UnsupportedCallError: there are tools or calls of tools, which this engine does not support.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -578,6 +581,7 @@ class CacheCraftLLM(FunctionCallingLLM):
             ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
                 last message is the assistant's, or there is no message; the question, the history or a schema cannot be
                 used; or a server refuses the request.
+            UnsupportedCallError: there are tools or calls of tools, which this engine does not support.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
