@@ -146,9 +146,9 @@ class CallingAnswer:
             yield self._response(completion)
 
     def _response(self, completion: CompletionResponse) -> ChatResponse:
-        is_last = completion.raw is not None
         calls: list[ToolCallBlock] = []
-        if is_last:
+        # only the last completion has statistics
+        if completion.raw is not None:
             text, finished_calls = self._reader.finish()
             request_id = completion.raw["cachecraft"]["request_id"]
             calls = [
