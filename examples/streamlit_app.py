@@ -22,8 +22,23 @@ from typing import Any
 
 import streamlit as st
 from streamlit_conversations import Conversations, Turn
-from streamlit_documents import HANDBOOK, Shared, documents_section, questions_about
-from streamlit_picture import headline, markdown_safe, plain, prompt_bar, size, sources, verdict
+from streamlit_documents import (
+    HANDBOOK,
+    Shared,
+    documents_section,
+    questions_about,
+    wait_for_reading,
+)
+from streamlit_picture import (
+    headline,
+    in_words,
+    markdown_safe,
+    plain,
+    prompt_bar,
+    size,
+    sources,
+    verdict,
+)
 
 from cachecraft_rag import Answer, CacheCraft, CacheCraftError, Chunk, ReuseConfig, SamplingParams
 from cachecraft_rag.cli.first_sentence import first_sentence
@@ -84,7 +99,7 @@ def main() -> None:
         welcome = WELCOME.format(model=DEMO_MODEL if model == "demo" else plain(model))
         conversation(shared, turns, documents, str(typed or "").strip(), welcome)
     except CacheCraftError as error:
-        st.error(f"This did not work: {plain(str(error))}", icon=":material/error:")
+        st.error(f"This did not work: {plain(in_words(error))}", icon=":material/error:")
 
 
 def resume(shared: Shared) -> list[Turn]:
@@ -143,9 +158,13 @@ def conversation(
 ) -> None:
     """Show the new question if there is one, then the earlier turns, the newest first.
 
-    A baseline is timed when everything is shown, so nobody waits for it.
+    While this page's documents are read, questions wait. A baseline is timed when everything is shown, so nobody waits
+    for it.
     """
-    question = next_question(turns, question or suggestion(shared, turns, documents))
+    question = question or suggestion(shared, turns, documents)
+    question = (
+        put_off(question) if "reading" in st.session_state else next_question(turns, question)
+    )
     fresh = st.empty()
     if not turns:
         fresh.caption(welcome)
@@ -163,7 +182,12 @@ def conversation(
             "Ask again", key=f"again-{number}", icon=":material/replay:"
         ):
             question = turn.question
-    if question and not documents:
+    if "reading" in st.session_state:
+        if question:
+            put_off(question)
+        with fresh.container():
+            wait_for_reading(shared)
+    elif question and not documents:
         fresh.info("There is nothing to ask about yet: add a document, or the sample handbook.")
     elif question:
         with fresh.container():
@@ -186,12 +210,20 @@ def conversation(
 
 @st.fragment(run_every=1.0)
 def wait_for_audit(shared: Shared, request_id: str) -> None:
-    """Show the page again once an answer has been compared with full prefill, which happens in idle time."""
+    """Show the page again once an answer has been compared with one without reuse, which happens in idle time."""
     engine = shared.rag.engine
     if engine.audit_of(request_id) is not None or not engine.auditor.busy:
         st.session_state.setdefault("audits_shown", set()).add(request_id)
         st.rerun()
-    st.caption("Comparing this answer with full prefill …")
+    st.caption("Comparing this answer with one without reuse …")
+
+
+def put_off(question: str) -> str:
+    """Let a question wait in the session; returns "", as there is nothing to answer now."""
+    waiting: list[str] = st.session_state.setdefault("waiting", [])
+    if question and question not in waiting:
+        waiting.append(question)
+    return ""
 
 
 def next_question(turns: list[Turn], asked: str) -> str:
@@ -206,7 +238,9 @@ def next_question(turns: list[Turn], asked: str) -> str:
     if asked:
         if turns and turns[-1] is interrupted:
             waiting.append(turns.pop().question)
-        waiting.append(asked)
+        # a suggestion that was clicked while documents were read waits already
+        if asked not in waiting:
+            waiting.append(asked)
     return waiting.pop(0) if waiting else ""
 
 
@@ -282,7 +316,8 @@ def answer(shared: Shared, turns: list[Turn], question: str) -> bool:
         del state.answering
         turns.remove(turn)
         place.warning(
-            f"This question could not be answered: {plain(str(error))}", icon=":material/error:"
+            f"This question could not be answered: {plain(in_words(error))}",
+            icon=":material/error:",
         )
         return False
     del state.answering

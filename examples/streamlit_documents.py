@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import streamlit as st
 from streamlit_conversations import Activity, Conversations
-from streamlit_picture import plain, title_of
+from streamlit_picture import in_words, plain, title_of
 
-from cachecraft_rag import CacheCraft
+from cachecraft_rag import CacheCraft, CacheCraftError
 
 HANDBOOK = Path(__file__).parent / "handbook"
 SAMPLE = "the sample handbook"
+POLL_S = 0.1
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,50 @@ class Shared:
     activity: Activity = field(default_factory=Activity)
 
 
+class Reading:
+    """Documents that a thread reads, so that the reading goes on when Streamlit interrupts the page.
+
+    `what`: words for the page. `add`: reads; takes a callback for each step, returns problems and ids of documents.
+    """
+
+    def __init__(
+        self, what: str, add: Callable[[Callable[[Any], None]], tuple[list[str], list[str]]]
+    ) -> None:
+        self.what = what
+        self.share = 0.0
+        self.step = ""
+        self.problems: list[str] = []
+        self.added: list[str] = []
+        self._add = add
+        self._thread = threading.Thread(target=self._run, name="reading", daemon=True)
+        self._start = threading.Lock()
+
+    def start(self) -> None:
+        """Begin to read; a second call does nothing."""
+        with self._start:
+            if self._thread.ident is None:
+                self._thread.start()
+
+    def has_ended(self) -> bool:
+        """Return whether `problems` and `added` are complete."""
+        return self._thread.ident is not None and not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self.problems, self.added = self._add(self._progress)
+        except CacheCraftError as error:
+            self.problems = [f"Nothing was added from {self.what}: {plain(in_words(error))}"]
+        except Exception:
+            logger.exception("reading %s failed", self.what)
+            self.problems = [
+                f"Nothing was added from {self.what}: the log of this server says why."
+            ]
+
+    def _progress(self, step: Any) -> None:
+        self.share = min(1.0, step.done / max(1, step.total))
+        self.step = step.what
+
+
 def documents_section(shared: Shared) -> list[str]:
     """Upload, load the sample, remove, in one box of the page; returns the ids of all documents."""
     state = st.session_state
@@ -41,6 +89,11 @@ def documents_section(shared: Shared) -> list[str]:
     if text := state.pop("confirmation", ""):
         st.success(text, icon=":material/check_circle:")
     if os.environ.get("CACHECRAFT_READ_ONLY") == "1":
+        return names
+    if "reading" in state:
+        st.caption(
+            f"{state.reading.what.capitalize()} is being read; more can be added afterwards."
+        )
         return names
     # in the keys: a new key empties the uploader and closes the box
     changes = state.setdefault("changes", 0)
@@ -54,11 +107,10 @@ def documents_section(shared: Shared) -> list[str]:
             key=f"upload-{changes}",
         )
         if files:
-            state.notices, state.added = add_uploads(
-                shared, [(file.name, file.getvalue()) for file in files]
+            given = [(file.name, file.getvalue()) for file in files]
+            state.reading = Reading(
+                "the upload", lambda progress: add_uploads(shared, given, progress)
             )
-            state.confirmation = confirmation(shared, state.added)
-            changed()
         handbook = os.path.abspath(HANDBOOK)
         choices: dict[str, list[str]] = {}
         for document in stored:
@@ -68,29 +120,42 @@ def documents_section(shared: Shared) -> list[str]:
         if SAMPLE not in choices and st.button(
             "Add the sample handbook", icon=":material/menu_book:", key="sample"
         ):
-            with shared.indexing, shared.activity.running(), reading("the handbook") as progress:
-                shared.rag.add_documents(HANDBOOK, progress=progress)
-            changed()
+            state.reading = Reading("the handbook", lambda progress: add_handbook(shared, progress))
         if choices:
             gone = st.multiselect(
                 "Remove for everyone", list(choices), key=f"remove-{changes}", placeholder="nothing"
             )
             if st.button("Remove", disabled=not gone, key="remove"):
-                remove(shared, [name for choice in gone for name in choices[choice]])
+                try:
+                    remove(shared, [name for choice in gone for name in choices[choice]])
+                except CacheCraftError as error:
+                    state.notices = [f"Removing did not work: {plain(in_words(error))}"]
                 changed()
     return names
 
 
-@contextmanager
-def reading(what: str) -> Iterator[Callable[[Any], None]]:
-    """A bar that shows how far the reading of documents has come: a value for `progress=` of `add_documents`."""
-    bar = st.progress(0.0, f"Reading {what} …")
+def wait_for_reading(shared: Shared) -> None:
+    """Show how far the reading of this page's documents is, and run the page again at its end.
 
-    def show(step: Any) -> None:
-        bar.progress(min(1.0, step.done / max(1, step.total)), f"Reading {what}: {step.what} …")
-
-    yield show
-    bar.empty()
+    Streamlit may interrupt this at any time; the next run of the page goes on waiting.
+    """
+    state = st.session_state
+    reading: Reading = state.reading
+    reading.start()
+    bar = st.progress(0.0, f"Reading {reading.what} …")
+    for question in state.get("waiting", []):
+        st.caption(f"Next, once {reading.what} is read: {plain(question)}")
+    while not reading.has_ended():
+        bar.progress(reading.share, f"Reading {reading.what}: {plain(reading.step)} …")
+        time.sleep(POLL_S)
+    state.notices = reading.problems
+    if reading.added:
+        state.added = reading.added
+        state.confirmation = confirmation(shared, reading.added)
+    # interrupted before the last line, this is done once more, and no upload twice
+    state.changes = state.get("changes", 0) + 1
+    state.pop("reading")
+    st.rerun()
 
 
 def confirmation(shared: Shared, added: list[str]) -> str:
@@ -140,7 +205,16 @@ def remove(shared: Shared, names: list[str]) -> None:
     st.toast(f"{len(present)} removed")
 
 
-def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> tuple[list[str], list[str]]:
+def add_handbook(shared: Shared, progress: Callable[[Any], None]) -> tuple[list[str], list[str]]:
+    """Index the sample handbook; returns no problems and no documents, because its questions are written down."""
+    with shared.indexing, shared.activity.running():
+        shared.rag.add_documents(HANDBOOK, progress=progress)
+    return [], []
+
+
+def add_uploads(
+    shared: Shared, files: list[tuple[str, bytes]], progress: Callable[[Any], None]
+) -> tuple[list[str], list[str]]:
     """Store and index uploaded files; returns the problems as Markdown, and the ids of the documents.
 
     A file that yields no document is deleted again, and all of them if indexing fails: otherwise the next upload would
@@ -157,9 +231,8 @@ def add_uploads(shared: Shared, files: list[tuple[str, bytes]]) -> tuple[list[st
             except OSError as error:
                 problems.append(f"**{plain(path.name)}** cannot be stored: {error.strerror}.")
         try:
-            with reading("the upload") as progress:
-                report = shared.rag.add_documents(shared.uploads, progress=progress)
-        except BaseException:  # a rerun of the page too: no upload stays without its documents
+            report = shared.rag.add_documents(shared.uploads, progress=progress)
+        except BaseException:  # no upload stays without its documents
             for path in stored:
                 path.unlink(missing_ok=True)
             raise

@@ -25,7 +25,10 @@ KINDS = {
     "recomputed": "recomputed",
     "computed": "computed",
 }
-CAPTION = "From left to right: the instruction · the passages, the best next to the question · the question"
+CAPTION = (
+    "From left to right: the instruction (I) · the passages by their numbers, the best next to the question · "
+    "the question (Q)"
+)
 Part = tuple[str, str, tuple[tuple[str, int], ...]]  # label, title, (kind, tokens) side by side
 
 
@@ -157,20 +160,26 @@ def plain(text: str) -> str:
     )
 
 
+def in_words(error: Exception) -> str:
+    """An error's message without names of Python's exception classes, which say nothing to a reader."""
+    text = re.sub(r"\b(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Warning): ", "", str(error))
+    return re.sub(r" \((?:\w+\.)*[A-Z]\w*(?:Error|Exception|Warning)\)", "", text)
+
+
 def markdown_safe(text: str) -> str:
     """An answer as Markdown without formulas (`$5` is money) and pictures (no document may trigger a request)."""
     return text.replace("$", "\\$").replace("![", "!\\[")
 
 
 def verdict(turn: Turn, audit: Any) -> str:
-    """Whether full prefill would have given the same answer, and if not, what it says; empty until that is known."""
+    """Whether the answer is the same without reuse, and if not, what it says then; empty until that is known."""
     if audit is None or turn.answer is None:
         return ""
     if audit.is_same:
-        return '<p class="cc-verdict">Same as full prefill</p>'
-    words = f"Full prefill agrees with {audit.agreeing} of {audit.tokens} tokens"
+        return '<p class="cc-verdict">The same answer without reuse</p>'
+    words = f"Without reuse, {audit.agreeing} of {audit.tokens} tokens are the same"
     if audit.text is None:
         return f'<p class="cc-verdict">{words}.</p>'
     full = audit.text.same + audit.text.full
     full = first_sentence(full) or full  # answers of small models are cut there, too
-    return f'<p class="cc-verdict">{words}; it says: <q>{escape(full.strip())}</q></p>'
+    return f'<p class="cc-verdict">{words}; the answer is: <q>{escape(full.strip())}</q></p>'

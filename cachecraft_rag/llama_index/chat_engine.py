@@ -27,10 +27,11 @@ from llama_index.core.tools import ToolOutput
 from cachecraft_rag.checks import check_kind, check_text
 from cachecraft_rag.engine.base import AnswerEngine
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.llama_index.llm import CacheCraftLLM, aobserved, observed, question_of, turns_of
+from cachecraft_rag.llama_index.llm import CacheCraftLLM, aobserved, observed
 from cachecraft_rag.llama_index.query_engine import CacheCraftQueryEngine
 from cachecraft_rag.llama_index.sources import Sources
 from cachecraft_rag.llama_index.synthesizer import AnswerStatsEvent, dispatcher
+from cachecraft_rag.llama_index.tools import question_of, turns_of
 from cachecraft_rag.retrievers.llama_index import ConversationQuery
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.store.closeable import Closeable

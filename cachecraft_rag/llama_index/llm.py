@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from llama_index.core.base.llms.generic_utils import (
     astream_completion_response_to_chat_response,
@@ -22,32 +22,43 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
-    MessageRole,
 )
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.custom import CustomLLM
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.prompts import BasePromptTemplate
 from pydantic import BaseModel, ValidationError
 
 from cachecraft_rag.checks import check_kind, check_text
 from cachecraft_rag.engine.base import AnswerEngine
+from cachecraft_rag.engine.capabilities import Capability
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.llama_index.stock_statistics import note_answer, observe_synthesizers
+from cachecraft_rag.llama_index.tools import (
+    CallingAnswer,
+    calls_of,
+    choice_of,
+    only_first_call,
+    question_of,
+)
 from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.prompt.output_schema import asking_for
+from cachecraft_rag.prompt.tools import Tool
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types.documents import Chunk
 
+if TYPE_CHECKING:
+    from llama_index.core.tools.types import BaseTool
+
 Model = TypeVar("Model", bound=BaseModel)
-_ASSISTANTS = (MessageRole.ASSISTANT, MessageRole.CHATBOT, MessageRole.MODEL)
 
 
-class CacheCraftLLM(CustomLLM):
+class CacheCraftLLM(FunctionCallingLLM):
     """The engine as a LlamaIndex LLM, for `Settings.llm` and every component that takes an LLM.
 
     A call may bring `documents`, texts to answer from, best first: each is a chunk, and its chunk-cache is reused. Of
@@ -56,6 +67,8 @@ class CacheCraftLLM(CustomLLM):
 
     Earlier chat turns become the history; the text of a system message is put in front of the next user turn, because
     the engine's own instruction precedes every chunk.
+
+    It calls tools, as LlamaIndex's agents ask for, in the form of the model's chat template (`chat_with_tools`).
 
     Statistics are in `raw` of a whole response and of a stream's last one: `raw["usage"]`, by which LlamaIndex counts
     tokens, and `raw["cachecraft"]`. Of a stock engine (`index.as_query_engine(llm=…)`) they are in
@@ -142,13 +155,17 @@ class CacheCraftLLM(CustomLLM):
     def metadata(self) -> LLMMetadata:
         """A new `LLMMetadata` with the model's name, its context and its longest answer (both in tokens).
 
-        The longest answer is that of the class, whatever a call says. `is_chat_model` is True. Raises nothing.
+        The longest answer is that of the class, whatever a call says. `is_chat_model` is True.
+        `is_function_calling_model` is True if the engine supports tools and the model's chat template writes them, as
+        `FunctionAgent` asks for. Raises nothing.
         """
         return LLMMetadata(
             context_window=self.context_window,
             num_output=self.num_output,
             model_name=self.model_name,
             is_chat_model=True,
+            is_function_calling_model=self._engine.capabilities.has(Capability.TOOLS)
+            and self._engine.prompts.calls.native,
         )
 
     def begin(
@@ -161,6 +178,7 @@ class CacheCraftLLM(CustomLLM):
         sampling: SamplingParams | None = None,
         max_tokens: int | None = None,
         config: ReuseConfig | None = None,
+        tools: Sequence[Tool] = (),
         **unknown: object,
     ) -> Generation:
         """Return the engine's answer, without LlamaIndex's events; the model starts with the first piece.
@@ -176,12 +194,13 @@ class CacheCraftLLM(CustomLLM):
             sampling: sampling of this answer; None: that of the class.
             max_tokens: longest answer; None: as `sampling` says.
             config: reuse settings of this answer; None: the engine's.
+            tools: tools that the model may call, in OpenAI's form; the calls are in the answer's text.
 
         Raises, by this call or by a piece:
             ConfigError: an unknown option; `documents` that are not texts, or another number of `document_ids`; a
                 `max_tokens` below 1; the question is empty; the history or a schema cannot be used; the chat template
                 fails at the conversation; or a server refuses the request.
-            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
+            UnsupportedCallError: there are tools, or `history` has calls of tools, which this engine does not support.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -195,7 +214,7 @@ class CacheCraftLLM(CustomLLM):
         if unknown:
             raise ConfigError(
                 f"{', '.join(unknown)}: no such option; there are documents, document_ids, history (with chat: the "
-                "messages), max_tokens, sampling (SamplingParams: temperature and others) and config"
+                "messages), max_tokens, sampling (SamplingParams: temperature and others), config and tools"
             )
         # A generator gives its texts once.
         is_list = isinstance(documents, Iterable) and not isinstance(documents, str)
@@ -221,6 +240,7 @@ class CacheCraftLLM(CustomLLM):
             session=self.session,
             sampling=with_max_tokens(sampling or self._sampling, max_tokens),
             config=config,
+            tools=tools,
         )
         note_answer(generation)
         return generation
@@ -335,7 +355,7 @@ class CacheCraftLLM(CustomLLM):
         Raises:
             ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
                 question, the history or a schema cannot be used; or a server refuses the request.
-            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
+            UnsupportedCallError: there are tools, or `history` has calls of tools, which this engine does not support.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -364,7 +384,7 @@ class CacheCraftLLM(CustomLLM):
         Raises, by this call or by a piece:
             ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
                 question, the history or a schema cannot be used; or a server refuses the request.
-            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
+            UnsupportedCallError: there are tools, or `history` has calls of tools, which this engine does not support.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -394,7 +414,7 @@ class CacheCraftLLM(CustomLLM):
         Raises:
             ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
                 question, the history or a schema cannot be used; or a server refuses the request.
-            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
+            UnsupportedCallError: there are tools, or `history` has calls of tools, which this engine does not support.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -424,7 +444,7 @@ class CacheCraftLLM(CustomLLM):
         Raises, by this call or by a piece:
             ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
                 question, the history or a schema cannot be used; or a server refuses the request.
-            UnsupportedCallError: `history` has calls of tools, which this engine does not support.
+            UnsupportedCallError: there are tools, or `history` has calls of tools, which this engine does not support.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -444,13 +464,16 @@ class CacheCraftLLM(CustomLLM):
         `raw["usage"]` has the numbers of tokens, `raw["cachecraft"]` is `RequestStats.as_dict()`.
 
         Args:
-            messages: the conversation; the last message is the user's. Every role but the assistant counts as the user.
-            kwargs: options of `begin`, apart from `history`.
+            messages: the conversation; the last message is the user's or a tool's result. Every other role but the
+                assistant counts as the user.
+            kwargs: options of `begin`, apart from `history`; and `tool_choice`: "auto" (the model decides), "none",
+                "any" (one of the tools is called) or the name of a tool. The last two need the extra "structured".
 
         Raises:
             ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
                 last message is the assistant's, or there is no message; the question, the history or a schema cannot be
                 used; or a server refuses the request.
+            UnsupportedCallError: there are tools or calls of tools, which this engine does not support.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -462,9 +485,11 @@ class CacheCraftLLM(CustomLLM):
             CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
             TypeError: `history` is among the options.
         """
-        return completion_response_to_chat_response(
-            last_of(responses_of(self._begin_chat(messages, kwargs)))
-        )
+        generation, answer = self._begin_chat(messages, kwargs)
+        if answer is not None:
+            *_, last = answer.responses(responses_of(generation))
+            return last
+        return completion_response_to_chat_response(last_of(responses_of(generation)))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponseGen:
@@ -474,13 +499,16 @@ class CacheCraftLLM(CustomLLM):
         `raw` has the statistics.
 
         Args:
-            messages: the conversation; the last message is the user's. Every role but the assistant counts as the user.
-            kwargs: options of `begin`, apart from `history`.
+            messages: the conversation; the last message is the user's or a tool's result. Every other role but the
+                assistant counts as the user.
+            kwargs: options of `begin`, apart from `history`; and `tool_choice`: "auto" (the model decides), "none",
+                "any" (one of the tools is called) or the name of a tool. The last two need the extra "structured".
 
         Raises, by this call or by a piece:
             ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
                 last message is the assistant's, or there is no message; the question, the history or a schema cannot be
                 used; or a server refuses the request.
+            UnsupportedCallError: there are tools or calls of tools, which this engine does not support.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -492,9 +520,10 @@ class CacheCraftLLM(CustomLLM):
             CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
             TypeError: `history` is among the options.
         """
-        return stream_completion_response_to_chat_response(
-            responses_of(self._begin_chat(messages, kwargs))
-        )
+        generation, answer = self._begin_chat(messages, kwargs)
+        if answer is not None:
+            return answer.responses(responses_of(generation))
+        return stream_completion_response_to_chat_response(responses_of(generation))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: object) -> ChatResponse:
@@ -504,13 +533,16 @@ class CacheCraftLLM(CustomLLM):
         the answer.
 
         Args:
-            messages: the conversation; the last message is the user's. Every role but the assistant counts as the user.
-            kwargs: options of `begin`, apart from `history`.
+            messages: the conversation; the last message is the user's or a tool's result. Every other role but the
+                assistant counts as the user.
+            kwargs: options of `begin`, apart from `history`; and `tool_choice`: "auto" (the model decides), "none",
+                "any" (one of the tools is called) or the name of a tool. The last two need the extra "structured".
 
         Raises:
             ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
                 last message is the assistant's, or there is no message; the question, the history or a schema cannot be
                 used; or a server refuses the request.
+            UnsupportedCallError: there are tools or calls of tools, which this engine does not support.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -522,7 +554,11 @@ class CacheCraftLLM(CustomLLM):
             CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
             TypeError: `history` is among the options.
         """
-        generation = await asyncio.to_thread(self._begin_chat, messages, kwargs)
+        generation, answer = await asyncio.to_thread(self._begin_chat, messages, kwargs)
+        if answer is not None:
+            responses = answer.aresponses(aresponses_of(generation))
+            async with aclosing(responses):
+                return [response async for response in responses][-1]
         return completion_response_to_chat_response(await alast_of(aresponses_of(generation)))
 
     @llm_chat_callback()
@@ -536,13 +572,16 @@ class CacheCraftLLM(CustomLLM):
         thread.
 
         Args:
-            messages: the conversation; the last message is the user's. Every role but the assistant counts as the user.
-            kwargs: options of `begin`, apart from `history`.
+            messages: the conversation; the last message is the user's or a tool's result. Every other role but the
+                assistant counts as the user.
+            kwargs: options of `begin`, apart from `history`; and `tool_choice`: "auto" (the model decides), "none",
+                "any" (one of the tools is called) or the name of a tool. The last two need the extra "structured".
 
         Raises, by this call or by a piece:
             ConfigError: an option is unknown; `documents` are no texts, or `document_ids` are of another number; the
                 last message is the assistant's, or there is no message; the question, the history or a schema cannot be
                 used; or a server refuses the request.
+            UnsupportedCallError: there are tools or calls of tools, which this engine does not support.
             ContextLengthError: question, history and answer do not fit the model's context.
             BusyError, WaitTimeoutError: too many requests wait, or this one waited too long for its turn.
             StoreError: the store of the engine is closed.
@@ -554,12 +593,72 @@ class CacheCraftLLM(CustomLLM):
             CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
             TypeError: `history` is among the options.
         """
-        generation = await asyncio.to_thread(self._begin_chat, messages, kwargs)
+        generation, answer = await asyncio.to_thread(self._begin_chat, messages, kwargs)
+        if answer is not None:
+            return answer.aresponses(aresponses_of(generation))
         return astream_completion_response_to_chat_response(aresponses_of(generation))
 
-    def _begin_chat(self, messages: Sequence[ChatMessage], options: dict[str, Any]) -> Generation:
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """Return the calls of tools in a response, in order.
+
+        Raises ConfigError, which is a ValueError, if there is none and `error_on_no_tool_call` is true; otherwise
+        returns [].
+        """
+        calls = calls_of(response.message)
+        if not calls and error_on_no_tool_call:
+            raise ConfigError(
+                "the answer calls no tool; pass tool_required=True to chat_with_tools, or allow more max_tokens"
+            )
+        return calls
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        asked = ChatMessage(content=user_msg) if isinstance(user_msg, str) else user_msg
+        messages = [*(chat_history or []), *([asked] if asked is not None else [])]
+        made = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
+        choice = {"tool_choice": "any"} if tool_required else {}
+        return {"messages": messages, "tools": made, **choice, **kwargs}
+
+    def _validate_chat_with_tools_response(
+        self,
+        response: ChatResponse,
+        tools: Sequence[BaseTool],
+        allow_parallel_tool_calls: bool = False,
+        **kwargs: Any,
+    ) -> ChatResponse:
+        if not allow_parallel_tool_calls:
+            only_first_call(response)
+        return response
+
+    def _begin_chat(
+        self, messages: Sequence[ChatMessage], given: Mapping[str, Any]
+    ) -> tuple[Generation, CallingAnswer | None]:
+        """Return the answer, and a reader of its calls; None if the model may call no tool."""
+        options = dict(given)
+        tools = options.get("tools") or ()
+        choice = choice_of(options.pop("tool_choice", None), tools)
         question, history = question_of(messages)
-        return self.begin(question, history=history, **options)
+        if not tools or choice == "none":
+            return self.begin(question, history=history, **options), None
+        call_format = self._engine.prompts_with(tools).calls
+        is_forced = choice != "auto"
+        if is_forced:
+            tools = [tool for tool in tools if choice in ("any", tool["function"]["name"])]
+            sampling = options.get("sampling") or self._sampling
+            check_kind("sampling", sampling, SamplingParams)
+            options["sampling"] = replace(sampling, json_schema=call_format.schema(tools))
+        answer = CallingAnswer(call_format, tools, forced=is_forced)
+        return self.begin(question, history=history, **options), answer
 
 
 def with_max_tokens(sampling: SamplingParams, max_tokens: int | None) -> SamplingParams:
@@ -568,34 +667,6 @@ def with_max_tokens(sampling: SamplingParams, max_tokens: int | None) -> Samplin
     With a limit it is a copy. Raises ConfigError for a limit below 1, and for anything but a whole number.
     """
     return sampling if max_tokens is None else replace(sampling, max_new_tokens=max_tokens)
-
-
-def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
-    """Return messages as turns (role, text). Raises nothing.
-
-    Consecutive messages of a role are joined by an empty line; every role but the assistant counts as the user. Parts
-    of a message that are not text are left out. The list is empty without messages.
-    """
-    turns: list[tuple[Literal["user", "assistant"], list[str]]] = []
-    for message in messages:
-        role: Literal["user", "assistant"] = "assistant" if message.role in _ASSISTANTS else "user"
-        if not turns or turns[-1][0] != role:
-            turns.append((role, []))
-        turns[-1][1].append(message.content or "")
-    return [(role, "\n\n".join(texts)) for role, texts in turns]
-
-
-def question_of(messages: Sequence[ChatMessage]) -> tuple[str, list[Turn]]:
-    """Return the text of the last messages, which must be the user's, and the turns before them.
-
-    As in `turns_of`, every role but the assistant counts as the user, and consecutive messages of a role are joined by
-    an empty line. The turns before are [] if all messages are the user's. The text may be "". Raises ConfigError if
-    there is no message or the last one is the assistant's.
-    """
-    turns = turns_of(messages)
-    if not turns or turns[-1][0] != "user":
-        raise ConfigError("the last message must be the user's; there is nothing to answer")
-    return turns[-1][1], turns[:-1]
 
 
 def validated(output_cls: type[Model], text: str | None) -> Model:

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 import urllib.error
@@ -171,6 +172,8 @@ def test_the_bar_shows_how_each_token_was_obtained() -> None:
         ("1", (("host", 150),)),
         ("Q", (("computed", 20),)),
     ]
+    assert "the instruction (I)" in CAPTION
+    assert "the question (Q)" in CAPTION
     assert parts(answered(chunk(1, "computed", 10), system_reused=False), 30)[0][2] == (
         ("computed", 30),
     )
@@ -247,21 +250,21 @@ def test_a_first_answer_and_an_interrupted_one_say_so() -> None:
     assert "cc-good" not in line
 
 
-def test_the_verdict_says_whether_full_prefill_agrees() -> None:
+def test_the_verdict_says_whether_the_answer_is_the_same_without_reuse() -> None:
     from streamlit_conversations import Turn
     from streamlit_picture import verdict
 
     turn = Turn("How long?", {}, MIXED, whole=True)
     same = Audit("a" * 32, 0.0, 9, (), 0, 0.0, 40, "question", 0.2, "primed", {"reused": 3})
     assert verdict(turn, None) == ""
-    assert "Same as full prefill" in verdict(turn, same)
+    assert "The same answer without reuse" in verdict(turn, same)
     changed = replace(same, differences=(4, 6))
-    assert "agrees with 7 of 9 tokens." in verdict(turn, changed)
+    assert "Without reuse, 7 of 9 tokens are the same." in verdict(turn, changed)
     text = AuditText(
         "How long?", same="It lasts ", reuse="3 years.", full="<b>30 days</b>. Ask us. Now"
     )
     page = verdict(turn, replace(changed, text=text))
-    assert "it says: <q>It lasts &lt;b&gt;30 days&lt;/b&gt;.</q>" in page
+    assert "the answer is: <q>It lasts &lt;b&gt;30 days&lt;/b&gt;.</q>" in page
 
 
 def test_a_document_cannot_put_elements_into_the_page() -> None:
@@ -441,8 +444,8 @@ def test_from_an_empty_page_to_reused_tokens(
     again = visit(app.query_params["c"])  # a reload
     assert [turn.question for turn in again.session_state.turns] == [*QUESTIONS]
     verdicts = wait_for(lambda: verdicts_of(visit(app.query_params["c"]), count=2))
-    assert verdicts[1].startswith("Same as full prefill")  # nothing was reused
-    assert verdicts[0].startswith(("Same as full prefill", "Full prefill agrees with "))
+    assert verdicts[1].startswith("The same answer without reuse")  # nothing was reused
+    assert verdicts[0].startswith(("The same answer without reuse", "Without reuse, "))
     assert len(pictures(again)) == 2
     app.button(key="restart").click().run()
     assert not app.session_state.turns
@@ -470,8 +473,106 @@ def test_an_upload_that_cannot_be_read_spoils_no_later_one(
     with monkeypatch.context() as patched:
         patched.setattr(CacheCraft, "add_documents", fail)
         upload(app, ("more.md", b"# More"))
-        assert any("the disk is full" in error.value for error in app.error)
+        assert any("the disk is full" in warning.value for warning in app.warning)
     assert {path.name for path in (store_folder / "uploads").iterdir()} == before | {"odd.html"}
+
+
+class Gate:
+    """Holds the reading of documents at its first step until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_reached = threading.Event()
+        self.is_open = threading.Event()
+        add_documents = CacheCraft.add_documents
+
+        def held(rag: CacheCraft, folder: Path, *, progress: Callable[[Any], None]) -> Any:
+            def show(step: Any) -> None:
+                self.is_reached.set()
+                assert self.is_open.wait(30)
+                progress(step)
+
+            return add_documents(rag, folder, progress=show)
+
+        monkeypatch.setattr(CacheCraft, "add_documents", held)
+
+
+def test_a_question_that_comes_while_documents_are_read_waits_for_them(
+    visit: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import streamlit as st
+
+    monkeypatch.setenv("CACHECRAFT_STORE", str(tmp_path))
+    app = visit()
+    app.toggle(key="compare").set_value(False).run()
+    gate = Gate(monkeypatch)
+    captions: list[str] = []
+    uploader = app.file_uploader[0]
+    with monkeypatch.context() as patched:
+        patched.setattr(st, "caption", captions.append)
+        # the test runner stops a page at its time limit as a click in the browser does
+        with pytest.raises(RuntimeError, match="timed out"):
+            uploader.set_value([("kettle.md", KETTLE.encode(), "text/markdown")]).run(timeout=5)
+        assert gate.is_reached.wait(30)
+        with pytest.raises(RuntimeError, match="timed out"):
+            app.chat_input(key="question").set_value(QUESTIONS[0]).run(timeout=5)
+    assert [path.name for path in (tmp_path / "uploads").iterdir()] == ["kettle.md"]
+    assert any(
+        text.startswith("Next, once the upload is read: How much water") for text in captions
+    )
+    gate.is_open.set()
+    app.run()
+    assert not app.exception
+    assert not app.warning
+    assert [(turn.question, turn.whole) for turn in app.session_state.turns] == [
+        (QUESTIONS[0], True)
+    ]
+    assert "1.7 litres" in app.session_state.turns[0].answer.text
+    assert [path.name for path in (tmp_path / "uploads").iterdir()] == ["kettle.md"]
+    assert not app.session_state.waiting
+
+
+def test_a_failed_upload_leaves_the_page_and_its_suggestions(
+    visit: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CACHECRAFT_STORE", str(tmp_path))
+    app = visit()
+    upload(app, ("kettle.md", KETTLE.encode()))
+    offered = app.button_group[0].options
+    upload(app, ("broken.pdf", b"%PDF-1.4 nothing"))
+    assert app.button_group[0].options == offered
+
+    def fail(*_: object, **__: object) -> None:
+        raise IndexStoreError("the index cannot be written (OperationalError: disk I/O error)")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CacheCraft, "add_documents", fail)
+        upload(app, ("more.md", b"# More"))
+    (warning,) = app.warning
+    assert warning.value.startswith("Nothing was added from the upload: the index cannot be")
+    assert "disk I/O error" in warning.value
+    assert app.button_group[0].options == offered
+    assert not app.error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CacheCraft, "remove_documents", fail)
+        remove(app, app.multiselect(key=f"remove-{app.session_state.changes}").options[0])
+    (warning,) = app.warning
+    assert warning.value.startswith("Removing did not work: the index cannot be written")
+    assert app.button_group[0].options == offered
+
+
+def test_messages_name_no_class_of_python() -> None:
+    from streamlit_picture import in_words
+
+    for message in (
+        "/a/index.sqlite cannot be read (OperationalError: disk I/O error).",
+        "/a/index.sqlite cannot be read (sqlite3.OperationalError: disk I/O error).",
+    ):
+        words = in_words(IndexStoreError(message))
+        assert words == "/a/index.sqlite cannot be read (disk I/O error)."
+    assert in_words(IndexStoreError("no answer from the hub (ConnectTimeoutError).")) == (
+        "no answer from the hub."
+    )
 
 
 def test_switches_do_what_they_say(visit: Open) -> None:
@@ -530,7 +631,7 @@ def test_a_busy_server_times_no_baseline(visit: Open, monkeypatch: pytest.Monkey
     (turn,) = app.session_state.turns
     assert turn.whole
     assert (turn.full_ttft_s, turn.compare) == (None, False)
-    assert not any("without reuse" in element.value for element in app.html)
+    assert not any("</strong> without reuse" in element.value for element in app.html)
 
 
 def test_the_page_says_which_model_answers(visit: Open) -> None:
@@ -843,7 +944,7 @@ def test_the_main_story_in_a_browser(chrome: Chrome, page: str, tmp_path: Path) 
     assert QUESTIONS[1] in asked.text
     assert 0 <= asked.rect["y"] < 844  # the newest question and its answer are in view
     wait_for(lambda: len(all_of(".cc-verdict")) == 2)  # without a reload
-    assert "Same as full prefill" in all_of(".cc-verdict")[1].text
+    assert "The same answer without reuse" in all_of(".cc-verdict")[1].text
 
     chrome.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", size | {"width": 1280, "mobile": False}

@@ -144,7 +144,7 @@ def recorded() -> Iterator[Recorder]:
         (CacheCraftSynthesizer, "BaseSynthesizer"),
         (CacheCraftQueryEngine, "RetrieverQueryEngine"),
         (CacheCraftQueryEngine, "BaseQueryEngine"),
-        (CacheCraftLLM, "CustomLLM"),
+        (CacheCraftLLM, "FunctionCallingLLM"),
         (CacheCraftLLM, "LLM"),
         (CacheCraftRetriever, "BaseRetriever"),
     ],
