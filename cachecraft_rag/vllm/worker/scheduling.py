@@ -492,7 +492,6 @@ class Scheduling:
         return lookup, self._store.token_scores(variant_ids)
 
 
-
 def _announced(lacking: FutureVariant, ask: Ask, others: Iterable[Pending]) -> bool:
     """Return True if one of `others`, which are being filled, will capture a chunk-cache that can replace `lacking`."""
     wanted = replace(lacking, session=ask.session)
