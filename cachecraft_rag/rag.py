@@ -459,6 +459,7 @@ class CacheCraft(Retriever, Closeable):
         prime: bool = False,
         progress: Callable[[Progress], None] | None = None,
         follow_links: bool = False,
+        opener: Callable[[str, int], int] | None = None,
     ) -> IndexReport:
         """Index a folder, a file or documents in memory; documents that have not changed are skipped.
 
@@ -471,6 +472,7 @@ class CacheCraft(Retriever, Closeable):
             progress: called after each file and each batch of embeddings, where it counts files, and then by `prime`,
                 where it counts chunk-caches.
             follow_links: also read targets of links outside the folder; otherwise such links are reported as problems.
+            opener: opens each file, as with Python's `open`; a DocumentError of it is a problem in the report.
 
         Returns:
             The doc_ids that were added, updated, unchanged and removed, and the problems. It does not count the
@@ -501,6 +503,7 @@ class CacheCraft(Retriever, Closeable):
         check_flag("prime", prime)
         check_flag("follow_links", follow_links)
         check_callable("progress", progress)
+        check_callable("opener", opener)
         bound = self.engine.decoder.chunk_bound
         if isinstance(documents, str | os.PathLike):
             check_path("documents", documents)
@@ -511,6 +514,7 @@ class CacheCraft(Retriever, Closeable):
                 progress=progress,
                 model=bound,
                 follow_links=follow_links,
+                opener=opener,
             )
         else:
             check_kind(

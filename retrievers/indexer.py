@@ -89,6 +89,7 @@ def index_folder(
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     model: ModelTokens | None = None,
     follow_links: bool = False,
+    opener: Callable[[str, int], int] | None = None,
 ) -> IndexReport:
     """Add, update and remove documents until the index matches the folder; a single file is added or updated.
 
@@ -109,6 +110,7 @@ def index_folder(
         chunk_tokens: most tokens of a chunk, or the embedding model's limit if that is less.
         model: the answering model's tokens, if it is known: they limit a chunk too.
         follow_links: also read targets of links outside the folder; otherwise such a link is a problem.
+        opener: opens each file, as with Python's `open`; a DocumentError of it is a problem.
 
     Returns:
         The doc_ids that were added, updated, unchanged and removed. A file that cannot be read is a problem in it, and
@@ -128,7 +130,14 @@ def index_folder(
     Documents that were written before an error stay.
     """
     listing = list_files(path, follow_links=follow_links)
-    run = _Run(store, embedder, chunk_tokens=chunk_tokens, progress=progress, model=model)
+    run = _Run(
+        store,
+        embedder,
+        chunk_tokens=chunk_tokens,
+        progress=progress,
+        model=model,
+        opener=opener,
+    )
     place = _place(Path(path), run.stored.values())
     run.files_total = len(listing.files)
     run.problems += [
@@ -293,6 +302,7 @@ class _Run:
         chunk_tokens: int,
         progress: Callable[[Progress], None] | None,
         model: ModelTokens | None,
+        opener: Callable[[str, int], int] | None = None,
     ) -> None:
         if not same_model(store.embedder, embedder.fingerprint):
             raise IndexStoreError(
@@ -303,6 +313,7 @@ class _Run:
         self.embedder = embedder
         self.progress = progress
         self.model = model
+        self.opener = opener
         self.reader = LimitedReader()
         self.limit = min(chunk_tokens, embedder.limit)
         self.settings = (
@@ -350,9 +361,8 @@ class _Run:
     def _incomplete(self, doc_id: str, what: str) -> None:
         self.problems.append(Problem(doc_id, "incomplete", what))
 
-    @staticmethod
-    def _bytes_of(path: Path) -> bytes:
-        with path.open("rb") as opened:
+    def _bytes_of(self, path: Path) -> bytes:
+        with open(path, "rb", opener=self.opener) as opened:
             data = opened.read(LARGEST_FILE + 1)
         if len(data) > LARGEST_FILE:
             raise DocumentError(too_large(path))

@@ -25,6 +25,8 @@ from cachecraft_rag.cli.mcp.allowed_folders import AllowedFolders
 from cachecraft_rag.cli.mcp.server import Address, server_of
 from cachecraft_rag.cli.mcp.tools import DocumentTools
 from cachecraft_rag.errors import CacheCraftError, ConfigError, DocumentError, ModelNotFoundError
+from cachecraft_rag.retrievers.indexer import IndexReport
+from cachecraft_rag.types.progress import Progress
 
 COMMAND = str(Path(sys.executable).with_name("cachecraft"))
 QUESTION = "How many days do I have to return an appliance?"
@@ -115,6 +117,37 @@ def test_empty_missing_and_hidden_paths_are_refused(tree: Path) -> None:
             allowed.path_of(path)
     with pytest.raises(ConfigError, match=r"--allow .*nowhere: there is no such folder"):
         AllowedFolders([tree / "nowhere"])
+
+
+@pytest.mark.parametrize("replaced", ["deep", "deep/kettle.md"])
+@pytest.mark.parametrize("has_dir_fd", [True, False])
+def test_a_link_made_after_the_path_was_compared_is_not_followed(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, has_dir_fd: bool, replaced: str
+) -> None:
+    if not has_dir_fd:
+        monkeypatch.setattr(os, "supports_dir_fd", set())
+    (tree / "private" / "kettle.md").write_text("A diary, too.")
+    allowed = AllowedFolders([tree / "allowed"])
+    realpath = os.path.realpath
+
+    def realpath_then_swap(path: str | Path) -> str:
+        real = realpath(path)
+        target = tree / "allowed" / replaced
+        if not target.is_symlink():
+            target.rename(tree / "aside")
+            target.symlink_to(tree / "private" / replaced.removeprefix("deep").lstrip("/"))
+        return real
+
+    monkeypatch.setattr(os.path, "realpath", realpath_then_swap)
+    with pytest.raises(DocumentError, match="was replaced while it was opened"):
+        allowed.open(str(tree / "allowed" / "deep" / "kettle.md"), os.O_RDONLY)
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(tree: Path) -> None:
+    os.mkfifo(tree / "allowed" / "pipe.md")
+    allowed = AllowedFolders([tree / "allowed"])
+    with pytest.raises(DocumentError, match="was replaced while it was opened"):
+        allowed.open(str(tree / "allowed" / "pipe.md"), os.O_RDONLY)
 
 
 # -- the tools, with the client in this process -----------------------------------------------------------------------
@@ -256,6 +289,48 @@ async def test_indexing_ends_when_the_client_cancels_it(rag: CacheCraft, tmp_pat
         assert scope.cancelled_caught
         assert rag.index.documents() == []
         assert len((await success(client, "index", path="."))["added"]) == 30
+
+
+@pytest.mark.parametrize("has_dir_fd", [True, False])
+async def test_a_file_that_becomes_a_link_out_of_the_folder_is_not_read(
+    rag: CacheCraft, tree: Path, monkeypatch: pytest.MonkeyPatch, has_dir_fd: bool
+) -> None:
+    if not has_dir_fd:
+        monkeypatch.setattr(os, "supports_dir_fd", set())
+    notes = tree / "notes"
+    (notes / "last").mkdir(parents=True)
+    for name in ("a.md", "b.md", "last/diary.md"):
+        (notes / name).write_text(f"A note named {name}.")
+    add_documents = rag.add_documents
+
+    def swap(step: Progress) -> None:
+        if step.done != 1:
+            return
+        (notes / "b.md").unlink()
+        (notes / "b.md").symlink_to(tree / "private" / "diary.md")
+        (notes / "last").rename(tree / "last")
+        (notes / "last").symlink_to(tree / "private")
+
+    def swapping(path: Path, *, progress: object, **options: Any) -> IndexReport:
+        return add_documents(path, progress=swap, **options)
+
+    monkeypatch.setattr(rag, "add_documents", swapping)
+    async with client_of(rag, notes) as client:
+        result = await success(client, "index", path=".")
+        assert result["added"] == ["notes/a.md"]
+        replaced, below_replaced = result["problems"]
+        assert "b.md: now leads out of the folders that may be indexed" in replaced
+        assert "diary.md: now leads out of the folders that may be indexed" in below_replaced
+        (passage,) = (await success(client, "search", question="A diary."))["passages"]
+        assert passage["text"] == "A note named a.md."
+
+
+async def test_links_within_an_allowed_folder_are_indexed(rag: CacheCraft, tree: Path) -> None:
+    (tree / "allowed" / "copy.md").symlink_to("deep/kettle.md")
+    (tree / "current").symlink_to("allowed")
+    async with client_of(rag, tree / "current") as client:
+        added = (await success(client, "index", path="."))["added"]
+        assert added == ["current/copy.md", "current/deep/kettle.md"]
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +91,72 @@ class AllowedFolders:
             f"{text}: is outside the folders that may be indexed ({self}); name a path below one of them, or ask the "
             "operator to start the server with --allow for its folder"
         )
+
+    def open(self, path: str, flags: int) -> int:
+        """Open a file below an allowed folder and return its descriptor; an opener for Python's `open`.
+
+        Links in the path are resolved first. The real path is then opened folder by folder without following links, so
+        a link that replaces a part of it meanwhile is refused. Systems that cannot do that (Windows) open the real path
+        by its name, and compare afterwards what was opened with what is there.
+
+        Args:
+            path: the file.
+            flags: as in `os.open`.
+
+        Raises:
+            DocumentError: the path leads out of the allowed folders, changed while it was opened, or is no file.
+            OSError: the file cannot be opened.
+        """
+        real = Path(os.path.realpath(path))
+        if not any(real.is_relative_to(folder.real) for folder in self._folders):
+            raise DocumentError(
+                f"{shown(Path(path))}: now leads out of the folders that may be indexed ({self}), so it was not read; "
+                "put the file back, or restart the server if an allowed folder has moved"
+            )
+        try:
+            descriptor = _opened_without_links(real, flags)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):  # met a link, or a file as a folder
+                raise DocumentError(_replaced(path)) from error
+            raise
+        if not _is_file_at(real, descriptor):
+            os.close(descriptor)
+            raise DocumentError(_replaced(path))
+        return descriptor
+
+
+def _opened_without_links(real: Path, flags: int) -> int:
+    """Open a path without links, refusing links that replaced parts of it where the system can."""
+    if os.open not in os.supports_dir_fd:
+        return os.open(real, flags)
+    # O_PATH: the folders above an allowed one may be closed to listing
+    folder_flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW
+    folder = os.open(real.anchor, folder_flags)
+    try:
+        for name in real.parts[1:-1]:
+            below = os.open(name, folder_flags, dir_fd=folder)
+            os.close(folder)
+            folder = below
+        # O_NONBLOCK: a pipe would wait for its writer
+        return os.open(real.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _is_file_at(real: Path, descriptor: int) -> bool:
+    """Return True if a regular file is open, and was opened without links or is still what `real` names."""
+    opened = os.fstat(descriptor)
+    if not stat.S_ISREG(opened.st_mode):
+        return False
+    if os.open in os.supports_dir_fd:
+        return True
+    return Path(os.path.realpath(real)) == real and os.path.samestat(opened, os.lstat(real))
+
+
+def _replaced(path: str) -> str:
+    return (
+        f"{shown(Path(path))}: was replaced while it was opened, so it was not read; index it again"
+    )
 
 
 def _resolved(path: Path) -> Path | None:

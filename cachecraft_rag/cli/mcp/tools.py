@@ -189,7 +189,9 @@ class DocumentTools:
 
         def run() -> IndexResult:
             report = rag.add_documents(
-                self._allowed.path_of(path), progress=_ProgressSender(context)
+                self._allowed.path_of(path),
+                progress=_ProgressSender(context),
+                opener=self._allowed.open,
             )
             return IndexResult(
                 added=list(report.added),
