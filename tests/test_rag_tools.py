@@ -58,8 +58,8 @@ def test_sampling_is_typed_by_name(rag: CacheCraft) -> None:
     one, same = (rag.ask(QUESTION, max_tokens=8, temperature=5.0, seed=7).text for _ in range(2))
     assert one == same
     assert rag.ask(QUESTION, max_tokens=8, temperature=5.0, seed=8).text != one
-    full = rag.ask(QUESTION, max_tokens=8).text
-    assert rag.ask(QUESTION, max_tokens=8, stop=full[2:4]).text == full[: full.index(full[2:4])]
+    full = rag.ask(QUESTION, max_tokens=24).text
+    assert rag.ask(QUESTION, max_tokens=24, stop=full[2:4]).text == full[: full.index(full[2:4])]
     with pytest.raises(ConfigError, match="mean the same"):
         rag.ask(QUESTION, max_tokens=3, max_new_tokens=4)
     with pytest.raises(ConfigError, match="Did you mean temperature"):

@@ -236,13 +236,13 @@ def _pieces(
     for start, end, headings in [(0, len(text), "")] if is_whole else _tables(text):
         # a table is cut between its rows, and only if it or its headings are too long for one chunk
         if headings and _fits(_join(path, headings), size, limit // 2):
-            cut = TextSplitter.from_callback
+            splitter_type: type[TextSplitter | MarkdownSplitter] = TextSplitter
         else:
             start -= len(headings)
             headings = ""
-            cut = kind.from_callback
+            splitter_type = kind
         size_of = partial(_size_below, size, path, headings)
-        splitter = cut(size_of, limit)
+        splitter = splitter_type.from_callback(size_of, limit)
         is_first = True
         for first, last in _blocks(text[start:end]):
             for offset, piece in splitter.chunk_indices(text[start + first : start + last]):
