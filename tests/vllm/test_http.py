@@ -337,7 +337,8 @@ def test_nothing_private_is_shared(server: ServerProcess, store: Path) -> None:
     )
     private = [{"role": "system", "content": secret}, {"role": "user", "content": "When?"}]
     name = Chunk(news[0]["text"]).chunk_id
-    body = {"messages": private, "session": "bob", "namespace": "other", "cachecraft": {}}
+    marked = {"private_system": True}
+    body = {"messages": private, "session": "bob", "namespace": "other", "cachecraft": marked}
     answer = server.chat(news, **body)
     assert answer.status_code == 200
     assert name not in {chunk for chunk, _ in owners()}  # nobody's session: it is not kept
@@ -353,7 +354,7 @@ def test_nothing_private_is_shared(server: ServerProcess, store: Path) -> None:
     theirs = server.chat(news, headers={"X-Mine": "bob"}, **body).json()
     assert stats_in(theirs)["chunks"][0]["outcome"] == "computed"
     again = server.chat(
-        news, headers={"X-Mine": "ada"}, **body | {"cachecraft": {"capture": False}}
+        news, headers={"X-Mine": "ada"}, **body | {"cachecraft": {**marked, "capture": False}}
     ).json()
     assert stats_in(again)["chunks"][0]["outcome"] == "exact"
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Self
 
@@ -331,11 +331,13 @@ class ServerEngine(AnswerEngine):
             return self._builder_of(text, json.dumps(asked.tools), private)
 
     def _new_builder(self, system: str, tools: str, private: bool) -> PromptBuilder:
-        return PromptBuilder(
+        new_builder = partial(
+            PromptBuilder,
             self._model.tokenizer,
             context_length=self._model.context_length,
             system=system,
-            private_system=private,
             best_last=self._best_last,
             tools=json.loads(tools),
         )
+        checked = new_builder(private_system=True)  # refuses control tokens of a client
+        return checked if private else new_builder(private_system=False)
