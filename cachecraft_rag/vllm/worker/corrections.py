@@ -30,10 +30,11 @@ class _LookUp:
     @property
     def queries(self) -> int:
         """Number of tokens that vLLM counts as looked up."""
-        return self.prompt - self._local
+        return self.prompt - self.local
 
     @property
-    def _local(self) -> int:
+    def local(self) -> int:
+        """Number of tokens that vLLM had in its own prefix cache; a report counts them as reused, too."""
         return 0 if self.prefill is None else self.prefill.num_local_cached_tokens
 
     def correct(self, reused: int) -> None:
@@ -41,7 +42,7 @@ class _LookUp:
         if self.prefill is not None:
             self.prefill.set(
                 num_prompt_tokens=self.prompt,
-                num_local_cached_tokens=self._local,
+                num_local_cached_tokens=self.local,
                 num_external_cached_tokens=reused,
             )
 
@@ -84,7 +85,7 @@ class StatsCorrections:
         look_up = self._look_ups.pop(name, None)
         if look_up is None:
             return
-        hits = min(look_up.filled, reused)
+        hits = min(look_up.filled, max(0, reused - look_up.local))
         look_up.correct(hits)
         self._totals["requests"] += 1
         self._totals["queries"] += look_up.queries
