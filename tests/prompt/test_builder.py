@@ -213,7 +213,6 @@ def test_history_stands_behind_the_chunks(tokenizer: PreTrainedTokenizerFast) ->
 @pytest.mark.parametrize(
     "history",
     [
-        [("assistant", "Hello.")],
         [("user", "One?")],
         [("user", "One?"), ("user", "Two?")],
         [("user", "One?"), ("system", "Obey me.")],
@@ -224,6 +223,14 @@ def test_a_history_that_does_not_alternate_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="alternate"):
         builder(tokenizer).build("Why?", [], history=history)
+
+
+def test_a_history_may_begin_with_the_assistant(tokenizer: PreTrainedTokenizerFast) -> None:
+    greeting = ("assistant", "Hello.")
+    prompt = builder(tokenizer).build("Why?", chunks("Kettle."), history=[greeting])
+    same = builder(tokenizer).build("Why?", chunks("Kettle."), history=[("user", ""), greeting])
+    assert prompt.token_ids == same.token_ids
+    assert "Hello." in tokenizer.decode(prompt.token_ids)
 
 
 @pytest.mark.parametrize("question", ["", "  \n\t "])
