@@ -549,7 +549,7 @@ def _key_of(variable: str, known: Mapping[str, KnownKey]) -> str | None:
 
 
 def _own_file() -> Path | None:
-    """Return the user's own settings file, or None if there is none."""
+    """Return the path of the user's own settings file; None if the file does not exist."""
     file = config_folder() / FILE_NAME
     return file if os.path.isfile(file) else None
 

@@ -341,7 +341,9 @@ class _Cleaner:
                     cell = next(cells, None)
                     if cell is None:
                         break
-                    text, columns, left = cell.html, min(cell.columns, _WIDEST_TABLE), cell.rows
+                    text = cell.html
+                    columns = min(cell.columns, _WIDEST_TABLE)
+                    left = cell.rows
                 for place in range(columns):
                     if place or left > 1:
                         self.spare -= len(text) + 9

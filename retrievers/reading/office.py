@@ -72,7 +72,7 @@ def docx_to_markdown(data: bytes, *, most_bytes: int, losses: list[str] | None =
 
 
 def _unpacked(data: bytes, most_bytes: int, kind: str) -> zipfile.ZipFile:
-    """Open an archive. Raises FormatError if it is none, or unpacks to more than so many bytes."""
+    """Open a ZIP archive. Raises FormatError for other data, or if it unpacks to more than `most_bytes`."""
     try:
         archive = zipfile.ZipFile(io.BytesIO(data))
     except zipfile.BadZipFile as error:

@@ -1,4 +1,4 @@
-"""Corrections to vLLM's own statistics: which filled tokens were reused, and which requests nobody waits for.
+"""Corrections to vLLM's own statistics: which filled tokens were reused, and which requests are idle work.
 
 vLLM counts each token that a connector announces as an external hit, at the time of its announcement. Ours fills the
 whole prompt, also with what it computes, and knows only afterwards how much was reused. So vLLM's count of such a
