@@ -58,10 +58,9 @@ def ask(
     sampling = SamplingParams(max_new_tokens=answer_tokens)
 
     def answer(_: int) -> list[float]:
-        return [
-            time.perf_counter()
-            for _ in engine.stream(QUESTION, chunks, sampling=sampling, config=config)
-        ]
+        stream = engine.stream(QUESTION, chunks, sampling=sampling, config=config)
+        # a token may be half a character, which is no text
+        return [time.perf_counter() for _ in stream] or [time.perf_counter()]
 
     with ThreadPoolExecutor(size) as clients:
         started = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
@@ -67,7 +68,7 @@ class AnswerText:
         set before, or is "length". A second call returns "". Raises nothing, unless the tokenizer could not decode a
         token that `take` got: then it raises the tokenizer's error again.
         """
-        self._settle(self._unsettled_text().rstrip("\ufffd"))
+        self._settle(_without_unfinished(self._unsettled_text()))
         text = self._release(is_final=True)
         self.finish = self.finish or "length"
         return text
@@ -121,6 +122,15 @@ class AnswerText:
         text = self._pending[:cut]
         self._pending = rest
         return text
+
+
+def _without_unfinished(text: str) -> str:
+    """Return a text without the character that it ends in the middle of: at most three bytes, one U+FFFD or one each.
+
+    >>> _without_unfinished("ok \ufffd"), _without_unfinished("a\ufffdb")
+    ('ok ', 'a\ufffdb')
+    """
+    return re.sub("\ufffd{1,3}$", "", text)
 
 
 def _overlap(text: str, word: str) -> int:

@@ -391,10 +391,10 @@ def test_index_says_what_it_left_out_and_when_it_found_nothing(
     (tmp_path / "docs").mkdir()
     done = cachecraft("index", "docs", cwd=tmp_path)
     assert "nothing was found to index; files end in .txt, .md" in done.stderr
-    (tmp_path / "docs" / "table.xlsx").write_text("a")
+    (tmp_path / "docs" / "table.xls").write_text("a")
     (tmp_path / "docs" / "page.md").write_text("Descale it.")
     done = cachecraft("index", "docs", cwd=tmp_path)
-    assert done.stderr.count("table.xlsx") == 1
+    assert done.stderr.count("table.xls") == 1
     assert "nothing was found" not in done.stderr
     assert "1 document added" in done.stdout
     assert "1 chunk embedded" in done.stdout

@@ -36,6 +36,13 @@ def pieces(
     return answer, [*parts, answer.rest()]
 
 
+def finished(text: str) -> str:
+    """The text without a character that it may end in the middle of."""
+    return (
+        text[: -min(3, len(text) - len(text.rstrip("\ufffd")))] if text.endswith("\ufffd") else text
+    )
+
+
 def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
     text: str = tokenizer.decode(
         list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -49,7 +56,7 @@ def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
 @given(TEXT)
 def test_the_pieces_are_the_text(byte_tokenizer: Any, text: str) -> None:
     _, parts = pieces(byte_tokenizer, ids_of(byte_tokenizer, text))
-    assert "".join(parts) == text.rstrip("\ufffd")  # at the end it is taken for half a character
+    assert "".join(parts) == finished(text)  # at the end it is taken for half a character
 
 
 @given(st.lists(st.integers(0, 259), max_size=40))
@@ -57,7 +64,7 @@ def test_any_tokens_give_what_decoding_them_at_once_gives(
     byte_tokenizer: Any, ids: list[int]
 ) -> None:
     _, parts = pieces(byte_tokenizer, ids)  # broken characters and special tokens included
-    assert "".join(parts) == decoded(byte_tokenizer, ids).rstrip("\ufffd")
+    assert "".join(parts) == finished(decoded(byte_tokenizer, ids))
 
 
 @pytest.mark.parametrize("missing", [1, 2, 3])
@@ -90,7 +97,7 @@ def test_a_tokenizer_that_drops_the_first_space_and_spells_characters_in_bytes_t
 ) -> None:
     tokenizer, ids = sentencepiece_like(), [token for word in words for token in word]
     _, parts = pieces(tokenizer, ids)
-    assert "".join(parts) == decoded(tokenizer, ids).rstrip("\ufffd")
+    assert "".join(parts) == finished(decoded(tokenizer, ids))
 
 
 def test_a_character_comes_once_it_is_whole(byte_tokenizer: Any) -> None:
