@@ -189,11 +189,9 @@ class Database:
         SQLite overwrites a removed row, but no earlier copies of it that moved within a page. Takes time and room on
         the disk in proportion to the file. Raises the kind's error if the file cannot be written or is closed.
         """
-        with self._errors():
-            self._reopen()
-            if self._writer is not None and not self.read_only:
-                with self._write_lock:
-                    self._writer.execute("VACUUM")
+        if self._writer is not None and not self.read_only:
+            with Block(self._writing(begin="")) as connection:
+                connection.execute("VACUUM")
         return self.erase()
 
     def erase(self) -> bool:
@@ -207,17 +205,15 @@ class Database:
             return True
         with self._errors():
             self._reopen()
-            if self._writer is None:
-                return True
-            with self._write_lock:
-                wait = int(1000 * self._busy_timeout_s)
-                self._writer.execute(
-                    f"PRAGMA busy_timeout = {min(int(1000 * _ERASE_WAIT_S), wait)}"
-                )
-                try:
-                    busy = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
-                finally:
-                    self._writer.execute(f"PRAGMA busy_timeout = {wait}")
+        if self._writer is None:
+            return True
+        wait = int(1000 * self._busy_timeout_s)
+        with Block(self._writing(begin="")) as connection:
+            connection.execute(f"PRAGMA busy_timeout = {min(int(1000 * _ERASE_WAIT_S), wait)}")
+            try:
+                busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+            finally:
+                connection.execute(f"PRAGMA busy_timeout = {wait}")
         if busy:
             logger.warning(
                 "%s-wal is in use and may still hold removed text; the next removal empties it, or closing the file in "
@@ -236,40 +232,44 @@ class Database:
                 with self._read_lock:
                     yield from _transaction(self._reader, begin, after_interrupt=self._renew_reader)
 
-    def _writing(self, *, durable: bool) -> Generator[sqlite3.Connection, None, None]:
+    def _writing(
+        self, begin: str = "BEGIN IMMEDIATE", *, durable: bool = False
+    ) -> Generator[sqlite3.Connection, None, None]:
         # IMMEDIATE: a transaction that first reads and then writes would fail at once, without waiting, when another
         # process wrote in between.
         with self._errors():
             self._reopen()
             if self._writer is None:
                 with Block(self._exclusive()) as connection:
-                    yield from self._committing(connection, durable=durable)
+                    yield from self._committing(connection, begin, durable=durable)
             else:
                 with self._write_lock:
                     yield from self._committing(
-                        self._writer, durable=durable, after_interrupt=self._renew_writer
+                        self._writer, begin, durable=durable, after_interrupt=self._renew_writer
                     )
 
     def _committing(
         self,
         connection: sqlite3.Connection,
+        begin: str,
         *,
         durable: bool,
         after_interrupt: Callable[[], None] | None = None,
     ) -> Generator[sqlite3.Connection, None, None]:
         """Yield the connection in a transaction that writes, with `durable` in one that SQLite syncs."""
         if not durable:
-            yield from _transaction(connection, "BEGIN IMMEDIATE", after_interrupt=after_interrupt)
+            yield from _transaction(connection, begin, after_interrupt=after_interrupt)
             return
         level = connection.execute("PRAGMA synchronous").fetchone()[0]
         connection.execute("PRAGMA synchronous = FULL")
         try:
-            with Block(
-                _transaction(connection, "BEGIN IMMEDIATE", after_interrupt=after_interrupt)
-            ):
-                yield connection
+            yield from _transaction(
+                connection,
+                begin,
                 # Without a changed page nothing would be synced, and earlier transactions be left to chance.
-                connection.execute(f"PRAGMA user_version = {self._kind.newest}")
+                before_commit=f"PRAGMA user_version = {self._kind.newest}",
+                after_interrupt=after_interrupt,
+            )
         finally:
             with suppress(sqlite3.Error):  # the connection was replaced after Ctrl-C
                 connection.execute(f"PRAGMA synchronous = {level}")
@@ -492,9 +492,16 @@ class Block:
 
 
 def _transaction(
-    connection: sqlite3.Connection, begin: str, *, after_interrupt: Callable[[], None] | None = None
+    connection: sqlite3.Connection,
+    begin: str,
+    *,
+    before_commit: str = "",
+    after_interrupt: Callable[[], None] | None = None,
 ) -> Generator[sqlite3.Connection, None, None]:
-    """Yield the connection once, in a transaction started by the statement `begin`, or in none if that is empty."""
+    """Yield the connection once, in a transaction started by the statement `begin`, or in none if that is empty.
+
+    The transaction ends with the statement `before_commit`, if it is not empty.
+    """
     if begin and connection.in_transaction:
         raise sqlite3.ProgrammingError("cannot start a transaction within a transaction")
     # BEGIN is inside: Ctrl-C can be raised after the statement and before the next line.
@@ -502,6 +509,8 @@ def _transaction(
         if begin:
             connection.execute(begin)
         yield connection
+        if before_commit:
+            connection.execute(before_commit)
         if begin:
             connection.execute("COMMIT")
     except BaseException as error:
