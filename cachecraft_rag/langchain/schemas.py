@@ -31,10 +31,19 @@ def answer_schema(given: Any) -> dict[str, Any]:
     if isinstance(given, type) and is_basemodel_subclass(given):
         model: Any = given  # of pydantic's version 1 or 2
         schema = model.model_json_schema() if issubclass(given, BaseModel) else model.schema()
-        return dict(schema)
+        return _without_titles(schema)
     if isinstance(given, type) and dataclasses.is_dataclass(given):
         return TypeAdapter(given).json_schema()
     return convert_to_json_schema(given)
+
+
+def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's schema as LangChain shows it to tracers: without the titles that pydantic makes of field names."""
+    fields = {
+        name: {key: value for key, value in field.items() if key != "title"}
+        for name, field in schema.get("properties", {}).items()
+    }
+    return {**schema, "properties": fields} if fields else dict(schema)
 
 
 def _of_dict(given: Mapping[str, Any]) -> dict[str, Any]:
