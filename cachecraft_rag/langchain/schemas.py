@@ -38,12 +38,14 @@ def answer_schema(given: Any) -> dict[str, Any]:
 
 
 def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's schema as LangChain shows it to tracers: without the titles that pydantic makes of field names."""
+    """Return a pydantic model's schema in LangChain's form: its name first, and no titles made of field names."""
     fields = {
         name: {key: value for key, value in field.items() if key != "title"}
         for name, field in schema.get("properties", {}).items()
     }
-    return {**schema, "properties": fields} if fields else dict(schema)
+    whole = {**schema, "properties": fields} if fields else schema
+    first = ("title", "description", "type", "properties", "required")
+    return {key: whole[key] for key in first if key in whole} | whole
 
 
 def _of_dict(given: Mapping[str, Any]) -> dict[str, Any]:
