@@ -422,7 +422,7 @@ class PlainPrompts:
             "system",
             digest("system", " ".join(map(str, head))),
             head,
-            private=engine.prompts.system.private,
+            private=True,  # an application that marks nothing may put a user's text there
         )
         prompt = Prompt((system, *tail[:-1], replace(tail[-1], closing=len(pieces[-1].token_ids))))
         session = session_of(prompt, owner)
