@@ -1,0 +1,275 @@
+"""`python -m benchmarks rows`: what each recomputed row buys, in right answers, divergence and time.
+
+Ways to spend recomputed rows are compared question by question, each with several recompute ratios. The scattered rows
+are those of the selector "question". The nearest chunk is the one directly before the question. The focused chunk is
+the one to which the question attends most in the probe: the sum over its `STRONGEST` tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+
+from benchmarks import formats
+from cachecraft_rag.checks import check_choice
+from cachecraft_rag.cli import options
+from cachecraft_rag.cli.evaluation.evaluate import (
+    Measuring,
+    Questions,
+    require_packages,
+    show_report,
+)
+from cachecraft_rag.cli.options import takes
+from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.evaluation.dataset import Dataset
+from cachecraft_rag.evaluation.intervals import paired_interval
+from cachecraft_rag.evaluation.lookalikes import NAME as LOOKALIKES
+from cachecraft_rag.evaluation.measuring import METHODS as USERS
+from cachecraft_rag.evaluation.measuring import PLAIN, Method, Record, label, methods_named
+from cachecraft_rag.evaluation.origins import condition_named
+from cachecraft_rag.evaluation.report import MEASURES, Columns, Estimate, Measure, summarise
+from cachecraft_rag.planning import planner
+from cachecraft_rag.planning.selectors import TokenFacts
+
+if TYPE_CHECKING:
+    from cachecraft_rag.engine.engine import Engine
+    from cachecraft_rag.evaluation.dataset import EvaluationQuestion
+    from cachecraft_rag.planning.config import ReuseConfig
+    from cachecraft_rag.types.documents import Chunk
+
+Order = Literal["given", "rotated", "retrieved"]
+STRONGEST = 8  # tokens of a chunk whose attention from the question is added
+IN_FOCUS = 0.5  # a chunk with at least this part of the strongest chunk's score is in focus
+NEAREST_SHARE = 0.35  # the default from 25 to 29 November 2026
+BASELINE = ("nearest", 0.15)  # what the answers of the other methods are paired with
+
+# facts about each chunk, its budget → its new budget
+Budgets = Callable[[Sequence[TokenFacts], Sequence[int]], Sequence[int]]
+
+
+def focus_scores(facts: Sequence[TokenFacts]) -> list[float]:
+    """The question's attention to each chunk, summed over its strongest tokens; [] before the probe."""
+    probed = [one.probed for one in facts if one.probed is not None]
+    if len(probed) < len(facts):
+        return []
+    return [float(np.sort(scores)[-STRONGEST:].sum()) for scores in probed]
+
+
+def focused_in_full(facts: Sequence[TokenFacts], budgets: Sequence[int]) -> Sequence[int]:
+    """All rows of the chunk with the strongest focus, beside the budgets of the others."""
+    scores = focus_scores(facts)
+    if not scores:
+        return budgets
+    strongest = scores.index(max(scores))
+    return [
+        one.tokens if place == strongest else budget
+        for place, (one, budget) in enumerate(zip(facts, budgets, strict=True))
+    ]
+
+
+def focused_alone(facts: Sequence[TokenFacts], budgets: Sequence[int]) -> Sequence[int]:
+    """No rows for chunks without focus; their budget is saved."""
+    scores = focus_scores(facts)
+    if not scores:
+        return budgets
+    least = IN_FOCUS * max(scores)
+    return [budget if score >= least else 0 for budget, score in zip(budgets, scores, strict=True)]
+
+
+def focused_more(facts: Sequence[TokenFacts], budgets: Sequence[int]) -> Sequence[int]:
+    """No rows for chunks without focus; their budget goes to the others, in proportion to theirs."""
+    kept = focused_alone(facts, budgets)
+    if not sum(kept):
+        return budgets
+    factor = sum(budgets) / sum(kept)
+    return [
+        min(one.tokens, math.ceil(budget * factor)) for one, budget in zip(facts, kept, strict=True)
+    ]
+
+
+def spending(budgets_of: Budgets) -> Any:
+    """A preparation that changes the budgets of a request, see `Method.prepare`."""
+
+    @contextmanager
+    def prepared(_: Engine, question: EvaluationQuestion, __: float) -> Iterator[Sequence[Chunk]]:
+        before = planner.select
+
+        def select(
+            facts: Sequence[TokenFacts], budgets: Sequence[int], *given: Any, **named: Any
+        ) -> list[np.ndarray]:
+            changed = budgets_of(facts, budgets)
+            # one budget would be spent on the best tokens of all chunks, so here each spends its own
+            named |= {} if list(changed) == list(budgets) else {"budget_scope": "chunk"}
+            return before(facts, changed, *given, **named)
+
+        planner.select = select
+        try:
+            yield question.passages
+        finally:
+            planner.select = before
+
+    return prepared
+
+
+def _with(**changes: Any) -> Callable[[float], ReuseConfig]:
+    return lambda ratio: replace(PLAIN, recompute_ratio=ratio, **changes)
+
+
+_WAYS = (
+    USERS["full_cache"],
+    Method("scattered", "this package", _with(nearest_share=0.0), takes_ratio=True),
+    Method("nearest", "this package", _with(nearest_share=NEAREST_SHARE), takes_ratio=True),
+    *(
+        Method(
+            name,
+            "this package",
+            _with(nearest_share=0.0),
+            takes_ratio=True,
+            prepare=spending(budgets_of),
+        )
+        for name, budgets_of in (
+            ("focused", focused_in_full),
+            ("focused_alone", focused_alone),
+            ("focused_more", focused_more),
+        )
+    ),
+)
+WAYS: Mapping[str, Method] = {way.name: way for way in _WAYS}
+
+
+def rotated(dataset: Dataset) -> Dataset:
+    """The look-alike pages with the page that holds the answer in each place equally often.
+
+    The other pages keep their order. Question n has its page in place n modulo the number of passages.
+
+    Raises:
+        ConfigError: the questions are not those of the look-alike pages.
+    """
+    if not dataset.name.startswith(LOOKALIKES):
+        raise ConfigError(f"--order rotated is for --data {LOOKALIKES}, not for {dataset.name}")
+    asked = []
+    for number, question in enumerate(dataset.questions):
+        page = f"{question.question_id.rpartition('#')[0]}.md"
+        own = next(one for one in question.passages if one.metadata["source"] == page)
+        passages = [one for one in question.passages if one is not own]
+        passages.insert(number % len(question.passages), own)
+        asked.append(replace(question, passages=tuple(passages)))
+    return replace(dataset, questions=tuple(asked))
+
+
+def retrieved(dataset: Dataset) -> Dataset:
+    """Each question with the chunks that the bundled embedding model finds among all, the best last.
+
+    There are as many as before; the one that holds the answer may be missing.
+    """
+    from cachecraft_rag.retrievers.embeddings import Embedder
+
+    embedder = Embedder()
+    chunks = [chunk for document in dataset.documents for chunk in document]
+    vectors = embedder.encode_document([chunk.text for chunk in chunks])
+    asked = []
+    for question in dataset.questions:
+        query = embedder.encode_query([question.text])[0]
+        best = (vectors @ query).argsort(kind="stable")[-len(question.passages) :]
+        asked.append(replace(question, passages=tuple(chunks[place] for place in best)))
+    return replace(dataset, questions=tuple(asked))
+
+
+ORDERS: Mapping[str, Callable[[Dataset], Dataset]] = {
+    "given": lambda dataset: dataset,
+    "rotated": rotated,
+    "retrieved": retrieved,
+}
+
+
+def _right_of_baseline(records: Sequence[Record], columns: Columns) -> Estimate | None:
+    today = columns.get(label(*BASELINE))
+    if today is None:
+        return None
+    pairs = [
+        (float(one.right), float(other.right))
+        for one, other in zip(records, today, strict=True)
+        if one.right is not None and other.right is not None
+    ]
+    return Estimate(paired_interval(*zip(*pairs, strict=True)), len(pairs)) if pairs else None
+
+
+def _kl_of_baseline(records: Sequence[Record], columns: Columns) -> Estimate | None:
+    today = columns.get(label(*BASELINE))
+    if today is None:
+        return None
+    interval = paired_interval([one.kl for one in records], [one.kl for one in today])
+    return Estimate(interval, len(records))
+
+
+PAIRED = (
+    Measure(
+        "right_minus_baseline",
+        f"right − {label(*BASELINE)}'s",
+        "+.3f",
+        "difference of the shares of right answers, question by question.",
+        _right_of_baseline,
+    ),
+    Measure(
+        "kl_minus_baseline",
+        f"KL − {label(*BASELINE)}'s",
+        "+.4f",
+        "paired by question.",
+        _kl_of_baseline,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Comparing:
+    """Options: what is compared, and where the answer's passage is.
+
+    ways   comma-separated: full_cache (nothing recomputed), scattered, nearest, focused, focused_alone, focused_more;
+           all without it
+    order  of the passages. given: as in the data. rotated: the look-alike page with the answer in each place equally
+           often. retrieved: those that the bundled embedding model finds, the best last
+    """
+
+    ways: str | None = None
+    order: str = "given"
+
+    def __post_init__(self) -> None:
+        """Check the order; raises ConfigError."""
+        check_choice("--order", self.order, get_args(Order))
+
+
+@takes(
+    comparing=Comparing,
+    questions=Questions,
+    measuring=Measuring,
+    defaults={"ratios": "0.05,0.1,0.15,0.2,0.3", "answer_tokens": 20},
+)
+def main(
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+    *,
+    comparing: Comparing,
+    questions: Questions,
+    measuring: Measuring,
+) -> None:
+    """Compare ways to spend recomputed rows with full prefill, question by question.
+
+    The column "computed" has the share of the chunks' tokens that was recomputed. Writes report.md to --out. After
+    Ctrl-C, the same command resumes; with a larger --limit, use another --out.
+    """
+    options.set_threads(threads)
+    require_packages()
+    dataset = ORDERS[comparing.order](questions.load(formats.read))
+    names = comparing.ways.split(",") if comparing.ways else list(WAYS)
+    ways = methods_named([name.strip() for name in names], WAYS)
+    described, records = measuring.run(
+        dataset, questions, ways, origin=condition_named(measuring.origin)
+    )
+    report = summarise(records, order=list(WAYS), measures=(*MEASURES, *PAIRED))
+    described["order"] = comparing.order
+    show_report(report, described, measuring.out, as_json=as_json)
