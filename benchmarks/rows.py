@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -142,6 +143,29 @@ _WAYS = (
 WAYS: Mapping[str, Method] = {way.name: way for way in _WAYS}
 
 
+def chosen(names: str) -> list[Method]:
+    """The ways of a comma-separated list; `NAME@R` is the way NAME at the recompute ratio R alone.
+
+    Raises:
+        ConfigError: a name is unknown, or a ratio is no number.
+    """
+    found = []
+    for one in names.split(","):
+        name, at, ratio = one.strip().partition("@")
+        (way,) = methods_named([name], WAYS)
+        if at:
+            (value,) = options.numbers(ratio)
+            way = replace(
+                way, name=label(name, value), config=partial(_at, way, value), takes_ratio=False
+            )
+        found.append(way)
+    return found
+
+
+def _at(way: Method, ratio: float, _: float) -> ReuseConfig:
+    return way.config(ratio)
+
+
 def rotated(dataset: Dataset) -> Dataset:
     """The look-alike pages with the page that holds the answer in each place equally often.
 
@@ -230,7 +254,7 @@ class Comparing:
     """Options: what is compared, and where the answer's passage is.
 
     ways   comma-separated: full_cache (nothing recomputed), scattered, nearest, focused, focused_alone, focused_more;
-           all without it
+           all without it. One with a ratio, such as nearest@0.15, runs at this one only, others at all of --ratios
     order  of the passages. given: as in the data. rotated: the look-alike page with the answer in each place equally
            often. retrieved: those that the bundled embedding model finds, the best last
     """
@@ -265,8 +289,7 @@ def main(
     options.set_threads(threads)
     require_packages()
     dataset = ORDERS[comparing.order](questions.load(formats.read))
-    names = comparing.ways.split(",") if comparing.ways else list(WAYS)
-    ways = methods_named([name.strip() for name in names], WAYS)
+    ways = chosen(comparing.ways) if comparing.ways else list(WAYS.values())
     described, records = measuring.run(
         dataset, questions, ways, origin=condition_named(measuring.origin)
     )
