@@ -22,6 +22,7 @@ from cachecraft_rag.cli import options
 from cachecraft_rag.cli.evaluation.evaluate import (
     Measuring,
     Questions,
+    recompute_ratios,
     require_packages,
     show_report,
 )
@@ -31,7 +32,7 @@ from cachecraft_rag.evaluation.dataset import Dataset
 from cachecraft_rag.evaluation.intervals import paired_interval
 from cachecraft_rag.evaluation.lookalikes import NAME as LOOKALIKES
 from cachecraft_rag.evaluation.measuring import METHODS as USERS
-from cachecraft_rag.evaluation.measuring import PLAIN, Method, Record, label, methods_named
+from cachecraft_rag.evaluation.measuring import PLAIN, Method, Record, Trial, label, methods_named
 from cachecraft_rag.evaluation.origins import condition_named
 from cachecraft_rag.evaluation.report import MEASURES, Columns, Estimate, Measure, summarise
 from cachecraft_rag.planning import planner
@@ -144,7 +145,7 @@ WAYS: Mapping[str, Method] = {way.name: way for way in _WAYS}
 
 
 def chosen(names: str) -> list[Method]:
-    """The ways of a comma-separated list; `NAME@R` is the way NAME at the recompute ratio R alone.
+    """The ways of a comma-separated list; `NAME@R` is the way NAME at the recompute ratio R alone, a number or cfo.
 
     Raises:
         ConfigError: a name is unknown, or a ratio is no number.
@@ -154,16 +155,19 @@ def chosen(names: str) -> list[Method]:
         name, at, ratio = one.strip().partition("@")
         (way,) = methods_named([name], WAYS)
         if at:
-            (value,) = options.numbers(ratio)
+            (value,) = recompute_ratios(ratio)
             way = replace(
-                way, name=label(name, value), config=partial(_at, way, value), takes_ratio=False
+                way,
+                name=one.strip(),
+                config=partial(_at, Trial(way, value)),
+                takes_ratio=False,
             )
         found.append(way)
     return found
 
 
-def _at(way: Method, ratio: float, _: float) -> ReuseConfig:
-    return way.config(ratio)
+def _at(trial: Trial, _: float) -> ReuseConfig:
+    return trial.config
 
 
 def rotated(dataset: Dataset) -> Dataset:
