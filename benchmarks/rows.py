@@ -22,7 +22,6 @@ from cachecraft_rag.cli import options
 from cachecraft_rag.cli.evaluation.evaluate import (
     Measuring,
     Questions,
-    recompute_ratios,
     require_packages,
     show_report,
 )
@@ -36,6 +35,7 @@ from cachecraft_rag.evaluation.measuring import PLAIN, Method, Record, Trial, la
 from cachecraft_rag.evaluation.origins import condition_named
 from cachecraft_rag.evaluation.report import MEASURES, Columns, Estimate, Measure, summarise
 from cachecraft_rag.planning import planner
+from cachecraft_rag.planning.config import DEFAULT_ALPHA
 from cachecraft_rag.planning.selectors import TokenFacts
 
 if TYPE_CHECKING:
@@ -122,10 +122,16 @@ def _with(**changes: Any) -> Callable[[float], ReuseConfig]:
     return lambda ratio: replace(PLAIN, recompute_ratio=ratio, **changes)
 
 
+def _by_cfo(**changes: Any) -> Callable[[float], ReuseConfig]:
+    return lambda _: replace(PLAIN, alpha=DEFAULT_ALPHA, **changes)
+
+
 _WAYS = (
     USERS["full_cache"],
     Method("scattered", "this package", _with(nearest_share=0.0), takes_ratio=True),
     Method("nearest", "this package", _with(nearest_share=NEAREST_SHARE), takes_ratio=True),
+    Method("cfo", "eq. 12", _by_cfo(nearest_share=0.0)),
+    Method("cfo_nearest", "eq. 12", _by_cfo(nearest_share=NEAREST_SHARE)),
     *(
         Method(
             name,
@@ -145,7 +151,7 @@ WAYS: Mapping[str, Method] = {way.name: way for way in _WAYS}
 
 
 def chosen(names: str) -> list[Method]:
-    """The ways of a comma-separated list; `NAME@R` is the way NAME at the recompute ratio R alone, a number or cfo.
+    """The ways of a comma-separated list; `NAME@R` is the way NAME at the recompute ratio R alone.
 
     Raises:
         ConfigError: a name is unknown, or a ratio is no number.
@@ -155,7 +161,7 @@ def chosen(names: str) -> list[Method]:
         name, at, ratio = one.strip().partition("@")
         (way,) = methods_named([name], WAYS)
         if at:
-            (value,) = recompute_ratios(ratio)
+            (value,) = options.numbers(ratio)
             way = replace(
                 way,
                 name=one.strip(),
@@ -257,7 +263,7 @@ PAIRED = (
 class Comparing:
     """Options: what is compared, and where the answer's passage is.
 
-    ways   comma-separated: full_cache (nothing recomputed), scattered, nearest, focused, focused_alone, focused_more;
+    ways   comma-separated: full_cache (nothing recomputed), scattered, nearest, cfo, cfo_nearest, focused, focused_alone, focused_more;
            all without it. One with a ratio, such as nearest@0.15, runs at this one only, others at all of --ratios
     order  of the passages. given: as in the data. rotated: the look-alike page with the answer in each place equally
            often. retrieved: those that the bundled embedding model finds, the best last

@@ -112,7 +112,7 @@ def label(method: str, ratio: float | None) -> str:
 class Trial:
     """A method at a recompute ratio.
 
-    ratio  None for a method without a ratio. None for a method that takes one: CFO decides for each chunk
+    ratio  None for a method without a ratio. None for a method that takes one: the engine's own choice
     """
 
     method: Method
@@ -137,7 +137,7 @@ class Trial:
 
 
 def trials_of(methods: Sequence[Method], ratios: Sequence[float | None]) -> tuple[Trial, ...]:
-    """Return each method at each ratio, or once if it takes no ratio. The ratio None stands for CFO's choice.
+    """Return each method at each ratio, or once if it takes no ratio. The ratio None stands for the engine's own choice.
 
     The methods are in the given order; the ratios of each are ascending, each once, and None is the first. Returns ()
     without methods.
@@ -161,7 +161,7 @@ def trials_of(methods: Sequence[Method], ratios: Sequence[float | None]) -> tupl
         unable = [method.name for method in methods if method.takes_ratio and method.prepare]
         if unable:
             raise ConfigError(
-                f"{', '.join(unable)} need a number as recompute ratio, not cfo; name one, for example 0.15"
+                f"{', '.join(unable)} need a number as recompute ratio, not auto; name one, for example 0.15"
             )
         distinct.insert(0, None)
     return tuple(

@@ -373,7 +373,7 @@ def markdown(report: Report, settings: Mapping[str, object], figures: Sequence[s
         "## How to read it",
         "Full prefill answers each question first, then every method does. [ ] holds the 95 % interval: Wilson's for "
         "shares\n(“4 of 32”), else of the mean over questions (10,000 bootstrap resamples, paired). `NAME@R` is the "
-        "method NAME at the\nrecompute ratio R; `default` without a ratio is the engine's own choice, by CFO.",
+        "method NAME at the\nrecompute ratio R; `default` without a ratio is the engine's own choice.",
         reading,
         "## Settings",
         _table(("setting", "value"), [(name, str(value)) for name, value in about.items()]),

@@ -16,7 +16,9 @@ from cachecraft_rag.checks import (
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.planning.selectors import BudgetScope, selector_named
 
-# α of eq. 12 without calibration: a chunk in a new context recomputes about 15 % of its tokens
+# of each chunk in a new context, unless CFO decides (docs/decisions/recomputed-rows.md)
+DEFAULT_RATIO = 0.2
+# α of eq. 12 where CFO decides or ranks variants, and none is given: about 15 % of a chunk's tokens
 DEFAULT_ALPHA = 0.25
 
 PlainPromptsMode = Literal["off", "reuse"]
@@ -36,12 +38,12 @@ class ReuseConfig:
                      (Cache-Craft). "prefix": after its origin prefix only (the exact baseline PREFIX-CACHE of
                      Cache-Craft §5.1.4). "set": after the chunks of its origin prefix in any order, without
                      recomputation unless `recompute_ratio` is set (the baseline SET-CACHE of §5.1.4)
-    alpha            factor of CFO (α of equation 12). None = the value that `cachecraft calibrate` found for this model
-                     and store, or else `DEFAULT_ALPHA`
+    alpha            factor of CFO (α of equation 12), which then decides how much of each chunk is recomputed. None =
+                     the value that `cachecraft calibrate` found for this model and store; without one every chunk has
+                     the same ratio
     recompute_ratio  fraction of the tokens to recompute of each chunk in a new context; 1 is exact, also with a lossy
-                     codec.
-                     None = CFO decides. With a ratio, α is ignored: CFO at `DEFAULT_ALPHA` only ranks the variants of
-                     a chunk
+                     codec. None = CFO decides if there is an α, given or calibrated, or else `DEFAULT_RATIO`. With a
+                     ratio, α is ignored: CFO at `DEFAULT_ALPHA` only ranks the variants of a chunk
     scoring          how the variants of a chunk are scored. "published": CFO as printed (eq. 12), and the variant with
                      the lowest CFO is reused. "corrected": of the overlap β′ of an inexact capture only its exact share
                      counts, and to compare variants CFO is weighted, less for a variant that was primed and more for
@@ -50,9 +52,8 @@ class ReuseConfig:
     probe_min_rows   smallest number of computed rows for which a selector's probe runs. A probe reads half of the
                      weights once more: a tenth of the time of a prompt of 700 tokens
     nearest_share    largest part of the prompt's chunk tokens that the last chunk, directly before the question, may
-                     have for it to be recomputed in full; 0 = never, as in the paper. By default the best chunk is the
-                     last (`EngineConfig.best_last`), and tokens of a chunk that were computed in two contexts are
-                     easily confused with those of a similar chunk (docs/decisions/look-alike-pages.md)
+                     have for it to be recomputed in full; 0 = never, as in the paper. As many tokens of the whole
+                     prompt are the better choice (docs/decisions/recomputed-rows.md)
     budget_scope     "chunk": each chunk spends its own budget, as in the paper; "prompt": the budgets are added and
                      spent on the best tokens of the whole prompt
     drift            strength of drift correction, in [0, 1]: the part of the mean change of a chunk's recomputed
@@ -86,7 +87,7 @@ class ReuseConfig:
     scoring: Scoring = "corrected"
     selector: str = "question"
     probe_min_rows: int = 0
-    nearest_share: float = 0.35
+    nearest_share: float = 0.0
     budget_scope: BudgetScope = "prompt"
     drift: float = 0.4
     refresh_rows: int = 0
@@ -200,6 +201,20 @@ class ReuseConfig:
         check_choice("plain_prompts", self.plain_prompts, get_args(PlainPromptsMode))
         check_choice("loading", self.loading, get_args(Loading))
         check_whole("min_prompt_tokens", self.min_prompt_tokens, optional=True)
+
+    @property
+    def fixed_ratio(self) -> float | None:
+        """Fraction of the tokens to recompute that is the same for each chunk in a new context; None: CFO decides.
+
+        CFO also decides in the baselines, `scoring="published"` and the scope "set", unless `recompute_ratio` is set.
+
+        >>> ReuseConfig().fixed_ratio, ReuseConfig(alpha=0.5).fixed_ratio, ReuseConfig.paper().fixed_ratio
+        (0.2, None, None)
+        """
+        is_baseline = self.scoring == "published" or self.scope == "set"
+        if self.recompute_ratio is not None or self.alpha is not None or is_baseline:
+            return self.recompute_ratio
+        return DEFAULT_RATIO
 
     def for_prompt(self, tokens: int, *, measured: int = 0) -> Self:
         """Return the settings for a prompt of this length.

@@ -108,7 +108,7 @@ def make_plan(
 
     An exact variant, and one that needs no fixing, is preferred to all others. With `scoring="corrected"`, the default,
     the CFO of primed variants and of those captured after the instruction only is weighted to compare them. A chunk
-    whose best variant has a CFO of 1 is computed, unless `config.recompute_ratio` is set. With `config.reuse` off,
+    whose best variant has a CFO of 1 is computed, unless `config.fixed_ratio` is a number. With `config.reuse` off,
     everything is computed. With `config.scope` "prefix", only variants are chosen that need no fixing because they are
     after their origin prefix; with "set", also those of the longest beginning of the prompt whose chunks were captured
     in another order. An instruction is reused from a lossless codec only. The last chunk is marked `in_full` if it is
@@ -189,8 +189,8 @@ def _with_last_chunk_in_full(
         for index, segment in enumerate(segments)
         if segment.kind == "chunk"
     }
-    has_ratio = config.recompute_ratio is not None
-    recomputes = config.recompute_ratio if has_ratio else config.alpha
+    has_ratio = config.fixed_ratio is not None
+    recomputes = config.fixed_ratio if has_ratio else config.alpha
     is_set_cache = config.scope == "set" and not has_ratio
     if not lengths or recomputes == 0 or is_set_cache:
         return marked
@@ -235,7 +235,7 @@ def _best(
         return SegmentPlan("computed", Reason.OTHER_PREFIX)
     if best is None:
         return SegmentPlan("computed", Reason.OTHER_TOKENS if variants else Reason.NOT_STORED)
-    if config.recompute_ratio is None and (best.cfo or 0.0) >= 1.0:
+    if config.fixed_ratio is None and (best.cfo or 0.0) >= 1.0:
         return replace(best, outcome="computed", reason=Reason.NOT_WORTH_FIXING, variant=None)
     return best
 
@@ -370,7 +370,7 @@ def _score(
     if config.scoring == "corrected":
         adjusted *= variant.exact_share
     # If the settings give the ratio, CFO only compares variants. DEFAULT_ALPHA keeps it below 1, where it is clipped.
-    has_own_ratio = config.recompute_ratio is not None
+    has_own_ratio = config.fixed_ratio is not None
     alpha = DEFAULT_ALPHA if config.alpha is None or has_own_ratio else config.alpha
     cfo = fix_overhead(alpha=alpha, cci=variant.cci, adjusted=adjusted)
     return SegmentPlan(
@@ -389,10 +389,10 @@ def with_selection(
 ) -> Plan:
     """Return a copy of the plan with the tokens to recompute of each segment to fix; other segments are unchanged.
 
-    The budget of a chunk is ⌈CFO · |C|⌉ tokens (§3.2.1), or ⌈r · |C|⌉ if a fixed ratio r is set. With
-    `budget_scope="prompt"`, the default, the budgets are added and spent on the best tokens of all chunks, so a chunk
-    may get more tokens than its own budget, or fewer (see `selectors.select`). Of a chunk that is marked `in_full`, all
-    tokens but the `excluded` ones are chosen, outside of the budgets.
+    The budget of a chunk is ⌈CFO · |C|⌉ tokens (§3.2.1), or ⌈r · |C|⌉ with a ratio r that is the same for all
+    (`config.fixed_ratio`). With `budget_scope="prompt"`, the default, the budgets are added and spent on the best
+    tokens of all chunks, so a chunk may get more tokens than its own budget, or fewer (see `selectors.select`). Of a
+    chunk that is marked `in_full`, all tokens but the `excluded` ones are chosen, outside of the budgets.
 
     Args:
         plan: a plan from `make_plan`.
@@ -426,7 +426,7 @@ def with_selection(
         variant = planned.variant
         if not planned.to_fix or variant is None:
             continue
-        ratio = planned.cfo if config.recompute_ratio is None else config.recompute_ratio
+        ratio = planned.cfo if config.fixed_ratio is None else config.fixed_ratio
         scores = token_scores.get(variant.variant_id, TokenScores())
         seed = int(variant.key.chunk_id[:8], 16)
         already_recomputed = recomputed.get(index, empty)

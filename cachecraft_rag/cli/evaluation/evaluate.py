@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cachecraft_rag.store import ChunkCacheStore
 
 DEFAULT_LIMIT = 100
-CFO = "cfo"  # in --ratios: no ratio, the engine decides for each chunk
+AUTO = "auto"  # in --ratios: no ratio, the engine decides
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Questions:
 class Measuring:
     """Options: the model and store to measure with, at which ratios, and where results go.
 
-    ratios   recompute ratios, comma-separated; cfo: the engine decides for each chunk, as ask does without a ratio.
+    ratios   recompute ratios, comma-separated; auto: the engine decides, as ask does without a ratio.
              The report calls that default, and a ratio default@0.15
     origin   how chunks were captured before a question reuses them. documents: primed, as index --prime does it;
              stream: by the questions before; neighbours: after the chunks before them in their document; alone: after
@@ -117,7 +117,7 @@ class Measuring:
     """
 
     model: str = "demo"
-    ratios: str = "cfo,0.05,0.1,0.15,0.2,0.3"
+    ratios: str = "auto,0.05,0.1,0.15,0.3"
     origin: str = "documents"
     warmup: int = 20
     out: Path = Path("cachecraft-eval")
@@ -182,16 +182,16 @@ class Measuring:
 
 
 def recompute_ratios(text: str) -> list[float | None]:
-    """Return the recompute ratios of a comma-separated list, in order; None for "cfo".
+    """Return the recompute ratios of a comma-separated list, in order; None for "auto".
 
     Raises ConfigError for other text, "", NaN and infinities. The range of the ratios is not checked.
 
-    >>> recompute_ratios("cfo, 0.15")
+    >>> recompute_ratios("auto, 0.15")
     [None, 0.15]
     """
     ratios: list[float | None] = []
     for part in text.split(","):
-        ratios += [None] if part.strip() == CFO else numbers(part)
+        ratios += [None] if part.strip() == AUTO else numbers(part)
     return ratios
 
 
