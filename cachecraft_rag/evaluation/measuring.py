@@ -137,7 +137,7 @@ class Trial:
 
 
 def trials_of(methods: Sequence[Method], ratios: Sequence[float | None]) -> tuple[Trial, ...]:
-    """Return each method at each ratio, or once if it takes no ratio. The ratio None stands for the engine's own choice.
+    """Return each method at each ratio, or once if it takes no ratio. The ratio None is the engine's own choice.
 
     The methods are in the given order; the ratios of each are ascending, each once, and None is the first. Returns ()
     without methods.
