@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import DEFAULT_RATIO, ReuseConfig
 from cachecraft_rag.types.digests import digest
 from cachecraft_rag.types.prompts import Prompt, Segment
 
@@ -24,7 +24,6 @@ SHORTEST = 1024  # tokens of the first prompt that is measured
 LONGEST = 32768  # and of the last one
 CHUNK = 512  # tokens of each of its chunks
 LONGEST_OVER = 128  # most tokens that a prompt has beyond its length, and those of the answer
-_RATIO = 0.15  # part of their tokens that is recomputed if the settings name none
 # prompts that are timed with and without reuse for each length; the first of each warms up
 _TIMINGS = 5
 _AROUND = 64  # tokens of the instruction and of the question together
@@ -112,14 +111,14 @@ def timed(
     pass.
 
     Args:
-        config: settings of reuse. Without a ratio, 15 % of the tokens are recomputed: CFO says nothing about random
+        config: settings of reuse. Where CFO would decide, `DEFAULT_RATIO` does: CFO says nothing about random
             tokens.
         ask: answers the prompt with these settings, and returns the seconds to the first token; None if it was to be
             reused, and was not.
         least_s: go on for so many seconds at least.
     """
-    ratio = config.recompute_ratio
-    reuse = replace(config, capture=False, recompute_ratio=_RATIO if ratio is None else ratio)
+    ratio = DEFAULT_RATIO if config.fixed_ratio is None else config.fixed_ratio
+    reuse = replace(config, capture=False, recompute_ratio=ratio)
     full = ReuseConfig.full_prefill()
     seconds: dict[ReuseConfig, list[float]] = {full: [], reuse: []}
     started = time.perf_counter()

@@ -96,11 +96,11 @@ def serve(
 def summary(settings: ConnectorSettings) -> str:
     """Return the settings that operators ask for first, in one line; those that are None are left out.
 
-    A recompute ratio of None is not left out: it reads "of each chunk's CFO".
+    A recompute ratio that CFO decides is not left out: it reads "of each chunk's CFO".
     """
     config = settings.config
     endpoint = settings.endpoint
-    ratio = config.reuse.recompute_ratio
+    ratio = config.reuse.fixed_ratio
     parts = {
         "store": settings.store,
         "namespace": settings.namespace,
