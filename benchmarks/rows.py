@@ -264,7 +264,8 @@ class Comparing:
     """Options: what is compared, and where the answer's passage is.
 
     ways   comma-separated: full_cache (nothing recomputed), scattered, nearest, cfo, cfo_nearest, focused,
-           focused_alone, focused_more; all without it. One with a ratio, such as nearest@0.15, runs at this one only, others at all of --ratios
+           focused_alone, focused_more; all without it. One with a ratio, such as nearest@0.15, runs at this one only,
+           others at all of --ratios
     order  of the passages. given: as in the data. rotated: the look-alike page with the answer in each place equally
            often. retrieved: those that the bundled embedding model finds, the best last
     """

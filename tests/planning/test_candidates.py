@@ -12,7 +12,7 @@ from cachecraft_rag.types.variants import Variant, VariantKey
 
 SYSTEM = Segment("system", "system", (1, 2))
 QUESTION = Segment("question", "question", (9,))
-CONFIG = ReuseConfig()
+CONFIG = ReuseConfig(alpha=0.25)  # CFO decides
 
 
 def variant(name: str, tokens: int = 10) -> Variant:

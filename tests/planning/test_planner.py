@@ -326,7 +326,8 @@ def selected(found: SegmentPlan, scores: Any = None, **config: Any) -> tuple[int
     known = {
         found.variant.variant_id: scores if isinstance(scores, TokenScores) else TokenScores(scores)
     }
-    return with_selection(Plan((found,)), known, ReuseConfig(**config)).segments[0].recompute
+    settings = ReuseConfig(**{"alpha": 0.25} | config)
+    return with_selection(Plan((found,)), known, settings).segments[0].recompute
 
 
 def test_the_budget_is_rounded_up() -> None:
@@ -351,7 +352,7 @@ def test_a_fixed_ratio_replaces_the_overhead_but_leaves_exact_chunks_alone() -> 
 
 def test_a_partly_recomputed_chunk_says_how_much_of_it_was_chosen_and_by_what() -> None:
     reused = SegmentPlan("reused", variant=variant("c", "a"), cfo=0.21)
-    config = ReuseConfig(selector="leading")
+    config = ReuseConfig(alpha=0.25, selector="leading")
     plan = with_selection(Plan((reused,)), {}, config)
     (fixed,) = plan.segments
     assert fixed.reason is Reason.FIXED
@@ -365,7 +366,16 @@ def test_a_partly_recomputed_chunk_says_how_much_of_it_was_chosen_and_by_what() 
 def test_without_token_scores_the_leading_tokens_are_recomputed() -> None:
     reused = SegmentPlan("reused", variant=variant("c"), cfo=0.3)
     assert selected(reused, None) == (0, 1, 2)
-    assert with_selection(Plan((reused,)), {}, ReuseConfig()).segments[0].recompute == (0, 1, 2)
+    assert with_selection(Plan((reused,)), {}, ReuseConfig()).segments[0].recompute == (0, 1)
+
+
+def test_without_an_alpha_every_chunk_recomputes_the_same_share() -> None:
+    for cfo in (0.0, 0.3, 1.0):
+        reused = SegmentPlan("reused", variant=variant("c", "a"), cfo=cfo)
+        assert len(selected(reused, alpha=None)) == 2  # a fifth of ten
+    published = ReuseConfig.paper(alpha=None)
+    reused = SegmentPlan("reused", variant=variant("c", "a"), cfo=0.3)
+    assert len(with_selection(Plan((reused,)), {}, published).segments[0].recompute) == 3
 
 
 def test_the_share_of_exact_context() -> None:
