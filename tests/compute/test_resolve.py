@@ -25,6 +25,7 @@ from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.store.files.disk import DiskTier
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.loader import Loader
@@ -353,6 +354,10 @@ def test_what_was_opened_is_closed_if_resolving_fails(
 # -- what is recomputed in full ---------------------------------------------------------------------------------------
 
 
+# as prompts of an engine are
+PRIVATE = prompt_of("question")
+
+
 def moved(shelf: Shelf) -> dict[str, Variant]:
     """The system and three chunks, each of the latter captured after others than in the prompt, and none in memory."""
     variants = {"system": shelf.put("system", ())}
@@ -372,7 +377,7 @@ def test_nothing_of_the_last_chunk_is_loaded_if_it_is_recomputed_in_full(
 ) -> None:
     variants = moved(shelf)
     config = ReuseConfig(selector=selector)
-    with closing(shelf.resolve(config=config)) as resolved:
+    with closing(shelf.resolve(PRIVATE, config)) as resolved:
         last = resolved.plan.segments[3]
         assert (last.in_full, last.recompute) == (True, tuple(range(20)))
         assert loaded_names(resolved) == ["system", "a", "b"]
@@ -387,7 +392,7 @@ def test_nothing_of_the_last_chunk_is_loaded_if_it_is_recomputed_in_full(
 def test_nothing_that_is_recomputed_in_full_is_resident(shelf: Shelf) -> None:
     shelf.put("a", ("system", "d"))
     shelf.put("c", ("system", "d"))
-    resolved = shelf.resolve(config=ReuseConfig())
+    resolved = shelf.resolve(PRIVATE, ReuseConfig())
     assert [one.start for one in resolved.job.resident] == [8]
     assert resolved.job.unread == {3}
 
@@ -398,7 +403,7 @@ def test_without_a_stale_token_only_exact_chunks_are_loaded_and_nothing_probes(
 ) -> None:
     moved(shelf)
     config = ReuseConfig(recompute_ratio=ratio)
-    with closing(shelf.resolve(config=config)) as resolved:
+    with closing(shelf.resolve(PRIVATE, config)) as resolved:
         assert loaded_names(resolved) == ["system"]
         assert resolved.job.unread == {1, 2, 3}
         assert resolved.job.probe is None
@@ -415,7 +420,7 @@ def test_a_chunk_that_a_probe_may_spare_is_loaded(shelf: Shelf) -> None:
     scores[variants["c"].variant_id] = TokenScores(np.ones(TOKENS["c"], np.float32))
     config = ReuseConfig(recompute_ratio=0.6, nearest_share=0.0, budget_scope="prompt")
     resolved = resolve(
-        PROMPT,
+        PRIVATE,
         shelf.found(),
         config,
         store=shelf.store,
@@ -433,7 +438,7 @@ def test_a_chunk_that_a_probe_may_spare_is_loaded(shelf: Shelf) -> None:
 def test_a_chunk_that_early_termination_may_stop_is_loaded(shelf: Shelf) -> None:
     moved(shelf)
     config = ReuseConfig(early_termination=True)
-    with closing(shelf.resolve(config=config)) as resolved:
+    with closing(shelf.resolve(PRIVATE, config)) as resolved:
         assert resolved.plan.segments[3].in_full
         assert loaded_names(resolved) == ["system", "a", "b", "c"]
         assert (resolved.job.unread, resolved.unused) == (frozenset(), frozenset())
@@ -446,7 +451,7 @@ def test_stored_values_of_recomputed_tokens_serve_drift_correction_alone(
     moved(shelf)
     config = ReuseConfig(recompute_ratio=0.7, nearest_share=0.0, selector="leading", drift=drift)
     with (
-        closing(shelf.resolve(config=config)) as resolved,
+        closing(shelf.resolve(PRIVATE, config)) as resolved,
         loading(Loader(shelf.store, 2), resolved.to_load, resolved.unused) as loads,
     ):
         assert loads.wait(loads.is_complete, 60)
@@ -458,6 +463,20 @@ def test_stored_values_of_recomputed_tokens_serve_drift_correction_alone(
         # 70 tokens of a and 63 of b: only a has a piece of 64 tokens that is recomputed as a whole
         assert spared == ([] if drift else [(8, 72)])
         assert loads.failed() == []
+
+
+@pytest.mark.parametrize("selector", ["question", "cache_craft"])
+def test_before_a_chunk_that_is_captured_for_everybody_nothing_changes_what_is_recomputed(
+    shelf: Shelf, selector: str
+) -> None:
+    """There neither a probe nor early termination has a say."""
+    moved(shelf)
+    shelf.store.evict(RowFilter(chunk_ids=("c",)))
+    config = ReuseConfig(recompute_ratio=1.0, selector=selector, early_termination=True)
+    with closing(shelf.resolve(PRIVATE, config)) as resolved:
+        assert resolved.job.shared_until == 218
+        assert resolved.job.unread == {1, 2}
+        assert loaded_names(resolved) == ["system"]
 
 
 # -- what must not depend on the question -----------------------------------------------------------------------------

@@ -107,7 +107,9 @@ def test_with_everything_recomputed_only_what_is_exact_is_read(
 def test_a_quality_target_that_recomputes_everything_reads_only_what_is_exact(
     make_cold: Callable[..., Engine], read: Counter[str]
 ) -> None:
-    engine = make_cold(config=LAYERWISE, audit="idle", quality_target=0.98, min_ratio=1.0)
+    engine = make_cold(
+        config=replace(LAYERWISE, alpha=None), audit="idle", quality_target=0.98, min_ratio=1.0
+    )
     answer = engine.stream(QUESTION, MOVED, sampling=SHORT)
     for _ in answer:
         pass
