@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cachecraft_rag.compute.captures.capture import CaptureRecorder
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
-from cachecraft_rag.compute.rows import Rows
+from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stale_tokens.refresh import Refresh
 from cachecraft_rag.planning.config import Loading
 from cachecraft_rag.planning.planner import Plan
@@ -24,8 +24,8 @@ class ProbeRequest:
     """Request for a probe before the last pass.
 
     question  positions of the question's own text
-    choose    makes a new plan from the scores of each reused segment (float32 `[tokens]`, 1 on average over all
-              segments) and the rows computed by then
+    choose    makes a new plan from the scores of each reused segment that the probe sees (float32 `[tokens]`, 1 on
+              average over all of them) and the rows computed by then
     """
 
     question: range
@@ -56,6 +56,8 @@ class PrefillJob:
     shared_until  position up to which keys and values must not depend on the question: chunks before it will be
                   captured for all users, and one user's question must not shape the answers of others
     reused        segments for drift correction (see `drift_correction`)
+    unread        those of `reused` that are recomputed in full and not read: they are neither resident nor loaded, a
+                  probe does not see them, and their rows must not be dropped
     drift         strength of drift correction
     refresh_rows  number of tokens to recompute with each decode step
     loading       strategy for chunk-caches that are not in memory
@@ -70,11 +72,30 @@ class PrefillJob:
     capacity: int = 0
     shared_until: int = 0
     reused: Sequence[int] = ()
+    unread: Set[int] = frozenset()
     drift: float = 0.0
     refresh_rows: int = 0
     loading: Loading = "cake"
     early_termination: EarlyTermination | None = None
     probe: ProbeRequest | None = None
+
+    def unused(self, rows: Rows, *, may_drop: bool = True) -> NDArray[np.int64]:
+        """Return the recomputed positions whose stored keys and values nothing uses, int64, ascending.
+
+        Drift correction uses those of a chunk with stale tokens, and early termination those of the rows that it may
+        drop.
+
+        Args:
+            rows: the rows of the prompt, once no probe will choose others.
+            may_drop: True if early termination may still drop rows.
+        """
+        is_unused = rows.reason == RowReason.RECOMPUTED
+        if self.drift:
+            stale_segments = np.unique(rows.segment[rows.reason == RowReason.STORED])
+            is_unused &= ~np.isin(rows.segment, stale_segments)
+        if may_drop and self.early_termination is not None:
+            is_unused[self.shared_until :] = False
+        return np.flatnonzero(is_unused)
 
 
 @dataclass(frozen=True)

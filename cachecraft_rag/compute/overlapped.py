@@ -265,6 +265,7 @@ class OverlappedPrefill:
         if self._job.probe is not None:
             with self._timer("probe"):
                 plan, placed_layers = yield from self._probe(self._job.probe)
+            self._loads.leave_out(self._job.unused(self._rows).tolist())
 
         prompt_end = len(self._ids)
         focus = self._focus_observer()
@@ -292,6 +293,8 @@ class OverlappedPrefill:
             yield from self._run_layer(row_pass)
             if focus is not None and focus.decide(layer):
                 row_pass.keep(self._rows_to_keep(row_pass.positions, focus.monitor))
+                unused = self._job.unused(self._rows, may_drop=False)
+                self._loads.leave_out(np.intersect1d(unused, row_pass.positions).tolist())
         row_pass.wait()
         seconds = computing_s()
 
@@ -331,7 +334,13 @@ class OverlappedPrefill:
         Returns:
             The new plan, and the number of first layers in which all chunk-caches are placed.
         """
-        probe = QuestionProbe(self._rows, request.question, self._buffer, self._layers)
+        probe = QuestionProbe(
+            self._rows,
+            request.question,
+            self._buffer,
+            self._layers,
+            unread=self._job.unread,
+        )
         timer = within(self._timer, "probe")
         row_pass = self._pass(probe.positions, observer=probe, absent=probe.absent, timer=timer)
         for layer in range(probe.layers):
@@ -346,9 +355,10 @@ class OverlappedPrefill:
         rows = self._rows
         attention = self._stack.ranks.mean(probe.seen()).cpu().numpy()  # float32 [positions]
 
-        scores: dict[int, NDArray[np.floating]] = {}  # of each segment that the question may shape
+        # of each segment that the question may shape and the probe sees
+        scores: dict[int, NDArray[np.floating]] = {}
         for segment in self._job.reused:
-            if rows.bounds[segment] < self._job.shared_until:
+            if rows.bounds[segment] < self._job.shared_until or segment in self._job.unread:
                 continue
             segment_scores = attention[rows.span(segment)]
             not_stored = rows.offsets(segment, RowReason.NEW, RowReason.COMPUTED_INSTEAD)
@@ -519,6 +529,8 @@ class OverlappedPrefill:
 
         stale_chunks = []
         for segment in ended:
+            if segment in self._job.unread:
+                continue
             not_done = np.flatnonzero(~rows.done[rows.span(segment)])
             stale_chunks.append(StaleChunk(segment, _ranges(rows.bounds[segment] + not_done)))
         return DriftCorrection(stale_chunks, strength=self._job.drift, rotary=self._buffer.rotary)

@@ -1,11 +1,12 @@
-"""Turn a store look-up into a prefill job: make a plan and open the variants it reuses.
+"""Turn a store look-up into a prefill job: make a plan and open the variants it reads.
 
-If a variant cannot be opened, the plan is made again without it.
+If a variant cannot be opened, the plan is made again without it. The variants of chunks that are recomputed in full are
+not opened: nothing of them is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -33,12 +34,12 @@ from cachecraft_rag.types.variants import LoadedVariant, TierName
 
 @dataclass(frozen=True)
 class Resolved:
-    """The plan of one prompt, the job that executes it, and the chunk-caches it reuses.
+    """The plan of one prompt, the job that executes it, and the chunk-caches it reads.
 
     plan    the plan of the prompt
     job     the prefill job
     stored  segment index → its chunk-cache that is still to be loaded
-    tiers   variant id → the tier that holds it
+    tiers   variant id → the tier that holds it; variants that are not read (`PrefillJob.unread`) are missing
     """
 
     plan: Plan
@@ -54,6 +55,16 @@ class Resolved:
         """
         bounds = self.job.rows.bounds
         return [(variant, bounds[index]) for index, variant in self.stored.items()]
+
+    @property
+    def unused(self) -> frozenset[int]:
+        """Positions that need not be loaded although their chunk-cache is open, see `PrefillJob.unused`.
+
+        Empty if a probe will choose the recomputed tokens again, because it sees all that is loaded.
+        """
+        if self.job.probe is not None:
+            return frozenset()
+        return frozenset(self.job.unused(self.job.rows).tolist())
 
     def close(self) -> None:
         """Close the variants of `stored`, which ends their reads; a second call does no harm.
@@ -74,11 +85,12 @@ def resolve(
     answer_tokens: int,
     scores: Mapping[str, TokenScores] | None = None,
 ) -> Resolved:
-    """Decide what is reused, open it, and make the prefill job.
+    """Decide what is reused, open what is read, and make the prefill job.
 
     If a variant cannot be opened, the plan is made again without it, so variants of an earlier plan may be open and
-    not in use: they are closed. With several ranks, every rank must call this with the same prompt and look-up, and all
-    of them leave out what one could not open. Nothing is loaded or computed here.
+    not in use: they are closed. Variants of segments that are recomputed in full are not opened. With several ranks,
+    every rank must call this with the same prompt and look-up, and all of them leave out what one could not open.
+    Nothing is loaded or computed here.
 
     Args:
         prompt: the segments of the prompt.
@@ -101,6 +113,7 @@ def resolve(
     """
     opened: dict[str, LoadedVariant | StoredVariant] = {}
     lost: dict[str, str] = {}
+    known_scores = dict(scores or {})
     with ExitStack() as close_on_error:
         while True:
             plan = make_plan(
@@ -111,10 +124,15 @@ def resolve(
                 refused=found.refused,
                 removed=found.removed,
             )
+            if scores is None:
+                known_scores |= store.token_scores(_without_scores(plan, known_scores))
+            plan = with_selection(plan, known_scores, config)
+            probe = _probe(prompt, plan, config, known_scores)
+            unread = _unread(prompt, plan, config, has_probe=probe is not None)
             chosen = {
                 planned.variant.variant_id: planned.variant
-                for planned in plan.segments
-                if planned.variant
+                for index, planned in enumerate(plan.segments)
+                if planned.variant and index not in unread
             }
             missing = [
                 variant for variant_id, variant in chosen.items() if variant_id not in opened
@@ -133,24 +151,26 @@ def resolve(
             for variant_id in ranks.agree(frozenset(lost)) - lost.keys():
                 lost[variant_id] = "another rank could not open it"
 
-        if scores is None:
-            scores = store.token_scores(
-                [
-                    planned.variant.variant_id
-                    for planned in plan.segments
-                    if planned.to_fix and planned.variant
-                ]
-            )
-        plan = with_selection(plan, scores, config)
         chosen_variants = {variant_id: opened[variant_id] for variant_id in chosen}
-        resolved = _resolved(prompt, plan, chosen_variants, config, scores, answer_tokens)
+        resolved = _resolved(
+            prompt, plan, chosen_variants, config, probe, unread, answer_tokens=answer_tokens
+        )
         close_on_error.pop_all()
 
-    for variant_id in opened.keys() - chosen.keys():  # chosen by an earlier plan only
+    for variant_id in opened.keys() - chosen.keys():  # read by an earlier plan only
         unused = opened[variant_id]
         if isinstance(unused, StoredVariant):
             unused.close()
     return resolved
+
+
+def _without_scores(plan: Plan, known: Container[str]) -> list[str]:
+    """Return the ids of the variants to fix whose token scores are not known yet."""
+    return [
+        planned.variant.variant_id
+        for planned in plan.segments
+        if planned.to_fix and planned.variant and planned.variant.variant_id not in known
+    ]
 
 
 def _resolved(
@@ -158,15 +178,19 @@ def _resolved(
     plan: Plan,
     opened: Mapping[str, LoadedVariant | StoredVariant],
     config: ReuseConfig,
-    scores: Mapping[str, TokenScores],
+    probe: ProbeRequest | None,
+    unread: frozenset[int],
+    *,
     answer_tokens: int,
 ) -> Resolved:
-    """Return the plan with its job; `opened` holds the chosen variants by id."""
+    """Return the plan with its job; `opened` holds the variants that are read, by id."""
     bounds = prompt.bounds
     resident: list[ResidentKV] = []
     captures: list[int] = []
     stored: dict[int, StoredVariant] = {}
     for index, planned in enumerate(plan.segments):
+        if index in unread:
+            continue
         variant = None if planned.variant is None else opened[planned.variant.variant_id]
         if isinstance(variant, LoadedVariant):
             resident.append(ResidentKV(bounds[index], variant.kv))
@@ -185,11 +209,12 @@ def _resolved(
         capacity=bounds[-1] + answer_tokens,
         shared_until=_shared_until(prompt, plan, config),
         reused=[index for index, planned in enumerate(plan.segments) if planned.to_fix],
+        unread=unread,
         drift=config.drift,
         refresh_rows=config.refresh_rows,
         loading=config.loading,
         early_termination=_early_termination(prompt, plan, config),
-        probe=_probe(prompt, plan, config, scores),
+        probe=probe,
     )
     tiers = {variant_id: variant.tier for variant_id, variant in opened.items()}
     return Resolved(plan, job, stored, tiers)
@@ -229,6 +254,24 @@ def _shared_until(prompt: Prompt, plan: Plan, config: ReuseConfig) -> int:
     return shared_until
 
 
+def _unread(prompt: Prompt, plan: Plan, config: ReuseConfig, *, has_probe: bool) -> frozenset[int]:
+    """Return the segments that are recomputed in full for certain, so that nothing stored of them is used.
+
+    A chunk before `_shared_until` stays as it is planned. A later one may still change: a probe chooses its tokens
+    again unless it is marked `in_full`, and early termination may leave its deeper layers as they are stored.
+    """
+    shared_until = _shared_until(prompt, plan, config)
+    unread: list[int] = []
+    for index, planned in enumerate(plan.segments):
+        if not planned.to_fix or planned.recomputed_share < 1.0:
+            continue
+        may_be_chosen_again = has_probe and not planned.in_full
+        may_change = may_be_chosen_again or config.early_termination
+        if prompt.bounds[index] < shared_until or not may_change:
+            unread.append(index)
+    return frozenset(unread)
+
+
 def _early_termination(prompt: Prompt, plan: Plan, config: ReuseConfig) -> EarlyTermination | None:
     """Return the settings of early termination; None if it is off or no token is recomputed."""
     if not config.early_termination or not any(planned.recompute for planned in plan.segments):
@@ -239,26 +282,25 @@ def _early_termination(prompt: Prompt, plan: Plan, config: ReuseConfig) -> Early
 def _probe(
     prompt: Prompt, plan: Plan, config: ReuseConfig, scores: Mapping[str, TokenScores]
 ) -> ProbeRequest | None:
-    """Return the request for a probe; None if the selector does not probe or a probe would not pay off."""
-    recomputed = 0
-    new = 0
-    for segment, planned in zip(prompt.segments, plan.segments, strict=True):
-        recomputed += len(planned.recompute)
-        if planned.variant is None:
-            new += len(segment.token_ids)
-    if not selector_named(config.selector).probes or not recomputed:
-        return None
-    if recomputed + new < config.probe_min_rows:
-        return None
+    """Return the request for a probe; None if the selector does not probe or a probe would not pay off.
 
+    It would not where there is nothing to choose. The question must not shape the chunks before `_shared_until`, which
+    all users are served; and of the others, none, or every token may be recomputed in any case.
+    """
+    if not selector_named(config.selector).probes:
+        return None
     bounds = prompt.bounds
     shared_until = _shared_until(prompt, plan, config)
-    if all(
-        bounds[index] < shared_until
-        for index, planned in enumerate(plan.segments)
-        if planned.to_fix
-    ):
-        # the question must not shape what all users are served, so there is nothing to choose
+    rows = 0
+    chosen = 0
+    to_choose_from = 0
+    for index, (segment, planned) in enumerate(zip(prompt.segments, plan.segments, strict=True)):
+        tokens = len(segment.token_ids)
+        rows += tokens if planned.variant is None else len(planned.recompute)
+        if planned.to_fix and not planned.in_full and bounds[index] >= shared_until:
+            chosen += len(planned.recompute)
+            to_choose_from += tokens
+    if rows < config.probe_min_rows or chosen in (0, to_choose_from):
         return None
     return ProbeRequest(_question_text(prompt), partial(_plan_with_probe, plan, config, scores))
 

@@ -32,7 +32,8 @@ class ChunkStats:
                  variants
     beta_prime   eq. 8 of the same variant; None likewise
     variant_id   id of the variant; None if the chunk was computed
-    tier         tier that the variant was read from; None if the chunk was computed
+    tier         tier that the variant was read from; None if nothing was read: the chunk was computed, or all of it was
+                 recomputed
     stale_id     id that came with its text, if the text was edited after it was retrieved; else empty
     """
 

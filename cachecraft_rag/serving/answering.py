@@ -217,7 +217,9 @@ class Answering:
         if not self.admission.reserve(task, nbytes):
             resolved.close()
             return None
-        return LoadingPlan(resolved, self.loader.begin(resolved.to_load), self.loader)
+        return LoadingPlan(
+            resolved, self.loader.begin(resolved.to_load, resolved.unused), self.loader
+        )
 
     def _joins(self, rows: Sequence[int] | NDArray[np.int64], request: Request) -> bool:
         """Return whether a request may prefill beside the running ones: it joins their forwards and waits for none of
@@ -264,7 +266,9 @@ class Answering:
             early.close()
             resolved.close()
             resolved = self._resolve(request, progress)
-        return LoadingPlan(resolved, self.loader.begin(resolved.to_load), self.loader)
+        return LoadingPlan(
+            resolved, self.loader.begin(resolved.to_load, resolved.unused), self.loader
+        )
 
     def _resolve(self, request: Request, progress: RequestProgress) -> Resolved:
         """Look up and plan."""

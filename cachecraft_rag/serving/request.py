@@ -68,7 +68,8 @@ def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentR
 
     Args:
         plan: the plan, as it was made or carried out.
-        tiers: variant id → tier that the variant was read from; one that is missing has the tier None in its report.
+        tiers: variant id → tier that the variant was read from; one that is missing was not read, and has the tier None
+            in its report.
     """
     reports = []
     for planned in plan.segments:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -404,12 +404,48 @@ def test_early_termination_beside_loading_leaves_no_position_without_keys(
     assert_exact(result)
 
 
-def probe_of() -> ProbeRequest:
-    """Chooses, of each chunk, the 15 tokens that were seen most and have not been lost."""
+@pytest.mark.gate
+def test_no_deeper_layer_of_a_focused_chunk_that_is_recomputed_is_read(
+    decoder: Decoder, disk: Disk, assert_exact: Exact, memory_holds: Callable[[float], None]
+) -> None:
+    """Of chunks that early termination has stopped all layers are read: their rows are as they were stored."""
+    chunk_rows = [range(BOUNDS[n], BOUNDS[n + 1]) for n in (1, 2, 3)]
+    rows = Rows.of(BOUNDS, new=QUESTION, recomputed=[row for span in chunk_rows for row in span])
+    memory_holds(math.nan)  # what is read before it is written would spoil everything
+    loads = disk.loads(readers=0)
+    job = PrefillJob(IDS, rows, loading="layerwise", early_termination=EarlyTermination(1))
+    steps = OverlappedPrefill(decoder, job, loads, ComputeSpeed(decoder.keys_per_row)).steps()
+
+    def just_in_time() -> Generator[Any, Any, PrefillResult]:
+        step = next(steps)
+        while True:
+            if isinstance(step, overlapped.Wait):
+                while not step.ready():
+                    read_one(loads)
+            came = yield step
+            try:
+                step = steps.send(came)
+            except StopIteration as end:
+                return cast(PrefillResult, end.value)
+
+    result = run(decoder, just_in_time())
+    assert_exact(result)
+    assert result.focus_layer == 0
+    assert result.row_layers < len(rows.open()) * 6
+    layers = [extent.layers for extent in loads.extents[1:]]
+    by_chunk = [set(layers[first : first + 3]) for first in (0, 3, 6)]
+    assert {1} in by_chunk  # of what is focused no layer after the first
+    assert {6} in by_chunk
+
+
+def probe_of(chunks: Sequence[int] = (1, 2, 3), in_full: Sequence[int] = ()) -> ProbeRequest:
+    """Chooses, of each of these chunks, the 15 tokens that were seen most and have not been lost."""
 
     def choose(seen: Mapping[int, NDArray[np.float32]], rows: Rows) -> Plan:
-        assert list(seen) == [1, 2, 3]
+        assert list(seen) == list(chunks)
         plans = [SegmentPlan("exact"), *[SegmentPlan("reused")] * 3, SegmentPlan("computed")]
+        for index in in_full:
+            plans[index] = SegmentPlan("reused", recompute=tuple(range(150)))
         for index, scores in seen.items():
             assert np.isfinite(scores).all()
             lost = rows.offsets(index, RowReason.COMPUTED_INSTEAD, RowReason.NEW).tolist()
@@ -453,6 +489,41 @@ def test_probing_and_drift_correction_beside_loading_leave_exact_caches_exact(
     )
     assert_exact(result)
     assert result.plan is not None
+
+
+@KEPT_OR_NOT
+@pytest.mark.gate
+@pytest.mark.parametrize("rate", [0.2e6, 2e6, math.inf])
+@pytest.mark.parametrize("probes", [False, True])
+def test_a_chunk_that_is_recomputed_in_full_needs_nothing_stored(
+    decoder: Decoder,
+    disk: Disk,
+    assert_exact: Exact,
+    memory_holds: Callable[[float], None],
+    rate: float,
+    probes: bool,
+) -> None:
+    """Neither a probe nor drift correction, nor a front of any length, reads the places of such chunks."""
+    speed = measured(decoder)
+    unread = (1, 3) if not probes else (3,)
+    whole = [position for n in unread for position in range(BOUNDS[n], BOUNDS[n + 1])]
+    some = [BOUNDS[n] + k for n in (1, 2) for k in (0, 30, 70, 120, 149)]
+    disk.throttle.bytes_per_s = rate
+    loads = disk.loads([n for n in range(4) if n not in unread])
+    memory_holds(math.nan)  # what is read before it is written would spoil everything
+    result = prefilled(
+        decoder,
+        loads,
+        speed=speed,
+        rows=Rows.of(BOUNDS, new=QUESTION, recomputed=[*some, *whole]),
+        reused=(1, 2, 3),
+        unread=frozenset(unread),
+        drift=1.0,
+        probe=probe_of(chunks=[1, 2], in_full=[3]) if probes else None,
+    )
+    assert_exact(result)
+    recomputed = np.flatnonzero(result.rows.reason == RowReason.RECOMPUTED)
+    assert set(whole) <= set(recomputed.tolist())
 
 
 class Hanging:
@@ -811,6 +882,45 @@ def test_the_first_reads_are_small_and_of_few_extents_each_reader_takes_half(dis
     # how fast it comes is known
     assert reads_of(disk.loads(readers=0, expected=1e6), 1) == [(0, 0, 150)]
     assert reads_of(disk.loads([3], readers=0, expected=1e6), 2) == [(0, 64, 150), (0, 0, 64)]
+
+
+@KEPT_OR_NOT
+def test_what_is_left_out_is_read_no_further_and_is_neither_lost_nor_taken(disk: Disk) -> None:
+    loads = disk.loads(readers=0)
+    loads.send_to(Placed())
+    for _ in range(
+        4
+    ):  # one extent of the last chunk, then two more of it, then a few of the chunk before
+        read_one(loads)
+    before = [extent.layers for extent in loads.extents]
+    assert sum(before[-3:]) == 3
+    # the last chunk as a whole, and of the one before more than its first extent
+    loads.leave_out([*range(BOUNDS[2], BOUNDS[2] + 100), *range(BOUNDS[3], BOUNDS[4])])
+    loads.read()
+    layers = disk.decoder.layout.layers
+    assert [extent.layers for extent in loads.extents] == [
+        *[layers] * 4,
+        before[4],
+        *[layers] * 2,
+        *before[-3:],
+    ]
+    assert loads.is_complete()
+    assert loads.depth() == layers
+    assert (loads.incomplete(), loads.failed(), loads.bytes_left()) == ([], [], 0.0)
+    assert loads.take(math.inf) == []
+
+
+def test_what_is_left_out_while_it_is_read_is_dropped_after_its_layer(disk: Disk) -> None:
+    loads = disk.loads([1], readers=0)
+    loads.send_to(placed := Placed())
+    job = loads._next()
+    assert job is not None
+    loads.leave_out(range(BOUNDS[1], BOUNDS[2]))
+    assert loads.is_complete()
+    loads._note(job, Unavailable("", LoadFailure.UNREADABLE, "too late"), job.own)
+    assert loads.failed() == []  # nothing waits for it, so that its loss matters to no one
+    assert loads._next() is None
+    assert placed.positions == []
 
 
 def test_what_failed_is_told_once(disk: Disk) -> None:

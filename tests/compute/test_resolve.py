@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +20,12 @@ from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.resolve import Resolved, executed_plan, resolve, rows_of
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stack import Alone
-from cachecraft_rag.errors import StoreError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.store.files.disk import DiskTier
 from cachecraft_rag.store.layout import StoredVariant
 from cachecraft_rag.store.loading.loader import Loader
@@ -66,8 +66,10 @@ PROMPT = prompt_of()
 
 
 @contextmanager
-def loading(loader: Loader, stored: Sequence[tuple[StoredVariant, int]]) -> Iterator[PendingLoads]:
-    loads = loader.begin(stored)
+def loading(
+    loader: Loader, stored: Sequence[tuple[StoredVariant, int]], unused: Set[int] = frozenset()
+) -> Iterator[PendingLoads]:
+    loads = loader.begin(stored, unused)
     try:
         yield loads
     finally:
@@ -340,13 +342,141 @@ def test_what_was_opened_is_closed_if_resolving_fails(
     shelf.reopen()
     opened = opened_by(shelf.store, monkeypatch)
 
-    def fail(names: Sequence[str]) -> Mapping[str, TokenScores]:
-        raise StoreError("gone")
+    class Apart(Alone):
+        def agree(self, lost: frozenset[str]) -> frozenset[str]:
+            raise RuntimeError("a rank is gone")
 
-    monkeypatch.setattr(shelf.store, "token_scores", fail)
-    with pytest.raises(StoreError):
-        shelf.resolve()
+    with pytest.raises(RuntimeError):
+        shelf.resolve(ranks=Apart())
     assert [is_closed(one) for one in opened] == [True, True]
+
+
+# -- what is recomputed in full ---------------------------------------------------------------------------------------
+
+
+# as prompts of an engine are
+PRIVATE = prompt_of("question")
+
+
+def moved(shelf: Shelf) -> dict[str, Variant]:
+    """The system and three chunks, each of the latter captured after others than in the prompt, and none in memory."""
+    variants = {"system": shelf.put("system", ())}
+    for name in ("a", "b", "c"):
+        variants[name] = shelf.put(name, ("system", "d"))
+    shelf.reopen()
+    return variants
+
+
+def loaded_names(resolved: Resolved) -> list[str]:
+    return [stored.variant.key.chunk_id for stored, _ in resolved.to_load]
+
+
+@pytest.mark.parametrize("selector", ["question", "cache_craft"])
+def test_nothing_of_the_last_chunk_is_loaded_if_it_is_recomputed_in_full(
+    shelf: Shelf, selector: str
+) -> None:
+    variants = moved(shelf)
+    config = ReuseConfig(selector=selector)
+    with closing(shelf.resolve(PRIVATE, config)) as resolved:
+        last = resolved.plan.segments[3]
+        assert (last.in_full, last.recompute) == (True, tuple(range(20)))
+        assert loaded_names(resolved) == ["system", "a", "b"]
+        assert resolved.job.unread == {3}
+        assert resolved.tiers.keys() == {variants[name].variant_id for name in ("system", "a", "b")}
+        # most of its context is approximate, so it is not captured with the request
+        assert list(resolved.job.captures) == [0, 1, 2]
+        assert set(range(198, 218)) <= set(marks(resolved.job.rows, RowReason.RECOMPUTED))
+        assert (resolved.job.probe is not None) == (selector == "question")
+
+
+def test_nothing_that_is_recomputed_in_full_is_resident(shelf: Shelf) -> None:
+    shelf.put("a", ("system", "d"))
+    shelf.put("c", ("system", "d"))
+    resolved = shelf.resolve(PRIVATE, ReuseConfig())
+    assert [one.start for one in resolved.job.resident] == [8]
+    assert resolved.job.unread == {3}
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.999])
+def test_without_a_stale_token_only_exact_chunks_are_loaded_and_nothing_probes(
+    shelf: Shelf, ratio: float
+) -> None:
+    moved(shelf)
+    config = ReuseConfig(recompute_ratio=ratio)
+    with closing(shelf.resolve(PRIVATE, config)) as resolved:
+        assert loaded_names(resolved) == ["system"]
+        assert resolved.job.unread == {1, 2, 3}
+        assert resolved.job.probe is None
+
+
+def test_a_chunk_that_a_probe_may_spare_is_loaded(shelf: Shelf) -> None:
+    variants = moved(shelf)
+    scores = {
+        variants[name].variant_id: TokenScores(
+            np.where(np.arange(TOKENS[name]) < TOKENS[name] // 3, 1.0, 0.0).astype(np.float32)
+        )
+        for name in ("a", "b")
+    }
+    scores[variants["c"].variant_id] = TokenScores(np.ones(TOKENS["c"], np.float32))
+    config = ReuseConfig(recompute_ratio=0.6, nearest_share=0.0, budget_scope="prompt")
+    resolved = resolve(
+        PRIVATE,
+        shelf.found(),
+        config,
+        store=shelf.store,
+        ranks=Alone(),
+        answer_tokens=5,
+        scores=scores,
+    )
+    with closing(resolved):
+        assert resolved.plan.segments[3].recomputed_share == 1.0
+        assert resolved.job.probe is not None
+        assert loaded_names(resolved) == ["system", "a", "b", "c"]
+        assert (resolved.job.unread, resolved.unused) == (frozenset(), frozenset())
+
+
+def test_a_chunk_that_early_termination_may_stop_is_loaded(shelf: Shelf) -> None:
+    moved(shelf)
+    config = ReuseConfig(early_termination=True)
+    with closing(shelf.resolve(PRIVATE, config)) as resolved:
+        assert resolved.plan.segments[3].in_full
+        assert loaded_names(resolved) == ["system", "a", "b", "c"]
+        assert (resolved.job.unread, resolved.unused) == (frozenset(), frozenset())
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.4])
+def test_stored_values_of_recomputed_tokens_serve_drift_correction_alone(
+    shelf: Shelf, drift: float
+) -> None:
+    moved(shelf)
+    config = ReuseConfig(recompute_ratio=0.7, nearest_share=0.0, selector="leading", drift=drift)
+    with (
+        closing(shelf.resolve(PRIVATE, config)) as resolved,
+        loading(Loader(shelf.store, 2), resolved.to_load, resolved.unused) as loads,
+    ):
+        assert loads.wait(loads.is_complete, 60)
+        spared = [
+            (extent.start + extent.first, extent.start + extent.last)
+            for extent in loads.extents
+            if not extent.layers
+        ]
+        # 70 tokens of a and 63 of b: only a has a piece of 64 tokens that is recomputed as a whole
+        assert spared == ([] if drift else [(8, 72)])
+        assert loads.failed() == []
+
+
+@pytest.mark.parametrize("selector", ["question", "cache_craft"])
+def test_before_a_chunk_that_is_captured_for_everybody_nothing_changes_what_is_recomputed(
+    shelf: Shelf, selector: str
+) -> None:
+    """There neither a probe nor early termination has a say."""
+    moved(shelf)
+    shelf.store.evict(RowFilter(chunk_ids=("c",)))
+    config = ReuseConfig(recompute_ratio=1.0, selector=selector, early_termination=True)
+    with closing(shelf.resolve(PRIVATE, config)) as resolved:
+        assert resolved.job.shared_until == 218
+        assert resolved.job.unread == {1, 2}
+        assert loaded_names(resolved) == ["system"]
 
 
 # -- what must not depend on the question -----------------------------------------------------------------------------

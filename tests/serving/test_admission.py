@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -133,8 +133,10 @@ def noted_loads(engine: Engine) -> list[PendingLoads]:
     begun: list[PendingLoads] = []
     begin = engine._answering.loader.begin
 
-    def noted(stored: Sequence[tuple[StoredVariant, int]]) -> PendingLoads:
-        begun.append(begin(stored))
+    def noted(
+        stored: Sequence[tuple[StoredVariant, int]], unused: Set[int] = frozenset()
+    ) -> PendingLoads:
+        begun.append(begin(stored, unused))
         return begun[-1]
 
     engine._answering.loader.begin = noted  # type: ignore[method-assign]

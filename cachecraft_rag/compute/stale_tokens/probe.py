@@ -7,6 +7,8 @@ loading and computing can begin.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import numpy as np
 import torch
 
@@ -26,10 +28,12 @@ class QuestionProbe(AttentionReceived):
 
     Runs only the last rows of the question, through the first half of the layers, and measures attention from two
     fifths of the layers on: earlier layers choose worse tokens and later ones cost more (docs/decisions/probe.md).
-    Chunks that are still to be computed are hidden from these rows. Stored chunks are used as they were placed.
+    Chunks that are still to be computed are hidden from these rows, and so are those that are recomputed in full.
+    Other stored chunks are used as they were placed.
 
     Args:
         rows: rows that the last pass would compute.
+        unread: segments of which nothing is placed (`PrefillJob.unread`).
         question: positions of the question's own text.
         buffer: keys and values of the prompt, with the stored chunk-caches in place.
         total_layers: number of layers of the model.
@@ -41,13 +45,23 @@ class QuestionProbe(AttentionReceived):
         layers: number of layers that the probe runs through.
     """
 
-    def __init__(self, rows: Rows, question: range, buffer: KVBuffer, total_layers: int) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        question: range,
+        buffer: KVBuffer,
+        total_layers: int,
+        *,
+        unread: Set[int] = frozenset(),
+    ) -> None:
         super().__init__(question[-QUESTION_ROWS:], total_layers)
         self.positions = np.asarray(self.watched, dtype=np.int64)
         self.layers = max(int(_PROBED_DEPTH * total_layers), int(DEEPER * total_layers) + 1)
 
         uncomputed = rows.open(below=int(self.positions[0]))
-        absent = uncomputed[rows.reason[uncomputed] != RowReason.RECOMPUTED]
+        is_placed = rows.reason[uncomputed] == RowReason.RECOMPUTED
+        is_placed &= ~np.isin(rows.segment[uncomputed], list(unread))
+        absent = uncomputed[~is_placed]
         self.absent = absent if len(absent) else None
         if len(absent):
             # Uninitialised memory may hold NaN, and 0 · NaN is NaN even for a hidden key.

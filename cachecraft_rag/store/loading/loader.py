@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from cachecraft_rag.store.chunk_store import ChunkCacheStore
 from cachecraft_rag.store.layout import StoredVariant
@@ -27,7 +27,9 @@ class Loader:
         self._bytes_per_s: dict[str, float] = {}
         self._cpu_s_per_byte: dict[str, float] = {}
 
-    def begin(self, stored: Sequence[tuple[StoredVariant, int]]) -> PendingLoads:
+    def begin(
+        self, stored: Sequence[tuple[StoredVariant, int]], unused: Set[int] = frozenset()
+    ) -> PendingLoads:
         """Begin to read in at most two threads of the store; return the loads at once. Hand them to `end`.
 
         Without variants there is nothing to load, and the loads are complete. The expected rate is the lowest of those
@@ -36,6 +38,7 @@ class Loader:
         Args:
             stored: pairs in prompt order: an opened variant whose tensor is allocated, and the position in the prompt
                 of its first token.
+            unused: positions that need not be read; extents with other tokens too are read nevertheless.
 
         Raises nothing for a closed store, or if the system has no room for a thread: all extents then fail with
         `LoadFailure.CLOSED`. Raises ForkError in a forked process, unless `stored` is empty.
@@ -50,6 +53,7 @@ class Loader:
         costs = [self._cpu_s_per_byte.get(tier, 0.0) for tier in tiers]
         meter = Meter(min(rates, default=None), cpu_s_per_byte=max(costs, default=0.0))
         loads = PendingLoads(self._layers, extents, meter)
+        loads.leave_out(unused)
         started = [
             self._store.read_in_background(loads.read) for _ in range(min(_READERS, len(extents)))
         ]

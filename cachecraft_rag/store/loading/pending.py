@@ -51,7 +51,7 @@ class Extent:
 
     start        position in the prompt of the chunk's first token
     first, last  tokens of the extent, counted within the chunk; `last` is exclusive
-    taken        number of its first tokens that are computed instead of loaded
+    taken        number of its first tokens that are computed instead of loaded, or left out
     layers       number of first layers that are loaded
     busy         True while it is being read
     placed       True once its last layer was placed before the whole prompt was loaded, see `PendingLoads.place`
@@ -78,7 +78,7 @@ class Extent:
 
     @property
     def is_taken(self) -> bool:
-        """True if all tokens of the extent are computed instead of loaded."""
+        """True if all tokens of the extent are computed instead of loaded, or left out."""
         return self.taken >= self.last - self.first
 
     @property
@@ -408,13 +408,33 @@ class PendingLoads:
                     continue
                 taken = extent.positions[: wanted - len(positions)]
                 positions += taken
-                if len(taken) == len(extent.positions):
-                    self._leave(extent)
-                extent.taken += len(taken)
-                # otherwise the transfer would hold a connection
-                if extent.is_taken and extent.stored.sequential:
-                    extent.stored.close()
+                self._take_first(extent, len(taken))
         return positions
+
+    def leave_out(self, positions: Iterable[int]) -> None:
+        """Read no further layers of the extents whose tokens are all among these positions; returns None.
+
+        For tokens that are computed in any case: unlike those of `take` they do not count as computed instead of
+        loaded. Other extents are read as before, and so are those of which a token is not among the positions.
+        """
+        unused = frozenset(positions)
+        if not unused:
+            return
+        with self._lock:
+            self._stretches = None
+            for extent in list(self._incomplete()):
+                if unused.issuperset(extent.positions):
+                    self._take_first(extent, len(extent.positions))
+            self._changed.notify_all()
+
+    def _take_first(self, extent: Extent, tokens: int) -> None:
+        """Read this many more first tokens of an open extent no further; the caller holds the lock."""
+        if tokens == len(extent.positions):
+            self._leave(extent)
+        extent.taken += tokens
+        # otherwise the transfer would hold a connection
+        if extent.is_taken and extent.stored.sequential:
+            extent.stored.close()
 
     def failed(self) -> list[int]:
         """Return the positions that failed to load, in prompt order, [] without any; the caller must compute them.

@@ -72,7 +72,7 @@ class Filling:
             rows=job.rows.finish(range(fill.last, fill.ask.prompt.bounds[-1])),
             captures=() if fill.again else captures,
         )
-        self._loads = loader.begin(self._resolved.to_load)
+        self._loads = loader.begin(self._resolved.to_load, self._resolved.unused)
         self._planned = self._idle_since = time.perf_counter()
         self._load_s = 0.0
         try:

@@ -138,6 +138,19 @@ def test_a_second_store_is_served_from_the_remote_then_from_its_own_disk(
         assert any(one.inter is not None for one in scores.values())
 
 
+def test_what_is_recomputed_in_full_is_not_fetched(url: str, make_engine: MakeEngine) -> None:
+    first, second = make_engine(url), make_engine(url)
+    ask(first)
+    everything = ReuseConfig(recompute_ratio=1.0, loading="layerwise", capture=False)
+    answer = ask(second, CHUNKS[::-1], config=everything)
+    assert happened(answer) == [("reused", None)] * len(CHUNKS)
+    assert answer.stats.exact
+    assert answer.text == ask(first, CHUNKS[::-1], config=ReuseConfig.full_prefill()).text
+    stats = second.store.stats()
+    assert stats.loads == {"remote": 1}  # the instruction
+    assert stats.remote.reads == {"whole": 1}
+
+
 SECOND_PROCESS = """if True:
     import json, sys
     from cachecraft_rag.serving.sampling import SamplingParams
