@@ -230,8 +230,10 @@ def _shared_until(prompt: Prompt, plan: Plan, config: ReuseConfig) -> int:
 
 
 def _early_termination(prompt: Prompt, plan: Plan, config: ReuseConfig) -> EarlyTermination | None:
-    """Return the settings of early termination; None if it is off or no token is recomputed."""
-    if not config.early_termination or not any(planned.recompute for planned in plan.segments):
+    """Return the settings of Algorithm 1 for the last pass; None if it is off or no token is recomputed."""
+    if config.early_termination != "published" or not any(
+        planned.recompute for planned in plan.segments
+    ):
         return None
     return EarlyTermination(config.early_termination_window, _question_text(prompt))
 
@@ -276,6 +278,7 @@ def _plan_with_probe(
     scores: Mapping[str, TokenScores],
     probed: Mapping[int, NDArray[np.floating]],
     rows: Rows,
+    focus: Mapping[int, float],
 ) -> Plan:
     """Return the plan with tokens selected by the probe's scores, keeping those that are recomputed already."""
     recomputed: dict[int, frozenset[int]] = {}
@@ -295,7 +298,13 @@ def _plan_with_probe(
             recomputed[index] = frozenset(selected.tolist())
             excluded[index] = frozenset(range(span.stop - span.start)) - recomputed[index]
     return with_selection(
-        plan, scores, config, probed=probed, recomputed=recomputed, excluded=excluded
+        plan,
+        scores,
+        config,
+        probed=probed,
+        recomputed=recomputed,
+        excluded=excluded,
+        focus=focus,
     )
 
 
