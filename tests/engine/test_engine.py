@@ -959,7 +959,7 @@ def test_an_answer_says_which_chunks_are_in_focus_and_what_that_spared(engine: E
     assert max(chunk.focus or 0.0 for chunk in focused.chunks) == 1.0
     assert chunks[letter.chunk_id].in_focus is False
     assert chunks[letter.chunk_id].reason_code == "unfocused"
-    assert chunks[letter.chunk_id].spared == focused.tokens_spared == 1
+    assert chunks[letter.chunk_id].spared == focused.tokens_spared == 2  # half, rounded up
     assert everything.tokens_spared == 0
     assert focused.tokens_recomputed == everything.tokens_recomputed - focused.tokens_spared
     assert focused.recompute_share < everything.recompute_share
