@@ -287,7 +287,7 @@ def answer(shared: Shared, turns: list[Turn], question: str) -> bool:
     reuse = ReuseConfig(
         reuse=state.reuse,
         recompute_ratio=ratio,
-        early_termination="probe" if state.focus else "off",
+        early_termination="probe" if state.focus else "nearest",
     )
     turn = Turn(question, arguments, compare=state.compare and state.reuse)
     turns.append(turn)

@@ -139,7 +139,11 @@ def test_any_value_of_any_field(kind: Any, name: str, value: Any) -> None:
         (StoreConfig, {"readers": 2.5}, "whole number"),
         (StoreConfig, {"busy_timeout_s": math.inf}, "at most 1e"),
         (ReuseConfig, {"reuse": 0}, "True or False"),
-        (ReuseConfig, {"early_termination": True}, "must be off, probe or published, not True"),
+        (
+            ReuseConfig,
+            {"early_termination": True},
+            "must be off, nearest, probe or published, not True",
+        ),
         (SamplingParams, {"stop": 1}, "must be a list"),
     ],
     ids=str,

@@ -62,10 +62,11 @@ class ReuseConfig:
     refresh_rows     number of stale tokens to recompute with each decode step, most attended first (see
                      `compute.stale_tokens.refresh`); 0 = off. Not supported in a server: vLLM's decode steps carry
                      rows of the answer only
-    early_termination         recompute less of chunks that the question does not attend to. "probe": nothing of chunks
-                              that are out of focus for the selector's probe (docs/decisions/focus-by-default.md). It
-                              acts in prompts of five chunks and more, unless `recompute_ratio` is 1, and with a
-                              selector that probes.
+    early_termination         recompute less of chunks that the question does not attend to. "nearest": the last chunk
+                              is recomputed in full (`nearest_share`) only if it is in focus for the selector's probe.
+                              "probe": nothing is recomputed of chunks out of focus: half of the work, and more
+                              divergence (docs/decisions/focus-by-default.md). Both act in prompts of five chunks and
+                              more, unless `recompute_ratio` is 1, and with a selector that probes.
                               "published": Algorithm 1, which stops within the last pass; not together with
                               `refresh_rows`. "off": recompute all
     early_termination_window  w of Algorithm 1, for "published": consecutive layers that must agree. The paper prints no
@@ -96,7 +97,7 @@ class ReuseConfig:
     budget_scope: BudgetScope = "prompt"
     drift: float = 0.4
     refresh_rows: int = 0
-    early_termination: EarlyTerminationRule = "off"
+    early_termination: EarlyTerminationRule = "nearest"
     early_termination_window: int = 3
     plain_prompts: PlainPromptsMode = "reuse"
     loading: Loading = "cake"
@@ -197,7 +198,7 @@ class ReuseConfig:
         if self.early_termination == "published" and self.refresh_rows:
             raise ConfigError(
                 "refresh_rows and Algorithm 1 both observe the last pass, and only one of them can: set "
-                'refresh_rows=0, early_termination="probe" or early_termination="off"'
+                'refresh_rows=0, or early_termination="nearest", "probe" or "off"'
             )
         check_choice("plain_prompts", self.plain_prompts, get_args(PlainPromptsMode))
         check_choice("loading", self.loading, get_args(Loading))

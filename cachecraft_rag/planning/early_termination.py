@@ -4,7 +4,7 @@ As published: layer by layer the attention of the question's tokens to each chun
 for `window` layers, they are the focused ones, and the other chunks' tokens are not recomputed any further.
 
 With the probe: it has measured the question's attention in the middle layers before the last pass begins, so
-`chunks_in_focus` decides once, and no token of another chunk is recomputed in any layer.
+`chunks_in_focus` decides once, and tokens of other chunks are not recomputed in any layer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-EarlyTerminationRule = Literal["off", "probe", "published"]
+EarlyTerminationRule = Literal["off", "nearest", "probe", "published"]
 
 # Number of a chunk's tokens whose attention counts (docs/decisions/focus-by-default.md).
 _STRONGEST_TOKENS = 8

@@ -402,9 +402,10 @@ def with_selection(
     may get more tokens than its own budget, or fewer (see `selectors.select`). Of a chunk that is marked `in_full`, all
     tokens but the `excluded` ones are chosen, outside of the budgets.
 
-    With focus scores, chunks out of focus are marked. With `early_termination="probe"` a chunk out of focus that has
-    probed scores gets no further tokens, and its budget is saved, unless `recompute_ratio` is 1 or fewer than
-    `FEWEST_CHUNKS` chunks have a focus score.
+    With focus scores, chunks out of focus are marked. Those that have probed scores too spare tokens: with
+    `early_termination="nearest"` a chunk that is marked `in_full` gets its ordinary budget instead, with "probe" each
+    of them gets no further tokens. Nothing is spared if `recompute_ratio` is 1 or fewer than `FEWEST_CHUNKS` chunks
+    have a focus score.
 
     Args:
         plan: a plan from `make_plan`.
@@ -433,8 +434,8 @@ def with_selection(
     spent: list[int] = []
     fixed_indices: list[int] = []
     segments = _with_focus(plan.segments, focus)
-    terminates = (
-        config.early_termination == "probe"
+    may_spare = (
+        config.early_termination in ("nearest", "probe")
         and config.recompute_ratio != 1.0
         and len(focus) >= FEWEST_CHUNKS
     )
@@ -451,10 +452,13 @@ def with_selection(
         already_computed = excluded.get(index, empty)
         budget = math.ceil((ratio or 0.0) * variant.tokens)
 
-        if terminates and index in probed and planned.in_focus is False:
+        if may_spare and index in probed and planned.in_focus is False:
             wanted = variant.tokens - len(already_computed) if planned.in_full else budget
-            segments[index] = _spared(planned, sorted(already_recomputed), wanted, config.selector)
-            continue
+            if config.early_termination == "probe":
+                budget = 0
+            spared = max(0, wanted - max(budget, len(already_recomputed)))
+            planned = replace(planned, spared=spared, in_full=False)
+            segments[index] = planned
 
         if planned.in_full:
             every_offset = (
@@ -496,28 +500,11 @@ def _with_focus(segments: Sequence[SegmentPlan], focus: Mapping[int, float]) -> 
     return marked
 
 
-def _spared(
-    planned: SegmentPlan, offsets: Sequence[int], wanted: int, selector: str
-) -> SegmentPlan:
-    """Return the plan for a segment out of focus.
-
-    Args:
-        planned: the segment's plan.
-        offsets: tokens that were recomputed before the probe.
-        wanted: number of tokens that would be recomputed in focus.
-        selector: method that chose the offsets.
-    """
-    spared = max(0, wanted - len(offsets))
-    planned = replace(planned, spared=spared, in_full=False)
-    if offsets or not spared:
-        return _fixed(planned, offsets, selector)
-    return replace(planned, reason=Reason.UNFOCUSED, detail="", recompute=())
-
-
 def _fixed(planned: SegmentPlan, offsets: Sequence[int], selector: str) -> SegmentPlan:
     """Return the plan for a reused segment with these tokens to recompute, and the reason for it."""
     if not offsets:
-        return replace(planned, reason=Reason.REUSED, detail="", recompute=())
+        reason = Reason.UNFOCUSED if planned.spared else Reason.REUSED
+        return replace(planned, reason=reason, detail="", recompute=())
     assert planned.variant is not None, "only reused segments are fixed"
     counts = f"{len(offsets)} of {planned.variant.tokens} tokens recomputed"
     detail = f"{counts}, chosen by the selector {selector!r}"

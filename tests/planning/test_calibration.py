@@ -40,6 +40,7 @@ FOUND = Calibration(
     budget_scope=DEFAULT.budget_scope,
     drift=DEFAULT.drift,
     nearest_share=DEFAULT.nearest_share,
+    early_termination=DEFAULT.early_termination,
 )
 
 
