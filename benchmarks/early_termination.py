@@ -180,7 +180,7 @@ class Measured:
     def __post_init__(self) -> None:
         recording = _Scripted(None)
         with _deciding(recording):
-            self._none = self._answer(replace(self.config, early_termination=True))
+            self._none = self._answer(replace(self.config, early_termination="published"))
         self.asked = recording.asked
         self._early: dict[tuple[int, frozenset[int]], Scored] = {}
         self._flat = {_STEPS: self._none}
@@ -213,7 +213,9 @@ class Measured:
     def _terminated(self, decision: tuple[int, frozenset[int]]) -> Scored:
         if decision not in self._early:
             with _deciding(_Scripted(decision)):
-                self._early[decision] = self._answer(replace(self.config, early_termination=True))
+                self._early[decision] = self._answer(
+                    replace(self.config, early_termination="published")
+                )
         return self._early[decision]
 
     def _is_right(self, text: str) -> bool:

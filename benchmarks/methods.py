@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Config = Callable[[float], ReuseConfig]
 
-_PAPER = ReuseConfig.paper(capture=PLAIN.capture, loading=PLAIN.loading, early_termination=False)
+_PAPER = ReuseConfig.paper(capture=PLAIN.capture, loading=PLAIN.loading, early_termination="off")
 _CRAFT = "Cache-Craft §5.1.4"
 
 
@@ -60,7 +60,7 @@ _ABLATIONS = (
     Method(
         "alpha_0.5_early_termination",
         "Cache-Craft Fig. 26",
-        _craft_alpha(0.5, early_termination=True),
+        _craft_alpha(0.5, early_termination="published", early_termination_window=3),
     ),
     Method("no_position", "Cache-Craft Table 3", _fixed(_paper()(0.3)), prepare=no_positions),
     Method(

@@ -66,7 +66,7 @@ _PAPER = {
     "selector": "cache_craft",
     "budget_scope": "chunk",
     "drift": 0.0,
-    "early_termination": True,
+    "early_termination": ReuseConfig.paper().early_termination,  # True in older checkouts
 }
 GROUPS = (
     Group("moved", 30, _OFF),

@@ -284,7 +284,11 @@ def answer(shared: Shared, turns: list[Turn], question: str) -> bool:
         "session": state.session,
     }
     ratio = None if state.ratio == AUTOMATIC else state.ratio / 100
-    reuse = ReuseConfig(reuse=state.reuse, recompute_ratio=ratio, early_termination=state.focus)
+    reuse = ReuseConfig(
+        reuse=state.reuse,
+        recompute_ratio=ratio,
+        early_termination="probe" if state.focus else "off",
+    )
     turn = Turn(question, arguments, compare=state.compare and state.reuse)
     turns.append(turn)
     state.answering = turn

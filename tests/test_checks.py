@@ -141,8 +141,8 @@ def test_any_value_of_any_field(kind: Any, name: str, value: Any) -> None:
         (ReuseConfig, {"reuse": 0}, "True or False"),
         (
             ReuseConfig,
-            {"early_termination": ["off"]},
-            "True or False, not ['off']: True is Algorithm 1",
+            {"early_termination": True},
+            "must be off, nearest, probe or published, not True",
         ),
         (SamplingParams, {"stop": 1}, "must be a list"),
     ],

@@ -45,7 +45,7 @@ CONFIGS = [
     replace(PLAIN, recompute_ratio=1.0, loading="layerwise"),
     replace(PLAIN, recompute_ratio=1.0, loading="whole"),
     replace(PLAIN, recompute_ratio=1.0, selector="cache_craft", budget_scope="chunk", drift=0.0),
-    replace(PLAIN, recompute_ratio=1.0, early_termination=True, early_termination_window=1),
+    replace(PLAIN, recompute_ratio=1.0, early_termination="published", early_termination_window=1),
     replace(PLAIN, reuse=False),
     replace(PLAIN, scope="prefix"),
     replace(PLAIN, alpha=1.0, loading="layerwise"),

@@ -305,10 +305,12 @@ def report_of(reply: object) -> Mapping[str, object]:
     report = mapping_of(record.get("report") or {})
     for entry in list_of(report.get("segments") or []):
         segment = mapping_of(entry)
-        for name in ("recomputed", "not_loaded"):
+        for name in ("recomputed", "not_loaded", "spared"):
             whole_of(segment.get(name, 0))
-        for name in ("cfo", "beta_prime"):
+        for name in ("cfo", "beta_prime", "focus"):
             seconds_of(segment.get(name) or 0.0)
+        if not isinstance(segment.get("in_focus"), bool | None):
+            raise TypeError("in_focus must be true, false or null")
         for name in ("outcome", "reason", "detail", "variant_id", "tier"):
             text_of(segment.get(name) or "")
     whole_of(report.get("row_layers", 0))

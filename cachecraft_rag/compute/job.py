@@ -16,7 +16,7 @@ from cachecraft_rag.compute.stale_tokens.refresh import Refresh
 from cachecraft_rag.planning.config import Loading
 from cachecraft_rag.planning.planner import Plan
 
-Reselect = Callable[[Mapping[int, NDArray[np.floating]], Rows], Plan]
+Reselect = Callable[[Mapping[int, NDArray[np.floating]], Rows, Mapping[int, float]], Plan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class ProbeRequest:
 
     question  positions of the question's own text
     choose    makes a new plan from the scores of each reused segment that the probe sees (float32 `[tokens]`, 1 on
-              average over all of them) and the rows computed by then
+              average over all of them), the rows computed by then, and the focus score of each chunk that it saw
     """
 
     question: range

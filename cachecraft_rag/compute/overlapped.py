@@ -32,14 +32,14 @@ from cachecraft_rag.compute.captures.capture import CaptureRecorder
 from cachecraft_rag.compute.job import PrefillJob, PrefillResult, ProbeRequest
 from cachecraft_rag.compute.kv_buffer import KVBuffer, ResidentKV
 from cachecraft_rag.compute.row_pass import Observer, RowPass
-from cachecraft_rag.compute.rows import RowReason
+from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stack import Stack
 from cachecraft_rag.compute.stale_tokens.drift_correction import DriftCorrection, StaleChunk
 from cachecraft_rag.compute.stale_tokens.focus import FocusObserver
 from cachecraft_rag.compute.stale_tokens.probe import QuestionProbe
 from cachecraft_rag.compute.stale_tokens.refresh import AttentionReceived, Refresh
 from cachecraft_rag.compute.timing import Timer, untimed, within
-from cachecraft_rag.planning.early_termination import FocusMonitor
+from cachecraft_rag.planning.early_termination import FocusMonitor, focus_score
 from cachecraft_rag.planning.planner import Plan
 from cachecraft_rag.store.loading.pending import PendingLoads
 
@@ -366,7 +366,11 @@ class OverlappedPrefill:
             scores[segment] = segment_scores
 
         mean = max(float(np.concatenate(list(scores.values())).mean()), 1e-30)
-        plan = request.choose({segment: values / mean for segment, values in scores.items()}, rows)
+        plan = request.choose(
+            {segment: values / mean for segment, values in scores.items()},
+            rows,
+            _focus_scores(attention, rows),
+        )
 
         not_done = np.flatnonzero((rows.reason == RowReason.RECOMPUTED) & ~rows.done)
         selected = [
@@ -559,6 +563,14 @@ class OverlappedPrefill:
         is_recomputed = self._rows.reason[positions] == RowReason.RECOMPUTED
         keep: NDArray[np.bool_] = ~(is_unfocused & may_be_shaped & is_recomputed)
         return keep
+
+
+def _focus_scores(attention: NDArray[np.float32], rows: Rows) -> dict[int, float]:
+    """Return segment → focus score of each chunk that the probe saw; `attention` is `[positions]`."""
+    # the first segment is the system's, the last the question's
+    chunks = range(1, len(rows.bounds) - 2)
+    scores = {chunk: focus_score(attention[rows.span(chunk)]) for chunk in chunks}
+    return {chunk: score for chunk, score in scores.items() if score > 0.0}
 
 
 def _spare_cores() -> int:

@@ -266,15 +266,17 @@ def _unread(prompt: Prompt, plan: Plan, config: ReuseConfig, *, has_probe: bool)
         if not planned.to_fix or planned.recomputed_share < 1.0:
             continue
         may_be_chosen_again = has_probe and not planned.in_full
-        may_change = may_be_chosen_again or config.early_termination
+        may_change = may_be_chosen_again or config.early_termination != "off"
         if prompt.bounds[index] < shared_until or not may_change:
             unread.append(index)
     return frozenset(unread)
 
 
 def _early_termination(prompt: Prompt, plan: Plan, config: ReuseConfig) -> EarlyTermination | None:
-    """Return the settings of early termination; None if it is off or no token is recomputed."""
-    if not config.early_termination or not any(planned.recompute for planned in plan.segments):
+    """Return the settings of Algorithm 1 for the last pass; None if it is off or no token is recomputed."""
+    if config.early_termination != "published" or not any(
+        planned.recompute for planned in plan.segments
+    ):
         return None
     return EarlyTermination(config.early_termination_window, _question_text(prompt))
 
@@ -318,6 +320,7 @@ def _plan_with_probe(
     scores: Mapping[str, TokenScores],
     probed: Mapping[int, NDArray[np.floating]],
     rows: Rows,
+    focus: Mapping[int, float],
 ) -> Plan:
     """Return the plan with tokens selected by the probe's scores, keeping those that are recomputed already."""
     recomputed: dict[int, frozenset[int]] = {}
@@ -337,7 +340,13 @@ def _plan_with_probe(
             recomputed[index] = frozenset(selected.tolist())
             excluded[index] = frozenset(range(span.stop - span.start)) - recomputed[index]
     return with_selection(
-        plan, scores, config, probed=probed, recomputed=recomputed, excluded=excluded
+        plan,
+        scores,
+        config,
+        probed=probed,
+        recomputed=recomputed,
+        excluded=excluded,
+        focus=focus,
     )
 
 

@@ -35,6 +35,10 @@ class ChunkStats:
     tier         tier that the variant was read from; None if nothing was read: the chunk was computed, or all of it was
                  recomputed
     stale_id     id that came with its text, if the text was edited after it was retrieved; else empty
+    focus        the question's attention to the chunk's strongest tokens, as a part of the highest in the prompt, in
+                 [0, 1]; None if no probe ran, or the chunk was computed after it
+    in_focus     True if that is enough for the chunk to be in focus; None like `focus`
+    spared       tokens that were not recomputed because the chunk is out of focus (`ReuseConfig.early_termination`)
     """
 
     chunk_id: str
@@ -49,6 +53,9 @@ class ChunkStats:
     variant_id: str | None = None
     tier: TierName | None = None
     stale_id: str = ""
+    focus: float | None = None
+    in_focus: bool | None = None
+    spared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +71,13 @@ class RequestStats:
     tokens_prompt      tokens_reused + tokens_recomputed + tokens_computed
     tokens_reused      taken from chunk-caches without a change
     tokens_recomputed  of reused chunks, recomputed
+    tokens_spared      of the reused tokens, not recomputed because their chunks are out of focus
     tokens_refreshed   of the reused tokens, recomputed while the answer was decoded
     tokens_computed    of chunks without a chunk-cache, of the question, of the system segment the first time, and of
                        chunks that were computed instead of loaded
     tokens_generated   of the answer
     recompute_share    row-layers computed / (prompt tokens × layers); early termination lowers it
-    focus_layer        layer that settled the focused chunks; None if early termination was off or never settled
+    focus_layer        layer in which Algorithm 1 settled the focused chunks; None if it was off or never settled
     finish             "end": the model ended it; "length": at max_new_tokens; "stop": at a stop string; "closed": by
                        its reader; "failed": by an exception; None while it is still being written
     chunks             outcome of each chunk, in prompt order
@@ -101,6 +109,7 @@ class RequestStats:
     request_id: str = ""
     queue_s: float = 0.0
     tokens_refreshed: int = 0
+    tokens_spared: int = 0
     quality: str = ""
 
     @property

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.early_termination import EarlyTerminationRule
 from cachecraft_rag.store.small_file import replace_file
 
 CALIBRATION_FILE = "calibration.json"  # inside the folder that a user names as the store
@@ -57,13 +58,13 @@ class Calibration:
     nearest_share: float = 0.0
     created: float = 0.0
     scoring: str = "corrected"
-    early_termination: bool = False
+    early_termination: EarlyTerminationRule = "off"
     early_termination_window: int = 3
 
     def fits(self, config: ReuseConfig) -> bool:
         """Return True if α was calibrated with the same way of choosing tokens as these settings have.
 
-        The settings of a calibration are compared; the window only with early termination. Other settings, such as
+        The settings of a calibration are compared; the window only with Algorithm 1. Other settings, such as
         `config.alpha`, are ignored, but a scope other than "anywhere" lowers quality and fits no calibration.
         """
         return config.scope == "anywhere" and _settings(self) == _settings(config)
@@ -82,13 +83,15 @@ class Calibration:
 
 def _settings(source: Calibration | ReuseConfig) -> tuple[object, ...]:
     """Return the settings on which the quality at an α depends."""
-    window = source.early_termination_window if source.early_termination else None
+    rule = source.early_termination
+    window = source.early_termination_window if rule == "published" else None
     return (
         source.selector,
         source.budget_scope,
         source.drift,
         source.nearest_share,
         source.scoring,
+        rule,
         window,
     )
 

@@ -14,6 +14,7 @@ from cachecraft_rag.checks import (
     check_whole,
 )
 from cachecraft_rag.errors import ConfigError
+from cachecraft_rag.planning.early_termination import EarlyTerminationRule
 from cachecraft_rag.planning.selectors import BudgetScope, selector_named
 
 # of each chunk in a new context, unless CFO decides (docs/decisions/recomputed-rows.md)
@@ -62,9 +63,13 @@ class ReuseConfig:
     refresh_rows     number of stale tokens to recompute with each decode step, most attended first (see
                      `compute.stale_tokens.refresh`); 0 = off. Not supported in a server: vLLM's decode steps carry
                      rows of the answer only
-    early_termination         stop recomputing chunks that the question does not attend to (Algorithm 1 as printed);
-                              not together with `refresh_rows`
-    early_termination_window  w of Algorithm 1: consecutive layers that must agree
+    early_termination         recompute less of chunks that the question does not attend to. "off": recompute all.
+                              "probe": nothing is recomputed of chunks out of focus for the selector's probe: half of
+                              the work, and more divergence (docs/decisions/focus.md); acts in prompts of five chunks
+                              and more, unless `recompute_ratio` is 1. "published": Algorithm 1, which stops within the
+                              last pass; not together with `refresh_rows`
+    early_termination_window  w of Algorithm 1, for "published": consecutive layers that must agree. The paper prints no
+                              value; its Fig. 17 fits 8
     plain_prompts    reuse in prompts without documents (unmarked text). "reuse" recognises text that was captured
                      before and captures passages that occur again; "off" computes the whole prompt
     min_prompt_tokens  prompts with fewer tokens are computed in full, and nothing of them is captured, because they
@@ -91,7 +96,7 @@ class ReuseConfig:
     budget_scope: BudgetScope = "prompt"
     drift: float = 0.4
     refresh_rows: int = 0
-    early_termination: bool = False
+    early_termination: EarlyTerminationRule = "off"
     early_termination_window: int = 3
     plain_prompts: PlainPromptsMode = "reuse"
     loading: Loading = "cake"
@@ -118,7 +123,7 @@ class ReuseConfig:
 
         >>> config = ReuseConfig.paper(alpha=2.0)
         >>> config.selector, config.drift, config.early_termination, config.loading, config.alpha
-        ('cache_craft', 0.0, True, 'cake', 2.0)
+        ('cache_craft', 0.0, 'published', 'cake', 2.0)
         """
         published: dict[str, Any] = {
             "alpha": 1.0,
@@ -127,7 +132,7 @@ class ReuseConfig:
             "nearest_share": 0.0,
             "budget_scope": "chunk",
             "drift": 0.0,
-            "early_termination": True,
+            "early_termination": "published",
             "loading": "cake",
             "min_prompt_tokens": 0,
         }
@@ -187,16 +192,12 @@ class ReuseConfig:
         check_choice("budget_scope", self.budget_scope, get_args(BudgetScope))
         check_number("drift", self.drift, most=1)
         check_whole("refresh_rows", self.refresh_rows)
-        check_flag(
-            "early_termination",
-            self.early_termination,
-            advice="True is Algorithm 1 as printed, the only rule",
-        )
+        check_choice("early_termination", self.early_termination, get_args(EarlyTerminationRule))
         check_whole("early_termination_window", self.early_termination_window, least=1)
-        if self.early_termination and self.refresh_rows:
+        if self.early_termination == "published" and self.refresh_rows:
             raise ConfigError(
-                "refresh_rows and early_termination both observe the last pass, and only one of them can: set "
-                "refresh_rows=0 or early_termination=False"
+                "refresh_rows and Algorithm 1 both observe the last pass, and only one of them can: set "
+                'refresh_rows=0, or early_termination="off" or "probe"'
             )
         check_choice("plain_prompts", self.plain_prompts, get_args(PlainPromptsMode))
         check_choice("loading", self.loading, get_args(Loading))

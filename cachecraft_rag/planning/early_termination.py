@@ -1,14 +1,63 @@
 """Focused chunks and early termination of recomputation (Cache-Craft §3.2.2, eq. 15, Algorithm 1).
 
-Layer by layer the attention of the question's tokens to each chunk is added up. Once the same chunks lead for
-`window` layers, they are the focused ones, and the other chunks' tokens are not recomputed any further.
+As published: layer by layer the attention of the question's tokens to each chunk is added up. Once the same chunks lead
+for `window` layers, they are the focused ones, and the other chunks' tokens are not recomputed any further.
+
+With the probe: it has measured the question's attention in the middle layers before the last pass begins, so
+`chunks_in_focus` decides once, and tokens of other chunks are not recomputed in any layer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+EarlyTerminationRule = Literal["off", "probe", "published"]
+
+# Number of a chunk's tokens whose attention counts (docs/decisions/focus.md).
+_STRONGEST_TOKENS = 8
+
+# Smallest score of a chunk in focus, as a part of the highest (docs/decisions/focus.md).
+_FOCUS_SHARE = 0.6
+
+# Fewest chunks with a focus score for which tokens are spared: fewer were not measured.
+FEWEST_CHUNKS = 5
+
+
+def focus_score(attention: NDArray[np.floating]) -> float:
+    """Return a chunk's focus score: attention to its strongest tokens over the root of that to its median token.
+
+    The median token shows how much any token gets at the chunk's place: chunks near the question get more.
+
+    Args:
+        attention: float `[tokens]`, the question's attention to each token of the chunk; 0 for a token that the probe
+            did not see. Returns 0.0 if it saw none.
+
+    >>> focus_score(np.array([0.5, 0.0, 0.25, 0.25]))  # (.5 + .25 + .25) / √.25
+    2.0
+    """
+    seen = attention[attention > 0.0]
+    if not len(seen):
+        return 0.0
+    strongest = np.sort(seen)[::-1][:_STRONGEST_TOKENS]
+    return float(strongest.sum() / np.sqrt(np.median(seen)))
+
+
+def chunks_in_focus(scores: Mapping[int, float]) -> frozenset[int]:
+    """Return the chunks in focus, by their focus scores: those that come near the highest one.
+
+    Chunks are named by any number, such as the index of their segment. Returns all chunks if no score is above 0.
+
+    >>> sorted(chunks_in_focus({1: 4.0, 2: 0.1, 3: 1.0}))
+    [1, 3]
+    """
+    least = _FOCUS_SHARE * max(scores.values(), default=0.0)
+    return frozenset(chunk for chunk, score in scores.items() if score >= least)
 
 
 def focused_count(scores: Sequence[float]) -> int:

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from cachecraft_rag.planning.config import DEFAULT_ALPHA, ReuseConfig
+from cachecraft_rag.planning.early_termination import FEWEST_CHUNKS, chunks_in_focus
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.planning.scoring import (
     adjusted_overlap,
@@ -59,6 +60,9 @@ class SegmentPlan:
                 (`ReuseConfig.nearest_share`)
     at_origin   True for a segment after its origin prefix that is inexact because of a lossy codec only; none of its
                 tokens are recomputed
+    focus       the chunk's focus score as a part of the highest, in [0, 1]; None if no probe has seen the chunk
+    in_focus    True if the question is about this chunk, as far as the probe sees; None like `focus`
+    spared      number of tokens that are not recomputed because the chunk is out of focus
     """
 
     outcome: SegmentOutcome
@@ -73,6 +77,9 @@ class SegmentPlan:
     not_loaded: int = 0
     in_full: bool = False
     at_origin: bool = False
+    focus: float | None = None
+    in_focus: bool | None = None
+    spared: int = 0
 
     @property
     def recomputed_share(self) -> float:
@@ -386,6 +393,7 @@ def with_selection(
     probed: Mapping[int, np.ndarray] = MappingProxyType({}),
     recomputed: Mapping[int, frozenset[int]] = MappingProxyType({}),
     excluded: Mapping[int, frozenset[int]] = MappingProxyType({}),
+    focus: Mapping[int, float] = MappingProxyType({}),
 ) -> Plan:
     """Return a copy of the plan with the tokens to recompute of each segment to fix; other segments are unchanged.
 
@@ -393,6 +401,10 @@ def with_selection(
     (`config.fixed_ratio`). With `budget_scope="prompt"`, the default, the budgets are added and spent on the best
     tokens of all chunks, so a chunk may get more tokens than its own budget, or fewer (see `selectors.select`). Of a
     chunk that is marked `in_full`, all tokens but the `excluded` ones are chosen, outside of the budgets.
+
+    With focus scores, chunks out of focus are marked. With `early_termination="probe"` those that have probed scores
+    too get no further tokens, also if they are marked `in_full`. Nothing is spared if the ratio is 1 or fewer than
+    `FEWEST_CHUNKS` chunks have a focus score.
 
     Args:
         plan: a plan from `make_plan`.
@@ -402,11 +414,12 @@ def with_selection(
             stored scores only.
         recomputed: segment index → offsets of tokens that are already recomputed; they stay selected.
         excluded: segment index → offsets of tokens that are computed for another reason and need no fixing.
+        focus: segment index → focus score of each chunk that the probe has seen (`early_termination.focus_score`).
 
     Returns:
         A new plan. In each segment with `to_fix`, `recompute` holds the chosen offsets, and reason and detail say how
         many there are; for a segment marked `in_full` reason and detail stay. If no token is chosen, the reason is
-        `Reason.REUSED` and the detail "".
+        `Reason.REUSED` and the detail "", or `Reason.UNFOCUSED` if that is why.
 
     Raises:
         ValueError: the id of a chunk to fix does not begin with eight hexadecimal digits, which seed the selector
@@ -419,10 +432,15 @@ def with_selection(
     not_to_choose: list[frozenset[int]] = []
     spent: list[int] = []
     fixed_indices: list[int] = []
-    segments = list(plan.segments)
+    segments = _with_focus(plan.segments, focus)
+    may_spare = (
+        config.early_termination == "probe"
+        and config.fixed_ratio != 1.0
+        and len(focus) >= FEWEST_CHUNKS
+    )
     empty: frozenset[int] = frozenset()
 
-    for index, planned in enumerate(plan.segments):
+    for index, planned in enumerate(segments):
         variant = planned.variant
         if not planned.to_fix or variant is None:
             continue
@@ -431,6 +449,14 @@ def with_selection(
         seed = int(variant.key.chunk_id[:8], 16)
         already_recomputed = recomputed.get(index, empty)
         already_computed = excluded.get(index, empty)
+        budget = math.ceil((ratio or 0.0) * variant.tokens)
+
+        if may_spare and index in probed and planned.in_focus is False:
+            wanted = variant.tokens - len(already_computed) if planned.in_full else budget
+            budget = 0
+            spared = max(0, wanted - len(already_recomputed))
+            planned = replace(planned, spared=spared, in_full=False)
+            segments[index] = planned
 
         if planned.in_full:
             every_offset = (
@@ -440,7 +466,7 @@ def with_selection(
             continue
 
         facts.append(TokenFacts(variant.tokens, seed, scores.inter, probed.get(index)))
-        budgets.append(math.ceil((ratio or 0.0) * variant.tokens))
+        budgets.append(budget)
         not_to_choose.append(already_recomputed | already_computed)
         spent.append(len(already_recomputed))
         fixed_indices.append(index)
@@ -461,10 +487,22 @@ def with_selection(
     return Plan(tuple(segments))
 
 
+def _with_focus(segments: Sequence[SegmentPlan], focus: Mapping[int, float]) -> list[SegmentPlan]:
+    """Return the segments with the focus of each chunk that has a focus score."""
+    marked = list(segments)
+    in_focus = chunks_in_focus(focus)
+    highest = max(focus.values(), default=0.0)
+    for index, score in focus.items():
+        share = score / highest if highest else 1.0
+        marked[index] = replace(marked[index], focus=share, in_focus=index in in_focus)
+    return marked
+
+
 def _fixed(planned: SegmentPlan, offsets: Sequence[int], selector: str) -> SegmentPlan:
     """Return the plan for a reused segment with these tokens to recompute, and the reason for it."""
     if not offsets:
-        return replace(planned, reason=Reason.REUSED, detail="", recompute=())
+        reason = Reason.UNFOCUSED if planned.spared else Reason.REUSED
+        return replace(planned, reason=reason, detail="", recompute=())
     assert planned.variant is not None, "only reused segments are fixed"
     counts = f"{len(offsets)} of {planned.variant.tokens} tokens recomputed"
     detail = f"{counts}, chosen by the selector {selector!r}"

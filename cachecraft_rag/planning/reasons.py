@@ -25,6 +25,8 @@ class Reason(StrEnum):
                       the best scores of all chunks share the sum of the budgets
     nearest           reused in another context with all tokens recomputed: the last chunk before the question, at most
                       `nearest_share` of the chunk tokens
+    unfocused         reused in another context without recomputing anything of it, because the question is about other
+                      chunks as far as its probe sees (`early_termination`)
     question          the question is computed by every request
     reuse_off         `reuse=False`
     short_prompt      the prompt has fewer tokens than `min_prompt_tokens`
@@ -78,6 +80,10 @@ class Reason(StrEnum):
     OTHER_PREFIX = "other_prefix", "not stored exactly after the chunks before it"
     NOT_WORTH_FIXING = "not_worth_fixing", "CFO is 1: fixing it costs as much as computing it"
     NEAREST = "nearest", "the last chunk before the question, so all of it was recomputed"
+    UNFOCUSED = (
+        "unfocused",
+        "the question attends to other chunks, so nothing of this one was recomputed",
+    )
     LOSSY_CODEC = "lossy_codec", "after its origin prefix, but stored by a lossy codec"
     NOT_LOADED = "not_loaded", "it could not be loaded"
     COMPUTED_FASTER = "computed_faster", "computing it was expected to be faster than loading it"

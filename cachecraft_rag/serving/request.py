@@ -26,7 +26,10 @@ from cachecraft_rag.types.variants import TierName
 class SegmentReport:
     """Outcome of one segment, as plain values; see `planner.SegmentPlan` and `stats.ChunkStats`.
 
-    primed  True if its chunk-cache comes from priming
+    primed    True if its chunk-cache comes from priming
+    focus     see `SegmentPlan`
+    in_focus  see `SegmentPlan`
+    spared    see `SegmentPlan`
     """
 
     outcome: SegmentOutcome
@@ -39,6 +42,9 @@ class SegmentReport:
     variant_id: str | None = None
     tier: TierName | None = None
     primed: bool = False
+    focus: float | None = None
+    in_focus: bool | None = None
+    spared: int = 0
 
     @property
     def stored(self) -> bool:
@@ -85,6 +91,9 @@ def segment_reports(plan: Plan, tiers: Mapping[str, TierName]) -> tuple[SegmentR
             variant_id=variant_id,
             tier=None if variant_id is None else tiers.get(variant_id),
             primed=planned.variant is not None and planned.variant.primed,
+            focus=planned.focus,
+            in_focus=planned.in_focus,
+            spared=planned.spared,
         )
         reports.append(report)
     return tuple(reports)
@@ -279,6 +288,7 @@ def stats_of(request: Request, progress: RequestProgress, layers: int) -> Reques
         tokens_prompt=total,
         tokens_reused=reused,
         tokens_recomputed=recomputed,
+        tokens_spared=sum(report.spared for report in reports),
         tokens_refreshed=progress.refreshed,
         tokens_computed=total - loaded,
         tokens_generated=progress.generated,
@@ -338,6 +348,9 @@ def _chunk_stats(
                 beta_prime=report.beta_prime,
                 variant_id=report.variant_id,
                 tier=report.tier,
+                focus=report.focus,
+                in_focus=report.in_focus,
+                spared=report.spared,
             )
 
     too_long = dict(request.prompt.too_long)

@@ -509,7 +509,7 @@ def test_shared_until_is_behind_the_last_chunk_that_is_captured_for_everybody(
 
 
 def test_early_termination_is_for_what_is_recomputed(shelf: Shelf) -> None:
-    config = replace(CONFIG, early_termination=True, early_termination_window=2)
+    config = replace(CONFIG, early_termination="published", early_termination_window=2)
     shelf.put("a", SYSTEM)
     assert shelf.resolve(config=config).job.early_termination is None
     shelf.put("b", SYSTEM)  # moved behind a
@@ -562,13 +562,13 @@ def test_a_probe_chooses_anew_around_what_is_computed(shelf: Shelf) -> None:
     seen = np.zeros(90, np.float32)
     seen[40:60] = np.linspace(20.0, 10.0, 20)
     rows = resolved.job.rows.mark([148, 149], RowReason.COMPUTED_INSTEAD).finish([first[0], 148])
-    plan = probe.choose({2: seen}, rows)
+    plan = probe.choose({2: seen}, rows, {})
     chosen = plan.segments[2].recompute
     assert first[0] - 108 in chosen  # it is computed already
     assert not {40, 41} & set(chosen)  # they did not come, so there is nothing to fix
     assert len(chosen) == 9
     assert set(range(42, 48)) <= set(chosen)
-    unseen = probe.choose({}, rows)  # one that the question must not shape keeps its choice
+    unseen = probe.choose({}, rows, {})  # one that the question must not shape keeps its choice
     kept = set(resolved.plan.segments[2].recompute) - {40, 41}
     assert set(unseen.segments[2].recompute) == kept
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from cachecraft_rag.errors import ConfigError, ContextLengthError, StoreError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.observability.stats import RequestStats
 from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.early_termination import EarlyTerminationRule
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.serving.generation import Generation
@@ -351,7 +352,7 @@ def test_early_termination_computes_less(engine: Engine) -> None:
         config=ReuseConfig(
             alpha=0.3,
             recompute_ratio=0.8,
-            early_termination=True,
+            early_termination="published",
             early_termination_window=1,
             capture=False,
         ),
@@ -494,17 +495,17 @@ def captured(
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("focus", [False, True])
+@pytest.mark.parametrize("rule", get_args(EarlyTerminationRule))
 @pytest.mark.parametrize("selector", ["question", "cache_craft"])
 def test_no_question_shapes_what_others_are_served(
-    selector: str, focus: bool, order: list[Chunk], decoder: Decoder, tmp_path: Path
+    selector: str, rule: EarlyTerminationRule, order: list[Chunk], decoder: Decoder, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {
         "recompute_ratio": 0.3,
         "probe_min_rows": 0,
         "early_termination_window": 1,
     }
-    config = ReuseConfig(selector=selector, early_termination=focus, **settings)
+    config = ReuseConfig(selector=selector, early_termination=rule, **settings)
     one, other = (
         captured(tmp_path / str(place), decoder, secret, order, config)
         for place, secret in enumerate(SECRETS)
@@ -550,16 +551,16 @@ def test_a_question_still_chooses_behind_the_last_chunk_that_is_captured(
     assert looks == [False, True, True, True]
 
 
-@pytest.mark.parametrize("focus", [False, True])
+@pytest.mark.parametrize("rule", get_args(EarlyTerminationRule))
 def test_what_is_computed_because_its_file_is_damaged_is_not_captured_behind_a_questions_choice(
-    focus: bool, decoder: Decoder, tmp_path: Path
+    rule: EarlyTerminationRule, decoder: Decoder, tmp_path: Path
 ) -> None:
     config = ReuseConfig(
         recompute_ratio=0.3,
         nearest_share=0.0,  # nothing is read of what is recomputed in full
         probe_min_rows=0,
         loading="layerwise",
-        early_termination=focus,
+        early_termination=rule,
         early_termination_window=1,
     )
     order = [FRIDGE, KETTLE, TOASTER]  # the fridge stands last
@@ -944,6 +945,26 @@ def test_an_answer_too_long_to_go_along_is_refused(engine: Engine) -> None:
     for along in ([], [1] * 13):
         with pytest.raises(ConfigError, match="needs 1 to 12"):
             engine.score_answer(QUESTION, CHUNKS, target=along, max_new_tokens=12)
+
+
+def test_an_answer_says_which_chunks_are_in_focus_and_what_that_spared(engine: Engine) -> None:
+    letter = Chunk("N")  # no question attends to it as much as to a sentence
+    ask(engine, [TOASTER, letter, KETTLE, OVEN, FRIDGE])
+    config = replace(CONFIG, capture=False, recompute_ratio=0.5, nearest_share=0.0)
+    order = [KETTLE, letter, FRIDGE, TOASTER, OVEN]
+    focused = ask(engine, order, config=replace(config, early_termination="probe")).stats
+    everything = ask(engine, order, config=replace(config, early_termination="off")).stats
+    assert_adds_up(focused)
+    chunks = {chunk.chunk_id: chunk for chunk in focused.chunks}
+    assert chunks[KETTLE.chunk_id].in_focus
+    assert max(chunk.focus or 0.0 for chunk in focused.chunks) == 1.0
+    assert chunks[letter.chunk_id].in_focus is False
+    assert chunks[letter.chunk_id].reason_code == "unfocused"
+    assert chunks[letter.chunk_id].spared == focused.tokens_spared == 2  # half, rounded up
+    assert everything.tokens_spared == 0
+    assert focused.tokens_recomputed == everything.tokens_recomputed - focused.tokens_spared
+    assert focused.recompute_share < everything.recompute_share
+    assert not focused.exact
 
 
 def test_a_probe_chooses_what_is_recomputed_and_counts_for_it(engine: Engine) -> None:

@@ -40,6 +40,7 @@ FOUND = Calibration(
     budget_scope=DEFAULT.budget_scope,
     drift=DEFAULT.drift,
     nearest_share=DEFAULT.nearest_share,
+    early_termination=DEFAULT.early_termination,
 )
 
 
@@ -142,7 +143,7 @@ def test_an_engine_takes_it_up_and_says_so(
         replace(as_always, recompute_ratio=0.15, alpha=DEFAULT_ALPHA)
     )
     # which would recompute less than was promised
-    assert not FOUND.fits(replace(as_always, early_termination=True))
+    assert not FOUND.fits(replace(as_always, early_termination="published"))
 
 
 def test_a_calibration_fits_only_the_way_of_choosing_that_it_was_made_with() -> None:
@@ -155,11 +156,11 @@ def test_a_calibration_fits_only_the_way_of_choosing_that_it_was_made_with() -> 
         drift=published.drift,
         nearest_share=published.nearest_share,
         scoring=published.scoring,
-        early_termination=True,
+        early_termination="published",
         early_termination_window=published.early_termination_window,
     )
     assert made_with_it.fits(published)
-    assert not made_with_it.fits(replace(published, early_termination=False))
+    assert not made_with_it.fits(replace(published, early_termination="off"))
     assert not made_with_it.fits(replace(published, early_termination_window=8))
     assert not made_with_it.fits(replace(published, scoring="corrected"))
     assert FOUND.fits(replace(DEFAULT, early_termination_window=8))  # unused without termination

@@ -24,7 +24,7 @@ from cachecraft_rag.serving.sampling import SamplingParams
         {"recompute_ratio": math.nan},
         {"early_termination": "gap"},
         {"early_termination_window": 0},
-        {"early_termination": True, "refresh_rows": 2},
+        {"early_termination": "published", "refresh_rows": 2},
         {"selector": "best"},
     ],
     ids=str,
@@ -56,7 +56,10 @@ def test_sampling_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
     ("settings", "ends"),
     [
         (ReuseConfig, {"alpha": 0, "recompute_ratio": 0, "early_termination_window": 1}),
-        (ReuseConfig, {"recompute_ratio": 1.0, "early_termination": True, "selector": "random"}),
+        (
+            ReuseConfig,
+            {"recompute_ratio": 1.0, "early_termination": "published", "selector": "random"},
+        ),
         (SamplingParams, {"max_new_tokens": 1, "temperature": 0, "top_p": 1.0, "stop": ()}),
     ],
     ids=str,

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachecraft_rag.planning.early_termination import FocusMonitor, focused_count
+from cachecraft_rag.planning.early_termination import (
+    FocusMonitor,
+    chunks_in_focus,
+    focus_score,
+    focused_count,
+)
 
 
 @pytest.mark.parametrize(
@@ -79,3 +85,25 @@ def test_equal_scores_go_to_the_earlier_chunk() -> None:
     monitor = FocusMonitor(3, window=1)
     assert monitor.observe(0, [0.0, 2.0, 2.0])
     assert monitor.focused == frozenset({1})
+
+
+# -- by the probe -----------------------------------------------------------------------------------------------------
+
+
+def test_a_chunk_that_stands_nearer_scores_no_more_than_the_root_of_its_attention() -> None:
+    """All tokens get four times as much there; the root of that is taken back."""
+    attention = np.array([*np.full(30, 0.01), 0.5, 0.25])
+    assert focus_score(4 * attention) == pytest.approx(2 * focus_score(attention))
+
+
+def test_tokens_that_the_probe_did_not_see_do_not_count() -> None:
+    attention = np.array([0.5, 0.25, 0.25])
+    assert focus_score(np.concatenate([attention, np.zeros(50)])) == focus_score(attention)
+    assert focus_score(np.zeros(50)) == 0.0
+
+
+@given(st.dictionaries(st.integers(1, 20), st.floats(0, 1e6), max_size=12))
+def test_the_chunk_that_the_question_attends_to_most_is_in_focus(scores: dict[int, float]) -> None:
+    focused = chunks_in_focus(scores)
+    assert focused <= set(scores)
+    assert {chunk for chunk, score in scores.items() if score == max(scores.values())} <= focused

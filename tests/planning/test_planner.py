@@ -584,3 +584,94 @@ def test_tokens_that_are_computed_anyway_are_not_recomputed_in_full() -> None:
     plan = make_plan(prompt_of("a", "b"), moved("a", "b"), config)
     chosen = with_selection(plan, {}, config, excluded={2: frozenset({0, 3})})
     assert chosen.segments[2].recompute == (1, 2, 4, 5, 6, 7, 8, 9)
+
+
+# -- focus ------------------------------------------------------------------------------------------------------------
+
+FOCUSED = ReuseConfig(recompute_ratio=0.2, nearest_share=0.0, early_termination="probe")
+FIVE = ("a", "b", "c", "d", "e")
+SEEN = {index: np.ones(10, np.float32) for index in range(1, 6)}
+FOCUS = {1: 0.01, 2: 4.0, 3: 3.0, 4: 1.0, 5: 0.02}
+
+
+def after_probe(config: ReuseConfig, *names: str, **probed: Any) -> Plan:
+    """The plan for moved chunks of ten tokens after a probe; five chunks unless they are named."""
+    names = names or FIVE
+    plan = make_plan(prompt_of(*names), moved(*names), config)
+    return with_selection(plan, {}, config, **({"probed": SEEN, "focus": FOCUS} | probed))
+
+
+def test_chunks_out_of_focus_recompute_nothing_and_save_their_budgets() -> None:
+    plan = after_probe(FOCUSED)
+    chunks = plan.segments[1:-1]
+    assert [len(planned.recompute) for planned in chunks] == [0, 2, 2, 0, 0]
+    assert [planned.spared for planned in chunks] == [2, 0, 0, 2, 2]
+    assert [planned.in_focus for planned in chunks] == [False, True, True, False, False]
+    assert [planned.focus for planned in chunks] == [0.0025, 1.0, 0.75, 0.25, 0.005]
+    assert [planned.reason is Reason.UNFOCUSED for planned in chunks] == [
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert {planned.focus for planned in (plan.segments[0], plan.segments[-1])} == {None}
+
+
+@pytest.mark.parametrize(("ratio", "spared"), [(0.2, 8), (None, 10)])
+def test_by_default_the_last_chunk_is_recomputed_in_full_only_in_focus(
+    ratio: float | None, spared: int
+) -> None:
+    """Out of focus it has its ordinary budget, which is nothing if all its old neighbours are in the prompt."""
+    config = ReuseConfig(recompute_ratio=ratio)
+    stored = moved("b", "c", "d") | {"a": [variant("a")], "e": [variant("e", "a")]}
+    plan = make_plan(prompt_of(*FIVE), stored, config)
+    away = with_selection(plan, {}, config, probed=SEEN, focus=FOCUS).segments
+    assert not away[5].in_full
+    assert away[5].spared == spared
+    assert (away[5].reason is Reason.UNFOCUSED) == (away[5].recompute == ())
+    assert [planned.spared for planned in away[:5]] == [0] * 5
+    near = with_selection(plan, {}, config, probed=SEEN, focus=FOCUS | {5: 4.0}).segments[5]
+    assert (near.recompute, near.spared, near.reason) == (tuple(range(10)), 0, Reason.NEAREST)
+
+
+def test_with_the_probes_rule_the_last_chunk_recomputes_nothing_out_of_focus() -> None:
+    config = dataclasses.replace(FOCUSED, nearest_share=1.0)
+    away = after_probe(config).segments[5]
+    assert (away.recompute, away.spared, away.reason) == ((), 10, Reason.UNFOCUSED)
+    near = after_probe(config, focus=FOCUS | {5: 4.0}).segments[5]
+    assert (near.recompute, near.spared, near.reason) == (tuple(range(10)), 0, Reason.NEAREST)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"early_termination": "off"}, {"early_termination": "published"}, {"recompute_ratio": 1.0}],
+)
+def test_without_the_rule_and_where_all_must_be_exact_the_probe_only_says_what_is_in_focus(
+    settings: dict[str, Any],
+) -> None:
+    config = dataclasses.replace(FOCUSED, **settings)
+    plan = after_probe(config)
+    tokens = 10 if config.recompute_ratio == 1.0 else 2
+    assert [len(planned.recompute) for planned in plan.segments] == [0, *[tokens] * 5, 0]
+    assert [planned.in_focus for planned in plan.segments[1:4]] == [False, True, True]
+    assert sum(planned.spared for planned in plan.segments) == 0
+
+
+def test_with_few_chunks_nothing_is_spared() -> None:
+    focus = {1: 0.01, 2: 4.0, 3: 0.02, 4: 0.02}
+    plan = after_probe(FOCUSED, "a", "b", "c", "d", focus=focus)
+    assert [len(planned.recompute) for planned in plan.segments] == [0, 2, 2, 2, 2, 0]
+    assert [planned.in_focus for planned in plan.segments[1:5]] == [False, True, False, False]
+
+
+def test_what_the_question_must_not_shape_is_recomputed_out_of_focus_too() -> None:
+    plan = after_probe(FOCUSED, probed={index: SEEN[index] for index in (2, 3, 4, 5)})
+    assert plan.segments[1].recompute
+    assert [planned.spared for planned in plan.segments] == [0, 0, 0, 0, 2, 2, 0]
+
+
+def test_tokens_recomputed_before_the_probe_stay_and_are_not_counted_as_spared() -> None:
+    plan = after_probe(FOCUSED, recomputed={1: frozenset({4})})
+    assert (plan.segments[1].recompute, plan.segments[1].spared) == ((4,), 1)
+    assert plan.segments[1].reason is Reason.FIXED

@@ -31,7 +31,7 @@ from tests.vllm.conftest import TEXTS, Server
 
 KETTLE, GUARANTEE = "How is the kettle descaled?", "What does the guarantee cover?"
 BASE = ReuseConfig(probe_min_rows=0, alpha=0.5, capture=False, loading="whole")
-EARLY: dict[str, Any] = {"early_termination": True, "recompute_ratio": 0.5}
+EARLY: dict[str, Any] = {"early_termination": "published", "recompute_ratio": 0.5}
 # best last: these stand in the prompt from last to first
 CASES: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "all exact": (KETTLE, [2, 1, 0], {}),
@@ -42,6 +42,11 @@ CASES: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "drift without probe": (GUARANTEE, [4, 0, 3, 1, 5], {"selector": "cache_craft"}),
     "nothing reused": (GUARANTEE, [4, 0, 3, 1, 5], {"reuse": False}),
     "nothing recomputed": (GUARANTEE, [4, 0, 3, 1, 5], {"recompute_ratio": 0.0}),
+    "focus by the probe": (
+        GUARANTEE,
+        [4, 6, 3, 1, 5],
+        {"early_termination": "probe", "recompute_ratio": 0.5, "nearest_share": 0.0},
+    ),
     "early termination": (GUARANTEE, [4, 0, 3, 1, 5], EARLY | {"early_termination_window": 1}),
     "early termination, three layers": (GUARANTEE, [4, 0, 3, 1, 5], EARLY),
     "another variant": (KETTLE, [1, 0, 5], {}),
@@ -60,6 +65,7 @@ class Expected:
     recomputed: list[list[int]]
     row_layers: int
     focus_layer: int | None
+    focus: list[tuple[float | None, bool | None, int]]
     tokens: list[int]
     logprobs: list[float]
 
@@ -96,6 +102,7 @@ def greedy(engine: Engine, question: str, chunks: list[Chunk], config: ReuseConf
         [list(one.recompute) for one in segments],
         progress.row_layers,
         progress.focus_layer,
+        [(one.focus, one.in_focus, one.spared) for one in segments],
         tokens,
         logprobs,
     )
@@ -103,7 +110,8 @@ def greedy(engine: Engine, question: str, chunks: list[Chunk], config: ReuseConf
 
 def expected_cases(folder: Path, store: Path) -> tuple[dict[str, Expected], int]:
     """Prime two documents with the Hugging Face engine, and let it answer all cases; with the number of layers."""
-    chunks = [Chunk(text) for text in TEXTS]
+    # a single letter, that no question attends to as much as to a sentence
+    chunks = [Chunk(text) for text in (*TEXTS, "N")]
     with (
         ChunkCacheStore.open(store) as caches,
         Engine(Decoder.load(str(folder)), caches, config=BASE) as engine,
@@ -127,6 +135,9 @@ def assert_equal(found: Any, one: Expected, layers: int) -> None:
     assert [segment["variant_id"] for segment in found.report["segments"]] == one.variants
     assert found.report["recomputed"] == one.recomputed
     assert found.report["focus_layer"] == one.focus_layer
+    for segment, (focus, in_focus, spared) in zip(found.report["segments"], one.focus, strict=True):
+        assert segment["focus"] == (None if focus is None else pytest.approx(focus, rel=1e-3))
+        assert (segment["in_focus"], segment["spared"]) == (in_focus, spared)
     # vLLM computes the last token itself
     assert found.report["row_layers"] == one.row_layers - layers
     assert found.tokens == one.tokens
@@ -153,6 +164,8 @@ def test_rows_and_answers_are_those_of_the_hugging_face_engine(
     monkeypatch.setattr(Recycler, "empty", lambda *asked: fresh(*asked).fill_(math.nan))
     folder = model_folder(family)
     cases, layers = primed_cases(family, tmp_path / "caches")
+    assert any(spared for _, _, spared in cases["focus by the probe"].focus)
+    assert any(in_focus for _, in_focus, _ in cases["focus by the probe"].focus)
     assert cases["early termination"].focus_layer is not None
     assert cases["early termination, three layers"].focus_layer is not None or family not in (
         "Llama",

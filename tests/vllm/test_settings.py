@@ -88,7 +88,7 @@ OTHERS: dict[str, Any] = {  # a value of each setting that is not its default
     "reuse.nearest_share": 0.55,
     "reuse.drift": 0.1,
     "reuse.plain_prompts": "off",
-    "reuse.early_termination": True,
+    "reuse.early_termination": "probe",
     "reuse.early_termination_window": 2,
     "reuse.loading": "whole",
     "reuse.min_prompt_tokens": 700,

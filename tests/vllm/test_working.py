@@ -234,7 +234,7 @@ def test_early_termination_drops_the_same_rows(
     ask = ask_of(
         engine,
         [0, 2, 1],
-        early_termination=True,
+        early_termination="published",
         early_termination_window=window,
         recompute_ratio=0.5,
     )
@@ -249,6 +249,30 @@ def test_early_termination_drops_the_same_rows(
     assert report["recomputed"] == [list(one.recompute) for one in progress.plan.segments]
     torch.testing.assert_close(filled(stack, fill), buffer, rtol=0, atol=1e-5)
     assert progress.focus_layer is not None or window > 1
+
+
+def test_what_the_probe_finds_in_focus_is_reported_and_spares_the_same_rows(
+    engine: Engine, scheduling: Scheduling, workers: Workers, stack: BlockStack
+) -> None:
+    letter = Chunk("N")  # no question attends to it as much as to a sentence
+    inn = Chunk("The inn of Arden dates from 1604 and leaks. ")
+    Primer(engine).prime([letter, inn])
+    chunks = [CHUNKS[0], letter, CHUNKS[2], CHUNKS[1], inn]
+    prompt = engine.prompts.build("When was it built?", chunks)
+    config = replace(CONFIG, early_termination="probe", recompute_ratio=0.5, nearest_share=0.0)
+    ask = Ask(prompt, config, captures=(), details=True)
+    fill = fill_of(scheduling, ask)
+    run(workers, [fill])
+    buffer, progress = prefilled(engine, ask)
+    news = workers.news()
+    assert news is not None
+    report, layers = news.reports["r"], stack.decoder.layout.layers
+    assert report["row_layers"] == progress.row_layers - layers
+    torch.testing.assert_close(filled(stack, fill), buffer, rtol=0, atol=1e-5)
+    told = [(one["in_focus"], one["spared"]) for one in report["segments"]]
+    assert told == [(one.in_focus, one.spared) for one in progress.plan.segments]
+    assert told[4] == (False, 2)  # half of the letter and its separator, rounded up
+    assert max(one["focus"] for one in report["segments"][1:-1]) == 1.0
 
 
 @pytest.mark.parametrize("read_bytes_per_s", [50_000.0, math.inf])
@@ -867,7 +891,7 @@ def test_the_papers_methods_act_in_one_request(
     [
         ({"recompute_ratio": 0.3}, "reused"),
         ({"recompute_ratio": 1.0}, "exact"),
-        ({"recompute_ratio": 1.0, "early_termination": True}, "reused"),
+        ({"recompute_ratio": 1.0, "early_termination": "published"}, "reused"),
         ({"reuse": False, "capture": True}, "exact"),
     ],
 )

@@ -380,7 +380,7 @@ class Scheduling:
         # Only requests with the same settings share blocks of the prefix cache, see `Ask.cache_salt`.
         config = ask.config
         is_exact = not config.reuse or (
-            config.recompute_ratio == 1.0 and not config.early_termination
+            config.recompute_ratio == 1.0 and config.early_termination != "published"
         )
         return cached_report(
             ask.prompt,

@@ -19,6 +19,7 @@ from cachecraft_rag.compute.overlapped import OverlappedPrefill
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stack import Alone, Ranks
 from cachecraft_rag.model.decoder import Decoder
+from cachecraft_rag.planning.early_termination import focus_score
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.store.loading.pending import PendingLoads
 
@@ -40,9 +41,15 @@ class Chooser:
 
     seen: Mapping[int, NDArray[np.float32]]
     rows: Rows
+    focus: Mapping[int, float]
 
-    def __call__(self, seen: Mapping[int, NDArray[np.float32]], rows: Rows) -> Plan:
-        self.seen, self.rows = seen, rows
+    def __call__(
+        self,
+        seen: Mapping[int, NDArray[np.float32]],
+        rows: Rows,
+        focus: Mapping[int, float],
+    ) -> Plan:
+        self.seen, self.rows, self.focus = seen, rows, focus
         plans = list(PLAN.segments)
         for index, scores in seen.items():
             plans[index] = SegmentPlan(
@@ -90,6 +97,26 @@ def test_the_question_probe_sees_what_the_model_attends_to(decoder: Decoder) -> 
     _, chooser = look(decoder, stored(decoder), rows_of())
     seen = np.concatenate([chooser.seen[1], chooser.seen[2]])
     assert np.allclose(seen, expected[12:92] / expected[12:92].mean(), rtol=1e-3)
+
+
+def test_a_chunk_scores_what_the_question_pays_to_its_strongest_tokens(
+    decoder: Decoder,
+) -> None:
+    with decoder.stock() as model, torch.inference_mode():
+        model.set_attn_implementation("eager")
+        attentions = model(torch.tensor([IDS]), output_attentions=True).attentions
+    # of five layers the one in the middle
+    received = attentions[2][0, :, QUESTION.start :].sum(1).mean(0)
+    _, chooser = look(decoder, stored(decoder), rows_of())
+    for chunk in (1, 2):
+        expected = focus_score(received[BOUNDS[chunk] : BOUNDS[chunk + 1]].numpy())
+        assert chooser.focus[chunk] == pytest.approx(expected, rel=1e-3)
+    assert set(chooser.focus) == {1, 2}, "the instruction and the question are no chunks"
+
+
+def test_a_chunk_that_is_computed_after_the_probe_has_no_score(decoder: Decoder) -> None:
+    _, chooser = look(decoder, stored(decoder)[:2], rows_of(new=range(52, 92)))
+    assert set(chooser.focus) == {1}
 
 
 def test_chunks_still_to_be_computed_are_hidden_from_the_question(
@@ -147,7 +174,7 @@ def test_with_exact_caches_a_look_changes_nothing(decoder: Decoder) -> None:
 
 def test_a_look_is_counted_and_gives_its_plan(decoder: Decoder) -> None:
     result, chooser = look(decoder, stored(decoder), rows_of())
-    assert result.plan == chooser(chooser.seen, chooser.rows)
+    assert result.plan == chooser(chooser.seen, chooser.rows, chooser.focus)
     assert result.row_layers == len(QUESTION) * 3 + (len(QUESTION) + 6) * 5  # three layers of five
 
 
