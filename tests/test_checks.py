@@ -142,7 +142,7 @@ def test_any_value_of_any_field(kind: Any, name: str, value: Any) -> None:
         (
             ReuseConfig,
             {"early_termination": True},
-            "must be off, nearest, probe or published, not True",
+            "must be off, probe or published, not True",
         ),
         (SamplingParams, {"stop": 1}, "must be a list"),
     ],

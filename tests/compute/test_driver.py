@@ -142,7 +142,7 @@ def test_a_probe_runs_its_layers_before_the_last_pass_does(
         Rows.of(BOUNDS, new=QUESTION, recomputed=[11, 41]),
         resident=caches,
         reused=(1, 2),
-        probe=ProbeRequest(QUESTION, lambda seen, rows: plan),
+        probe=ProbeRequest(QUESTION, lambda seen, rows, focus: plan),
     )
     steps, result = taken(decoder, steps_of(decoder, job), positions := [])
     assert [type(step) for step in steps] == [Wait, Wait, *[Forward] * (2 + LAYERS)]
@@ -221,7 +221,7 @@ def test_an_exception_while_waiting_closes_the_steps(decoder: Decoder) -> None:
 def test_an_exception_in_the_steps_themselves_is_the_callers(
     decoder: Decoder, caches: list[ResidentKV]
 ) -> None:
-    def choose(seen: object, rows: Rows) -> Plan:
+    def choose(seen: object, rows: Rows, focus: object) -> Plan:
         raise ValueError("no plan")
 
     probe = ProbeRequest(QUESTION, choose)

@@ -441,7 +441,9 @@ def test_no_deeper_layer_of_a_focused_chunk_that_is_recomputed_is_read(
 def probe_of(chunks: Sequence[int] = (1, 2, 3), in_full: Sequence[int] = ()) -> ProbeRequest:
     """Chooses, of each of these chunks, the 15 tokens that were seen most and have not been lost."""
 
-    def choose(seen: Mapping[int, NDArray[np.float32]], rows: Rows) -> Plan:
+    def choose(
+        seen: Mapping[int, NDArray[np.float32]], rows: Rows, focus: Mapping[int, float]
+    ) -> Plan:
         assert list(seen) == list(chunks)
         plans = [SegmentPlan("exact"), *[SegmentPlan("reused")] * 3, SegmentPlan("computed")]
         for index in in_full:

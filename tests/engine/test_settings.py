@@ -117,7 +117,7 @@ def test_the_working_directory_s_file_is_found_and_a_variable_may_name_another(
         ("[reuse]\nselector = 'best'", "reuse.selector"),
         (
             "[reuse]\nearly_termination = 'gap'",
-            "must be off, nearest, probe or published, not 'gap'",
+            "must be off, probe or published, not 'gap'",
         ),
         ("[remote]\nfailures = 0\nurl = 'redis://host'", "remote.failures"),
         ("[store]\nreaders = 3", "store"),
@@ -145,7 +145,7 @@ def test_what_is_wrong_elsewhere_is_named_too(here: Path, file: Path) -> None:
         ({"CACHECRAFT_READERS": "many"}, "CACHECRAFT_READERS: readers"),
         (
             {"CACHECRAFT_REUSE_EARLY_TERMINATION": "gap"},
-            "must be off, nearest, probe or published, not 'gap'",
+            "must be off, probe or published, not 'gap'",
         ),
         ({"CACHECRAFT_READER": "3"}, "Did you mean CACHECRAFT_READERS"),
         ({"CACHECRAFT_SETTINGS": "nowhere.toml"}, "no settings file at nowhere.toml"),

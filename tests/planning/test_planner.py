@@ -618,23 +618,6 @@ def test_chunks_out_of_focus_recompute_nothing_and_save_their_budgets() -> None:
     assert {planned.focus for planned in (plan.segments[0], plan.segments[-1])} == {None}
 
 
-@pytest.mark.parametrize(("ratio", "spared"), [(0.2, 8), (None, 10)])
-def test_by_default_the_last_chunk_is_recomputed_in_full_only_in_focus(
-    ratio: float | None, spared: int
-) -> None:
-    """Out of focus it has its ordinary budget, which is nothing if all its old neighbours are in the prompt."""
-    config = ReuseConfig(recompute_ratio=ratio)
-    stored = moved("b", "c", "d") | {"a": [variant("a")], "e": [variant("e", "a")]}
-    plan = make_plan(prompt_of(*FIVE), stored, config)
-    away = with_selection(plan, {}, config, probed=SEEN, focus=FOCUS).segments
-    assert not away[5].in_full
-    assert away[5].spared == spared
-    assert (away[5].reason is Reason.UNFOCUSED) == (away[5].recompute == ())
-    assert [planned.spared for planned in away[:5]] == [0] * 5
-    near = with_selection(plan, {}, config, probed=SEEN, focus=FOCUS | {5: 4.0}).segments[5]
-    assert (near.recompute, near.spared, near.reason) == (tuple(range(10)), 0, Reason.NEAREST)
-
-
 def test_with_the_probes_rule_the_last_chunk_recomputes_nothing_out_of_focus() -> None:
     config = dataclasses.replace(FOCUSED, nearest_share=1.0)
     away = after_probe(config).segments[5]
