@@ -35,7 +35,7 @@ from cachecraft_rag.retrievers.index.schema import (
 )
 from cachecraft_rag.retrievers.index.vector_index import VectorIndex
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.store.database import Database
+from cachecraft_rag.store.database import Database, note_removal
 from cachecraft_rag.store.files.disk import sync_folder
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.types.documents import Chunk, Scalar, SearchHit
@@ -120,7 +120,6 @@ class FaissStore(Closeable):
         # changed only within a snapshot: one thread at a time
         self._index: VectorIndex | None = None
         self._saved_stamp = ""
-        self._to_compact = False  # chunks have left since the database was compacted
 
     @classmethod
     def open(
@@ -150,9 +149,15 @@ class FaissStore(Closeable):
             raise IndexStoreError(
                 f"{path}: there is no index here; make one with `cachecraft index`"
             )
-        return cls(
+        store = cls(
             path, *open_database(path, dim=dim, fingerprint=embedder_fingerprint, wait_s=_WAIT_S)
         )
+        try:
+            store.compact()  # its last process was killed after a removal
+        except BaseException:
+            store.close()
+            raise
+        return store
 
     # --- changes ---
 
@@ -529,21 +534,16 @@ class FaissStore(Closeable):
     # --- life ---
 
     def compact(self) -> None:
-        """Write the database again without the bytes of chunks that this store has removed; return None.
+        """Write the database again without the bytes of chunks that were removed; return None.
 
-        `save` and `close` do it too. Without such chunks it does nothing. If the database cannot be written now, a
-        warning is logged, and the next call tries again. Raises IndexStoreError if the index is closed, and ForkError
-        in a fork.
+        `open`, `save` and `close` do it too. Without removed chunks it does nothing. If the database cannot be written
+        now, a warning is logged, and the next call tries again, in any process. Raises IndexStoreError if the index
+        file cannot be deleted, or the index is closed or cannot be read, and ForkError in a fork.
         """
         database = self._opened()
-        if not self._to_compact or not self.folder.is_dir():
-            return
-        try:
-            self._to_compact = not database.compact()
-        except IndexStoreError as error:
-            logger.warning(
-                "Bytes of removed chunks may stay in the index until the next removal: %s", error
-            )
+        if database.must_be_compacted and self.folder.is_dir():
+            self._drop_index_file()
+            database.compact()
 
     def save(self) -> None:
         """Write the index file, so that the next process starts faster; return None.
@@ -552,31 +552,28 @@ class FaissStore(Closeable):
         Nothing is lost without it: every change is on the disk when the method that makes it returns. A file that
         cannot be written raises nothing: a warning is logged. A store that may only be read, or whose folder was
         deleted, is left alone, also if it is closed or in a fork. Otherwise it raises IndexStoreError if the index is
-        closed or its database cannot be read, and ForkError in a fork.
+        closed or its database cannot be read or written, and ForkError in a fork.
         """
         # deleted meanwhile: nothing of it comes back
         if self._db.read_only or not self.folder.is_dir():
             return
         self.compact()
         with self._opened().snapshot() as db:
-            index = self._synchronised(db)
-            if index.stamp == self._saved_stamp:
+            if self._synchronised(db).stamp == self._saved_stamp:
                 return
-            try:
-                index.save(self.folder / INDEX_FILE, store=self._store)
-            except OSError as error:
-                logger.warning(
-                    "%s cannot be written (%s); it will be rebuilt", self.folder / INDEX_FILE, error
-                )
-                return
-            self._saved_stamp = index.stamp
-        self._drop_outdated_file()
+        # while the file is written no chunk leaves: its vector would stay in it
+        with self._db.writing(), self._db.snapshot() as db:
+            self._write_index_file(self._synchronised(db))
 
-    def _drop_outdated_file(self) -> None:
-        """Delete the index file that was just written if a chunk has left the database meanwhile."""
-        with self._opened().reading() as db:
-            if _setting(db, "stamp") != self._saved_stamp:
-                self._drop_index_file()
+    def _write_index_file(self, index: VectorIndex) -> None:
+        try:
+            index.save(self.folder / INDEX_FILE, store=self._store)
+        except OSError as error:
+            logger.warning(
+                "%s cannot be written (%s); it will be rebuilt", self.folder / INDEX_FILE, error
+            )
+        else:
+            self._saved_stamp = index.stamp
 
     def close(self) -> None:
         """Close the database; first write the index file, as in `save`, if a search or `save` has loaded the index.
@@ -712,6 +709,7 @@ class FaissStore(Closeable):
     ) -> Change:
         """Begin a new generation if the index is affected, and note what left it; return the change."""
         if removed:
+            note_removal(db)
             self._drop_index_file()  # a kill after the commit would leave the vectors in it
         if added or removed:
             db.executemany(
@@ -727,23 +725,20 @@ class FaissStore(Closeable):
         return Change(tuple(added), tuple(removed))
 
     def _erased(self, change: Change) -> Change:
-        """Overwrite what the files still hold of removed chunks, once the transaction is committed; return the change.
-
-        The index file goes once more: another process may have written it with the state before the commit.
-        """
+        """Empty the journal of removed chunks, once the transaction is committed; return the change."""
         if change.removed:
-            self._drop_index_file()
-            self._to_compact = True
             self._db.erase()
         return change
 
     def _drop_index_file(self) -> None:
-        """Delete the index file, which holds all vectors; the next `save` writes another. Raises IndexStoreError."""
+        """Delete the index file, which holds all vectors, and unfinished ones of killed processes.
+
+        The next `save` writes another. Raises IndexStoreError.
+        """
         try:
-            (self.folder / INDEX_FILE).unlink()
+            for path in self.folder.glob(f"{INDEX_FILE}*"):
+                path.unlink(missing_ok=True)
             sync_folder(self.folder)
-        except FileNotFoundError:
-            return
         except OSError as error:
             raise IndexStoreError(
                 f"{self.folder / INDEX_FILE} holds vectors of removed chunks and cannot be deleted ({error}); delete "
