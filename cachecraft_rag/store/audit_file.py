@@ -9,7 +9,7 @@ import sqlite3
 from pathlib import Path
 
 from cachecraft_rag.errors import StoreError
-from cachecraft_rag.store.database import Database, Failure, Kind, failure_of
+from cachecraft_rag.store.database import Database, Failure, Kind, failure_of, locked_by
 
 AUDIT_FILE = "audits.sqlite"
 
@@ -30,7 +30,7 @@ _EXACT = (
 
 def _message(path: Path, error: sqlite3.Error) -> str:
     advice = {
-        Failure.LOCKED: "is locked by another process. Wait until it is done, or stop it",
+        Failure.LOCKED: f"{locked_by(path)}. Wait until it is done, or stop it",
         Failure.DAMAGED: "is damaged. It holds results of audits only: delete it and the files "
         f"{path.name}-wal and {path.name}-shm to start again; no chunk-cache is lost",
         Failure.NOT_WRITABLE: "cannot be written. Make the folder writable for this user",

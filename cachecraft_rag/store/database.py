@@ -67,6 +67,22 @@ def failure_of(error: sqlite3.Error) -> Failure:
     return next((failure for failure, codes in _CODES.items() if code in codes), Failure.OTHER)
 
 
+def locked_by(path: Path) -> str:
+    """Return a phrase that says which process locks a SQLite file, as far as the system tells. Raises nothing."""
+    inodes = set()
+    for file in (path, path.with_name(f"{path.name}-shm")):
+        with suppress(OSError):
+            inodes.add(str(file.stat().st_ino))
+    holders = set()
+    with suppress(OSError):  # only Linux has it
+        for line in Path("/proc/locks").read_text().splitlines():
+            *_, mode, process, place, _, _ = line.split()
+            if mode == "WRITE" and place.rpartition(":")[2] in inodes:
+                holders.add(process)
+    ids = ", ".join(sorted(holders - {str(os.getpid()), "0", "-1"}))
+    return f"is locked by another process{f' (id {ids})' if ids else ''}"
+
+
 @dataclass(frozen=True)
 class Kind:
     """Properties of one kind of file.

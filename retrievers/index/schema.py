@@ -9,7 +9,7 @@ import zlib
 from pathlib import Path
 
 from cachecraft_rag.errors import IndexStoreError
-from cachecraft_rag.store.database import Database, Failure, Kind, failure_of
+from cachecraft_rag.store.database import Database, Failure, Kind, failure_of, locked_by
 from cachecraft_rag.types.documents import Chunk, chunk_id_of
 
 DATABASE = "index.sqlite"
@@ -132,10 +132,14 @@ def _settings(
 
 def _message(path: Path, error: sqlite3.Error) -> str:
     """Return an error of the database in words. Only a damaged database should be deleted."""
-    advice = "see that the folder can be written and the disk has room"
-    if failure_of(error) is Failure.DAMAGED:
-        advice = "it is damaged: delete the folder and index again"
-    return f"{path.parent}: the index failed ({error}); {advice}"
+    advice = {
+        Failure.LOCKED: f"{locked_by(path)}. Wait until its `index` or `documents remove` ends, or stop it",
+        Failure.DAMAGED: "is damaged: delete the folder and index again",
+        Failure.NOT_WRITABLE: "cannot be written. Make the folder writable for this user",
+        Failure.FULL: "cannot grow: the disk is full or broken. Free some space",
+        Failure.OTHER: "cannot be used. Check that the folder can be written and the disk has room",
+    }
+    return f"{path.parent}: the index {advice[failure_of(error)]} ({error})."
 
 
 # FULL: a commit that a power cut takes back would leave the index file ahead.
