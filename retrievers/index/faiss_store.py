@@ -27,6 +27,8 @@ from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.retrievers.index.filters import Where, accepts, check_where, encoded, fragments
 from cachecraft_rag.retrievers.index.schema import DATABASE as DATABASE
 from cachecraft_rag.retrievers.index.schema import (
+    PLACE,
+    Place,
     chunk_of,
     model_name,
     open_database,
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 INDEX_FILE = "index.faiss"
 
 _WAIT_S = 30.0  # for another process's transaction
-_PLACES = "SELECT chunk_id, text, metadata FROM owners JOIN chunks USING (number) WHERE {} ORDER BY doc_id, ordinal"
+_PLACES = f"SELECT chunk_id, text, {PLACE} FROM owners JOIN chunks USING (number) WHERE {{}} ORDER BY doc_id, ordinal"
 # the inner product of two such vectors of 10 million numbers is a finite float32
 _LARGEST_NUMBER = 1e15
 _BATCH = 4096  # rows per query; bounds memory
@@ -369,8 +371,8 @@ class FaissStore(Closeable):
                 so.
 
         Raises ConfigError for a `k` below 1 or an invalid filter; IndexStoreError for a vector of another width, that
-        is not finite or too large, and if the index is closed or damaged; ValueError for a chunk whose metadata in the
-        database is no JSON; ForkError in a fork; and what a filter that is a function raises.
+        is not finite or too large, and if the index is closed or damaged; ForkError in a fork; and what a filter that
+        is a function raises.
         """
         check_whole("k", k, least=1)
         check_where(where)
@@ -393,9 +395,8 @@ class FaissStore(Closeable):
         """Return the chunks of these ids, in this order, with the metadata of their first owner; [] without ids.
 
         The first owner is that by doc_id and position. An id that is given twice gives its chunk twice. Raises
-        IndexStoreError if one of them is not in the store, and if the index is closed or damaged; ValueError for a
-        chunk whose metadata in the database is no JSON; ForkError in a fork; and TypeError for `chunk_ids` that cannot
-        be iterated or hold anything that JSON cannot.
+        IndexStoreError if one of them is not in the store, and if the index is closed or damaged; ForkError in a fork;
+        and TypeError for `chunk_ids` that cannot be iterated or hold anything that JSON cannot.
         """
         chunk_ids = list(chunk_ids)
         with self._opened().snapshot() as db:
@@ -423,9 +424,9 @@ class FaissStore(Closeable):
             keys: names of places, see `add`; None: all places, also those without a name.
             where: as in `search`.
 
-        Raises ConfigError for an invalid filter, IndexStoreError if the index is closed or damaged, ValueError for a
-        chunk whose metadata in the database is no JSON, ForkError in a fork, TypeError for `keys` that cannot be
-        iterated or hold anything that JSON cannot, and what the filter raises if it is a function.
+        Raises ConfigError for an invalid filter, IndexStoreError if the index is closed or damaged, ForkError in a
+        fork, TypeError for `keys` that cannot be iterated or hold anything that JSON cannot, and what the filter raises
+        if it is a function.
         """
         check_where(where)
         with self._opened().snapshot() as db:
@@ -472,7 +473,6 @@ class FaissStore(Closeable):
         Raises:
             IndexStoreError: the chunk is not in the store, or the index is closed or damaged.
             ConfigError: `k` is below 0.
-            ValueError: the metadata of a chunk in the database is no JSON.
             ForkError: called in a fork.
         """
         vector = self.known_vectors([chunk_id]).get(chunk_id)
@@ -490,7 +490,7 @@ class FaissStore(Closeable):
         A chunk that is in it twice is returned twice. The metadata is that of each place in this document.
 
         Raises ConfigError for a `doc_id` that is not valid Unicode, IndexStoreError if the index is closed or damaged,
-        ValueError for a chunk whose metadata in the database is no JSON, and ForkError in a fork.
+        and ForkError in a fork.
         """
         check_text("doc_id", doc_id)
         with self._opened().snapshot() as db:
@@ -683,8 +683,8 @@ class FaissStore(Closeable):
                 new = (chunk_id, chunk.text, data, vector_sum(chunk_id, data))
                 row = db.execute(insert, new).fetchone()
                 added.append(chunk_id)
-            owner = (doc_id, ordinal, row[0], encoded(chunk.metadata), key)
-            db.execute("INSERT INTO owners VALUES (?, ?, ?, ?, ?)", owner)
+            place = Place(doc_id, ordinal, row[0], encoded(chunk.metadata), key)
+            db.execute("INSERT INTO owners VALUES (?, ?, ?, ?, ?, ?)", place.sealed())
         return added
 
     def _drop_places(self, db: sqlite3.Connection, keys: Iterable[str]) -> list[str]:
@@ -783,8 +783,10 @@ def _matching(db: sqlite3.Connection, where: Where) -> NDArray[np.int64]:
     """Return the numbers of all chunks with an owner that the filter accepts, sorted."""
     parts = fragments(where)
     condition = " AND ".join("instr(metadata, ?)" for _ in parts) or "TRUE"
-    rows = db.execute(f"SELECT number, metadata FROM owners WHERE {condition}", parts)
-    return np.unique(_numbers(row for row in rows if accepts(where, json.loads(row[1]))))
+    rows = map(Place._make, db.execute(f"SELECT {PLACE} FROM owners WHERE {condition}", parts))
+    return np.unique(
+        _numbers((place.number,) for place in rows if accepts(where, place.metadata_of()))
+    )
 
 
 def _chunk_rows(
@@ -792,12 +794,12 @@ def _chunk_rows(
 ) -> dict[int, tuple[str, str, dict[str, Scalar]]]:
     """Return number → (chunk id, text, metadata of the first owner that the filter accepts)."""
     query = (
-        "SELECT number, chunk_id, text, metadata FROM chunks JOIN owners USING (number) WHERE number IN ({}) "
+        f"SELECT number, chunk_id, text, {PLACE} FROM chunks JOIN owners USING (number) WHERE number IN ({{}}) "
         "ORDER BY number, doc_id, ordinal"
     )
     rows: dict[int, tuple[str, str, dict[str, Scalar]]] = {}
-    for number, chunk_id, text, stored in _by_list(db, query, numbers):
-        if number not in rows and accepts(where, metadata := json.loads(stored)):
+    for number, chunk_id, text, *place in _by_list(db, query, numbers):
+        if number not in rows and accepts(where, metadata := Place(*place).metadata_of()):
             verify(chunk_id, text)
             rows[number] = (chunk_id, text, metadata)
     return rows
