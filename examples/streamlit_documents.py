@@ -252,7 +252,7 @@ class Uploads:
     """Uploaded files in a folder, and the older ones of their names until the new ones are indexed."""
 
     def __init__(self, folder: Path) -> None:
-        self.names: list[str] = []
+        self.names: set[str] = set()
         self.brought_back = False
         self._folder = folder
         self._older = folder / ".older"  # hidden: it is not indexed
@@ -262,7 +262,7 @@ class Uploads:
         """Store a file; raises OSError, after which the folder is as before."""
         if name not in self.names and (self._folder / name).exists():
             os.replace(self._folder / name, self._older / name)
-        self.names.append(name)
+        self.names.add(name)
         try:
             (self._folder / name).write_bytes(data)
         except OSError:
@@ -271,7 +271,7 @@ class Uploads:
 
     def take_back(self, name: str) -> None:
         """Delete a file; the older one of its name is back."""
-        self.names = [other for other in self.names if other != name]
+        self.names.discard(name)
         (self._folder / name).unlink(missing_ok=True)
         if (self._older / name).exists():
             os.replace(self._older / name, self._folder / name)
@@ -279,7 +279,7 @@ class Uploads:
 
     def close(self) -> None:
         """Take back the files that are left in `names`, and delete the older files of others."""
-        for name in list(self.names):
+        for name in tuple(self.names):
             self.take_back(name)
         shutil.rmtree(self._older, ignore_errors=True)
 
