@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from cachecraft_rag.errors import StoreError
-from cachecraft_rag.store.audit_file import forget_texts
 from cachecraft_rag.store.catalog import Catalog, DiskFullError, OtherVersionError
 from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, RowFilter
 from cachecraft_rag.store.eviction import Policy
+from cachecraft_rag.store.files.audit_file import forget_texts
 from cachecraft_rag.store.files.disk import DiskTier, Throttle, sync_folder
 from cachecraft_rag.store.files.writers import Writers
 from cachecraft_rag.store.layout import Encoded
@@ -320,7 +320,8 @@ class DurableVariants:
         """
         files = self.catalog.chosen(chosen, down_to_bytes=down_to_bytes)
         gone = self._evict(files, EvictionReason.ADMINISTRATOR, forget=chosen.chunk_ids or ())
-        self.catalog.compact()
+        if gone:
+            self.catalog.compact()
         return Evicted(len(gone), sum(file.file_bytes for file in gone))
 
     def remove_chunks(
@@ -342,6 +343,7 @@ class DurableVariants:
             found = self._remove_shaped(chunk_ids, namespace)
             self.catalog.removals.note(chunk_ids, namespace)
         found += self._remove_shaped(chunk_ids, namespace)
+        self.catalog.compact()  # evicted rows have left bytes there too
         root = self.catalog.path.parent
         try:
             self._finish_deletions(())
@@ -349,10 +351,9 @@ class DurableVariants:
         except OSError as error:
             raise StoreError(
                 f"{root}: chunk-caches of removed chunks may still be there, or come back after a power cut ({error}). "
-                "Check the disk and the folder's permissions, then remove the documents again, or open the store again."
+                "Check the disk and the folder's permissions, and repeat the removal."
             ) from error
         forget_texts(root, namespace, busy_timeout_s=self._busy_timeout_s)
-        self.catalog.compact()
         return found
 
     def _remove_shaped(
@@ -424,9 +425,8 @@ class DurableVariants:
         """Delete files without a row, then settle them in the catalog. Never raises.
 
         Memory drops them too (`on_removed`); those with a reason in `FileRef.evicted` are counted and logged. A file
-        that is missing counts as deleted. One that cannot be deleted is logged, and stays in `files_at_risk` until the
-        store is opened again. Files that were deleted and cannot be settled are settled by a later call, or when the
-        store is opened again.
+        that is missing counts as deleted. One that cannot be deleted is logged. It and files that cannot be settled
+        stay in `files_at_risk` until a later call, or the next opening of the store, succeeds.
         """
         files = list(files)
         with self._lock:

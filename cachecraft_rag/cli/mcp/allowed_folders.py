@@ -119,7 +119,7 @@ class AllowedFolders:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):  # met a link, or a file as a folder
                 raise OutsideError(_replaced(path)) from error
             raise
-        if not _is_at(real, descriptor, is_folder=bool(flags & os.O_DIRECTORY)):
+        if not _is_at(real, descriptor, is_folder=bool(flags & getattr(os, "O_DIRECTORY", 0))):
             os.close(descriptor)
             raise OutsideError(_replaced(path))
         return descriptor

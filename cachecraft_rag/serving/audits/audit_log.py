@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cachecraft_rag.serving.audits.audit import Audit
-from cachecraft_rag.store.audit_file import AUDIT_FILE, opened_audits
 from cachecraft_rag.store.database import fetched
+from cachecraft_rag.store.files.audit_file import AUDIT_FILE, opened_audits
 
 _NAMES = (
     "request_id",
