@@ -230,8 +230,8 @@ class Database:
             return
         if not is_compact:
             logger.warning(
-                "%s-wal is in use and may still hold removed text; the next removal or opening empties it, or closing "
-                "the file in every process",
+                "%s-wal is in use, or the disk is full: it may still hold removed text. The next removal or opening "
+                "empties it, or closing the file in every process",
                 self.path,
             )
 
