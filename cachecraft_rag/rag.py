@@ -472,7 +472,8 @@ class CacheCraft(Retriever, Closeable):
             progress: called after each file and each batch of embeddings, where it counts files, and then by `prime`,
                 where it counts chunk-caches.
             follow_links: also read targets of links outside the folder; otherwise such links are reported as problems.
-            opener: opens each file, as with Python's `open`; a DocumentError of it is a problem in the report.
+            opener: opens each folder and file, as with Python's `open`; a DocumentError of it is a problem in the
+                report.
 
         Returns:
             The doc_ids that were added, updated, unchanged and removed, and the problems. It does not count the
@@ -495,7 +496,6 @@ class CacheCraft(Retriever, Closeable):
                 than a pass or a server finds a chunk too long; a layer of the model does something that its survey did
                 not show; or there is no memory. Over vLLM also CancelledError if the engine was closed meanwhile, and
                 vLLM's own exceptions.
-            ValueError: the metadata of a chunk in the index is no JSON; not every run reads it.
 
         Exceptions of `progress` pass. Documents that were written, and chunk-caches that were captured before an error,
         stay.
@@ -562,7 +562,6 @@ class CacheCraft(Retriever, Closeable):
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             RuntimeError, MemoryError: the model fails, such as torch without memory. Over vLLM, RuntimeError if the
                 engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
-            ValueError: the metadata of a chunk in the index is no JSON.
 
         Exceptions of `progress` and `skipped` pass.
         """
@@ -600,7 +599,6 @@ class CacheCraft(Retriever, Closeable):
             ContextLengthError: the instruction alone is longer than a pass, or a server finds a chunk too long.
             UnsupportedCallError: `alone` with the model in a server.
             ForkError: this process is a fork of the one that opened the index or the store.
-            ValueError: the metadata of a chunk in the index is no JSON.
         """
         from cachecraft_rag.serving.priming import estimate_priming
 
@@ -677,7 +675,6 @@ class CacheCraft(Retriever, Closeable):
             RuntimeError, MemoryError: by a piece, if the model fails, such as torch without memory; RuntimeError by
                 this call, if torch has no memory for the embedding model. Over vLLM, a piece also raises RuntimeError
                 if the engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
-            ValueError: the metadata of a chunk in the index is no JSON.
 
         Exceptions of a filter that is a function pass.
         """
@@ -742,7 +739,6 @@ class CacheCraft(Retriever, Closeable):
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             RuntimeError, MemoryError: a model fails, such as torch without memory. Over vLLM, RuntimeError also if the
                 engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
-            ValueError: the metadata of a chunk in the index is no JSON.
 
         Exceptions of a filter that is a function pass.
         """
@@ -774,7 +770,6 @@ class CacheCraft(Retriever, Closeable):
             UnsupportedModelError: a layer of the model does something that its survey did not show.
             RuntimeError, MemoryError: a model fails, such as torch without memory. Over vLLM, RuntimeError also if the
                 engine is closed, CancelledError if it was closed meanwhile, and vLLM's own exceptions.
-            ValueError: the metadata of a chunk in the index is no JSON.
 
         Exceptions of a filter that is a function pass.
         """
@@ -824,7 +819,6 @@ class CacheCraft(Retriever, Closeable):
                 engine is closed, and vLLM's own exceptions.
             CancelledError: the task is cancelled, which ends the answer; over vLLM also if the engine was closed
                 meanwhile.
-            ValueError: the metadata of a chunk in the index is no JSON.
 
         Exceptions of a filter that is a function pass.
         """
@@ -854,7 +848,6 @@ class CacheCraft(Retriever, Closeable):
             RuntimeError, MemoryError: a model fails, such as torch without memory. Over vLLM, RuntimeError also if the
                 engine is closed, and vLLM's own exceptions.
             CancelledError: the task is cancelled; over vLLM also if the engine was closed meanwhile.
-            ValueError: the metadata of a chunk in the index is no JSON.
 
         Exceptions of a filter that is a function pass.
         """

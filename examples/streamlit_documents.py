@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -218,30 +219,69 @@ def add_uploads(
     """Store and index uploaded files; returns the problems as Markdown, and the ids of the documents.
 
     A file that yields no document is deleted again, and all of them if indexing fails: otherwise the next upload would
-    fail too. An older file of the same name is replaced.
+    fail too. An older file of the same name is replaced once the new one is indexed.
     """
     problems = []
-    stored: list[Path] = []
     with shared.indexing, shared.activity.running():
-        for given, data in files:
-            path = shared.uploads / file_name(given)
-            try:
-                path.write_bytes(data)
-                stored.append(path)
-            except OSError as error:
-                problems.append(f"**{plain(path.name)}** cannot be stored: {error.strerror}.")
+        stored = Uploads(shared.uploads)
         try:
+            for given, data in files:
+                name = file_name(given)
+                try:
+                    stored.write(name, data)
+                except OSError as error:
+                    problems.append(f"**{plain(name)}** cannot be stored: {error.strerror}.")
             report = shared.rag.add_documents(shared.uploads, progress=progress)
-        except BaseException:  # no upload stays without its documents
-            for path in stored:
-                path.unlink(missing_ok=True)
-            raise
-        for problem in report.problems:
-            name = problem.doc_id.partition("/")[2]
-            (shared.uploads / name).unlink(missing_ok=True)
-            reason = plain(problem.reason.rpartition(f"/{name}: ")[2])
-            problems.append(f"**{plain(name)}** was not added: {reason}")
+            for problem in report.problems:
+                name = problem.doc_id.partition("/")[2]
+                reason = plain(problem.reason.rpartition(f"/{name}: ")[2])
+                if problem.kind == "incomplete":
+                    problems.append(f"**{plain(name)}** lacks something: {reason}")
+                    continue
+                problems.append(f"**{plain(name)}** was not added: {reason}")
+                stored.take_back(name)
+            if stored.brought_back:
+                shared.rag.add_documents(shared.uploads, progress=progress)
+            stored.names.clear()
+        finally:  # no upload stays without its documents
+            stored.close()
     return problems, [*report.added, *report.updated]
+
+
+class Uploads:
+    """Uploaded files in a folder, and the older ones of their names until the new ones are indexed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.names: set[str] = set()
+        self.brought_back = False
+        self._folder = folder
+        self._older = folder / ".older"  # hidden: it is not indexed
+        self._older.mkdir(exist_ok=True)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Store a file; raises OSError, after which the folder is as before."""
+        if name not in self.names and (self._folder / name).exists():
+            os.replace(self._folder / name, self._older / name)
+        self.names.add(name)
+        try:
+            (self._folder / name).write_bytes(data)
+        except OSError:
+            self.take_back(name)
+            raise
+
+    def take_back(self, name: str) -> None:
+        """Delete a file; the older one of its name is back."""
+        self.names.discard(name)
+        (self._folder / name).unlink(missing_ok=True)
+        if (self._older / name).exists():
+            os.replace(self._older / name, self._folder / name)
+            self.brought_back = True
+
+    def close(self) -> None:
+        """Take back the files that are left in `names`, and delete the older files of others."""
+        for name in tuple(self.names):
+            self.take_back(name)
+        shutil.rmtree(self._older, ignore_errors=True)
 
 
 def file_name(given: str) -> str:

@@ -109,8 +109,8 @@ def search(
     Raises ConfigError for a `top_k` below 1 or an invalid filter; IndexStoreError for vectors of another width or that
     are not finite, and if the index is closed or damaged; ForkError in a fork of the process that opened the index;
     TypeError, ValueError or AttributeError for a history that is no list of pairs of texts; TypeError or ValueError if
-    `encode` returns no numbers or another number of vectors; ValueError for a chunk whose metadata in the database is
-    no JSON; what the filter raises if it is a function; and what `encode` raises.
+    `encode` returns no numbers or another number of vectors; what the filter raises if it is a function; and what
+    `encode` raises.
     """
     asked: list[tuple[str, Sequence[Turn]]] = [(question, history)]
     before = turn_before(history)

@@ -30,6 +30,8 @@ from cachecraft_rag.retrievers.index.schema import same_model
 from cachecraft_rag.retrievers.reading.chunking import SPLITTER_VERSION, split
 from cachecraft_rag.retrievers.reading.documents import (
     LARGEST_FILE,
+    Opener,
+    OutsideError,
     Problem,
     SourceFile,
     inaccessible,
@@ -89,7 +91,7 @@ def index_folder(
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     model: ModelTokens | None = None,
     follow_links: bool = False,
-    opener: Callable[[str, int], int] | None = None,
+    opener: Opener | None = None,
 ) -> IndexReport:
     """Add, update and remove documents until the index matches the folder; a single file is added or updated.
 
@@ -110,7 +112,7 @@ def index_folder(
         chunk_tokens: most tokens of a chunk, or the embedding model's limit if that is less.
         model: the answering model's tokens, if it is known: they limit a chunk too.
         follow_links: also read targets of links outside the folder; otherwise such a link is a problem.
-        opener: opens each file, as with Python's `open`; a DocumentError of it is a problem.
+        opener: opens each folder and file, as with Python's `open`; a DocumentError of it is a problem.
 
     Returns:
         The doc_ids that were added, updated, unchanged and removed. A file that cannot be read is a problem in it, and
@@ -124,12 +126,11 @@ def index_folder(
             the first document that is split shows.
         ForkError: called in a fork of the process that opened the index or loaded the model.
         RuntimeError: torch has no memory for the embedding model.
-        ValueError: the metadata of an unchanged document's chunk in the index is no JSON.
         TypeError: `path` is no path, or `chunk_tokens` is no number.
 
     Documents that were written before an error stay.
     """
-    listing = list_files(path, follow_links=follow_links)
+    listing = list_files(path, follow_links=follow_links, opener=opener)
     run = _Run(
         store,
         embedder,
@@ -187,7 +188,6 @@ def index_documents(
             the embedding model gives a vector that is not finite.
         ForkError: called in a fork of the process that opened the index or loaded the model.
         RuntimeError: torch has no memory for the embedding model.
-        ValueError: the metadata of an unchanged document's chunk in the index is no JSON.
         TypeError: `documents` cannot be iterated, `chunk_tokens` is no number, or keys of metadata cannot be sorted.
 
     Documents that were written before an error stay; those that waited to be embedded together are lost.
@@ -302,7 +302,7 @@ class _Run:
         chunk_tokens: int,
         progress: Callable[[Progress], None] | None,
         model: ModelTokens | None,
-        opener: Callable[[str, int], int] | None = None,
+        opener: Opener | None = None,
     ) -> None:
         if not same_model(store.embedder, embedder.fingerprint):
             raise IndexStoreError(
@@ -354,6 +354,8 @@ class _Run:
             self.problems.append(
                 Problem(file.doc_id, "inaccessible", f"{shown(file.path)}: {error}")
             )
+        except OutsideError as error:
+            self.problems.append(Problem(file.doc_id, "outside", str(error)))
         except DocumentError as error:
             self.problems.append(Problem(file.doc_id, "unreadable", str(error)))
         self.tick(file.doc_id)

@@ -296,9 +296,9 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         `close`: an upsert deletes first. An empty list of ids deletes nothing. Each document is one transaction.
 
         Raises ConfigError for an unknown option and for an id that is no valid text, IndexStoreError if the index is
-        closed or damaged or cannot be written, ForkError in a fork of the process that opened it, ValueError for a
-        chunk whose metadata in the database is no JSON, TypeError for `ids` that cannot be iterated, and RuntimeError
-        if the system has no room for the thread that deletes chunk-caches later.
+        closed or damaged or cannot be written, ForkError in a fork of the process that opened it, TypeError for `ids`
+        that cannot be iterated, and RuntimeError if the system has no room for the thread that deletes chunk-caches
+        later.
         """
         check_names(kwargs, ())
         index = self.index
@@ -315,8 +315,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         A document of several chunks that LangChain did not add gives each of them, and an id that is no document's but
         a chunk's gives the chunk. An id that is given twice is returned twice. The metadata also has the chunk id,
         under `cachecraft_chunk_id`. Raises ConfigError for an id that is no valid text, IndexStoreError if the index is
-        closed or damaged, ValueError for a chunk whose metadata in the database is no JSON, and ForkError in a fork of
-        the process that opened the index.
+        closed or damaged, and ForkError in a fork of the process that opened the index.
         """
         chunks_by_id = {name: self.index.chunks_of(name) for name in ids}
         # A chunk that was not added through LangChain has its chunk id as its id.
@@ -330,8 +329,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
 
         There are fewer if no more documents pass the filter. Raises ConfigError for an unknown option, a `k` below 1 or
         an invalid filter; IndexStoreError if the index is closed or damaged, or the embeddings are of another width;
-        ValueError for a chunk whose metadata in the database is no JSON; ForkError in a fork of the process that opened
-        the index; and what the embeddings and a filter that is a function raise.
+        ForkError in a fork of the process that opened the index; and what the embeddings and a filter that is a
+        function raise.
         """
         return [document for document, _ in self.similarity_search_with_score(query, k, **kwargs)]
 
@@ -343,8 +342,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         Options as in `similarity_search_with_score`. There are fewer if no more documents pass the filter. Raises
         ConfigError for an unknown option, a `k` below 1 or an invalid filter; IndexStoreError for a vector that does
         not fit and if the index is closed or damaged; TypeError or ValueError for a vector that holds no numbers;
-        ValueError for a chunk whose metadata in the database is no JSON; ForkError in a fork of the process that opened
-        the index; and what a filter that is a function raises.
+        ForkError in a fork of the process that opened the index; and what a filter that is a function raises.
         """
         return [document for document, _ in self._search(embedding, k, **kwargs)]
 
@@ -364,8 +362,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
 
         Raises ConfigError for a `k` below 1 or an invalid filter; TypeError, ValueError or AttributeError for a history
         that is no list of pairs of texts; IndexStoreError if the index is closed or damaged, or the embeddings are of
-        another width; ValueError for a chunk whose metadata in the database is no JSON; ForkError in a fork of the
-        process that opened the index; and what the embeddings and a filter that is a function raise.
+        another width; ForkError in a fork of the process that opened the index; and what the embeddings and a filter
+        that is a function raise.
         """
         check_whole("k", k, least=1)
 
@@ -392,9 +390,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
                 documents with different texts pass.
 
         Raises ConfigError for an unknown option, a `k` below 1 or an invalid filter; IndexStoreError if the index is
-        closed or damaged, or the embeddings are of another width; ValueError for a chunk whose metadata in the database
-        is no JSON; ForkError in a fork of the process that opened the index; and what the embeddings and a predicate
-        raise.
+        closed or damaged, or the embeddings are of another width; ForkError in a fork of the process that opened the
+        index; and what the embeddings and a predicate raise.
         """
         return self._search(self._embedding.embed_query(query), k, filter=filter, **kwargs)
 
@@ -415,8 +412,7 @@ class CacheCraftVectorStore(Closeable, VectorStore):
 
         Raises ConfigError for an unknown option, a `k` or `fetch_k` below 1, a `lambda_mult` outside of 0 to 1, or an
         invalid filter; IndexStoreError if the index is closed or damaged, or the embeddings are of another width;
-        ValueError for a chunk whose metadata in the database is no JSON; ForkError in a fork of the process that opened
-        the index; and what the embeddings and a predicate raise.
+        ForkError in a fork of the process that opened the index; and what the embeddings and a predicate raise.
         """
         vector = self._embedding.embed_query(query)
         return self.max_marginal_relevance_search_by_vector(
@@ -447,8 +443,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
 
         Raises ConfigError for an unknown option, a `k` or `fetch_k` below 1, a `lambda_mult` outside 0 to 1 or an
         invalid filter; IndexStoreError for a vector that does not fit and if the index is closed or damaged; TypeError
-        or ValueError for a vector that holds no numbers; ValueError for a chunk whose metadata in the database is no
-        JSON; ForkError in a fork of the process that opened the index; and what a predicate raises.
+        or ValueError for a vector that holds no numbers; ForkError in a fork of the process that opened the index; and
+        what a predicate raises.
         """
         check_names(kwargs, ("fetch_k", "filter", "k", "lambda_mult"))
         check_whole("k", k, least=1)

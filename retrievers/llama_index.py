@@ -305,10 +305,10 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
 
         Raises ConfigError without ids unless there are filters, and each group of them has a condition (an empty group
         passes every node), for an unknown option, and for filters that are nested too deep; TypeError or ValueError for
-        values of filters that cannot be compared; ValueError, with filters, for a node whose metadata in the database
-        is no JSON; TypeError for `node_ids` that cannot be iterated or hold anything that JSON cannot; IndexStoreError
-        if the index is closed or damaged or cannot be written; ForkError in a fork of the process that opened it; and
-        RuntimeError if the system has no room for the thread that deletes chunk-caches later.
+        values of filters that cannot be compared; TypeError for `node_ids` that cannot be iterated or hold anything
+        that JSON cannot; IndexStoreError if the index is closed or damaged or cannot be written; ForkError in a fork of
+        the process that opened it; and RuntimeError if the system has no room for the thread that deletes chunk-caches
+        later.
         """
         check_names(delete_kwargs, ())
         if node_ids is None and (filters is None or has_empty_group(filters)):
@@ -350,11 +350,11 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         """Return the nodes that have one of the ids (None: any) and pass the filters; an empty list without an index.
 
         They are sorted by document, and not in the order of the ids; chunks that LlamaIndex did not add, whose node id
-        is their chunk id, come last if ids are given. Unknown ids are ignored. The metadata of each node also has
-        its chunk id, under `cachecraft_chunk_id`. Embeddings are not returned. Raises ConfigError for filters that are
+        is their chunk id, come last if ids are given. Unknown ids are ignored. The metadata of each node also has its
+        chunk id, under `cachecraft_chunk_id`. Embeddings are not returned. Raises ConfigError for filters that are
         nested too deep; TypeError for `node_ids` that cannot be iterated or hold anything that JSON cannot; TypeError
-        or ValueError for values that cannot be compared; ValueError for a node whose metadata in the database is no
-        JSON; IndexStoreError if the index is closed or damaged; and ForkError in a fork of the process that opened it.
+        or ValueError for values that cannot be compared; IndexStoreError if the index is closed or damaged; and
+        ForkError in a fork of the process that opened it.
         """
         if self._store is None:
             return []
@@ -385,9 +385,8 @@ class CacheCraftVectorStore(BasePydanticVectorStore, Closeable):
         Raises ConfigError for other modes, for a query without an embedding, for an option that is unknown or out of
         range, for a `similarity_top_k` below 1 (not with `mmr_prefetch_k`), and for filters that are nested too deep;
         IndexStoreError for an embedding of another width, and if the index is closed or damaged; TypeError or
-        ValueError for values of filters that cannot be compared, and for an embedding that holds no numbers; ValueError
-        for a node whose metadata in the database is no JSON; and ForkError in a fork of the process that opened the
-        index.
+        ValueError for values of filters that cannot be compared, and for an embedding that holds no numbers; and
+        ForkError in a fork of the process that opened the index.
         """
         check_names(kwargs, ("mmr_prefetch_k", "mmr_threshold"))
         if query.mode not in (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR):
@@ -509,7 +508,7 @@ class CacheCraftRetriever(BaseRetriever):
     nodes, best first. It raises `ConfigError` for a question that is no text and for filters that are nested too deep;
     `IndexStoreError` if the index holds no documents yet, is closed or damaged, or a vector does not fit it;
     `ForkError` in a fork of the process that opened the index or loaded the embedding model; TypeError or ValueError
-    for values of filters that cannot be compared; ValueError for a chunk whose metadata in the database is no JSON; and
+    for values of filters that cannot be compared; and
     torch's RuntimeError without memory.
     """
 

@@ -64,7 +64,6 @@ class Retriever:
                 list of pairs of texts.
             IndexStoreError: the index holds no chunks yet, is closed or damaged, or was made with vectors of another
                 width; or the embedding model gives a vector that is not finite.
-            ValueError: the metadata of a chunk in the index is no JSON.
             ForkError: called in a fork of the process that opened the index or loaded the model.
             RuntimeError: torch has no memory for the embedding model.
 

@@ -66,9 +66,8 @@ def require_match(store: Path, where: Where | None) -> None:
     """Raise ConfigError unless the filter leaves a chunk: without one the model would answer without a source.
 
     Does nothing without a filter. Otherwise the index is opened and closed again. Raises ConfigError also for an
-    invalid filter, IndexStoreError if the store has no retrieval index, or one that is damaged, of a newer version or
-    locked by another process for 30 seconds, and ValueError for a chunk whose metadata in the index is no JSON.
-    Exceptions of a filter that is a function pass.
+    invalid filter, and IndexStoreError if the store has no retrieval index, or one that is damaged, of a newer version
+    or locked by another process for 30 seconds. Exceptions of a filter that is a function pass.
     """
     if where is None:
         return
@@ -214,7 +213,6 @@ def index_into(settings: Settings, folder: Path, *, follow_links: bool) -> Index
         DocumentError: there is nothing at the path, or a file of a kind that cannot be indexed.
         ConfigError: the embedding model's limit leaves no room for text (fewer than 16 tokens).
         RuntimeError: torch has no memory for the embedding model.
-        ValueError: the metadata of a chunk in the index is no JSON; not every run reads it.
     """
     with waiting("Loading the embedding model"):
         from cachecraft_rag.model.decoder import chunk_bound_of
@@ -269,7 +267,6 @@ def prime_all(rag: CacheCraft, *, alone: bool = False) -> Primed:
         UnsupportedModelError: a layer of the model does something that its survey did not show.
         ForkError: this process is a fork of the one that opened the index, the store or the engine.
         RuntimeError, MemoryError: the model fails, such as torch without memory.
-        ValueError: the metadata of a chunk in the index is no JSON.
     """
     estimate = rag.estimate_priming(alone=alone)
     skipped: list[str] = []
@@ -379,7 +376,6 @@ class AskingOptions:
                 malformed reply.
             OSError: with a server, if its tokenizer cannot be written to a temporary folder.
             RuntimeError, MemoryError: there is no memory for a model.
-            ValueError: with `--where`, if the metadata of a chunk in the index is no JSON.
 
         Errors of the block pass.
         """

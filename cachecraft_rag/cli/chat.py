@@ -73,8 +73,8 @@ def converse(conversation: Conversation) -> None:
 
     White space around a line is left out. Raises KeyboardInterrupt for Ctrl-C at the prompt, and the errors of
     `Conversation.take`: StoreError if the store is closed, IndexStoreError if the index is empty, closed or damaged,
-    UnsupportedModelError if a layer of the model does something that its survey did not show, ForkError in a fork,
-    ValueError if the metadata of a chunk in the index is no JSON, and RuntimeError or MemoryError if a model fails.
+    UnsupportedModelError if a layer of the model does something that its survey did not show, ForkError in a fork, and
+    RuntimeError or MemoryError if a model fails.
     """
     while True:
         try:
@@ -115,8 +115,7 @@ class Conversation:
 
         Raises StoreError if the store is closed, IndexStoreError if the index is empty, closed or damaged,
         UnsupportedModelError if a layer of the model does something that its survey did not show, ForkError in a fork,
-        ValueError if the metadata of a chunk in the index is no JSON, and RuntimeError or MemoryError if a model fails,
-        such as torch without memory.
+        and RuntimeError or MemoryError if a model fails, such as torch without memory.
         """
         if typed == "/new":
             self._history.clear()

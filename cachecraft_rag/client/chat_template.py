@@ -31,6 +31,7 @@ class ServedTokenizer:
         self._tokenizer = tokenizer
         # prompts are rendered with marks in place of texts
         self._rendered = lru_cache(_KEPT_RENDERINGS)(_render)
+        self._failure = ""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__") or name == "_tokenizer":  # while it is copied, or not made yet
@@ -54,7 +55,8 @@ class ServedTokenizer:
     ) -> str:
         """Render messages as transformers does, in a separate process, and return the prompt's text.
 
-        The last 64 results are kept; equal arguments are not rendered again. Errors are not kept.
+        The last 64 results are kept; equal arguments are not rendered again. After a ServerError nothing is rendered
+        any more: every call raises it again.
 
         Args:
             messages: turns such as {"role": "user", "content": "…"}; JSON values.
@@ -80,7 +82,13 @@ class ServedTokenizer:
             "add_generation_prompt": add_generation_prompt,
         }
         given = {"template": self._tokenizer.get_chat_template(None, tools), "variables": variables}
-        return self._rendered(json.dumps(given))
+        if self._failure:
+            raise ServerError(self._failure)
+        try:
+            return self._rendered(json.dumps(given))
+        except ServerError as error:
+            self._failure = str(error)
+            raise
 
 
 def _render(given: str) -> str:
@@ -96,7 +104,8 @@ def _render(given: str) -> str:
         reply = None
     if reply is None:
         raise ServerError(
-            "the chat template that the server sent takes too much time or memory; check the model that it serves"
+            "the chat template that the server sent takes too much time or memory; check the model that it serves, and "
+            "connect again"
         )
     if "error" in reply:
         raise TemplateError(shown(reply["error"]))

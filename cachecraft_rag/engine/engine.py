@@ -479,7 +479,7 @@ class Engine(AnswerEngine):
         self.auditor.forget(chunk_ids)
 
     def _before_removal(self, chunk_ids: Sequence[str]) -> None:
-        """Store captures of these chunks that are computed, before they are removed from the store.
+        """Store captures of these chunks that are computed, and audits, before they are removed from the store.
 
         Otherwise they would be stored after the removal. Captures that are still being computed are not stored.
         """
@@ -487,7 +487,9 @@ class Engine(AnswerEngine):
             self.loop.call(partial(self._forget, chunk_ids))
             self.loop.wait_until(
                 lambda: (
-                    not self.new_variants.running(chunk_ids) and not self.auditor.running(chunk_ids)
+                    not self.new_variants.running(chunk_ids)
+                    and not self.auditor.running(chunk_ids)
+                    and not self.auditor.is_storing
                 )
             )
             self.write_back.remove(chunk_ids)

@@ -32,6 +32,7 @@ Parameters = tuple[object, ...] | Mapping[str, object]
 
 # Removed rows are overwritten: most builds of SQLite would leave their text in the file.
 _PRAGMAS = ("secure_delete = ON",)
+_MOST_NOTES = 2**31 - 1
 _ERASE_WAIT_S = 1.0  # for readers of the journal, which delay only the erasure
 
 
@@ -64,6 +65,22 @@ def failure_of(error: sqlite3.Error) -> Failure:
     if "Could not decode" in str(error):  # of Python's module: a text is no UTF-8
         return Failure.DAMAGED
     return next((failure for failure, codes in _CODES.items() if code in codes), Failure.OTHER)
+
+
+def locked_by(path: Path) -> str:
+    """Return a phrase that says which process locks a SQLite file, as far as the system tells. Raises nothing."""
+    inodes = set()
+    for file in (path, path.with_name(f"{path.name}-shm")):
+        with suppress(OSError):
+            inodes.add(str(file.stat().st_ino))
+    holders = set()
+    with suppress(OSError):  # only Linux has it
+        for line in Path("/proc/locks").read_text().splitlines():
+            *_, mode, process, place, _, _ = line.split()
+            if mode == "WRITE" and place.rpartition(":")[2] in inodes:
+                holders.add(process)
+    ids = ", ".join(sorted(holders - {str(os.getpid()), "0", "-1"}))
+    return f"is locked by another process{f' (id {ids})' if ids else ''}"
 
 
 @dataclass(frozen=True)
@@ -165,11 +182,12 @@ class Database:
         """
         return Block(self._reading("BEGIN DEFERRED"))
 
-    def writing(self, *, durable: bool = False) -> Block:
+    def writing(self, *, removes: bool = False) -> Block:
         """Return a block that lends the connection that writes, in a transaction.
 
-        With `durable` a power cut takes back neither this transaction nor one before it, once the block has ended,
-        also where the kind's pragmas let the last transactions be lost.
+        With `removes` the transaction removes content for good. It notes that (`note_removal`), and once the block has
+        ended a power cut takes back neither this transaction nor one before it, also where the kind's pragmas let the
+        last transactions be lost.
 
         The transaction is committed at the end, and rolled back on any error. No other writer, in any process, gets in
         between. This call raises the kind's error for a read-only file. The block raises it if the database cannot be
@@ -181,25 +199,62 @@ class Database:
             raise self._error(
                 "cannot be written. Make its folder writable for this user to change it"
             )
-        return Block(self._writing(durable=durable))
+        return Block(self._writing(removes=removes))
 
-    def compact(self) -> bool:
-        """Write the whole file again without removed rows, then `erase`; return what that returns.
+    @property
+    def must_be_compacted(self) -> bool:
+        """True if content was removed, by any process, and `compact` has not succeeded since; False if read-only.
+
+        Raises the kind's error if the file cannot be read or is closed.
+        """
+        with self.reading() as connection:
+            return not self.read_only and _removal_note(connection) != 0
+
+    def compact(self) -> None:
+        """Write the whole file again without removed content, and empty the journal, if content was removed.
 
         SQLite overwrites a removed row, but no earlier copies of it that moved within a page. Takes time and room on
-        the disk in proportion to the file. Raises the kind's error if the file cannot be written or is closed.
+        the disk in proportion to the file. If it cannot be done now, logs a warning; the next call tries again, in any
+        process. Raises the kind's error if the file cannot be read or is closed.
         """
-        if self._writer is not None and not self.read_only:
-            with Block(self._writing(begin="")) as connection:
-                connection.execute("VACUUM")
-        return self.erase()
+        if not self.must_be_compacted:
+            return
+        try:
+            is_compact = self._compacted()
+        except CacheCraftError as error:
+            logger.warning(
+                "Removed content may stay in %s until the next removal or opening: %s",
+                self.path,
+                error,
+            )
+            return
+        if not is_compact:
+            logger.warning(
+                "%s-wal is in use, or the disk is full: it may still hold removed text. The next removal or opening "
+                "empties it, or closing the file in every process",
+                self.path,
+            )
+
+    def _compacted(self) -> bool:
+        """Compact the file; return False if the journal is in use, or the disk is full."""
+        if self._writer is None:
+            return False
+        with Block(self._writing(begin="")) as connection:
+            note = _removal_note(connection)
+            connection.execute("VACUUM")
+        if not self.erase():
+            return False
+        with Block(self._writing()) as connection:
+            if _removal_note(connection) == note:  # nothing was removed meanwhile
+                connection.execute("PRAGMA application_id = 0")
+        return True
 
     def erase(self) -> bool:
         """Move the journal into the file and empty it: pages in it still hold removed rows.
 
-        Returns False, with a line in the log, if another reader or writer is still using the journal; it is emptied
-        by the next call, or when the last process closes the file. Does nothing for a read-only file, and on a full
-        disk. Raises the kind's error if the file cannot be written or is closed.
+        Returns False if another reader or writer is still using the journal; it is emptied by the next call, or when
+        the last process closes the file. Does nothing for a read-only file, and on a full disk. Raises the kind's error
+        if the file cannot be written or is closed.
         """
         if self.read_only:
             return True
@@ -214,12 +269,6 @@ class Database:
                 busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
             finally:
                 connection.execute(f"PRAGMA busy_timeout = {wait}")
-        if busy:
-            logger.warning(
-                "%s-wal is in use and may still hold removed text; the next removal empties it, or closing the file in "
-                "every process",
-                self.path,
-            )
         return not busy
 
     def _reading(self, begin: str) -> Generator[sqlite3.Connection, None, None]:
@@ -233,7 +282,7 @@ class Database:
                     yield from _transaction(self._reader, begin, after_interrupt=self._renew_reader)
 
     def _writing(
-        self, begin: str = "BEGIN IMMEDIATE", *, durable: bool = False
+        self, begin: str = "BEGIN IMMEDIATE", *, removes: bool = False
     ) -> Generator[sqlite3.Connection, None, None]:
         # IMMEDIATE: a transaction that first reads and then writes would fail at once, without waiting, when another
         # process wrote in between.
@@ -241,11 +290,11 @@ class Database:
             self._reopen()
             if self._writer is None:
                 with Block(self._exclusive()) as connection:
-                    yield from self._committing(connection, begin, durable=durable)
+                    yield from self._committing(connection, begin, removes=removes)
             else:
                 with self._write_lock:
                     yield from self._committing(
-                        self._writer, begin, durable=durable, after_interrupt=self._renew_writer
+                        self._writer, begin, removes=removes, after_interrupt=self._renew_writer
                     )
 
     def _committing(
@@ -253,22 +302,19 @@ class Database:
         connection: sqlite3.Connection,
         begin: str,
         *,
-        durable: bool,
+        removes: bool,
         after_interrupt: Callable[[], None] | None = None,
     ) -> Generator[sqlite3.Connection, None, None]:
-        """Yield the connection in a transaction that writes, with `durable` in one that SQLite syncs."""
-        if not durable:
+        """Yield the connection in a transaction that writes, with `removes` in one that SQLite syncs."""
+        if not removes:
             yield from _transaction(connection, begin, after_interrupt=after_interrupt)
             return
         level = connection.execute("PRAGMA synchronous").fetchone()[0]
         connection.execute("PRAGMA synchronous = FULL")
         try:
+            # The note changes a page: without one nothing would be synced, nor transactions before this one.
             yield from _transaction(
-                connection,
-                begin,
-                # Without a changed page nothing would be synced, and earlier transactions be left to chance.
-                before_commit=f"PRAGMA user_version = {self._kind.newest}",
-                after_interrupt=after_interrupt,
+                connection, begin, at_start=note_removal, after_interrupt=after_interrupt
             )
         finally:
             with suppress(sqlite3.Error):  # the connection was replaced after Ctrl-C
@@ -495,12 +541,12 @@ def _transaction(
     connection: sqlite3.Connection,
     begin: str,
     *,
-    before_commit: str = "",
+    at_start: Callable[[sqlite3.Connection], None] | None = None,
     after_interrupt: Callable[[], None] | None = None,
 ) -> Generator[sqlite3.Connection, None, None]:
     """Yield the connection once, in a transaction started by the statement `begin`, or in none if that is empty.
 
-    The transaction ends with the statement `before_commit`, if it is not empty.
+    `at_start` is called within the transaction before that.
     """
     if begin and connection.in_transaction:
         raise sqlite3.ProgrammingError("cannot start a transaction within a transaction")
@@ -508,9 +554,9 @@ def _transaction(
     try:
         if begin:
             connection.execute(begin)
+        if at_start is not None:
+            at_start(connection)
         yield connection
-        if before_commit:
-            connection.execute(before_commit)
         if begin:
             connection.execute("COMMIT")
     except BaseException as error:
@@ -520,6 +566,19 @@ def _transaction(
         if after_interrupt is not None and not isinstance(error, Exception):
             after_interrupt()
         raise
+
+
+def note_removal(connection: sqlite3.Connection) -> None:
+    """Note in the file, within the transaction, that content is removed: `Database.compact` is due.
+
+    The note is SQLite's `application_id`, which no kind uses otherwise. It changes with each removal.
+    """
+    connection.execute(f"PRAGMA application_id = {_removal_note(connection) % _MOST_NOTES + 1}")
+
+
+def _removal_note(connection: sqlite3.Connection) -> int:
+    note: int = connection.execute("PRAGMA application_id").fetchone()[0]
+    return note
 
 
 def _version(connection: sqlite3.Connection) -> int:

@@ -28,7 +28,8 @@ from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog import Catalog, DiskFullError, OtherVersionError
 from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, Listed, RowFilter
 from cachecraft_rag.store.eviction import Policy
-from cachecraft_rag.store.files.disk import DiskTier, Throttle
+from cachecraft_rag.store.files.audit_file import forget_texts
+from cachecraft_rag.store.files.disk import DiskTier, Throttle, sync_folder
 from cachecraft_rag.store.files.writers import Writers
 from cachecraft_rag.store.layout import Encoded
 from cachecraft_rag.types.captures import TokenScores
@@ -49,6 +50,7 @@ _NOT_DELETED = "the file cannot be deleted (see the log)"
 _KILLED = "its process ended in the middle"
 _ATTEMPTS = 5  # attempts to make room before other writers take it
 CATALOG_FILE = "catalog.sqlite"
+SET_ASIDE = "set-aside"  # folder of the chunk-caches of another version
 logger = logging.getLogger("cachecraft_rag.store")
 
 
@@ -151,6 +153,7 @@ class DurableVariants:
         StoreError if the folder or its catalog cannot be used.
         """
         self._on_removed = on_removed
+        self._busy_timeout_s = busy_timeout_s
         self._lock = threading.Lock()
         self._unsettled: list[FileRef] = []
         self._interrupted: list[FileRef] = []
@@ -317,8 +320,8 @@ class DurableVariants:
         """
         files = self.catalog.chosen(chosen, down_to_bytes=down_to_bytes)
         gone = self._evict(files, EvictionReason.ADMINISTRATOR, forget=chosen.chunk_ids or ())
-        with suppress(DiskFullError):  # the rows are gone all the same
-            self.catalog.erase()
+        if gone:
+            self.catalog.compact()
         return Evicted(len(gone), sum(file.file_bytes for file in gone))
 
     def remove_chunks(
@@ -327,9 +330,11 @@ class DurableVariants:
         """Remove all variants of these chunks, and those captured after one of them; refuse to store others.
 
         The refusal is noted first: no process stores such a variant after the rows were read here. On a full disk the
-        files are deleted first, which makes room for the note.
+        files are deleted first, which makes room for the note. The folder of an older version's chunk-caches, where no
+        catalog says what shaped them, is deleted, and the texts of audits are.
 
-        Returns the rows that were there. Raises StoreError if the catalog cannot be read or changed; call it again.
+        Returns the rows that were there. Raises StoreError if the catalog cannot be read or changed, or if a file
+        cannot be deleted so that a power cut does not bring it back; call it again.
         """
         found: list[Listed | DamagedRow] = []
         try:
@@ -337,7 +342,19 @@ class DurableVariants:
         except DiskFullError:
             found = self._remove_shaped(chunk_ids, namespace)
             self.catalog.removals.note(chunk_ids, namespace)
-        return found + self._remove_shaped(chunk_ids, namespace)
+        found += self._remove_shaped(chunk_ids, namespace)
+        self.catalog.compact()  # evicted rows have left bytes there too
+        root = self.catalog.path.parent
+        try:
+            self._finish_deletions(())
+            _remove_folder(root / SET_ASIDE)
+        except OSError as error:
+            raise StoreError(
+                f"{root}: chunk-caches of removed chunks may still be there, or come back after a power cut ({error}). "
+                "Check the disk and the folder's permissions, and repeat the removal."
+            ) from error
+        forget_texts(root, namespace, busy_timeout_s=self._busy_timeout_s)
+        return found
 
     def _remove_shaped(
         self, chunk_ids: Sequence[str], namespace: str | None
@@ -408,13 +425,11 @@ class DurableVariants:
         """Delete files without a row, then settle them in the catalog. Never raises.
 
         Memory drops them too (`on_removed`); those with a reason in `FileRef.evicted` are counted and logged. A file
-        that is missing counts as deleted. One that cannot be deleted is logged, and stays in `files_at_risk` until the
-        store is opened again. Files that were deleted and cannot be settled are settled by a later call, or when the
-        store is opened again.
+        that is missing counts as deleted. One that cannot be deleted is logged. It and files that cannot be settled
+        stay in `files_at_risk` until a later call, or the next opening of the store, succeeds.
         """
         files = list(files)
         with self._lock:
-            deleted = list(self._unsettled)
             self._evictions.update(file.evicted for file in files if file.evicted is not None)
         for file in files:
             if file.evicted is not None:
@@ -430,26 +445,50 @@ class DurableVariants:
                     extra={"cachecraft": fields},
                 )
             self._on_removed(file.variant_id, file.created)
+        with suppress(OSError):
+            self._finish_deletions(files)
+
+    def _finish_deletions(self, files: Iterable[FileRef]) -> None:
+        """Delete these files, and those of earlier calls that could not be deleted, and settle them.
+
+        Raises OSError, after a warning in the log, if one stays or its deletion is not synced; the next call tries
+        again. If the catalog cannot be changed, files are settled by the next call.
+        """
+        with self._lock:
+            files = list(dict.fromkeys((*self._unsettled, *files)))
+        deleted, failure = self._deleted(files)
+        settled: set[FileRef] = set()
+        if deleted:
+            try:
+                self.catalog.settle(deleted)
+                settled.update(deleted)
+            except StoreError as error:  # most likely a full disk
+                logger.info("Deleted files are settled in the catalog later: %s", error)
+        with self._lock:
+            others = [file for file in self._unsettled if file not in files]
+            self._unsettled = others + [file for file in files if file not in settled]
+        if failure is not None:
+            logger.warning(
+                "An evicted file stays until the next eviction, or until the store is opened again: %s",
+                failure,
+            )
+            raise failure
+
+    def _deleted(self, files: Sequence[FileRef]) -> tuple[list[FileRef], OSError | None]:
+        """Delete files; return those that are gone for good, and the last error of the others."""
+        deleted: list[FileRef] = []
+        failure: OSError | None = None
+        for file in files:
             try:
                 self.disk.remove(file.variant_id, file.created)
                 deleted.append(file)
             except OSError as error:
-                logger.warning("An evicted file stays until the store is opened again: %s", error)
-        if not deleted:
-            return
+                failure = error
         try:
-            administered = [
-                file for file in deleted if file.evicted is EvictionReason.ADMINISTRATOR
-            ]
-            self.disk.sync_removed(administered)
-            self.catalog.settle(deleted)
-            unsettled: list[FileRef] = []
-        except (OSError, StoreError) as error:  # most likely a full disk
-            logger.info("Deleted files are settled in the catalog later: %s", error)
-            unsettled = deleted
-        with self._lock:
-            others = [file for file in self._unsettled if file not in deleted]
-            self._unsettled = others + unsettled
+            self.disk.sync_removed(deleted)
+        except OSError as error:
+            return [], error
+        return deleted, failure
 
     def check(self, *, repair: bool, progress: Callable[[Progress], None] | None) -> CheckReport:
         """Compare rows and files and read every byte; with `repair` fix flaws. See `ChunkCacheStore.check`.
@@ -506,6 +545,7 @@ class DurableVariants:
                     _finding("leftover of a writer", path, _KILLED, repair=repair) for path in paths
                 ]
             if finished:
+                self.disk.sync_removed(finished)
                 self.catalog.settle(finished)
         if repair:
             self._writers.remove_stale_locks()
@@ -582,7 +622,7 @@ def _opened(open_it: Callable[[], Catalog], path: Path) -> Catalog:
         try:
             return open_it()  # another process has moved it away
         except OtherVersionError:
-            aside = path.parent / "set-aside"
+            aside = path.parent / SET_ASIDE
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
             # The catalog is moved last: until then a kill leaves a store of the other version. Its journal is moved
@@ -620,6 +660,13 @@ def _identity(path: Path) -> tuple[int, int]:
     """Return device and inode of a file."""
     status = path.stat()
     return status.st_dev, status.st_ino
+
+
+def _remove_folder(folder: Path) -> None:
+    """Delete a folder, if it exists, and sync its parent. Raises OSError."""
+    if folder.exists():
+        shutil.rmtree(folder)
+        sync_folder(folder.parent)
 
 
 def _unlink(path: Path) -> bool:

@@ -27,6 +27,8 @@ from cachecraft_rag.errors import ConfigError, IndexStoreError
 from cachecraft_rag.retrievers.index.filters import Where, accepts, check_where, encoded, fragments
 from cachecraft_rag.retrievers.index.schema import DATABASE as DATABASE
 from cachecraft_rag.retrievers.index.schema import (
+    PLACE,
+    Place,
     chunk_of,
     model_name,
     open_database,
@@ -35,7 +37,7 @@ from cachecraft_rag.retrievers.index.schema import (
 )
 from cachecraft_rag.retrievers.index.vector_index import VectorIndex
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.store.database import Database
+from cachecraft_rag.store.database import Database, note_removal
 from cachecraft_rag.store.files.disk import sync_folder
 from cachecraft_rag.store.processes import HomeProcess
 from cachecraft_rag.types.documents import Chunk, Scalar, SearchHit
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 INDEX_FILE = "index.faiss"
 
 _WAIT_S = 30.0  # for another process's transaction
-_PLACES = "SELECT chunk_id, text, metadata FROM owners JOIN chunks USING (number) WHERE {} ORDER BY doc_id, ordinal"
+_PLACES = f"SELECT chunk_id, text, {PLACE} FROM owners JOIN chunks USING (number) WHERE {{}} ORDER BY doc_id, ordinal"
 # the inner product of two such vectors of 10 million numbers is a finite float32
 _LARGEST_NUMBER = 1e15
 _BATCH = 4096  # rows per query; bounds memory
@@ -120,7 +122,6 @@ class FaissStore(Closeable):
         # changed only within a snapshot: one thread at a time
         self._index: VectorIndex | None = None
         self._saved_stamp = ""
-        self._to_compact = False  # chunks have left since the database was compacted
 
     @classmethod
     def open(
@@ -150,9 +151,15 @@ class FaissStore(Closeable):
             raise IndexStoreError(
                 f"{path}: there is no index here; make one with `cachecraft index`"
             )
-        return cls(
+        store = cls(
             path, *open_database(path, dim=dim, fingerprint=embedder_fingerprint, wait_s=_WAIT_S)
         )
+        try:
+            store.compact()  # its last process was killed after a removal
+        except BaseException:
+            store.close()
+            raise
+        return store
 
     # --- changes ---
 
@@ -364,8 +371,8 @@ class FaissStore(Closeable):
                 so.
 
         Raises ConfigError for a `k` below 1 or an invalid filter; IndexStoreError for a vector of another width, that
-        is not finite or too large, and if the index is closed or damaged; ValueError for a chunk whose metadata in the
-        database is no JSON; ForkError in a fork; and what a filter that is a function raises.
+        is not finite or too large, and if the index is closed or damaged; ForkError in a fork; and what a filter that
+        is a function raises.
         """
         check_whole("k", k, least=1)
         check_where(where)
@@ -388,9 +395,8 @@ class FaissStore(Closeable):
         """Return the chunks of these ids, in this order, with the metadata of their first owner; [] without ids.
 
         The first owner is that by doc_id and position. An id that is given twice gives its chunk twice. Raises
-        IndexStoreError if one of them is not in the store, and if the index is closed or damaged; ValueError for a
-        chunk whose metadata in the database is no JSON; ForkError in a fork; and TypeError for `chunk_ids` that cannot
-        be iterated or hold anything that JSON cannot.
+        IndexStoreError if one of them is not in the store, and if the index is closed or damaged; ForkError in a fork;
+        and TypeError for `chunk_ids` that cannot be iterated or hold anything that JSON cannot.
         """
         chunk_ids = list(chunk_ids)
         with self._opened().snapshot() as db:
@@ -418,9 +424,9 @@ class FaissStore(Closeable):
             keys: names of places, see `add`; None: all places, also those without a name.
             where: as in `search`.
 
-        Raises ConfigError for an invalid filter, IndexStoreError if the index is closed or damaged, ValueError for a
-        chunk whose metadata in the database is no JSON, ForkError in a fork, TypeError for `keys` that cannot be
-        iterated or hold anything that JSON cannot, and what the filter raises if it is a function.
+        Raises ConfigError for an invalid filter, IndexStoreError if the index is closed or damaged, ForkError in a
+        fork, TypeError for `keys` that cannot be iterated or hold anything that JSON cannot, and what the filter raises
+        if it is a function.
         """
         check_where(where)
         with self._opened().snapshot() as db:
@@ -467,7 +473,6 @@ class FaissStore(Closeable):
         Raises:
             IndexStoreError: the chunk is not in the store, or the index is closed or damaged.
             ConfigError: `k` is below 0.
-            ValueError: the metadata of a chunk in the database is no JSON.
             ForkError: called in a fork.
         """
         vector = self.known_vectors([chunk_id]).get(chunk_id)
@@ -485,7 +490,7 @@ class FaissStore(Closeable):
         A chunk that is in it twice is returned twice. The metadata is that of each place in this document.
 
         Raises ConfigError for a `doc_id` that is not valid Unicode, IndexStoreError if the index is closed or damaged,
-        ValueError for a chunk whose metadata in the database is no JSON, and ForkError in a fork.
+        and ForkError in a fork.
         """
         check_text("doc_id", doc_id)
         with self._opened().snapshot() as db:
@@ -529,21 +534,16 @@ class FaissStore(Closeable):
     # --- life ---
 
     def compact(self) -> None:
-        """Write the database again without the bytes of chunks that this store has removed; return None.
+        """Write the database again without the bytes of chunks that were removed; return None.
 
-        `save` and `close` do it too. Without such chunks it does nothing. If the database cannot be written now, a
-        warning is logged, and the next call tries again. Raises IndexStoreError if the index is closed, and ForkError
-        in a fork.
+        `open`, `save` and `close` do it too. Without removed chunks it does nothing. If the database cannot be written
+        now, a warning is logged, and the next call tries again, in any process. Raises IndexStoreError if the index
+        file cannot be deleted, or the index is closed or cannot be read, and ForkError in a fork.
         """
         database = self._opened()
-        if not self._to_compact or not self.folder.is_dir():
-            return
-        try:
-            self._to_compact = not database.compact()
-        except IndexStoreError as error:
-            logger.warning(
-                "Bytes of removed chunks may stay in the index until the next removal: %s", error
-            )
+        if database.must_be_compacted and self.folder.is_dir():
+            self._drop_index_file()
+            database.compact()
 
     def save(self) -> None:
         """Write the index file, so that the next process starts faster; return None.
@@ -552,31 +552,28 @@ class FaissStore(Closeable):
         Nothing is lost without it: every change is on the disk when the method that makes it returns. A file that
         cannot be written raises nothing: a warning is logged. A store that may only be read, or whose folder was
         deleted, is left alone, also if it is closed or in a fork. Otherwise it raises IndexStoreError if the index is
-        closed or its database cannot be read, and ForkError in a fork.
+        closed or its database cannot be read or written, and ForkError in a fork.
         """
         # deleted meanwhile: nothing of it comes back
         if self._db.read_only or not self.folder.is_dir():
             return
         self.compact()
         with self._opened().snapshot() as db:
-            index = self._synchronised(db)
-            if index.stamp == self._saved_stamp:
+            if self._synchronised(db).stamp == self._saved_stamp:
                 return
-            try:
-                index.save(self.folder / INDEX_FILE, store=self._store)
-            except OSError as error:
-                logger.warning(
-                    "%s cannot be written (%s); it will be rebuilt", self.folder / INDEX_FILE, error
-                )
-                return
-            self._saved_stamp = index.stamp
-        self._drop_outdated_file()
+        # while the file is written no chunk leaves: its vector would stay in it
+        with self._db.writing(), self._db.snapshot() as db:
+            self._write_index_file(self._synchronised(db))
 
-    def _drop_outdated_file(self) -> None:
-        """Delete the index file that was just written if a chunk has left the database meanwhile."""
-        with self._opened().reading() as db:
-            if _setting(db, "stamp") != self._saved_stamp:
-                self._drop_index_file()
+    def _write_index_file(self, index: VectorIndex) -> None:
+        try:
+            index.save(self.folder / INDEX_FILE, store=self._store)
+        except OSError as error:
+            logger.warning(
+                "%s cannot be written (%s); it will be rebuilt", self.folder / INDEX_FILE, error
+            )
+        else:
+            self._saved_stamp = index.stamp
 
     def close(self) -> None:
         """Close the database; first write the index file, as in `save`, if a search or `save` has loaded the index.
@@ -686,8 +683,8 @@ class FaissStore(Closeable):
                 new = (chunk_id, chunk.text, data, vector_sum(chunk_id, data))
                 row = db.execute(insert, new).fetchone()
                 added.append(chunk_id)
-            owner = (doc_id, ordinal, row[0], encoded(chunk.metadata), key)
-            db.execute("INSERT INTO owners VALUES (?, ?, ?, ?, ?)", owner)
+            place = Place(doc_id, ordinal, row[0], encoded(chunk.metadata), key)
+            db.execute("INSERT INTO owners VALUES (?, ?, ?, ?, ?, ?)", place.sealed())
         return added
 
     def _drop_places(self, db: sqlite3.Connection, keys: Iterable[str]) -> list[str]:
@@ -712,6 +709,7 @@ class FaissStore(Closeable):
     ) -> Change:
         """Begin a new generation if the index is affected, and note what left it; return the change."""
         if removed:
+            note_removal(db)
             self._drop_index_file()  # a kill after the commit would leave the vectors in it
         if added or removed:
             db.executemany(
@@ -727,23 +725,20 @@ class FaissStore(Closeable):
         return Change(tuple(added), tuple(removed))
 
     def _erased(self, change: Change) -> Change:
-        """Overwrite what the files still hold of removed chunks, once the transaction is committed; return the change.
-
-        The index file goes once more: another process may have written it with the state before the commit.
-        """
+        """Empty the journal of removed chunks, once the transaction is committed; return the change."""
         if change.removed:
-            self._drop_index_file()
-            self._to_compact = True
             self._db.erase()
         return change
 
     def _drop_index_file(self) -> None:
-        """Delete the index file, which holds all vectors; the next `save` writes another. Raises IndexStoreError."""
+        """Delete the index file, which holds all vectors, and unfinished ones of killed processes.
+
+        The next `save` writes another. Raises IndexStoreError.
+        """
         try:
-            (self.folder / INDEX_FILE).unlink()
+            for path in self.folder.glob(f"{INDEX_FILE}*"):
+                path.unlink(missing_ok=True)
             sync_folder(self.folder)
-        except FileNotFoundError:
-            return
         except OSError as error:
             raise IndexStoreError(
                 f"{self.folder / INDEX_FILE} holds vectors of removed chunks and cannot be deleted ({error}); delete "
@@ -788,8 +783,10 @@ def _matching(db: sqlite3.Connection, where: Where) -> NDArray[np.int64]:
     """Return the numbers of all chunks with an owner that the filter accepts, sorted."""
     parts = fragments(where)
     condition = " AND ".join("instr(metadata, ?)" for _ in parts) or "TRUE"
-    rows = db.execute(f"SELECT number, metadata FROM owners WHERE {condition}", parts)
-    return np.unique(_numbers(row for row in rows if accepts(where, json.loads(row[1]))))
+    rows = map(Place._make, db.execute(f"SELECT {PLACE} FROM owners WHERE {condition}", parts))
+    return np.unique(
+        _numbers((place.number,) for place in rows if accepts(where, place.metadata_of()))
+    )
 
 
 def _chunk_rows(
@@ -797,12 +794,12 @@ def _chunk_rows(
 ) -> dict[int, tuple[str, str, dict[str, Scalar]]]:
     """Return number → (chunk id, text, metadata of the first owner that the filter accepts)."""
     query = (
-        "SELECT number, chunk_id, text, metadata FROM chunks JOIN owners USING (number) WHERE number IN ({}) "
+        f"SELECT number, chunk_id, text, {PLACE} FROM chunks JOIN owners USING (number) WHERE number IN ({{}}) "
         "ORDER BY number, doc_id, ordinal"
     )
     rows: dict[int, tuple[str, str, dict[str, Scalar]]] = {}
-    for number, chunk_id, text, stored in _by_list(db, query, numbers):
-        if number not in rows and accepts(where, metadata := json.loads(stored)):
+    for number, chunk_id, text, *place in _by_list(db, query, numbers):
+        if number not in rows and accepts(where, metadata := Place(*place).metadata_of()):
             verify(chunk_id, text)
             rows[number] = (chunk_id, text, metadata)
     return rows

@@ -7,10 +7,11 @@ import sqlite3
 import uuid
 import zlib
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from cachecraft_rag.errors import IndexStoreError
-from cachecraft_rag.store.database import Database, Failure, Kind, failure_of
-from cachecraft_rag.types.documents import Chunk, chunk_id_of
+from cachecraft_rag.store.database import Database, Failure, Kind, failure_of, locked_by
+from cachecraft_rag.types.documents import Chunk, Scalar, chunk_id_of
 
 DATABASE = "index.sqlite"
 # made by LlamaIndex, which does not name its embedding model to a vector store
@@ -57,6 +58,8 @@ _MIGRATIONS: tuple[tuple[str, ...], ...] = (
     ),
     # Checksum of id and vector; NULL in rows of an older version, which are not checked.
     ("ALTER TABLE chunks ADD COLUMN vector_sum INTEGER",),
+    # Checksum of all columns of a place; NULL as above.
+    ("ALTER TABLE owners ADD COLUMN place_sum INTEGER",),
 )
 
 
@@ -132,10 +135,14 @@ def _settings(
 
 def _message(path: Path, error: sqlite3.Error) -> str:
     """Return an error of the database in words. Only a damaged database should be deleted."""
-    advice = "see that the folder can be written and the disk has room"
-    if failure_of(error) is Failure.DAMAGED:
-        advice = "it is damaged: delete the folder and index again"
-    return f"{path.parent}: the index failed ({error}); {advice}"
+    advice = {
+        Failure.LOCKED: f"{locked_by(path)}. Wait until its `index` or `documents remove` ends, or stop it",
+        Failure.DAMAGED: "is damaged: delete the folder and index again",
+        Failure.NOT_WRITABLE: "cannot be written. Make the folder writable for this user",
+        Failure.FULL: "cannot grow: the disk is full or broken. Free some space",
+        Failure.OTHER: "cannot be used. Check that the folder can be written and the disk has room",
+    }
+    return f"{path.parent}: the index {advice[failure_of(error)]} ({error})."
 
 
 # FULL: a commit that a power cut takes back would leave the index file ahead.
@@ -162,12 +169,43 @@ def model_name(fingerprint: str) -> str:
     return fingerprint.rpartition("@")[0] or fingerprint
 
 
-def chunk_of(chunk_id: str, text: str, metadata: str) -> Chunk:
-    """Return the chunk of a row of the database, its metadata read from JSON.
+# Columns of `Place`
+PLACE = "owners.doc_id, ordinal, owners.number, metadata, key, place_sum"
 
-    Raises IndexStoreError if its text does not match its id, and ValueError for metadata that is no JSON.
-    """
-    chunk = Chunk(text, json.loads(metadata), chunk_id)
+
+class Place(NamedTuple):
+    """A row of `owners`: a place of a chunk in a document. Any column may be damaged until `metadata_of` is called."""
+
+    doc_id: str
+    ordinal: int
+    number: int
+    metadata: str
+    key: str | None
+    place_sum: int | None = None
+
+    def sealed(self) -> Place:
+        """Return the place with its checksum."""
+        return self._replace(place_sum=self._sum())
+
+    def _sum(self) -> int:
+        return zlib.crc32(ascii(self[:-1]).encode())
+
+    def metadata_of(self) -> dict[str, Scalar]:
+        """Return the metadata, read from JSON. Raises IndexStoreError for a row that is not as it was written."""
+        try:
+            if self.place_sum in (None, self._sum()):
+                metadata: dict[str, Scalar] = json.loads(self.metadata)
+                return metadata
+        except (ValueError, TypeError, RecursionError):
+            pass
+        raise IndexStoreError(
+            f"{self.doc_id}: the index is damaged (the metadata of a chunk); delete the index folder and index again"
+        )
+
+
+def chunk_of(chunk_id: str, text: str, *place: Any) -> Chunk:
+    """Return the chunk of a row of the database. Raises IndexStoreError if it is not as it was written."""
+    chunk = Chunk(text, Place(*place).metadata_of(), chunk_id)
     if chunk.stale_id:
         raise IndexStoreError(_changed_row(chunk_id))
     return chunk

@@ -34,6 +34,7 @@ from cachecraft_rag.retrievers.reading.pdf import pdf_pages
 from cachecraft_rag.retrievers.reading.tables import FormatError, json_to_text, table_to_text
 from cachecraft_rag.types.documents import Document, Scalar
 
+Opener = Callable[[str, int], int]  # as for Python's `open`
 LARGEST_FILE = 256 << 20  # bytes; a text of this size would be a million chunks
 _LONGEST_TITLE = 200  # characters; each chunk has a copy
 _LONGEST_REASON = 300  # characters of a parser's message, which may quote half the document
@@ -84,13 +85,17 @@ class Problem:
 
     kind  `incomplete`: it gave a document that lacks something; `unsupported`: not a kind of file this module reads;
           `inaccessible`: it is there but cannot be opened, so nothing is known of its content; `unreadable`: its
-          content was seen and holds no text that can be read; `outside`: a link that leads out of the folder and was
-          not followed
+          content was seen and holds no text that can be read; `outside`: it leads out of the folder, or was replaced
+          by something that may, and was not read
     """
 
     doc_id: str
     kind: Literal["incomplete", "unsupported", "inaccessible", "unreadable", "outside"]
     reason: str
+
+
+class OutsideError(DocumentError):
+    """A file or folder is no longer where it may be read: the kind of its problem is `outside`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,9 @@ class Listing:
     problems: tuple[Problem, ...]
 
 
-def list_files(path: str | os.PathLike[str], *, follow_links: bool = False) -> Listing:
+def list_files(
+    path: str | os.PathLike[str], *, follow_links: bool = False, opener: Opener | None = None
+) -> Listing:
     """List the files to read at `path`: the file itself, or every file below the folder whose suffix is in `SUFFIXES`.
 
     Names that begin with a dot are skipped silently, other kinds of file are problems. A link is followed if it leads
@@ -110,6 +117,7 @@ def list_files(path: str | os.PathLike[str], *, follow_links: bool = False) -> L
 
     Both parts of the result are sorted by `doc_id`, and empty for an empty folder. A `doc_id` is the POSIX path below
     `path`, "" for `path` itself if its entries cannot be listed; of a single file it is its name. No file is opened.
+    With an `opener`, folders are opened by it instead of by name; those that it refuses with OutsideError are problems.
 
     Raises DocumentError if there is nothing at `path`, it cannot be reached, or it is a file of a kind that is not
     read; and TypeError if `path` is no path.
@@ -118,7 +126,7 @@ def list_files(path: str | os.PathLike[str], *, follow_links: bool = False) -> L
     require_readable(root)
     if root.is_file():
         return Listing((SourceFile(root, printable(root.name)),), ())
-    walk = _Walk(root, follow_links=follow_links)
+    walk = _Walk(root, follow_links=follow_links, opener=opener)
     files: dict[str, SourceFile] = {}
     for file in sorted(walk.files, key=lambda file: (file.doc_id, file.path)):
         # `\xff.md` may be a name, or how a byte is written
@@ -268,10 +276,11 @@ def printable(name: str) -> str:
 class _Walk:
     """Files and problems below a root, in no order. Links to folders wait until every real folder has been entered."""
 
-    def __init__(self, root: Path, *, follow_links: bool) -> None:
+    def __init__(self, root: Path, *, follow_links: bool, opener: Opener | None) -> None:
         self.files: list[SourceFile] = []
         self.problems: list[Problem] = []
         self._follow_links = follow_links
+        self._opener = opener
         self._root = root.resolve()
         self._folders: list[tuple[Path, str]] = [(root, "")]
         self._links: list[tuple[Path, str]] = []
@@ -284,18 +293,31 @@ class _Walk:
                 continue
             entered.add(real)
             try:
-                entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+                with self._opened(folder) as place:
+                    for entry in sorted(os.scandir(place), key=lambda entry: entry.name):
+                        if not entry.name.startswith("."):
+                            doc_id = f"{below}/{printable(entry.name)}".lstrip("/")
+                            self._look(entry, folder / entry.name, doc_id)
             except OSError as error:
                 self.problems.append(Problem(below, "inaccessible", inaccessible(folder, error)))
-                continue
-            for entry in entries:
-                if not entry.name.startswith("."):
-                    self._look(entry, f"{below}/{printable(entry.name)}".lstrip("/"))
+            except OutsideError as error:
+                self.problems.append(Problem(below, "outside", str(error)))
 
-    def _look(self, entry: os.DirEntry[str], doc_id: str) -> None:
-        path = Path(entry.path)
+    @contextlib.contextmanager
+    def _opened(self, folder: Path) -> Iterator[Path | int]:
+        """Yield what `os.scandir` lists: the folder's name, or the descriptor that the opener gives."""
+        if self._opener is None or os.scandir not in os.supports_fd:
+            yield folder
+            return
+        descriptor = self._opener(str(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            if self._leads_out(entry):
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _look(self, entry: os.DirEntry[str], path: Path, doc_id: str) -> None:
+        try:
+            if self._leads_out(entry, path):
                 reason = (
                     f"{shown(path)}: a link that leads out of the folder is not followed; if you trust it, pass "
                     "--follow-links (follow_links=True)"
@@ -315,7 +337,7 @@ class _Walk:
         except OSError as error:
             self.problems.append(Problem(doc_id, "inaccessible", inaccessible(path, error)))
 
-    def _leads_out(self, entry: os.DirEntry[str]) -> bool:
+    def _leads_out(self, entry: os.DirEntry[str], path: Path) -> bool:
         """Return True for a link out of the root that may not be followed. Raises OSError for a loop."""
         if self._follow_links or not entry.is_symlink():
             return False
@@ -324,7 +346,7 @@ class _Walk:
             entry.stat()
         except FileNotFoundError:
             return False  # a dangling link
-        return not Path(entry.path).resolve().is_relative_to(self._root)
+        return not path.resolve().is_relative_to(self._root)
 
 
 def _clean(text: str) -> str:

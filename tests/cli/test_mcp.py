@@ -312,7 +312,9 @@ async def test_a_file_that_becomes_a_link_out_of_the_folder_is_not_read(
         (notes / "last").symlink_to(tree / "private")
 
     def swapping(path: Path, *, progress: object, **options: Any) -> IndexReport:
-        return add_documents(path, progress=swap, **options)
+        report = add_documents(path, progress=swap, **options)
+        assert {problem.kind for problem in report.problems} == {"outside"}
+        return report
 
     monkeypatch.setattr(rag, "add_documents", swapping)
     async with client_of(rag, notes) as client:
@@ -323,6 +325,29 @@ async def test_a_file_that_becomes_a_link_out_of_the_folder_is_not_read(
         assert "diary.md: now leads out of the folders that may be indexed" in below_replaced
         (passage,) = (await success(client, "search", question="A diary."))["passages"]
         assert passage["text"] == "A note named a.md."
+
+
+def test_a_folder_that_becomes_a_link_while_it_is_listed_shows_no_names_from_outside(
+    rag: CacheCraft, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = AllowedFolders([tree / "allowed"])
+    scandir = os.scandir
+    deep = tree / "allowed" / "deep"
+
+    def swap_then_scandir(place: Path | int) -> Any:
+        is_deep = isinstance(place, int) and os.path.samestat(os.fstat(place), os.stat(deep))
+        if is_deep or place == deep:
+            deep.rename(tree / "aside")
+            deep.symlink_to(tree / "private")
+        return scandir(place)
+
+    monkeypatch.setattr(os, "scandir", swap_then_scandir)
+    monkeypatch.setattr(os, "supports_fd", {*os.supports_fd, swap_then_scandir})
+    report = rag.add_documents(tree / "allowed", opener=allowed.open)
+    assert deep.is_symlink()
+    names = {*report.added, *(problem.doc_id for problem in report.problems)}
+    assert "allowed/deep/kettle.md" in names
+    assert "allowed/deep/diary.md" not in names
 
 
 async def test_links_within_an_allowed_folder_are_indexed(rag: CacheCraft, tree: Path) -> None:

@@ -248,14 +248,23 @@ HUGE = (
 
 
 @pytest.mark.parametrize("template", [ENDLESS, HUGE], ids=["without end", "without bounds"])
-def test_a_chat_template_that_takes_too_much_is_ended(
-    answers: dict[str, Any], template: str
+def test_a_chat_template_that_takes_too_much_is_ended_and_not_tried_again(
+    answers: dict[str, Any], template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status, reply = answers["/v1/cachecraft/tokenizer"]
+    renderings: list[object] = []
+    run = subprocess.run
+
+    def counted(*values: Any, **options: Any) -> Any:
+        renderings.append(options)
+        return run(*values, **options)
+
+    monkeypatch.setattr(subprocess, "run", counted)
     files = reply["files"] | {"chat_template.jinja": template}
     sent = answers | {"/v1/cachecraft/tokenizer": (status, {"files": files})}
     with serving(sent) as url, pytest.raises(ServerError, match="chat template"):
         HTTPEngine.connect(url)
+    assert len(renderings) == 1
 
 
 def test_a_chat_template_that_runs_out_of_memory_says_so() -> None:

@@ -561,6 +561,29 @@ def test_a_failed_upload_leaves_the_page_and_its_suggestions(
     assert app.button_group[0].options == offered
 
 
+def test_an_older_upload_stays_until_the_new_one_is_indexed(
+    visit: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CACHECRAFT_STORE", str(tmp_path))
+    app = visit()
+    upload(app, ("kettle.md", KETTLE.encode()), ("note.html", b"<p>Call at nine."))
+
+    def fail(*_: object, **__: object) -> None:
+        raise IndexStoreError("the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CacheCraft, "add_documents", fail)
+        upload(app, ("kettle.md", b"# Another"), ("kettle.md", b"# One more"), ("new.md", b"# New"))
+    upload(app, ("note.html", b"<div>" * 100_000))
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "uploads").iterdir()}
+    assert kept == {"kettle.md": KETTLE.encode(), "note.html": b"<p>Call at nine."}
+    names = app.multiselect(key=f"remove-{app.session_state.changes}").options
+    assert names == ["uploads/kettle.md", "uploads/note.html"]
+    upload(app, ("kettle.md", b"# Another"))
+    assert (tmp_path / "uploads" / "kettle.md").read_bytes() == b"# Another"
+    assert {path.name for path in (tmp_path / "uploads").iterdir()} == {"kettle.md", "note.html"}
+
+
 def test_messages_name_no_class_of_python() -> None:
     from streamlit_picture import in_words
 

@@ -419,6 +419,7 @@ def test_an_index_of_the_version_before_keys_is_brought_up_to_date(tmp_path: Pat
     with open_store(tmp_path / "index") as store:
         put(store, "a", "kettle")
     with closing(sqlite3.connect(tmp_path / "index" / DATABASE)) as db, db:
+        db.execute("ALTER TABLE owners DROP COLUMN place_sum")
         db.execute("ALTER TABLE chunks DROP COLUMN vector_sum")
         db.execute("DROP TABLE removed_chunks")
         db.execute("DROP INDEX owners_by_key")
@@ -520,7 +521,7 @@ def test_a_full_disk_is_no_reason_to_delete_the_index(
     with full_disk():
         opened = open_store(tmp_path)
         assert opened.documents() == []
-        with pytest.raises(IndexStoreError, match=r"the disk has room$"):
+        with pytest.raises(IndexStoreError, match=r"the disk is full or broken. Free some space"):
             opened.upsert("doc", [Chunk("One.")], np.eye(1, opened.dim))
         opened.close()
 
@@ -947,7 +948,8 @@ def test_an_index_file_written_while_a_chunk_is_removed_does_not_keep_its_vector
 def test_no_flipped_bit_in_the_database_gives_a_wrong_hit(tmp_path: Path, saved: bool):
     names = [f"chunk {number}" for number in range(30)]
     with open_store(tmp_path / "index") as store:
-        put(store, "a.md", *names)
+        for name in names:
+            put(store, "a.md" if name < "chunk 2" else f"{name}.md", name, page=1, title="Kettles")
         store.save()
     if not saved:
         (tmp_path / "index" / INDEX_FILE).unlink()
@@ -955,7 +957,7 @@ def test_no_flipped_bit_in_the_database_gives_a_wrong_hit(tmp_path: Path, saved:
     def hits(folder: Path) -> list[list[tuple[str, float]]]:
         with FaissStore.open(folder) as opened:
             found = [opened.search(vector_of(chunk(name).text), 3) for name in names]
-        return [[(hit.text, round(hit.score, 5)) for hit in near] for near in found]
+        return [[(hit.text, round(hit.score, 5), hit.metadata) for hit in near] for near in found]
 
     right = hits(shutil.copytree(tmp_path / "index", tmp_path / "whole"))
     content = (tmp_path / "index" / DATABASE).read_bytes()
@@ -971,3 +973,34 @@ def test_no_flipped_bit_in_the_database_gives_a_wrong_hit(tmp_path: Path, saved:
         except IndexStoreError:
             noticed += 1
     assert noticed
+
+
+Read = Callable[[FaissStore], object]
+METADATA_READERS: dict[str, Read] = {
+    "search": lambda store: store.search(vector_of(chunk("one").text), 2)[0].metadata,
+    "filter": lambda store: store.search(vector_of("x"), 2, where={"page": {"$gt": 0}}),
+    "get": lambda store: store.get([chunk("one").chunk_id]),
+    "places": lambda store: store.places(["node"]),
+    "chunks_of": lambda store: store.chunks_of("a.md"),
+}
+
+
+@pytest.mark.parametrize("reader", METADATA_READERS)
+@pytest.mark.parametrize("changed", ["metadata = '{\"page\": 2}'", "metadata = '{'", "ordinal = 9"])
+def test_a_changed_place_of_a_chunk_is_an_error_that_says_what_to_do(
+    store: FaissStore, changed: str, reader: str
+):
+    one = chunk("one", page=1)
+    store.add("a.md", [one], vectors_of([one]), keys=["node"])
+    METADATA_READERS[reader](store)
+    with closing(sqlite3.connect(store.folder / DATABASE)) as db, db:
+        db.execute(f"UPDATE owners SET {changed}")
+    with pytest.raises(IndexStoreError, match=r"damaged.*delete the index folder and index again"):
+        METADATA_READERS[reader](store)
+
+
+def test_metadata_of_an_older_version_without_a_checksum_is_read(store: FaissStore):
+    put(store, "a.md", "one", page=1)
+    with closing(sqlite3.connect(store.folder / DATABASE)) as db, db:
+        db.execute("UPDATE owners SET place_sum = NULL")
+    assert store.chunks_of("a.md")[0].metadata == {"doc": "a.md", "page": 1}

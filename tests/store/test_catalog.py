@@ -26,7 +26,14 @@ from cachecraft_rag.store.catalog.rows import (
     sum_of_scores,
     unpack_ids,
 )
-from cachecraft_rag.store.catalog_records import DamagedRow, FileRef, Limits, RowFilter, Totals
+from cachecraft_rag.store.catalog_records import (
+    DamagedRow,
+    FileRef,
+    Limits,
+    Listed,
+    RowFilter,
+    Totals,
+)
 from cachecraft_rag.store.eviction import Use, policy_named
 from cachecraft_rag.types.captures import TokenScores
 from cachecraft_rag.types.digests import digest
@@ -673,3 +680,49 @@ def test_another_policy_makes_the_scores_anew(tmp_path: Path) -> None:
         named = None if policy is None else policy_named(policy)  # who names none changes nothing
         with closing(Catalog(path, policy=named)) as catalog:
             assert catalog.rows(RowFilter())[0].variant.key.chunk_id == first
+
+
+def test_no_flipped_bit_in_the_catalog_gives_a_wrong_row_or_another_error(tmp_path: Path) -> None:
+    made = Catalog(tmp_path / "catalog.sqlite")
+    variants = {f"chunk {number}": make(f"chunk {number}") for number in range(20)}
+    scores = np.linspace(0.0, 1.0, 7, dtype=np.float32)
+    for variant in variants.values():
+        made.reserve(variant, file_bytes=1000, writer="me", limits=ROOMY)
+        made.commit(variant, TokenScores(scores), file_bytes=1000, writer="me", limits=ROOMY)
+    made.close()
+    content = (tmp_path / "catalog.sqlite").read_bytes()
+    used = [place for place, byte in enumerate(content) if byte]
+    noticed = 0
+    for seed in range(200):
+        dice = random.Random(seed)
+        damaged = bytearray(content)
+        damaged[dice.choice(used)] ^= 1 << dice.randrange(8)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        (folder / "catalog.sqlite").write_bytes(damaged)
+        try:
+            noticed += flaws_in(folder, variants, scores)
+        except StoreError:
+            noticed += 1
+    assert noticed
+
+
+def flaws_in(folder: Path, variants: dict[str, Variant], scores: np.ndarray) -> int:
+    """Read all of a catalog; return how many rows it says are damaged or missing. The others are right."""
+    with closing(Catalog(folder / "catalog.sqlite")) as catalog:
+        found, damaged = catalog.find("ns", "model", list(variants))
+        for chunk_id, of_chunk in found.items():
+            for variant in of_chunk:
+                assert replace(variant, reuse_frequency=0.0) == variants[chunk_id]
+                kept = catalog.token_scores([variant.variant_id])[variant.variant_id].inter
+                assert kept is None or np.array_equal(kept, scores)
+        listed = sum(isinstance(row, Listed) for row in catalog.scan())
+        catalog.limits()
+        catalog.totals()
+        catalog.at_risk()
+        catalog.removals.noted(None)
+        catalog.shaped_by(["chunk 1"], namespace=None)
+        catalog.over(ROOMY)
+        catalog.chosen(RowFilter(namespace="ns"))
+        add(catalog, make("new"))
+        return len(damaged) + len(variants) - listed

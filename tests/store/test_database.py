@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import re
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cachecraft_rag.errors import StoreError
+from cachecraft_rag.errors import CacheCraftError, StoreError
+from cachecraft_rag.retrievers.index.schema import DATABASE
+from cachecraft_rag.retrievers.index.schema import open_database as open_index
 from cachecraft_rag.serving.audits.audit_log import AUDIT_FILE, AuditLog, audits_in
+from cachecraft_rag.store.catalog import Catalog
 from cachecraft_rag.store.catalog.schema import CATALOG_KIND, DiskFullError
 from cachecraft_rag.store.database import Database
 
@@ -171,7 +176,7 @@ def test_no_query_numbers_its_placeholders(folder: str) -> None:
     assert numbered == []
 
 
-def test_a_text_that_is_no_utf8_is_said_to_be_damage(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_the_names_of_tables_raises_only_store_errors(tmp_path: Path) -> None:
     AuditLog(tmp_path, kept=1).close()
     content = (tmp_path / AUDIT_FILE).read_bytes()
     name = content.index(b"CREATE TABLE audits") + len(b"CREATE TABLE ")
@@ -181,3 +186,40 @@ def test_a_text_that_is_no_utf8_is_said_to_be_damage(tmp_path: Path) -> None:
         (tmp_path / AUDIT_FILE).write_bytes(damaged)
         with suppress(StoreError):
             audits_in(tmp_path)
+
+
+LOCKS = """
+import sqlite3, sys
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+connection.execute("BEGIN EXCLUSIVE")
+print("locked", flush=True)
+sys.stdin.read()
+"""
+FILES: dict[str, Callable[[Path], AbstractContextManager[object]]] = {
+    DATABASE: lambda folder: closing(
+        open_index(folder, dim=8, fingerprint="tiny@0123", wait_s=0.05)[0]
+    ),
+    "catalog.sqlite": lambda folder: closing(
+        Catalog(folder / "catalog.sqlite", busy_timeout_s=0.05)
+    ),
+    AUDIT_FILE: lambda folder: closing(AuditLog(folder, kept=9, busy_timeout_s=0.05)),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_another_process_locks_says_which_process_and_what_to_do(
+    tmp_path: Path, name: str
+) -> None:
+    FILES[name](tmp_path).__exit__(None, None, None)
+    command = [sys.executable, "-c", LOCKS, str(tmp_path / name)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        said = rf"is locked by another process( \(id {other.pid}\))?\. Wait until"
+        with pytest.raises(CacheCraftError, match=said) as caught, FILES[name](tmp_path):
+            pass
+        assert "disk" not in str(caught.value)
+        other.kill()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cachecraft_rag.errors import ConfigError, DocumentError
-from cachecraft_rag.retrievers.reading.documents import shown
+from cachecraft_rag.retrievers.reading.documents import OutsideError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,23 +93,23 @@ class AllowedFolders:
         )
 
     def open(self, path: str, flags: int) -> int:
-        """Open a file below an allowed folder and return its descriptor; an opener for Python's `open`.
+        """Open a file or folder below an allowed folder and return its descriptor; an opener for Python's `open`.
 
         Links in the path are resolved first. The real path is then opened folder by folder without following links, so
         a link that replaces a part of it meanwhile is refused. Systems that cannot do that (Windows) open the real path
         by its name, and compare afterwards what was opened with what is there.
 
         Args:
-            path: the file.
-            flags: as in `os.open`.
+            path: the file or folder.
+            flags: as in `os.open`; with `os.O_DIRECTORY` for a folder.
 
         Raises:
-            DocumentError: the path leads out of the allowed folders, changed while it was opened, or is no file.
-            OSError: the file cannot be opened.
+            OutsideError: the path leads out of the allowed folders, changed while it was opened, or is of another kind.
+            OSError: it cannot be opened.
         """
         real = Path(os.path.realpath(path))
         if not any(real.is_relative_to(folder.real) for folder in self._folders):
-            raise DocumentError(
+            raise OutsideError(
                 f"{shown(Path(path))}: now leads out of the folders that may be indexed ({self}), so it was not read; "
                 "put the file back, or restart the server if an allowed folder has moved"
             )
@@ -117,11 +117,11 @@ class AllowedFolders:
             descriptor = _opened_without_links(real, flags)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):  # met a link, or a file as a folder
-                raise DocumentError(_replaced(path)) from error
+                raise OutsideError(_replaced(path)) from error
             raise
-        if not _is_file_at(real, descriptor):
+        if not _is_at(real, descriptor, is_folder=bool(flags & getattr(os, "O_DIRECTORY", 0))):
             os.close(descriptor)
-            raise DocumentError(_replaced(path))
+            raise OutsideError(_replaced(path))
         return descriptor
 
 
@@ -143,10 +143,10 @@ def _opened_without_links(real: Path, flags: int) -> int:
         os.close(folder)
 
 
-def _is_file_at(real: Path, descriptor: int) -> bool:
-    """Return True if a regular file is open, and was opened without links or is still what `real` names."""
+def _is_at(real: Path, descriptor: int, *, is_folder: bool) -> bool:
+    """Return True if a folder or regular file is open, and was opened without links or is still what `real` names."""
     opened = os.fstat(descriptor)
-    if not stat.S_ISREG(opened.st_mode):
+    if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(opened.st_mode):
         return False
     if os.open in os.supports_dir_fd:
         return True

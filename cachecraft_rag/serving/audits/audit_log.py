@@ -13,25 +13,10 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from cachecraft_rag.errors import StoreError
 from cachecraft_rag.serving.audits.audit import Audit
-from cachecraft_rag.store.database import Database, Failure, Kind, failure_of, fetched
+from cachecraft_rag.store.database import fetched
+from cachecraft_rag.store.files.audit_file import AUDIT_FILE, opened_audits
 
-AUDIT_FILE = "audits.sqlite"
-
-_TABLES = (
-    """CREATE TABLE audits (
-         place INTEGER PRIMARY KEY, namespace TEXT NOT NULL, fingerprint TEXT NOT NULL, request_id TEXT NOT NULL,
-         created REAL NOT NULL, tokens INTEGER NOT NULL, differences TEXT NOT NULL, near_ties INTEGER NOT NULL,
-         kl REAL NOT NULL, computed_tokens INTEGER NOT NULL, selector TEXT NOT NULL, recomputed REAL NOT NULL,
-         origin TEXT NOT NULL, outcomes TEXT NOT NULL, ratio REAL, early INTEGER NOT NULL, text TEXT)""",
-    "CREATE INDEX audits_by_scope ON audits (namespace, fingerprint, place)",
-)
-# Until version 2, an audit that computed nothing counted as exact.
-_EXACT = (
-    "ALTER TABLE audits ADD COLUMN exact INTEGER",
-    "UPDATE audits SET exact = computed_tokens = 0",
-)
 _NAMES = (
     "request_id",
     "created",
@@ -61,28 +46,6 @@ _TRIM = """DELETE FROM audits
     WHERE namespace = :namespace AND fingerprint = :fingerprint ORDER BY place DESC LIMIT 1 OFFSET :kept)"""
 
 
-def _message(path: Path, error: sqlite3.Error) -> str:
-    advice = {
-        Failure.LOCKED: "is locked by another process. Wait until it is done, or stop it",
-        Failure.DAMAGED: "is damaged. It holds results of audits only: delete it and the files "
-        f"{path.name}-wal and {path.name}-shm to start again; no chunk-cache is lost",
-        Failure.NOT_WRITABLE: "cannot be written. Make the folder writable for this user",
-        Failure.FULL: "cannot grow: the disk is full or broken. Free some space",
-        Failure.OTHER: "cannot be used. Check the disk",
-    }
-    return f"{path} {advice[failure_of(error)]} ({type(error).__name__}: {error})."
-
-
-_KIND = Kind(
-    migrations=(_TABLES, _EXACT),
-    newest=2,
-    pragmas=("synchronous = NORMAL",),
-    error=StoreError,
-    what=str,
-    message=_message,
-)
-
-
 class AuditLog:
     """The results of one store folder, of all its namespaces and models. Any thread may call any method."""
 
@@ -92,7 +55,7 @@ class AuditLog:
         Raises StoreError if the file is damaged or cannot be opened, and OSError if the folder cannot be made.
         """
         self._kept = kept
-        self._database = Database(folder / AUDIT_FILE, kind=_KIND, busy_timeout_s=busy_timeout_s)
+        self._database = opened_audits(folder, busy_timeout_s=busy_timeout_s)
         self._opened_file = _identity(self._database.path)
 
     def close(self) -> None:

@@ -114,7 +114,12 @@ class Auditor:
     @property
     def busy(self) -> bool:
         """True while an answer is being audited or waits for it, or a result is still to be written to disk."""
-        return self._task is not None or bool(self._waiting) or self._storing > 0
+        return self._task is not None or bool(self._waiting) or self.is_storing
+
+    @property
+    def is_storing(self) -> bool:
+        """True while a result is still to be written to disk."""
+        return self._storing > 0
 
     def recorder(self, request: Request) -> Predictions | None:
         """Return an empty object that takes up the predictions of an answer; None if the answer is not to be audited.

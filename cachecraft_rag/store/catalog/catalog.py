@@ -149,6 +149,7 @@ class Catalog:
         self.texts = found_texts.FoundTexts(self._db)
         self.removals = removals.Removals(self._db)
         try:
+            self._db.compact()
             self._count_damaged_sums()
             with self._db.reading() as connection:
                 names = connection.execute("SELECT policy FROM eviction").fetchall()
@@ -519,7 +520,7 @@ class Catalog:
         power cut. Raises StoreError if the catalog cannot be changed, also without files.
         """
         query = f"SELECT {_FILE} FROM variants WHERE variant_id = ? AND created = ?"
-        with self._db.writing(durable=why is EvictionReason.ADMINISTRATOR) as connection:
+        with self._db.writing(removes=why is EvictionReason.ADMINISTRATOR) as connection:
             if forget:
                 query_of_chunks = (
                     "DELETE FROM departed WHERE chunk_id IN (SELECT value FROM json_each(?))"
@@ -533,9 +534,9 @@ class Catalog:
                 connection, [FileRef(*row) for row in found if row is not None], writer, why
             )
 
-    def erase(self) -> None:
-        """Overwrite what removed rows left in the journal, see `Database.erase`. Raises StoreError."""
-        self._db.erase()
+    def compact(self) -> None:
+        """Write the file again without what an administrator removed, see `Database.compact`. Raises StoreError."""
+        self._db.compact()
 
     def limits(self) -> dict[str, int]:
         """Return name → stored limit, {} if none is stored. The names are fields of `Limits`.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.store.catalog import found_texts, removals
-from cachecraft_rag.store.database import Failure, Kind, failure_of
+from cachecraft_rag.store.database import Failure, Kind, failure_of, locked_by
 from cachecraft_rag.types.versions import IDENTITY_VERSION, LAYOUT_VERSION
 
 # A store of another version is set aside and built again. The last digits go up whenever a table changes.
@@ -64,7 +64,7 @@ class DiskFullError(StoreError):
 
 def _message(path: Path, error: sqlite3.Error) -> str:
     advice = {
-        Failure.LOCKED: "is locked by another process. Wait until its `store check` or `store evict` ends, or stop it",
+        Failure.LOCKED: f"{locked_by(path)}. Wait until its `store check` or `store evict` ends, or stop it",
         Failure.DAMAGED: "is damaged. It only indexes a cache: "
         f"delete the folder {path.parent} to start again; no document is lost",
         Failure.NOT_WRITABLE: "cannot be written. Make the folder writable for this user or choose another one for the "
