@@ -28,7 +28,7 @@ CHUNKS = [
 MOVED = [CHUNKS[place] for place in (3, 0, 4, 1, 2)]
 QUESTION = "How do I descale the kettle?"
 # takes what is stored, also where computing would be faster, and leaves no choice to clocks
-LAYERWISE = ReuseConfig(alpha=0.3, loading="layerwise", capture=False)
+LAYERWISE = ReuseConfig(alpha=0.3, nearest_share=0.35, loading="layerwise", capture=False)
 
 
 @pytest.fixture
