@@ -53,6 +53,18 @@ def test_every_command_belongs_to_a_figure() -> None:
     assert commands.keys() == {name for entry in entries for name in entry.commands}
 
 
+def test_commands_do_not_follow_the_default_share_of_the_last_chunk(
+    benchmark_output: Callable[..., str],
+) -> None:
+    named = []
+    for command in registry()[0].values():
+        program, name, *arguments = command.run.split()
+        if program == "benchmarks" and "--nearest-share" in benchmark_output(name, "--help"):
+            assert "--nearest-share" in arguments, command.name
+            named.append(name)
+    assert set(named) == {"batches", "load", "serve", "stream", "ttft"}
+
+
 def test_the_page_holds_the_registry() -> None:
     assert markdown() in PAGE
 
