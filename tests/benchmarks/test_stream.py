@@ -169,7 +169,19 @@ def test_the_share_of_the_last_chunk_is_an_option(
     monkeypatch.setattr(
         "cachecraft_rag.model.decoder.Decoder.load", lambda *_, **__: tiny_decoder("Llama")
     )
-    asked = "--requests 8 --warmup 8 --window 8 --passages 2 --answer-tokens 1 --no-kl".split()
+    asked = [
+        "--requests",
+        "8",
+        "--warmup",
+        "8",
+        "--window",
+        "8",
+        "--passages",
+        "2",
+        "--answer-tokens",
+        "1",
+        "--no-kl",
+    ]
     never, always = (
         benchmark_json(
             "stream", *asked, "--new-orders", "--new-variants", "off", "--nearest-share", share
