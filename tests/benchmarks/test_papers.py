@@ -154,13 +154,25 @@ def test_every_command_runs_on_a_tiny_model(
         )
     )
     trace.write_text('{"chunks": [0, 1]}\n{"chunks": [1, 0]}\n')
+    asked = [
+        {
+            "question": "When was the mill built?",
+            "passages": [f"{name} has a mill of {year}." for name, year in towns.items()],
+            "answers": ["1701"],
+            "document": document,
+        }
+        for document in ("towns", "villages")
+    ]
+    own = tmp_path / "own.jsonl"
+    own.write_text("".join(json.dumps(one) + "\n" for one in asked))
+    places = {"data": data, "trace": trace, "multi_hop": own, "summaries": own}
     started = time.monotonic()
     ran = []
     for one in registry()[0].values():
         if one.smoke is None or one.needs:
             continue
         words = one.arguments(
-            {"data": str(data), "trace": str(trace), "out": str(tmp_path / one.name)}
+            {name: str(path) for name, path in (places | {"out": tmp_path / one.name}).items()}
         )
         assert words is not None, one.name
         assert words[0] == "benchmarks"
