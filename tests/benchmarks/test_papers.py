@@ -157,7 +157,9 @@ def test_every_command_runs_on_a_tiny_model(
     asked = [
         {
             "question": "When was the mill built?",
-            "passages": [f"{name} has a mill of {year}." for name, year in towns.items()],
+            "passages": [
+                f"{name} has {document} and a mill of {year}." for name, year in towns.items()
+            ],
             "answers": ["1701"],
             "document": document,
         }
