@@ -26,10 +26,8 @@ from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.progress import Progress
 
-_FULL, _REUSE = (
-    ReuseConfig(reuse=False, capture=False),
-    ReuseConfig(recompute_ratio=0.15, capture=False),
-)
+_FULL = ReuseConfig(reuse=False, capture=False)
+_RATIO = 0.15
 
 
 @dataclass(frozen=True)
@@ -77,15 +75,20 @@ def measure(
     *,
     pairs: int,
     answer_tokens: int,
+    reuse: ReuseConfig,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Iterator[Batch]:
-    """Measure each length and size. Raises ConfigError if a prompt does not fit the model or the sample text."""
+    """Measure each length and size. Raises ConfigError if a prompt does not fit the model or the sample text.
+
+    Args:
+        reuse: settings of the side with reuse.
+    """
     for done, tokens in enumerate(lengths):
         shape = Shape.of_prompt(tokens)
         chunks = chunks_of(engine.decoder, count=shape.chunks, tokens=shape.chunk_tokens)
         Primer(engine, window=engine.decoder.context_length).prime(chunks)
         moved = [chunks[-1], *chunks[:-1]]
-        ask(engine, moved, 1, config=_REUSE)
+        ask(engine, moved, 1, config=reuse)
         for place, size in enumerate(sizes):
             progress(
                 Progress(
@@ -95,11 +98,11 @@ def measure(
                 )
             )
             times = [
-                [ask(engine, moved, size, config=side)[0] for side in (_FULL, _REUSE)]
+                [ask(engine, moved, size, config=side)[0] for side in (_FULL, reuse)]
                 for _ in range(pairs)
             ]
             # Behind their own prefixes nothing is left to prefill, so all answers begin at about the same time.
-            _, rate = ask(engine, chunks, size, config=_REUSE, answer_tokens=answer_tokens)
+            _, rate = ask(engine, chunks, size, config=reuse, answer_tokens=answer_tokens)
             yield Batch(tokens, size, *zip(*times, strict=True), rate)
 
 
@@ -114,11 +117,15 @@ def main(
     answer_tokens: Annotated[
         int, typer.Option("--answer-tokens", min=2, help="To time decoding with.")
     ] = 48,
+    nearest_share: Annotated[
+        float, options.option_of("reuse.nearest_share", min=0.0, max=1.0)
+    ] = ReuseConfig().nearest_share,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
     """Prefill of several requests asked at once, in full and with reuse (r = 0.15), and the speed of decoding them."""
     options.set_threads(threads)
+    reuse = ReuseConfig(recompute_ratio=_RATIO, nearest_share=nearest_share, capture=False)
     lengths, many = ([int(value) for value in numbers(one)] for one in (tokens, sizes))
     with (
         progress_bar("Benchmark") as show,
@@ -128,7 +135,13 @@ def main(
         with open_engine(model, Path(folder), dtype=dtype) as engine:
             found = list(
                 measure(
-                    engine, lengths, many, pairs=pairs, answer_tokens=answer_tokens, progress=show
+                    engine,
+                    lengths,
+                    many,
+                    pairs=pairs,
+                    answer_tokens=answer_tokens,
+                    reuse=reuse,
+                    progress=show,
                 )
             )
     if as_json:

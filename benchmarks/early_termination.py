@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks import formats
 from benchmarks.evaluate import origin_named
 from benchmarks.kept import Kept
-from benchmarks.methods import ABLATIONS, CRAFT
+from benchmarks.methods import CRAFT
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.console import out
 from cachecraft_rag.cli.evaluation import evaluate
@@ -39,7 +39,7 @@ from cachecraft_rag.evaluation.intervals import (
     paired_interval,
     ratio_interval,
 )
-from cachecraft_rag.evaluation.measuring import Method, methods_named, reference_of
+from cachecraft_rag.evaluation.measuring import PLAIN, Method, methods_named, reference_of
 from cachecraft_rag.evaluation.metrics import divergence, is_right, rouge_l
 from cachecraft_rag.evaluation.origins import OriginCondition, Origins
 from cachecraft_rag.evaluation.runner import VARIANTS_PER_CHUNK
@@ -52,7 +52,14 @@ if TYPE_CHECKING:
     from cachecraft_rag.evaluation.measuring import Reference
     from cachecraft_rag.planning.config import ReuseConfig
 
-METHODS: Mapping[str, Method] = {"craft": CRAFT, "no_drift": ABLATIONS["no_drift"]}
+# The default's selector, without what early termination would cut short and without chunks in full.
+PROBE = Method(
+    "probe",
+    "this package",
+    lambda ratio: replace(PLAIN, recompute_ratio=ratio, drift=0.0, nearest_share=0.0),
+    takes_ratio=True,
+)
+METHODS: Mapping[str, Method] = {method.name: method for method in (CRAFT, PROBE)}
 _STEPS = 20  # the smaller ratio is the nearest of so many parts of the whole
 _LEAST_SAVED = 0.05  # what saves less in the mean is not worth having
 
@@ -383,7 +390,7 @@ Ratios = Annotated[
 def main(
     model: options.Model = "demo",
     recompute_ratio: Ratios = "0.15",
-    methods: Annotated[str, typer.Option("--methods", help="craft, no_drift.")] = "craft,no_drift",
+    methods: Annotated[str, typer.Option("--methods", help="craft, probe.")] = "craft,probe",
     window: Annotated[
         str, typer.Option("--window", help="w of Algorithm 1, comma-separated.")
     ] = "3,5,8,12",

@@ -175,8 +175,8 @@ def main(
 ) -> None:
     """Compare every method with full prefill, question by question.
 
-    Reads SQuAD, MuSiQue, 2WikiMultihopQA, HotpotQA, DROP, CNN/DailyMail, XSum and own files; --origin knows "similar"
-    too. Writes report.md with figures to --out. After Ctrl-C, the same command resumes.
+    Reads SQuAD, MuSiQue, 2WikiMultihopQA, HotpotQA, retrieved contexts (ctxs), DROP, CNN/DailyMail, XSum and own files;
+    --origin knows "similar" too. Writes report.md with figures to --out. After Ctrl-C, the same command resumes.
     """
     options.set_threads(threads)
     require_packages()

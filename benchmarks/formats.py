@@ -3,8 +3,9 @@
 MuSiQue (Trivedi et al., 2022): questions over two to four of twenty paragraphs. 2WikiMultihopQA (Ho et al., 2020) and
 HotpotQA, of the same form. DROP (Dua et al., 2019): one passage, with numbers, spans or dates as answers. CNN/DailyMail
 (Hermann et al., 2015) and XSum (Narayan et al., 2018): a text and its summary; as in Cache-Craft §5.1.2 a text is split
-into small segments, and a prompt gets a random selection of them. By name only: SQuAD's questions as statements that
-are true or false (Fig. 21), and over whole articles, for chunks of any size (Fig. 27).
+into small segments, and a prompt gets a random selection of them. Retrieved contexts, as DPR and FiD write them and as
+the authors of CacheBlend (Yao et al., 2025) publish their samples of MuSiQue and others. By name only: SQuAD's
+questions as statements that are true or false (Fig. 21), and over whole articles, for chunks of any size (Fig. 27).
 """
 
 from __future__ import annotations
@@ -127,6 +128,35 @@ def _pairs(record: JsonRecord, name: str, *columns: str) -> list[tuple[str, Any]
             f'{record.where}: a title in "{name}" is not a text. Fix or remove that entry.'
         )
     return pairs
+
+
+def is_contexts(record: JsonRecord) -> bool:
+    """`ctxs` beside `question`."""
+    return {"ctxs", "question"} <= record.fields.keys()
+
+
+def read_contexts(records: Sequence[JsonRecord]) -> QuestionFile:
+    """Contexts keep the retriever's order; those with one title are one document. Titles and answers may be missing."""
+    builder = SourceBuilder()
+    for number, record in enumerate(records, start=1):
+        near = []
+        for context in record.records("ctxs"):
+            title, text = context.label("title", "").strip(), context.text("text")
+            near.append(builder.place(title or text, f"{title}\n\n{text}" if title else text))
+        if not near:
+            raise DocumentError(f'{record.where}: "ctxs" is empty. Fix or remove that entry.')
+        builder.ask(
+            SourceQuestion(
+                record.label("id", str(number)),
+                record.text("question"),
+                texts_of(record.texts("answers", optional=True)),
+                needed=(),
+                near=tuple(near),
+                fill=False,
+                ordered=True,
+            )
+        )
+    return builder.source()
 
 
 def is_drop(record: JsonRecord) -> bool:
@@ -288,6 +318,7 @@ FORMATS: tuple[Format, ...] = (
     _SQUAD,
     Format("musique", "MuSiQue", is_musique, read_musique),
     Format("2wikimultihopqa", "2WikiMultihopQA, HotpotQA", is_multihop, read_multihop),
+    Format("ctxs", "retrieved contexts of DPR, FiD or CacheBlend", is_contexts, read_contexts),
     Format("drop", "DROP", is_drop, read_drop),
     Format("cnn_dailymail", "CNN/DailyMail", is_cnn, read_cnn),
     Format("xsum", "XSum", is_xsum, read_xsum),

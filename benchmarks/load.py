@@ -96,6 +96,7 @@ class LoadSettings:
     mb_per_s  limit of reading for the times to the first token; infinite = no limit. None = loading takes 0.4 of the
               computing time, because a much shorter load would be lost in the noise of computing
     queue_chunks  chunks of the prompt that is computed before
+    nearest_share see `ReuseConfig`; 0 never recomputes the last chunk in full
     """
 
     chunks: int = 8
@@ -104,6 +105,7 @@ class LoadSettings:
     mb_per_s: float | None = None
     pairs: int = 7
     queue_chunks: int = 1
+    nearest_share: float = ReuseConfig().nearest_share
 
 
 def run(
@@ -219,7 +221,12 @@ class _Bench:
     ) -> RequestStats:
         """Answer the question with cold chunk-caches, or with those that an answer before has read."""
         drop_page_cache(self._folder)
-        config = ReuseConfig(recompute_ratio=_RATIO, capture=False, loading=loading)
+        config = ReuseConfig(
+            recompute_ratio=_RATIO,
+            nearest_share=self._settings.nearest_share,
+            capture=False,
+            loading=loading,
+        )
         with self._open() as store, self._engine(store) as engine:
             engine.loop.joint.speed = self._speed
             store.throttle.bytes_per_s = bytes_per_s
@@ -295,6 +302,9 @@ def main(
         int,
         typer.Option("--queue-chunks", min=1, help="Chunks of a prompt that is computed before."),
     ] = 1,
+    nearest_share: Annotated[
+        float, options.option_of("reuse.nearest_share", min=0.0, max=1.0)
+    ] = ReuseConfig().nearest_share,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
@@ -302,7 +312,9 @@ def main(
     options.set_threads(threads)
     with progress_bar("Benchmark") as show:
         options.quiet_libraries()
-        settings = LoadSettings(chunks, chunk_tokens, codec, mb_per_s, pairs, queue_chunks)
+        settings = LoadSettings(
+            chunks, chunk_tokens, codec, mb_per_s, pairs, queue_chunks, nearest_share
+        )
         report = run(model, settings, dtype=dtype, progress=show)
     if as_json:
         print_json(asdict(report))

@@ -214,6 +214,14 @@ def main(
         Path | None,
         typer.Option("--tasks", help="File of MT-RAG's generation tasks, as for `tokens`."),
     ] = None,
+    multi_hop: Annotated[
+        Path | None,
+        typer.Option("--multi-hop", help="File of multi-hop questions, such as MuSiQue's."),
+    ] = None,
+    summaries: Annotated[
+        Path | None,
+        typer.Option("--summaries", help="File of questions whose answers are summaries."),
+    ] = None,
     folder: Annotated[
         Path,
         typer.Option("--out", "-o", help="Folder of the reports; what is there is not run again."),
@@ -228,8 +236,14 @@ def main(
         typer.echo(markdown(), nl=False)
         return
     if names or minutes is not None:
-        files = (("data", data), ("trace", trace), ("tasks", tasks))
-        places = {name: str(path) for name, path in files if path is not None}
+        files = {
+            "data": data,
+            "trace": trace,
+            "tasks": tasks,
+            "multi_hop": multi_hop,
+            "summaries": summaries,
+        }
+        places = {name: str(path) for name, path in files.items() if path is not None}
         seconds = float("inf") if minutes is None else 60 * minutes
         outcomes = run(chosen(names or ()), places, folder, seconds=seconds)
         if as_json:

@@ -46,7 +46,7 @@ from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.progress import Progress
 
 PREFIX_CACHE = "prefix_cache"
-_NEAREST_SHARE = ReuseConfig().nearest_share
+_DEFAULT = ReuseConfig()
 _PARTS = 4  # of a load, for hits over time
 
 
@@ -60,6 +60,7 @@ class ServeSettings:
     qps            … or as numbers, which then go before `loads`
     ratios         recompute ratios of the sides with reuse
     nearest_share  see `ReuseConfig`; 0 never recomputes the last chunk in full
+    probe_min_rows see `ReuseConfig`
     chunks, chunk_tokens, top_k   chunks in all, the tokens of each, and chunks per request
     questions, exponent, variation  see `traffic.Traffic`
     answer_tokens  longest answer
@@ -72,7 +73,8 @@ class ServeSettings:
     loads: tuple[float, ...] = (0.5, 1.0, 2.0)
     qps: tuple[float, ...] = ()
     ratios: tuple[float, ...] = (0.0, 0.15, 0.3)
-    nearest_share: float = _NEAREST_SHARE
+    nearest_share: float = _DEFAULT.nearest_share
+    probe_min_rows: int = _DEFAULT.probe_min_rows
     chunks: int = 40
     chunk_tokens: int = 200
     top_k: int = 5
@@ -92,6 +94,7 @@ class ServeSettings:
         check_whole("decode_rows", self.decode_rows, least=1)
         check_whole("chunk_tokens", self.chunk_tokens, least=2)
         check_number("nearest_share", self.nearest_share, most=1)
+        check_whole("probe_min_rows", self.probe_min_rows)
         for name, most in (("loads", FINITE), ("qps", FINITE), ("ratios", 1.0)):
             for value in getattr(self, name):
                 check_number(f"each of {name}", value, most=most)
@@ -110,7 +113,9 @@ class ServeSettings:
         sides = {PREFIX_CACHE: ReuseConfig(scope="prefix")}
         for ratio in self.ratios:
             sides[f"reuse@{ratio:g}"] = ReuseConfig(
-                recompute_ratio=ratio, nearest_share=self.nearest_share
+                recompute_ratio=ratio,
+                nearest_share=self.nearest_share,
+                probe_min_rows=self.probe_min_rows,
             )
         return sides
 
@@ -420,14 +425,11 @@ def main(
     ] = None,
     ratios: Annotated[str, typer.Option("--ratios", help="Recompute ratios.")] = "0,0.15,0.3",
     nearest_share: Annotated[
-        float,
-        typer.Option(
-            "--nearest-share",
-            min=0.0,
-            max=1.0,
-            help="Largest share of the chunk tokens with which the last chunk is recomputed in full.",
-        ),
-    ] = _NEAREST_SHARE,
+        float, options.option_of("reuse.nearest_share", min=0.0, max=1.0)
+    ] = _DEFAULT.nearest_share,
+    probe_min_rows: Annotated[
+        int, options.option_of("reuse.probe_min_rows", min=0)
+    ] = _DEFAULT.probe_min_rows,
     chunks: Annotated[int, typer.Option("--chunks", min=2, help="Chunks in all.")] = 40,
     chunk_tokens: Annotated[
         int, typer.Option("--chunk-tokens", min=16, max=1 << 20, help="Length of each.")
@@ -470,6 +472,7 @@ def main(
             qps=() if qps is None else tuple(numbers(qps)),
             ratios=tuple(numbers(ratios)),
             nearest_share=nearest_share,
+            probe_min_rows=probe_min_rows,
             chunks=chunks,
             chunk_tokens=chunk_tokens,
             top_k=top_k,

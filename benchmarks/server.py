@@ -244,8 +244,12 @@ def answers(url: str) -> bool:
 
 
 @contextmanager
-def server(url: str | None, *, plain: bool) -> Iterator[str]:
-    """The address of a server; None starts one of the demo model, with a store that is removed in the end."""
+def server(url: str | None, options: list[str]) -> Iterator[str]:
+    """The address of a server; None starts one of the demo model, with a store that is removed in the end.
+
+    Args:
+        options: of `cachecraft serve`.
+    """
     if url is not None:
         yield url
         return
@@ -258,8 +262,8 @@ def server(url: str | None, *, plain: bool) -> Iterator[str]:
             folder,
             "--port",
             PORT,
+            *options,
         ]
-        command += ["--reuse-plain-prompts"] if plain else []
         # GiB; by itself it would take nearly all of a CPU's
         memory = {"VLLM_CPU_KVCACHE_SPACE": "2"} | os.environ
         with subprocess.Popen(
@@ -310,16 +314,24 @@ def main() -> None:
     parser.add_argument(
         "--together", type=lambda text: [int(one) for one in text.split(",")], help="see above"
     )
+    parser.add_argument(
+        "--nearest-share", type=float, help="of the server that is started; its default without it"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="with --together")
     parser.add_argument("--pause", type=float, default=3.0, help="seconds between them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where the JSON goes; without it: standard output")
     chosen = parser.parse_args()
+    if chosen.server is not None and chosen.nearest_share is not None:
+        parser.error("--nearest-share is for a server that is started here; start yours with it")
+    options = ["--reuse-plain-prompts"] if chosen.plain_prompts else []
+    if chosen.nearest_share is not None:
+        options += ["--nearest-share", str(chosen.nearest_share)]
     chunks = pool(chosen.words)
     random.Random(chosen.seed).shuffle(chunks)
     chunks = chunks[: chosen.pool]
     with (
-        server(chosen.server, plain=chosen.plain_prompts) as url,
+        server(chosen.server, options) as url,
         httpx.Client(base_url=url, timeout=None) as client,
     ):
         ask = stock(url) if chosen.plain_prompts else partial(answer, client)

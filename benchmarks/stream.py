@@ -33,6 +33,7 @@ from cachecraft_rag.evaluation.dataset import EvaluationQuestion, handbook_datas
 from cachecraft_rag.evaluation.measuring import Reference, reference_of
 from cachecraft_rag.evaluation.metrics import divergence
 from cachecraft_rag.observability.stats import RequestStats
+from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types.progress import Progress
 from cachecraft_rag.vllm.engine import VLLMEngine
@@ -376,6 +377,9 @@ def main(
     with_kl: Annotated[
         bool, typer.Option("--kl/--no-kl", help="Compare each answer with full prefill's.")
     ] = True,
+    nearest_share: Annotated[
+        float, options.option_of("reuse.nearest_share", min=0.0, max=1.0)
+    ] = ReuseConfig().nearest_share,
     threads: options.Threads = None,
     vllm: Annotated[
         bool, typer.Option("--vllm", help="Over vLLM, its prefix cache off; no KL.")
@@ -389,6 +393,8 @@ def main(
     """
     options.set_threads(threads)
     options.quiet_libraries()
+    # with Cake's loading the numbers would depend on how fast the disk is just now
+    reuse = ReuseConfig(loading="layerwise", nearest_share=nearest_share)
     reports = []
     for each in range(seed, seed + seeds):
         settings = StreamSettings(
@@ -402,8 +408,9 @@ def main(
             with_kl=with_kl,
         )
         asked = questions_of(data, passages=passages, limit=questions, seed=each)
+        making = (new_variants, share)
         reports.append(
-            _stream(model, asked, settings, dtype=dtype, vllm=vllm, making=(new_variants, share))
+            _stream(model, asked, settings, reuse, dtype=dtype, vllm=vllm, making=making)
         )
     found = [
         asdict(report) | {"ratio": report.ratio, "kl_ratio": report.kl_ratio} for report in reports
@@ -424,6 +431,7 @@ def _stream(
     model: str,
     asked: Sequence[EvaluationQuestion],
     settings: StreamSettings,
+    reuse: ReuseConfig,
     *,
     dtype: str,
     vllm: bool,
@@ -432,7 +440,6 @@ def _stream(
     """Ask one stream over an empty store."""
     with progress_bar("Stream") as show, ExitStack() as opened:
         from cachecraft_rag.evaluation.runner import open_engine
-        from cachecraft_rag.planning.config import ReuseConfig
         from cachecraft_rag.serving.config import NewVariants
 
         new_variants = NewVariants(*making)  # type: ignore[arg-type]  # it checks the word
@@ -440,17 +447,18 @@ def _stream(
         engine: Engine | VLLMEngine
         if vllm:
             server = {"enable_prefix_caching": False, "enforce_eager": True}
+            over_vllm = ReuseConfig(nearest_share=reuse.nearest_share)
             own: Any = {"dtype": dtype, "best_last": False, "new_variants": new_variants}
             engine = opened.enter_context(
-                VLLMEngine.from_pretrained(model, store=folder, server=server, **own)
+                VLLMEngine.from_pretrained(
+                    model, store=folder, server=server, reuse=over_vllm, **own
+                )
             )
         else:
             engine = opened.enter_context(
                 open_engine(model, folder, dtype=dtype, new_variants=new_variants)
             )
-        # with Cake's loading the numbers would depend on how fast the disk is just now
-        config = None if vllm else ReuseConfig(loading="layerwise")
-        return run(engine, asked, settings, config=config, progress=show)
+        return run(engine, asked, settings, config=None if vllm else reuse, progress=show)
 
 
 def print_stream(report: StreamReport) -> None:

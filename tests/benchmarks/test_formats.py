@@ -131,6 +131,18 @@ WIKI = [
         "answer": "Gust",
     }
 ]
+CONTEXTS = [
+    {
+        "ctxs": [
+            {"title": "", "text": "arden lies on the lune."},
+            {"title": "Lune", "text": "it ends in the irish sea.", "score": "1.5"},
+            {"title": "Lune", "text": "it is a river."},
+        ],
+        "question": "Into which sea flows Arden's river?",
+        "answers": ["Irish Sea"],
+    },
+    {"id": "b", "ctxs": [{"title": "", "text": "arden lies on the lune."}], "question": "Where?"},
+]
 DROP = {
     "nfl_1": {
         "passage": "The Bears scored 3 and then 7 points on 12 May 1990.",
@@ -280,6 +292,22 @@ def test_musique(write: Write) -> None:
     assert second.answers == ()
 
 
+def test_retrieved_contexts_keep_their_order_and_share_passages(write: Write) -> None:
+    source = read_source(write("musique_s.json", CONTEXTS))
+    asked = named(source)
+    assert passages(source, asked["1"]) == [
+        "arden lies on the lune.",
+        "Lune\n\nit ends in the irish sea.",
+        "Lune\n\nit is a river.",
+    ]
+    assert [document.name for document in source.documents] == ["arden lies on the lune.", "Lune"]
+    assert asked["1"].ordered
+    assert not asked["1"].fill
+    assert asked["1"].answers == ("Irish Sea",)
+    assert asked["b"].answers == ()
+    assert asked["b"].near == asked["1"].near[:1]
+
+
 @pytest.mark.parametrize("form", ["published", "columns", "content", "text"])
 def test_2wikimultihopqa_and_its_variants(write: Write, form: str) -> None:
     entry: dict[str, Any] = dict(WIKI[0])
@@ -382,6 +410,7 @@ def test_a_single_line_and_a_byte_order_mark_are_fine(tmp_path: Path) -> None:
         (SQUAD_ROWS, "squad"),
         (MUSIQUE, "musique"),
         (WIKI, "2wikimultihopqa"),
+        (CONTEXTS, "ctxs"),
         (DROP, "drop"),
         (CNN, "cnn_dailymail"),
         (XSUM, "xsum"),
@@ -432,6 +461,8 @@ def damaged(lines: Sequence[Any], place: int, **changes: Any) -> list[Any]:
         ),
         ("w.json", damaged(WIKI, 1, context=[[3, []]]), r'entry 1: a title in "context"'),
         ("w.json", damaged(WIKI, 1, supporting_facts="{"), r'entry 1: "supporting_facts" must be'),
+        ("r.json", damaged(CONTEXTS, 1, ctxs=[{"title": "x"}]), r'entry 1, ctxs 1: "text" is miss'),
+        ("r.json", damaged(CONTEXTS, 2, ctxs=[]), r'entry 2: "ctxs" is empty'),
         (
             "d.json",
             {"p1": DROP["nfl_1"], "p2": {"passage": "x"}},

@@ -53,6 +53,18 @@ def test_every_command_belongs_to_a_figure() -> None:
     assert commands.keys() == {name for entry in entries for name in entry.commands}
 
 
+def test_commands_do_not_follow_the_default_share_of_the_last_chunk(
+    benchmark_output: Callable[..., str],
+) -> None:
+    named = []
+    for command in registry()[0].values():
+        program, name, *arguments = command.run.split()
+        if program == "benchmarks" and "--nearest-share" in benchmark_output(name, "--help"):
+            assert "--nearest-share" in arguments, command.name
+            named.append(name)
+    assert set(named) == {"batches", "load", "serve", "stream", "ttft"}
+
+
 def test_the_page_holds_the_registry() -> None:
     assert markdown() in PAGE
 
@@ -142,13 +154,27 @@ def test_every_command_runs_on_a_tiny_model(
         )
     )
     trace.write_text('{"chunks": [0, 1]}\n{"chunks": [1, 0]}\n')
+    asked = [
+        {
+            "question": "When was the mill built?",
+            "passages": [
+                f"{name} has {document} and a mill of {year}." for name, year in towns.items()
+            ],
+            "answers": ["1701"],
+            "document": document,
+        }
+        for document in ("towns", "villages")
+    ]
+    own = tmp_path / "own.jsonl"
+    own.write_text("".join(json.dumps(one) + "\n" for one in asked))
+    places = {"data": data, "trace": trace, "multi_hop": own, "summaries": own}
     started = time.monotonic()
     ran = []
     for one in registry()[0].values():
         if one.smoke is None or one.needs:
             continue
         words = one.arguments(
-            {"data": str(data), "trace": str(trace), "out": str(tmp_path / one.name)}
+            {name: str(path) for name, path in (places | {"out": tmp_path / one.name}).items()}
         )
         assert words is not None, one.name
         assert words[0] == "benchmarks"

@@ -158,3 +158,34 @@ def test_the_command_reports(
     assert found["questions"] == len(questions_of(None, passages=2, limit=1, seed=0))
     print_stream(StreamReport(windows, found["questions"], found["model"], found["dtype"]))
     assert "Chunks by number of variants: 1: 2" in capsys.readouterr().out
+
+
+def test_the_share_of_the_last_chunk_is_an_option(
+    tiny_decoder: Callable[..., Decoder],
+    monkeypatch: pytest.MonkeyPatch,
+    benchmark_json: Callable[..., Any],
+    as_loud_as_before: None,
+) -> None:
+    monkeypatch.setattr(
+        "cachecraft_rag.model.decoder.Decoder.load", lambda *_, **__: tiny_decoder("Llama")
+    )
+    asked = [
+        "--requests",
+        "8",
+        "--warmup",
+        "8",
+        "--window",
+        "8",
+        "--passages",
+        "2",
+        "--answer-tokens",
+        "1",
+        "--no-kl",
+    ]
+    never, always = (
+        benchmark_json(
+            "stream", *asked, "--new-orders", "--new-variants", "off", "--nearest-share", share
+        )["windows"][0]["recomputed"]
+        for share in ("0", "1")
+    )
+    assert never < always
