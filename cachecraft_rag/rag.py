@@ -32,7 +32,7 @@ from cachecraft_rag.observability.stats import Answer, RequestStats, Source
 from cachecraft_rag.observability.tracing import Retrieval, following
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.retrievers.conversation import search_texts
-from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder
+from cachecraft_rag.retrievers.embeddings import BUNDLED_EMBEDDER, Embedder, shortened
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.index.filters import Where
 from cachecraft_rag.retrievers.index.removal import evict_chunks, evict_removed
@@ -707,7 +707,7 @@ class CacheCraft(Retriever, Closeable):
             else []
         )
         retrieval = Retrieval(began, time.perf_counter(), top_k=top_k, passages=len(hits))
-        return _Retrieved(hits, retrieval, search_texts(question, context)), answering
+        return _Retrieved(hits, retrieval, search_texts(shortened(question), context)), answering
 
     def _answer_over(
         self, retrieved: _Retrieved, question: str, answering: AnsweringOptions

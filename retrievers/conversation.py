@@ -91,36 +91,41 @@ def search(
     *,
     top_k: int,
     where: Where | None = None,
+    parts_of: Callable[[str], list[str]] = lambda text: [text],
 ) -> list[SearchHit]:
     """Return the `top_k` chunks most similar to a question in its conversation, best first.
 
     A follow-up is searched for by the mean of the vectors of its two `search_texts`. It also repeats the search of the
-    turn before, whose `top_k` chunks are preferred (see `prefer`). The list is shorter if there are fewer chunks, and
-    empty if no chunk passes the filter.
+    turn before, whose `top_k` chunks are preferred (see `prefer`). Of a question in several parts each one is searched
+    for, and a chunk's score is that of the part it is most similar to. The list is shorter if there are fewer chunks,
+    and empty if no chunk passes the filter.
 
     Args:
         index: the index to search.
-        encode: returns vectors `[texts, dim]` of texts; called once, with at most four texts.
+        encode: returns vectors `[texts, dim]` of texts; called once, with at most four texts for one part of each
+            question.
         question: the user's last message.
         history: the turns before it, (role, text) each.
         top_k: number of chunks, at least 1.
         where: filter of chunks, see `FaissStore.search`.
+        parts_of: returns the parts of a question that is too long for the embedding model, at least one.
 
     Raises ConfigError for a `top_k` below 1 or an invalid filter; IndexStoreError for vectors of another width or that
     are not finite, and if the index is closed or damaged; ForkError in a fork of the process that opened the index;
     TypeError, ValueError or AttributeError for a history that is no list of pairs of texts; TypeError or ValueError if
     `encode` returns no numbers or another number of vectors; what the filter raises if it is a function; and what
-    `encode` raises.
+    `encode` and `parts_of` raise.
     """
     asked: list[tuple[str, Sequence[Turn]]] = [(question, history)]
     before = turn_before(history)
     if before is not None:
         asked.append(before)
-    groups = [search_texts(text, turns) for text, turns in asked]
-    texts = list(dict.fromkeys(text for group in groups for text in group))
+    questions = [[search_texts(part, turns) for part in parts_of(text)] for text, turns in asked]
+    texts = list(dict.fromkeys(text for parts in questions for group in parts for text in group))
     vectors = dict(zip(texts, unit_vectors(encode(texts)), strict=True))
     now, *earlier = (
-        unit_vectors(np.mean([vectors[text] for text in group], axis=0)) for group in groups
+        unit_vectors([np.mean([vectors[text] for text in group], axis=0) for group in parts])
+        for parts in questions
     )
-    known = {hit.chunk_id for vector in earlier for hit in index.search(vector, top_k, where=where)}
+    known = {hit.chunk_id for rows in earlier for hit in index.search(rows, top_k, where=where)}
     return prefer(index.search(now, top_k + len(known), where=where), known, top_k)

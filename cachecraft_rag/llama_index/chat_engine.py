@@ -72,7 +72,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
     Each answer is one pass over the nodes as chunks, whose chunk-caches are reused; earlier turns follow them in the
     prompt. A follow-up is searched for with the questions before it (`search_texts`), and never costs a call of the
     model. `metadata["cachecraft"]` of a response is `RequestStats.as_dict()` with `searched`, and `chunk_ids` by node.
-    Each source node's metadata has its chunk id and its outcome.
+    Each source node's metadata has its chunk id and its outcome, unless `with_outcomes` is False.
 
     The model runs while a stream is being read. A turn is remembered when its stream ends or is closed.
 
@@ -98,6 +98,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         self.callback_manager = query_engine.callback_manager
         self._query_engine = query_engine
         self._llm: CacheCraftLLM = query_engine.synthesizer.llm
+        self._sources = query_engine.synthesizer.sources
         self.memory = memory or ChatMemoryBuffer.from_defaults(
             chat_history=list(chat_history or ()),
             token_limit=max(1, self._llm.context_window // _MEMORY_SHARE),
@@ -231,7 +232,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         if chat_history is not None:
             self.memory.set(chat_history)
         turn = _Turn(self._checked(message), self.memory.get(input=message))
-        sources = Sources(self._query_engine.retrieve(turn.query))
+        sources = self._sources(self._query_engine.retrieve(turn.query))
         response = self._llm.chat(turn.messages, **sources.documents())
         for said in turn.said(response.message.content or ""):
             self.memory.put(said)
@@ -272,7 +273,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         if chat_history is not None:
             await self.memory.aset(chat_history)
         turn = _Turn(self._checked(message), await self.memory.aget(input=message))
-        sources = Sources(await self._query_engine.aretrieve(turn.query))
+        sources = self._sources(await self._query_engine.aretrieve(turn.query))
         response = await self._llm.achat(turn.messages, **sources.documents())
         for said in turn.said(response.message.content or ""):
             await self.memory.aput(said)
@@ -312,7 +313,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         if chat_history is not None:
             self.memory.set(chat_history)
         turn = _Turn(self._checked(message), self.memory.get(input=message))
-        sources = Sources(self._query_engine.retrieve(turn.query))
+        sources = self._sources(self._query_engine.retrieve(turn.query))
         generation = self._llm.begin(turn.question, history=turn.history, **sources.documents())
         streamed = _Streamed(turn, sources, self._llm, generation)
         streamed.response.chat_stream = streamed.pieces(self.memory)
@@ -354,7 +355,7 @@ class CacheCraftChatEngine(BaseChatEngine, Closeable):
         if chat_history is not None:
             await self.memory.aset(chat_history)
         turn = _Turn(self._checked(message), await self.memory.aget(input=message))
-        sources = Sources(await self._query_engine.aretrieve(turn.query))
+        sources = self._sources(await self._query_engine.aretrieve(turn.query))
         documents = sources.documents()
         generation = await asyncio.to_thread(
             self._llm.begin, turn.question, history=turn.history, **documents

@@ -100,6 +100,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         max_tokens: int | None = None,
         session: str | None = None,
         empty_response: str | None = None,
+        with_outcomes: bool = True,
         output_cls: type[BaseModel] | None = None,
         text_qa_template: BasePromptTemplate | None = None,
         callback_manager: CallbackManager | None = None,
@@ -150,6 +151,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
             max_tokens=max_tokens,
             session=session,
             empty_response=empty_response,
+            with_outcomes=with_outcomes,
             output_cls=output_cls,
             text_qa_template=text_qa_template,
             callback_manager=callback_manager,
@@ -172,6 +174,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
         max_tokens: int | None = None,
         session: str | None = None,
         empty_response: str | None = None,
+        with_outcomes: bool = True,
         output_cls: type[BaseModel] | None = None,
         text_qa_template: BasePromptTemplate | None = None,
         callback_manager: CallbackManager | None = None,
@@ -185,8 +188,8 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
             model, store, config: as in `Engine.from_pretrained`; "demo" and "chunk-caches" by default.
             node_postprocessors, callback_manager: LlamaIndex's own.
             response_mode: "compact" or "simple_summarize", which are the same here: every answer is one pass.
-            streaming, sampling, max_tokens, session, empty_response, output_cls, text_qa_template: as in
-                `CacheCraftSynthesizer`.
+            streaming, sampling, max_tokens, session, empty_response, with_outcomes, output_cls, text_qa_template: as
+                in `CacheCraftSynthesizer`.
             engine_options: single options of `EngineConfig` by name (`system`, `device` …), which override `config`.
 
         Raises:
@@ -216,6 +219,7 @@ class CacheCraftQueryEngine(RetrieverQueryEngine, Closeable):
             "max_tokens": max_tokens,
             "session": session,
             "empty_response": empty_response,
+            "with_outcomes": with_outcomes,
             "output_cls": output_cls,
             "text_qa_template": text_qa_template,
             "callback_manager": callback_manager,

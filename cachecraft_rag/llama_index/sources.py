@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from llama_index.core.schema import MetadataMode, NodeWithScore
 
-from cachecraft_rag.retrievers.llama_index import with_notes, without_paths
+from cachecraft_rag.retrievers.llama_index import with_notes, without_notes, without_paths
 from cachecraft_rag.types.documents import CHUNK_ID_KEY, Chunk, noted_chunk_id, outcome_notes
 
 
@@ -27,7 +27,7 @@ class Sources:
 
     The model sees neither a node's `file_path` nor the notes in the metadata of each copy: its chunk id, and its
     outcome with the reason. All are texts, so a vector store takes a copy back; the last two are "" until the answer
-    has ended.
+    has ended. Without `with_outcomes` the copies have no notes, and notes that a node brought are left out.
 
     nodes  the copies, in the order of the nodes
     texts  what the model sees of them
@@ -35,7 +35,8 @@ class Sources:
     chunk_ids  node id → chunk id
     """
 
-    def __init__(self, nodes: Iterable[NodeWithScore]) -> None:
+    def __init__(self, nodes: Iterable[NodeWithScore], *, with_outcomes: bool = True) -> None:
+        self._with_outcomes = with_outcomes
         self.nodes: list[NodeWithScore] = []
         self.texts: list[str] = []
         self.noted_ids: list[str] = []
@@ -47,7 +48,10 @@ class Sources:
             node = with_notes(without_paths(scored.node), notes)
             text = node.get_content(metadata_mode=MetadataMode.LLM)
             chunk_id = Chunk(text, known_id=noted_id).chunk_id
-            node.metadata[CHUNK_ID_KEY] = chunk_id
+            if with_outcomes:
+                node.metadata[CHUNK_ID_KEY] = chunk_id
+            else:
+                node = without_notes(node)
             self.nodes.append(NodeWithScore(node=node, score=scored.score))
             self.texts.append(text)
             self.noted_ids.append(noted_id)
@@ -63,11 +67,15 @@ class Sources:
     def note_outcomes(self, statistics: Mapping[str, Any]) -> None:
         """Put each passage's outcome into its node's metadata; "" for a passage without one. Returns None.
 
+        Does nothing without `with_outcomes`.
+
         Args:
             statistics: values of `RequestStats.as_dict()`; without "chunks" every node gets "".
 
         Raises KeyError for a chunk without an id among them, and for a node whose metadata has lost its chunk id.
         """
+        if not self._with_outcomes:
+            return
         outcomes = {chunk["chunk_id"]: chunk for chunk in statistics.get("chunks", ())}
         for scored in self.nodes:
             chunk = outcomes.get(scored.node.metadata[CHUNK_ID_KEY])

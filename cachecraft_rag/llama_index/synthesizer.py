@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
 from contextlib import ExitStack, aclosing, closing
 from contextvars import ContextVar
 from typing import Any, Self
@@ -92,6 +92,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         sampling, session: see `Engine.stream`.
         max_tokens: most tokens of an answer, in place of those of `sampling`.
         empty_response: the answer if there are no nodes, instead of LlamaIndex's "Empty Response".
+        with_outcomes: note in the metadata of each source node its chunk id and what became of it; False: no notes.
         output_cls: a pydantic model that the answer keeps to; the response is a `PydanticResponse`. Not for streams.
         text_qa_template: LlamaIndex's, with {context_str} first and {query_str} after it. Text before the chunks
             belongs in the engine's instruction (`system`).
@@ -110,6 +111,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         max_tokens: int | None = None,
         session: str | None = None,
         empty_response: str | None = None,
+        with_outcomes: bool = True,
         output_cls: type[BaseModel] | None = None,
         text_qa_template: BasePromptTemplate | None = None,
         callback_manager: CallbackManager | None = None,
@@ -119,6 +121,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             raise ConfigError(
                 "output_cls must be a pydantic model, and its answers come whole: leave out streaming=True"
             )
+        check_flag("with_outcomes", with_outcomes)
         check_text("empty_response", empty_response, optional=True)
         llm = CacheCraftLLM(engine, sampling=sampling, max_tokens=max_tokens, session=session)
         # Otherwise both helpers would count with OpenAI's tokenizer. The engine, not they, makes the chunks fit.
@@ -135,6 +138,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
             output_cls=output_cls,
         )
         self._template = _checked_template(text_qa_template)
+        self._with_outcomes = with_outcomes
         self.engine = engine
         self.llm = llm
         self._opened = ExitStack()
@@ -151,6 +155,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
         max_tokens: int | None = None,
         session: str | None = None,
         empty_response: str | None = None,
+        with_outcomes: bool = True,
         output_cls: type[BaseModel] | None = None,
         text_qa_template: BasePromptTemplate | None = None,
         callback_manager: CallbackManager | None = None,
@@ -188,12 +193,20 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
                 max_tokens=max_tokens,
                 session=session,
                 empty_response=empty_response,
+                with_outcomes=with_outcomes,
                 output_cls=output_cls,
                 text_qa_template=text_qa_template,
                 callback_manager=callback_manager,
             )
             made._opened = opened.pop_all()
         return made
+
+    def sources(self, nodes: Iterable[NodeWithScore]) -> Sources:
+        """Return the sources of an answer over these nodes: copies with notes, or without any as `with_outcomes` says.
+
+        Raises nothing for a list of nodes.
+        """
+        return Sources(nodes, with_outcomes=self._with_outcomes)
 
     def close(self) -> None:
         """Close the engine that `from_pretrained` opened, which writes pending captures; a second call does nothing.
@@ -235,7 +248,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
                 the engine is closed.
             CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
-        sources = Sources(nodes)
+        sources = self.sources(nodes)
         settings["document_ids"] = sources.noted_ids
         token = _record.set(_AnswerRecord(sources))
         try:
@@ -277,7 +290,7 @@ class CacheCraftSynthesizer(BaseSynthesizer, Closeable):
                 the engine is closed.
             CancelledError: over vLLM, the engine was closed meanwhile; also vLLM's own exceptions.
         """
-        sources = Sources(nodes)
+        sources = self.sources(nodes)
         settings["document_ids"] = sources.noted_ids
         token = _record.set(_AnswerRecord(sources))
         try:

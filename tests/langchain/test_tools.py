@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
 import pytest
 from langchain_core.documents import Document
@@ -53,6 +53,20 @@ class Typed(TypedDict):
     """The same as a dict."""
 
     sure: bool
+
+
+class Part(TypedDict):
+    """A part of an order."""
+
+    name: Literal["lid", "base"]
+    grams: int | None
+
+
+class Order(TypedDict):
+    """Order parts."""
+
+    parts: list[Part]
+    note: NotRequired[str]
 
 
 @pytest.fixture
@@ -114,6 +128,17 @@ def test_without_a_choice_the_model_may_answer_in_text(chat: ChatCacheCraft) -> 
         assert answer.usage_metadata is not None
         assert plain.usage_metadata is not None
         assert answer.usage_metadata["input_tokens"] > plain.usage_metadata["input_tokens"]
+
+
+def test_a_typed_dict_is_a_tool_with_all_parts_of_its_type(chat: ChatCacheCraft) -> None:
+    bound: Any = chat.bind_tools([Order])
+    function = bound.kwargs["tools"][0]["function"]
+    assert (function["name"], function["description"]) == ("Order", "Order parts.")
+    parameters = function["parameters"]
+    assert parameters["required"] == ["parts"]
+    part = parameters["properties"]["parts"]["items"]
+    assert part["properties"]["name"]["enum"] == ["lid", "base"]
+    assert part["properties"]["grams"]["anyOf"] == [{"type": "integer"}, {"type": "null"}]
 
 
 @pytest.mark.parametrize(

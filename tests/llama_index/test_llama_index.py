@@ -58,6 +58,7 @@ from cachecraft_rag.retrievers.llama_index import (
     CacheCraftEmbedding,
     CacheCraftRetriever,
     CacheCraftVectorStore,
+    with_notes,
 )
 from cachecraft_rag.types.documents import CHUNK_ID_KEY, OUTCOME_KEY, chunk_id_of
 from cachecraft_rag.types.documents import Document as OwnDocument
@@ -356,6 +357,38 @@ def test_source_nodes_say_what_became_of_them(engine: Engine) -> None:
             assert node_to_metadata_dict(scored.node, flat_metadata=True)
     assert outcomes == ["exact"] * len(ids)
     assert all(scored.node.metadata == {} for scored in nodes)
+
+
+def test_source_nodes_have_no_notes_without_outcomes(engine: Engine) -> None:
+    plain = TextNode(text=TEXTS["kettle"], metadata={"file_path": "/kettle.txt", "page": 3})
+    noted = with_notes(TextNode(text=TEXTS["fridge"]), {CHUNK_ID_KEY: chunk_id_of(TEXTS["fridge"])})
+    nodes = [NodeWithScore(node=node, score=1.0) for node in (plain, noted)]
+    options: dict[str, Any] = {"engine": engine, "sampling": SHORT, "with_outcomes": False}
+    query_engine = CacheCraftQueryEngine.from_defaults(Given(plain, noted), **options)
+    chat = CacheCraftChatEngine.from_defaults(Given(plain, noted), **options)
+    streaming = CacheCraftSynthesizer(
+        engine, sampling=SHORT, streaming=True, with_outcomes=False
+    ).synthesize(QUESTION, nodes)
+    "".join(streaming.response_gen)
+    told = chat.stream_chat(QUESTION)
+    "".join(told.response_gen)
+    responses: list[Any] = [
+        query_engine.query(QUESTION),
+        asyncio.run(query_engine.aquery(QUESTION)),
+        streaming,
+        chat.chat(QUESTION),
+        asyncio.run(chat.achat(QUESTION)),
+        told,
+    ]
+    for response in responses:
+        found = [scored.node.metadata for scored in response.source_nodes]
+        assert found == [plain.metadata, {}]
+        statistics = response.metadata["cachecraft"]
+        assert set(statistics["chunk_ids"]) == {plain.node_id, noted.node_id}
+        assert len(statistics["chunks"]) == len(nodes)
+    assert noted.metadata != {}
+    with pytest.raises(ConfigError, match="with_outcomes"):
+        CacheCraftSynthesizer(engine, with_outcomes="no")  # type: ignore[arg-type]
 
 
 def test_max_tokens_limits_an_answer_wherever_it_is_given(

