@@ -25,15 +25,13 @@ from typing import TYPE_CHECKING
 from cachecraft_rag.checks import check_kind, check_mapping, check_text
 from cachecraft_rag.errors import DocumentError, IndexStoreError
 from cachecraft_rag.model.chunk_bound import ModelTokens
+from cachecraft_rag.retrievers.folders import Problem, inaccessible, list_files
 from cachecraft_rag.retrievers.index.filters import encoded
 from cachecraft_rag.retrievers.index.schema import same_model
 from cachecraft_rag.retrievers.reading.chunking import SPLITTER_VERSION, split
 from cachecraft_rag.retrievers.reading.documents import (
     LARGEST_FILE,
-    Problem,
     SourceFile,
-    inaccessible,
-    list_files,
     parsing,
     printable,
     shown,

@@ -9,7 +9,8 @@ from pypdf import PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
 from cachecraft_rag.errors import DocumentError
-from cachecraft_rag.retrievers.reading.documents import SUFFIXES, SourceFile, list_files, parsing
+from cachecraft_rag.retrievers.folders import list_files
+from cachecraft_rag.retrievers.reading.documents import SUFFIXES, SourceFile, parsing
 from cachecraft_rag.retrievers.reading.limited_reader import parse_document
 from cachecraft_rag.types.documents import Document
 
