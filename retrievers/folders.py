@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -45,8 +45,10 @@ class Listing:
     problems: tuple[Problem, ...]
 
 
-def list_files(path: str | os.PathLike[str], *, follow_links: bool = False) -> Listing:
-    """List the files to read at `path`: the file itself, or every file below the folder whose suffix is in `SUFFIXES`.
+def list_files(
+    path: str | os.PathLike[str], *, follow_links: bool = False, more: Container[str] = ()
+) -> Listing:
+    """List the files to read at `path`: itself, or all below the folder whose suffix is in `SUFFIXES` or `more`.
 
     Names that begin with a dot are skipped silently; other kinds of file, and what cannot be opened, are problems. A
     link is followed if it leads to a place in the folder, or with `follow_links`; otherwise it is a problem. Each
@@ -56,12 +58,12 @@ def list_files(path: str | os.PathLike[str], *, follow_links: bool = False) -> L
     if nothing is at `path`, it cannot be reached, or it is a file of a kind that is not read.
     """
     root = Path(path)
-    require_readable(root)
+    require_readable(root, more)
     if root.is_file():
         return Listing((SourceFile(root, printable(root.name)),), ())
     files: dict[str, SourceFile] = {}
     problems: list[Problem] = []
-    found = _walk(root, follow_links=follow_links)
+    found = _walk(root, more, follow_links=follow_links)
     for item in sorted(found, key=lambda item: (item.doc_id, str(item))):
         if isinstance(item, Problem):
             problems.append(item)
@@ -72,8 +74,8 @@ def list_files(path: str | os.PathLike[str], *, follow_links: bool = False) -> L
     return Listing(tuple(files.values()), tuple(problems))
 
 
-def require_readable(path: Path) -> None:
-    """Raise DocumentError unless `path` can be reached, and is a folder or a file whose suffix is in `SUFFIXES`."""
+def require_readable(path: Path, more: Container[str] = ()) -> None:
+    """Raise DocumentError unless `path` can be reached, and is a folder or a file whose suffix is known."""
     try:
         is_folder = path.is_dir()
         if not is_folder and not path.exists():
@@ -85,7 +87,7 @@ def require_readable(path: Path) -> None:
             raise DocumentError(_no_file(path))
     except OSError as error:  # a folder on the way to it may not be entered
         raise DocumentError(inaccessible(path, error)) from error
-    if not is_folder:
+    if not is_folder and path.suffix.lower() not in more:
         require_known_kind(path, 0)
 
 
@@ -98,7 +100,9 @@ def _no_file(path: Path) -> str:
     return f"{shown(path)}: is a pipe, socket or device, not a file; copy its content into a file, or leave it out"
 
 
-def _walk(root: Path, *, follow_links: bool) -> Iterator[SourceFile | Problem]:
+def _walk(
+    root: Path, more: Container[str], *, follow_links: bool
+) -> Iterator[SourceFile | Problem]:
     """Yield the files below a root, and the problems with others. Links to folders wait until the end."""
     real_root = root.resolve()
     folders = [(root, "")]
@@ -118,14 +122,16 @@ def _walk(root: Path, *, follow_links: bool) -> Iterator[SourceFile | Problem]:
             continue
         for path in paths:
             doc_id = f"{below}/{printable(path.name)}".lstrip("/")
-            found = _found(path, doc_id, None if follow_links else real_root)
+            found = _found(path, doc_id, None if follow_links else real_root, more)
             if found is not None:
                 yield found
             else:
                 (links if path.is_symlink() else folders).append((path, doc_id))
 
 
-def _found(path: Path, doc_id: str, root: Path | None) -> SourceFile | Problem | None:
+def _found(
+    path: Path, doc_id: str, root: Path | None, more: Container[str]
+) -> SourceFile | Problem | None:
     """Return the file or the problem at a path, such as a link out of `root`; None for a folder to enter."""
     try:
         mode = path.stat().st_mode  # a link to itself raises here
@@ -141,7 +147,8 @@ def _found(path: Path, doc_id: str, root: Path | None) -> SourceFile | Problem |
         return Problem(doc_id, "outside", reason)
     if stat.S_ISDIR(mode):
         return None
-    if stat.S_ISREG(mode) and path.suffix.lower() in SUFFIXES:
+    suffix = path.suffix.lower()
+    if stat.S_ISREG(mode) and (suffix in SUFFIXES or suffix in more):
         return SourceFile(path, doc_id)
     reason = unsupported(path) if stat.S_ISREG(mode) else _no_file(path)
     return Problem(doc_id, "unsupported", reason)

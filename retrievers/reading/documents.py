@@ -82,9 +82,9 @@ def read_text(path: Path, data: bytes) -> Reading:
             text, metadata, losses = CONVERTERS[suffix](data, most_bytes=LARGEST_FILE)
         else:
             text, metadata, losses = _read_text(path, data)
-        title = _clean(str(metadata.pop("title", "")))[:_LONGEST_TITLE]
+        title = clean(str(metadata.pop("title", "")))[:_LONGEST_TITLE]
         metadata |= {"title": title} if title else {}
-        text = _clean(text)
+        text = clean(text)
         return Reading(
             _joined_words(text) if suffix in (".pdf", ".txt") else text, metadata, losses
         )
@@ -141,7 +141,7 @@ def printable(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """Return text that SQLite, tokenizers and a search take: no NUL, lone surrogate, soft hyphen or ligature."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
     text = re.sub("\u00ad\n?", "", text)
@@ -199,7 +199,7 @@ def _read_text(path: Path, data: bytes) -> Reading:
     is_page = convert is html_to_markdown
     declaration = _DECLARATION.search(data[:_DECLARED_WITHIN]) if is_page else None
     source = _decode(path, data, declaration[1].decode().lower() if declaration else "")
-    converted = convert(_clean(source.text))
+    converted = convert(clean(source.text))
     text, metadata = (converted, {}) if isinstance(converted, str) else converted[:2]
     return Reading(text, {"format": kind, **metadata, **source.metadata}, source.losses)
 
