@@ -63,6 +63,8 @@ def identity(part: object) -> str:
     named = part if hasattr(part, "__qualname__") else type(part)
     settings: dict[str, str] = {}
     for name, value in sorted(getattr(part, "__dict__", {}).items()):
+        if name.startswith("__"):
+            continue
         try:
             settings[name] = json.dumps(value)
         except (TypeError, ValueError):

@@ -123,7 +123,7 @@ def test_a_closure_reads_and_splits_in_this_process_and_thread(
         ),
         (MarkdownNodeParser(), ["# One\n\nFirst.", "# Two\n\nSecond."]),
         (
-            RecursiveCharacterTextSplitter(chunk_size=15, chunk_overlap=0),
+            RecursiveCharacterTextSplitter(chunk_size=16, chunk_overlap=0),
             ["# One\n\nFirst.", "# Two\n\nSecond."],
         ),
         (MarkdownHeaderTextSplitter([("#", "title")]), ["First.", "Second."]),
