@@ -27,7 +27,6 @@ from cachecraft_rag.retrievers.reading.markup import Reading, html_to_markdown, 
 from cachecraft_rag.retrievers.reading.office import CONVERTERS, MissingReaderError
 from cachecraft_rag.retrievers.reading.pdf import pdf_to_text
 from cachecraft_rag.retrievers.reading.tables import FormatError, json_to_text, table_to_text
-from cachecraft_rag.types.documents import Document
 
 LARGEST_FILE = 256 << 20  # bytes; a text of this size would be a million chunks
 _LONGEST_TITLE = 200  # characters; each chunk has a copy
@@ -88,16 +87,6 @@ def read_text(path: Path, data: bytes) -> Reading:
         return Reading(
             _joined_words(text) if suffix in (".pdf", ".txt") else text, metadata, losses
         )
-
-
-def document_of(file: SourceFile, reading: Reading) -> Document:
-    """Return the document of a file. Raises DocumentError if the text is empty or white space alone."""
-    if not reading.text.strip():
-        is_pdf = "pages" in reading.metadata
-        scan = "if it is a scan, run OCR first (for example ocrmypdf)"
-        advice = scan if is_pdf else "add some or remove it"
-        raise DocumentError(f"{shown(file.path)}: holds no text; {advice}")
-    return Document(file.doc_id, reading.text, reading.metadata)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,6 @@ from pathlib import Path
 from cachecraft_rag.errors import DocumentError
 from cachecraft_rag.retrievers.reading.documents import (
     SourceFile,
-    document_of,
     read_text,
     require_known_kind,
     shown,
@@ -86,11 +85,14 @@ class LimitedReader(Closeable):
             reading = read_text(file.path, data)
         else:
             reading = self._ask(file.path, data)
-        document = document_of(file, reading)
+        name = shown(file.path)
+        if not reading.text.strip():
+            scan = "if it is a scan, run OCR first (for example ocrmypdf)"
+            advice = scan if "pages" in reading.metadata else "add some or remove it"
+            raise DocumentError(f"{name}: holds no text; {advice}")
         if reading.losses:
-            losses = "; ".join(reading.losses)[:_LONGEST_LOSSES]
-            left_out(f"{shown(file.path)}: was read without {losses}")
-        return document
+            left_out(f"{name}: was read without {'; '.join(reading.losses)[:_LONGEST_LOSSES]}")
+        return Document(file.doc_id, reading.text, reading.metadata)
 
     def close(self) -> None:
         """End the reading process, if one runs. The next `read` starts another."""
@@ -135,12 +137,6 @@ class LimitedReader(Closeable):
         }
         advice = "save it again with another program, split it, or leave it out"
         raise DocumentError(f"{shown(path)}: skipped: {reasons[kind]}; {advice}")
-
-
-def parse_document(file: SourceFile, data: bytes) -> Document:
-    """Return the document in the bytes of a file, read in a process that then ends; see `LimitedReader.read`."""
-    with LimitedReader() as reader:
-        return reader.read(file, data)
 
 
 def _start() -> subprocess.Popen[bytes]:

@@ -61,7 +61,7 @@ def docx_to_markdown(data: bytes, *, most_bytes: int) -> Reading:
     html = re.sub("\ue000\\d+\ue001", "", html)
     ignored = {note.message for note in converted.messages if "ignored" in note.message}
     page = html_to_markdown(f"<html><body>{html}</body></html>")
-    return page._replace(losses=sorted(ignored)[:3])
+    return page._replace(losses=[*sorted(ignored)[:3], *_left_out(data)])
 
 
 def _unpacked(data: bytes, most_bytes: int, kind: str) -> zipfile.ZipFile:
@@ -78,6 +78,18 @@ def _unpacked(data: bytes, most_bytes: int, kind: str) -> zipfile.ZipFile:
             f"cannot be read: it unpacks to more than {most_bytes >> 20} MiB; {advice}"
         )
     return archive
+
+
+def _left_out(data: bytes) -> list[str]:
+    """Return the kinds of content of a Word or PowerPoint file that its library leaves out without a word."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        names = " ".join(archive.namelist())
+    kinds = {
+        "charts": "/charts/chart",
+        "diagrams": "/diagrams/data",
+        "embedded files": "/embeddings/",
+    }
+    return [kind for kind, part in kinds.items() if part in names]
 
 
 def _written_out(data: bytes, most_bytes: int) -> bytes:
@@ -218,18 +230,15 @@ def pptx_to_markdown(data: bytes, *, most_bytes: int) -> Reading:
 
     _unpacked(data, most_bytes, "PowerPoint file of the kind .pptx").close()
     parts: list[str] = []
-    losses: list[str] = []
     for number, slide in enumerate(Presentation(io.BytesIO(data)).slides, 1):
         title = slide.shapes.title
         name = title.text_frame.text.strip() if title is not None else ""
         parts.append(f"<h2>{escape(name or f'Slide {number}')}</h2>")
         parts += [_shape_html(shape) for shape in slide.shapes if shape != title]
-        if any(True for _ in slide.shapes.element.iter("{*}chart")):
-            losses.append(f"a chart on slide {number}")
         notes = slide.notes_slide.notes_text_frame if slide.has_notes_slide else None
         if notes is not None and notes.text.strip():
             parts.append(f"<p>Notes: {escape(notes.text.strip())}</p>")
-    return html_to_markdown("".join(parts))._replace(losses=losses)
+    return html_to_markdown("".join(parts))._replace(losses=_left_out(data))
 
 
 def _shape_html(shape: Any) -> str:

@@ -176,7 +176,11 @@ def _records(value: object) -> Iterator[object]:
     lists: dict[str, list[object]] = {"": value} if isinstance(value, list) else {}
     inside = value
     while isinstance(inside, dict) and not lists:
-        lists = {name: part for name, part in inside.items() if _is_records(part)}
+        lists = {
+            name: part
+            for name, part in inside.items()
+            if isinstance(part, list) and part and all(isinstance(item, dict) for item in part)
+        }
         objects = [part for part in inside.values() if isinstance(part, dict)]
         around |= {
             name: part
@@ -188,10 +192,6 @@ def _records(value: object) -> Iterator[object]:
     for name, records in lists.items():
         # with one list its name says nothing that the file's does not
         yield from records if len(lists) == 1 else ({name: record} for record in records)
-
-
-def _is_records(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
 def _values(path: str, value: object) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ from cachecraft_rag.errors import DocumentError
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.indexer import index_folder
 from cachecraft_rag.retrievers.reading.documents import SourceFile
-from cachecraft_rag.retrievers.reading.limited_reader import parse_document
+from cachecraft_rag.retrievers.reading.limited_reader import LimitedReader
 from cachecraft_rag.retrievers.reading.office import FormatError, docx_to_markdown
 from cachecraft_rag.retrievers.retriever import open_index
 
@@ -63,9 +63,9 @@ def docx_bytes(body: str = BODY, **parts: bytes) -> bytes:
 
 
 def read(name: str, data: bytes | str) -> Document:
-    return parse_document(
-        SourceFile(Path(name), name), data if isinstance(data, bytes) else data.encode()
-    )
+    with LimitedReader() as reader:
+        data = data if isinstance(data, bytes) else data.encode()
+        return reader.read(SourceFile(Path(name), name), data)
 
 
 def test_a_word_file_keeps_its_headings_and_tables() -> None:
@@ -301,11 +301,15 @@ def book_bytes() -> bytes:
 
 
 INCOMPLETE = {
-    "slides.pptx": (chart_bytes, "was read without a chart on slide 1"),
+    "slides.pptx": (chart_bytes, "was read without charts; embedded files"),
     "book.epub": (book_bytes, "was read without the chapter 2.xhtml, which is missing in the file"),
     "word.docx": (
         lambda: docx_bytes("<w:p><w:r><w:t>Rinse.</w:t></w:r></w:p><w:altChunk/>"),
         "was read without An unrecognised element was ignored: w:altChunk",
+    ),
+    "diagram.docx": (
+        lambda: docx_bytes(**{"word/diagrams/data1.xml": b"<x/>"}),
+        "was read without diagrams",
     ),
     "bad.txt": (
         lambda: "Rückgabe fünf Tage".encode() + b"\xff",
