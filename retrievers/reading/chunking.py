@@ -242,7 +242,8 @@ def _halves(offset: int, piece: str, fits: Callable[[str], bool]) -> Iterator[tu
     if len(piece) < 2 or fits(piece):
         yield offset, piece
         return
-    middle = piece.rfind("\n", 0, -1) + 1 or len(piece) // 2
+    half = len(piece) // 2
+    middle = piece.rfind("\n", 0, half) + 1 or piece.find("\n", half, -1) + 1 or half
     yield from _halves(offset, piece[:middle], fits)
     yield from _halves(offset + middle, piece[middle:], fits)
 

@@ -134,27 +134,36 @@ class _ShallowTree:
         if self._depth > _DEEPEST_KEPT:
             self._builder.data(" ")
             return
-        kept = {name: attributes[name] for name in _ATTRIBUTES.split(",") if name in attributes}
+        kept = {key: _xml(attributes[key]) for key in _ATTRIBUTES.split(",") if key in attributes}
         is_hidden = (
             attributes.get("aria-hidden") == "true"
             or attributes.get("role") == "navigation"
             or "display:none" in attributes.get("style", "").replace(" ", "").lower()
         )
-        self._builder.start(name, {"hidden": ""} if is_hidden else kept)
+        self._builder.start(_xml_name(name), {"hidden": ""} if is_hidden else kept)
 
     def end(self, name: str) -> None:
         """Take a closing tag, which the parser adds if the page lacks it."""
         if self._depth <= _DEEPEST_KEPT:
-            self._builder.end(name)
+            self._builder.end(_xml_name(name))
         self._depth -= 1
 
     def data(self, text: str) -> None:
         """Take text between tags, with its references resolved."""
-        self._builder.data(re.sub("[\ue000\ue001]", "", text))  # marks of our own
+        self._builder.data(_xml(text))
 
     def close(self) -> Any:
         """Return the root of the tree; None after an error, which lxml then raises."""
         return None if self._depth else self._builder.close()
+
+
+def _xml(text: str) -> str:
+    """Return a text without what a tree cannot hold, and without our own marks of list numbers."""
+    return re.sub("[^\t\n\r -\ud7ff\ue002-\ufffd\U00010000-\U0010ffff]", " ", text)
+
+
+def _xml_name(name: str) -> str:
+    return name if re.fullmatch(r"[a-z][\w.-]*", name, re.ASCII | re.IGNORECASE) else "span"
 
 
 def _mend_text(root: Any) -> None:

@@ -477,6 +477,9 @@ def test_html_in_latin_1_is_windows_1252_as_browsers_have_it(tmp_path: Path):
         ("Rinse <b>it<p>now</b> and then", "Rinse it\n\nnow and then"),
         ("<div hidden><p>no</div><p>Rinse</p></div></p></b>", "Rinse"),
         ("<svg><title>no</title></svg><title>Care</title><p>Rinse</p>", "Rinse"),
+        ("<p>Rinse<o:p></o:p> it</p><1:2>now", "Rinse it\n\n<1:2>now"),
+        ("<p style='\x01'>Rinse\x1b\x0cit&#1;&#xFFFE;now</p>", "Rinse it now"),
+        ("<input value='a\x01b' \x02c=d>", "a b"),
     ],
 )
 def test_html_that_is_damaged_is_read_as_far_as_it_goes(tmp_path: Path, html: str, text: str):
