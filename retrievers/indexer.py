@@ -29,6 +29,7 @@ from cachecraft_rag.retrievers.folders import Problem, inaccessible, list_files
 from cachecraft_rag.retrievers.index.filters import encoded
 from cachecraft_rag.retrievers.index.schema import same_model
 from cachecraft_rag.retrievers.own_readers import (
+    OwnReaderError,
     OwnReaders,
     identity,
     read,
@@ -378,6 +379,8 @@ class _Run:
             self.problems.append(
                 Problem(file.doc_id, "inaccessible", f"{shown(file.path)}: {error}")
             )
+        except OwnReaderError as error:
+            self.problems.append(Problem(file.doc_id, "inaccessible", str(error)))
         except DocumentError as error:
             self.problems.append(Problem(file.doc_id, "unreadable", str(error)))
         self.tick(file.doc_id)

@@ -22,6 +22,10 @@ _READING = ("load_data", "lazy_parse")
 _SPLITTING = ("split_text", "get_nodes_from_documents")
 
 
+class OwnReaderError(DocumentError):
+    """The user's code failed, so nothing is known of the document, and an earlier reading of it stays."""
+
+
 class OwnReaders:
     """The user's readers by suffix, or one for all files (under the suffix "").
 
@@ -39,7 +43,7 @@ class OwnReaders:
             _require("reader", reader, _READING, "a path")
             self._readers[suffix.lower()] = reader
 
-    def __contains__(self, suffix: str) -> bool:
+    def __contains__(self, suffix: object) -> bool:
         """Return True if one of them reads files of this suffix, in lower case."""
         return suffix in self._readers or "" in self._readers
 
@@ -75,7 +79,7 @@ def identity(part: object) -> str:
 def read(reader: object, path: Path, doc_id: str) -> Document | None:
     """Return the document that a reader makes of a file; None if it leaves the file to the built-in readers.
 
-    Raises DocumentError if it raises, or returns something other than texts or documents, or no text.
+    Raises OwnReaderError if it raises, or returns something other than texts or documents; DocumentError for no text.
     """
     given = _called("reader", _read, reader, path, doc_id)
     if given is None:
@@ -104,7 +108,7 @@ def split_by(
     The embedding model would not see the end of a longer chunk, so such a chunk is split further. Arguments and
     metadata are as those of `split`; `start` and `end` are there if a chunk's text is in the document as it is.
 
-    Raises DocumentError if the splitter raises, or returns something other than texts or documents.
+    Raises OwnReaderError if the splitter raises, or returns something other than texts or documents.
     """
     given = _called("splitter", _split, splitter, document, document.doc_id)
     chunks: list[Chunk] = []
@@ -168,7 +172,7 @@ def _called(
         return call(part, argument)
     except Exception as error:  # the user's code
         what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise DocumentError(f"{doc_id}: the {name} {_name(part)} failed ({what})") from error
+        raise OwnReaderError(f"{doc_id}: the {name} {_name(part)} failed ({what})") from error
 
 
 def _parts(
@@ -185,7 +189,7 @@ def _parts(
         if hasattr(item, "get_content"):
             text = item.get_content()
         if not isinstance(text, str):
-            raise DocumentError(
+            raise OwnReaderError(
                 f"{doc_id}: the {name} {_name(part)} returned {shown(item)}; "
                 "return a text, or a list of texts or of documents"
             )

@@ -165,22 +165,40 @@ def broken(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("reader", "reason"),
+    ("reader", "kind", "reason"),
     [
-        (broken, r"kettle\.LOG: the reader broken failed \(ValueError: no log of version 3\)"),
-        (lambda path: 5, "returned 5; return a text, or a list of texts or of documents"),
-        (lambda path: [" "], "found no text"),
-        (lambda path: None, "not a kind of file that can be indexed"),
+        (
+            broken,
+            "inaccessible",
+            r"kettle\.LOG: the reader broken failed \(ValueError: no log of version 3\)",
+        ),
+        (
+            lambda path: 5,
+            "inaccessible",
+            "returned 5; return a text, or a list of texts or of documents",
+        ),
+        (lambda path: [" "], "unreadable", "found no text"),
+        (lambda path: None, "unreadable", "not a kind of file that can be indexed"),
     ],
 )
 def test_what_is_wrong_with_a_reader_is_a_problem_with_its_name(
-    store: FaissStore, embedder: Embedder, folder: Path, reader: Any, reason: str
+    store: FaissStore, embedder: Embedder, folder: Path, reader: Any, kind: str, reason: str
 ) -> None:
     report = index_folder(folder, store, embedder, reader={".log": reader})
     (problem,) = report.problems
-    assert (problem.doc_id, problem.kind) == ("docs/kettle.LOG", "unreadable")
+    assert (problem.doc_id, problem.kind) == ("docs/kettle.LOG", kind)
     assert re.search(reason, problem.reason)
     assert report.added == ("docs/kettle.md",)
+
+
+def test_what_was_read_before_stays_if_a_reader_fails(
+    store: FaissStore, embedder: Embedder, folder: Path
+) -> None:
+    index_folder(folder, store, embedder, reader={".log": lambda path: path.read_text()})
+    before = texts(store)
+    report = index_folder(folder, store, embedder, reader={".log": broken})
+    assert report.removed == ()
+    assert texts(store) == before != []
 
 
 def test_what_is_wrong_with_a_splitter_is_a_problem_with_its_name(
