@@ -28,8 +28,8 @@ class Problem:
     """A file or folder that gave no document, or not all of it, and the reason.
 
     kind  `incomplete`: its document lacks something; `unsupported`: not a kind of file that is read; `inaccessible`: it
-          cannot be opened, so nothing is known of its content; `unreadable`: its content was seen and gives no text;
-          `outside`: a link that leads out of the folder and was not followed
+          cannot be opened, or a reader of the user's own failed, so nothing is known of its content; `unreadable`: its
+          content was seen and gives no text; `outside`: a link that leads out of the folder and was not followed
     """
 
     doc_id: str
