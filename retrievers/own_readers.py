@@ -120,11 +120,13 @@ def split_by(
         pieces = split(plain, count_tokens=count_tokens, limit=limit, model=model)
         cut += len(pieces) > 1
         for piece in [text] if len(pieces) == 1 else [piece.text for piece in pieces]:
-            place = {"source": document.doc_id, "heading": "", "ordinal": len(chunks)}
+            metadata: dict[str, Scalar] = {**document.metadata, **own}
+            metadata |= {"source": document.doc_id, "heading": "", "ordinal": len(chunks)}
             start = document.text.find(piece, at)
-            at = max(at, start)
-            span = {"start": start, "end": start + len(piece)} if start >= 0 else {}
-            chunks.append(Chunk(piece, {**document.metadata, **own, **place, **span}))
+            if start >= 0:
+                at = start
+                metadata |= {"start": start, "end": start + len(piece)}
+            chunks.append(Chunk(piece, metadata))
     name = f"the splitter {_name(splitter)}"
     advice = (
         f"the embedding model reads {limit} tokens, or the answering model fewer; make smaller ones"
@@ -194,7 +196,11 @@ def _parts(
                 "return a text, or a list of texts or of documents"
             )
         metadata = getattr(item, "metadata", None) or {}
-        plain = {str(key): value for key, value in metadata.items() if isinstance(value, Scalar)}
+        plain = {
+            str(key): value
+            for key, value in metadata.items()
+            if isinstance(value, str | int | float | bool | None)
+        }
         parts.append((text, plain))
     return parts
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.chunk_bound import SMALLEST_LIMIT, ModelTokens
-from cachecraft_rag.types.documents import Chunk, Document
+from cachecraft_rag.types.documents import Chunk, Document, Scalar
 
 # raise it when a document would be split differently: indexes then split again
 SPLITTER_VERSION = 3
@@ -109,8 +109,9 @@ def split(
             is_prose = is_markdown and not headings
             prefix = above + headings
             for at, piece in _pieces(text, first, last, prefix, measure, is_markdown=is_prose):
-                place = {"source": document.doc_id, "heading": path, "ordinal": len(chunks)}
-                metadata = {**document.metadata, **place, "start": at, "end": at + len(piece)}
+                metadata: dict[str, Scalar] = {**document.metadata, "source": document.doc_id}
+                metadata |= {"heading": path, "ordinal": len(chunks)}
+                metadata |= {"start": at, "end": at + len(piece)}
                 if "pages" in document.metadata:
                     metadata["page"] = bisect.bisect_right(page_ends, at) + 1
                 chunks.append(Chunk(prefix + piece if piece else path, metadata))

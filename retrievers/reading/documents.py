@@ -41,7 +41,6 @@ _MARKS = (
 )
 
 # The character set that a page declares in its first kilobytes, as in the HTML standard.
-_DECLARED_WITHIN = 4096
 _DECLARATION = re.compile(
     rb"""(?i:\A\s*<\?xml\b[^>]*?\bencoding|<meta\b[^>]*?\bcharset)\s*=\s*["']?\s*([\w.:-]{1,40})""",
     re.ASCII,
@@ -186,11 +185,11 @@ def _decode(path: Path, data: bytes, declared: str) -> Reading:
 def _read_text(path: Path, data: bytes) -> Reading:
     kind, convert = _TEXTS[path.suffix.lower()]
     is_page = convert is html_to_markdown
-    declaration = _DECLARATION.search(data[:_DECLARED_WITHIN]) if is_page else None
+    declaration = _DECLARATION.search(data[:4096]) if is_page else None
     source = _decode(path, data, declaration[1].decode().lower() if declaration else "")
-    converted = convert(clean(source.text))
-    text, metadata = (converted, {}) if isinstance(converted, str) else converted[:2]
-    return Reading(text, {"format": kind, **metadata, **source.metadata}, source.losses)
+    made = convert(clean(source.text))
+    text, metadata, _ = Reading(made, {"format": kind}) if isinstance(made, str) else made
+    return Reading(text, {**metadata, **source.metadata}, source.losses)
 
 
 # Converters of decoded text, and the format of what they give.

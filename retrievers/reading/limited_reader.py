@@ -194,15 +194,13 @@ def _serve() -> None:
         request = json.loads(header)
         data = sys.stdin.buffer.read(request["bytes"])
         _limit(request["seconds"], request["memory"])
-        print(json.dumps(_answer(Path(request["name"]), data)), file=answers, flush=True)
-
-
-def _answer(path: Path, data: bytes) -> tuple[object, ...]:
-    try:
-        return ("reading", *read_text(path, data))
-    except (MemoryError, DocumentError) as error:
-        is_memory = any(isinstance(cause, MemoryError) for cause in (error, error.__cause__))
-        return ("memory",) if is_memory else ("error", str(error))
+        answer: tuple[object, ...]
+        try:
+            answer = ("reading", *read_text(Path(request["name"]), data))
+        except (MemoryError, DocumentError) as error:
+            is_memory = any(isinstance(cause, MemoryError) for cause in (error, error.__cause__))
+            answer = ("memory",) if is_memory else ("error", str(error))
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def _limit(cpu_seconds: int, memory_bytes: int) -> None:

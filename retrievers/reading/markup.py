@@ -19,8 +19,8 @@ from cachecraft_rag.types.documents import Scalar
 def rst_to_markdown(text: str) -> str:
     """Return reStructuredText with its underlined titles as `#` lines; the rest is unchanged.
 
-    Levels follow the order in which styles of underline (and overline) first appear, as in docutils; the seventh and
-    all later ones become `######`. A line that Markdown would take for a heading or a fence begins with a backslash.
+    Levels follow the order in which styles of underline (and overline) first appear, as in docutils, up to six. A line
+    that Markdown would take for a heading or a fence begins with a backslash.
 
     >>> print(rst_to_markdown("Kettle\\n======\\n\\nCare\\n----\\nRinse it."))
     # Kettle

@@ -188,9 +188,10 @@ class _Lists:
         self._starts: dict[tuple[str | None, str | None, int], int] = {}  # list, kind, level
         for level in numbering.iter(f"{_WORD}lvl", f"{_WORD}lvlOverride"):
             owner = level.getparent()
-            key = (owner.get(f"{_WORD}numId"), owner.get(f"{_WORD}abstractNumId"))
+            ids = (owner.get(f"{_WORD}numId"), owner.get(f"{_WORD}abstractNumId"))
             for start in level.iter(f"{_WORD}start", f"{_WORD}startOverride"):
-                self._starts[*key, int(level.get(f"{_WORD}ilvl", 0))] = int(_value(start) or 1)
+                place = int(level.get(f"{_WORD}ilvl", 0))
+                self._starts[ids[0], ids[1], place] = int(_value(start) or 1)
         self._of_style = {
             style.get(f"{_WORD}styleId"): _list_and_level(style)
             for style in styles.iter(f"{_WORD}style")
