@@ -73,7 +73,8 @@ def identity(part: object) -> str:
             settings[name] = json.dumps(value)
         except (TypeError, ValueError):
             continue  # a function, or another object without a form that stays the same
-    return f", {named.__module__}.{named.__qualname__} {json.dumps(settings)}"
+    module = getattr(named, "__module__", "")  # which `str.splitlines` lacks
+    return f", {module}.{named.__qualname__} {json.dumps(settings)}"
 
 
 def read(reader: object, path: Path, doc_id: str) -> Document | None:
