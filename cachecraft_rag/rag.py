@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from cachecraft_rag.checks import (
 from cachecraft_rag.engine.base import AnswerEngine, AnswerOptions, PathLike
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.settings import load_settings
-from cachecraft_rag.errors import CacheCraftError
+from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.observability.stats import Answer, RequestStats, Source
 from cachecraft_rag.observability.tracing import Retrieval, following
 from cachecraft_rag.planning.config import ReuseConfig
@@ -460,6 +460,8 @@ class CacheCraft(Retriever, Closeable):
         progress: Callable[[Progress], None] | None = None,
         follow_links: bool = False,
         opener: Callable[[str, int], int] | None = None,
+        reader: Mapping[str, object] | object | None = None,
+        splitter: object | None = None,
     ) -> IndexReport:
         """Index a folder, a file or documents in memory; documents that have not changed are skipped.
 
@@ -474,6 +476,13 @@ class CacheCraft(Retriever, Closeable):
             follow_links: also read targets of links outside the folder; otherwise such links are reported as problems.
             opener: opens each folder and file, as with Python's `open`; a DocumentError of it is a problem in the
                 report.
+            reader: reads files in place of the built-in readers: a function of a path that returns a text, or a list of
+                texts or of LangChain's or LlamaIndex's documents, or None for the built-in reader; or a reader of
+                either framework. As a mapping, readers by suffix, such as `{".odt": read_odt}`. It runs in this
+                process, on this thread, and no limit of time or memory holds for it.
+            splitter: splits texts in place of the built-in splitter: a function of a text that returns a list, or a
+                text splitter or node parser of either framework. It runs as the reader does. A chunk that is longer
+                than the embedding model reads is split further, and that is a problem in the report.
 
         Returns:
             The doc_ids that were added, updated, unchanged and removed, and the problems. It does not count the
@@ -515,8 +524,14 @@ class CacheCraft(Retriever, Closeable):
                 model=bound,
                 follow_links=follow_links,
                 opener=opener,
+                reader=reader,
+                splitter=splitter,
             )
         else:
+            if reader is not None:
+                raise ConfigError(
+                    "reader is for files, and these documents are in memory; leave it out"
+                )
             check_kind(
                 "documents",
                 documents,
@@ -524,7 +539,12 @@ class CacheCraft(Retriever, Closeable):
                 advice="name a folder, or write a list of Document objects",
             )
             report = index_documents(
-                documents, self.index, self.embedder, progress=progress, model=bound
+                documents,
+                self.index,
+                self.embedder,
+                progress=progress,
+                model=bound,
+                splitter=splitter,
             )
         evict_removed(self.index, self.caches)
         if prime:

@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
@@ -25,17 +25,27 @@ from typing import TYPE_CHECKING
 from cachecraft_rag.checks import check_kind, check_mapping, check_text
 from cachecraft_rag.errors import DocumentError, IndexStoreError
 from cachecraft_rag.model.chunk_bound import ModelTokens
-from cachecraft_rag.retrievers.index.filters import encoded
-from cachecraft_rag.retrievers.index.schema import same_model
-from cachecraft_rag.retrievers.reading.chunking import SPLITTER_VERSION, split
-from cachecraft_rag.retrievers.reading.documents import (
-    LARGEST_FILE,
+from cachecraft_rag.retrievers.folders import (
     Opener,
     OutsideError,
     Problem,
-    SourceFile,
     inaccessible,
     list_files,
+)
+from cachecraft_rag.retrievers.index.filters import encoded
+from cachecraft_rag.retrievers.index.schema import same_model
+from cachecraft_rag.retrievers.own_readers import (
+    OwnReaderError,
+    OwnReaders,
+    identity,
+    read,
+    require_splitter,
+    split_by,
+)
+from cachecraft_rag.retrievers.reading.chunking import SPLITTER_VERSION, split
+from cachecraft_rag.retrievers.reading.documents import (
+    LARGEST_FILE,
+    SourceFile,
     parsing,
     printable,
     shown,
@@ -92,6 +102,8 @@ def index_folder(
     model: ModelTokens | None = None,
     follow_links: bool = False,
     opener: Opener | None = None,
+    reader: Mapping[str, object] | object | None = None,
+    splitter: object | None = None,
 ) -> IndexReport:
     """Add, update and remove documents until the index matches the folder; a single file is added or updated.
 
@@ -113,6 +125,8 @@ def index_folder(
         model: the answering model's tokens, if it is known: they limit a chunk too.
         follow_links: also read targets of links outside the folder; otherwise such a link is a problem.
         opener: opens each folder and file, as with Python's `open`; a DocumentError of it is a problem.
+        reader: reads files in place of the built-in readers, in this process and without limits; see `own_readers`.
+        splitter: splits texts in place of the built-in splitter, as well.
 
     Returns:
         The doc_ids that were added, updated, unchanged and removed. A file that cannot be read is a problem in it, and
@@ -130,7 +144,8 @@ def index_folder(
 
     Documents that were written before an error stay.
     """
-    listing = list_files(path, follow_links=follow_links, opener=opener)
+    readers = OwnReaders(reader)
+    listing = list_files(path, follow_links=follow_links, opener=opener, more=readers)
     run = _Run(
         store,
         embedder,
@@ -138,6 +153,8 @@ def index_folder(
         progress=progress,
         model=model,
         opener=opener,
+        own_readers=readers,
+        splitter=splitter,
     )
     place = _place(Path(path), run.stored.values())
     run.files_total = len(listing.files)
@@ -161,6 +178,7 @@ def index_documents(
     progress: Callable[[Progress], None] | None = None,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     model: ModelTokens | None = None,
+    splitter: object | None = None,
 ) -> IndexReport:
     """Add documents that are in memory to the index, or update them; none is removed. Their doc_ids are used unchanged.
 
@@ -174,6 +192,7 @@ def index_documents(
             errors pass.
         chunk_tokens: most tokens of a chunk, or the embedding model's limit if that is less.
         model: the answering model's tokens, if it is known: they limit a chunk too.
+        splitter: splits texts in place of the built-in splitter; see `own_readers`.
 
     Returns:
         The doc_ids that were added, updated and unchanged. A document without text is added without chunks; one that
@@ -196,7 +215,14 @@ def index_documents(
     for document in given:
         _check_document(document)
     given = list({document.doc_id: document for document in given}.values())
-    run = _Run(store, embedder, chunk_tokens=chunk_tokens, progress=progress, model=model)
+    run = _Run(
+        store,
+        embedder,
+        chunk_tokens=chunk_tokens,
+        progress=progress,
+        model=model,
+        splitter=splitter,
+    )
     run.files_total = len(given)
     for document in given:
         stored = run.stored.get(document.doc_id)
@@ -303,7 +329,11 @@ class _Run:
         progress: Callable[[Progress], None] | None,
         model: ModelTokens | None,
         opener: Opener | None = None,
+        own_readers: OwnReaders | None = None,
+        splitter: object | None = None,
     ) -> None:
+        if splitter is not None:
+            require_splitter(splitter)
         if not same_model(store.embedder, embedder.fingerprint):
             raise IndexStoreError(
                 f"{store.folder}: the index was made with another embedding model than {embedder.name}; "
@@ -314,11 +344,12 @@ class _Run:
         self.progress = progress
         self.model = model
         self.opener = opener
+        self.own_readers = own_readers or OwnReaders()
+        self.splitter = splitter
         self.reader = LimitedReader()
         self.limit = min(chunk_tokens, embedder.limit)
-        self.settings = (
-            f"reader {_READER_VERSION}, splitter {SPLITTER_VERSION}, {self.limit} tokens"
-        )
+        versions = f"reader {_READER_VERSION}, splitter {SPLITTER_VERSION}"
+        self.settings = f"{versions}, {self.limit} tokens{identity(splitter)}"
         self.stored = {document.doc_id: document for document in store.documents()}
         self.started = time.monotonic()
         self.files_total = 0
@@ -337,12 +368,10 @@ class _Run:
         """Read one file: it is unchanged, queued for embedding, or a problem."""
         try:
             data = self._bytes_of(file.path)
-            content = digest("file", hashlib.blake2b(data).hexdigest(), self.settings)
+            settings = self.settings + identity(self.own_readers.of(file.path))
+            content = digest("file", hashlib.blake2b(data).hexdigest(), settings)
             if not self.is_unchanged(file.doc_id, content, root=root):
-                document = self.reader.read(
-                    file, data, left_out=lambda what: self._incomplete(file.doc_id, what)
-                )
-                self.put(document, content, root=root)
+                self.put(self._document_of(file, data), content, root=root)
         except FileNotFoundError:
             pass  # deleted since it was listed; the run removes it like any other that is gone
         except OSError as error:
@@ -356,9 +385,21 @@ class _Run:
             )
         except OutsideError as error:
             self.problems.append(Problem(file.doc_id, "outside", str(error)))
+        except OwnReaderError as error:
+            self.problems.append(Problem(file.doc_id, "inaccessible", str(error)))
         except DocumentError as error:
             self.problems.append(Problem(file.doc_id, "unreadable", str(error)))
         self.tick(file.doc_id)
+
+    def _document_of(self, file: SourceFile, data: bytes) -> Document:
+        own_reader = self.own_readers.of(file.path)
+        document = None if own_reader is None else read(own_reader, file.path, file.doc_id)
+        if document is not None:
+            encoded(document.metadata)  # raises ConfigError for what the index cannot keep
+            return document
+        return self.reader.read(
+            file, data, left_out=lambda what: self._incomplete(file.doc_id, what)
+        )
 
     def _incomplete(self, doc_id: str, what: str) -> None:
         self.problems.append(Problem(doc_id, "incomplete", what))
@@ -391,13 +432,16 @@ class _Run:
 
     def put(self, document: Document, content: str, *, root: str) -> None:
         """Split a document and queue it for embedding."""
+        count = self.embedder.count_tokens
         with parsing(document.doc_id):
-            chunks = split(
-                document,
-                count_tokens=self.embedder.count_tokens,
-                limit=self.limit,
-                model=self.model,
-            )
+            if self.splitter is None:
+                chunks = split(document, count_tokens=count, limit=self.limit, model=self.model)
+            else:
+                chunks, cut = split_by(
+                    self.splitter, document, count_tokens=count, limit=self.limit, model=self.model
+                )
+                if cut:
+                    self._incomplete(document.doc_id, cut)
         if self.model is not None:
             content = f"{content}:{self.model.name}"
         self.waiting.append((document, chunks, content, root))

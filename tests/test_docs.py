@@ -137,7 +137,10 @@ assert 1 <= descaling.weeks <= 52 and call["name"] == "Order" and 1 <= call["arg
 assert numbers["tokens_computed"] > 0 and numbers["chunk_ids"]
 assert second.response and retriever.retrieve("kettle") and query_engine.query("How often?").source_nodes
 """,
-    "docs/guides/documents.md": "assert not rag.documents() and answer.sources",
+    "docs/guides/documents.md": """
+assert answer.sources and removed.documents and "docs/kettle.log" in report.added and not report.problems
+assert [chunk.text for chunk in rag.index.chunks_of("docs/kettle.log")] == ["12:01 ERROR The lid is open."]
+""",
     "docs/guides/remotes.md": "assert rag.engine.store.stats().remote is not None",
 }
 # Reads [[page, [[place, code], …]], …] from stdin; each page has a folder and a namespace of its own.

@@ -30,7 +30,8 @@ from cachecraft_rag.engine.settings import Settings
 from cachecraft_rag.errors import ConfigError, IndexStoreError, ModelNotFoundError
 from cachecraft_rag.observability.stats import Answer, ChunkStats
 from cachecraft_rag.planning.reasons import Reason
-from cachecraft_rag.retrievers.reading.documents import SUFFIXES, require_readable
+from cachecraft_rag.retrievers.folders import require_readable
+from cachecraft_rag.retrievers.reading.documents import SUFFIXES
 
 if TYPE_CHECKING:
     from cachecraft_rag.observability.stats import RequestStats

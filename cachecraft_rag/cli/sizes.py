@@ -71,7 +71,7 @@ def _tokens_of(documents: Path, model: str) -> int:
     """Tokens of all readable documents in the model's tokenizer."""
     from cachecraft_rag.errors import DocumentError
     from cachecraft_rag.model.decoder import chunk_bound_of
-    from cachecraft_rag.retrievers.reading.documents import list_files
+    from cachecraft_rag.retrievers.folders import list_files
     from cachecraft_rag.retrievers.reading.limited_reader import LimitedReader
     from cachecraft_rag.retrievers.reading.office import MissingReaderError
 

@@ -1,13 +1,13 @@
 """Read documents within a budget of time and memory.
 
 Documents are untrusted: a PDF of two kilobytes can keep a parser busy for hours. Parsers whose work is not bounded by
-the size of their input run in a process of their own (`worker`), which is ended when a document exceeds its budget.
-The others run here.
+the size of their input run in a process of their own, which is ended when a document exceeds its budget. It is this
+module, run as `python -m`: it reads a line of JSON and the bytes of a document from its standard input, writes a line
+of JSON to its standard output, and goes on with the next document until its input ends.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -15,62 +15,42 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cachecraft_rag.errors import DocumentError
 from cachecraft_rag.retrievers.reading.documents import (
     SourceFile,
-    document_of,
     read_text,
     require_known_kind,
     shown,
 )
+from cachecraft_rag.retrievers.reading.markup import Reading
 from cachecraft_rag.retrievers.reading.office import require_reader
 from cachecraft_rag.store.closeable import Closeable
-from cachecraft_rag.types.documents import Document, Scalar
+from cachecraft_rag.types.documents import Document
 
-if TYPE_CHECKING:
-    from cachecraft_rag.retrievers.reading.worker import Answer
-
-_LIMITED_SUFFIXES = frozenset(
-    {".pdf", ".docx", ".pptx", ".xlsx", ".epub", ".csv", ".tsv", ".json", ".jsonl"}
-)
+_UNLIMITED_SUFFIXES = (".txt", ".md", ".markdown", ".rst", ".html", ".htm")
 _START_SECONDS = 120.0  # to import the parsers, on a busy machine
 _LONGEST_LOSSES = 500  # characters
+_MODULE = "cachecraft_rag.retrievers.reading.limited_reader"
 logger = logging.getLogger("cachecraft_rag.retrievers.reading")
-_WORKER = "cachecraft_rag.retrievers.reading.worker"
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingBudget:
-    """Budget of one document.
+    """Budget of one document: CPU time and memory for a small one, and more for each MiB or byte of the file.
 
     A page of a real PDF takes some 0.05 s, and the parsers of Word files and JSON some ten bytes of memory per byte.
-
-    cpu_seconds      CPU time of a small document, in seconds
-    cpu_seconds_per_mib  more CPU time for each MiB of the file
-    waiting_factor   elapsed time per CPU second, for a busy machine; the limit where CPU time cannot be limited
-    memory_bytes     memory of the reading process for a small document
-    memory_per_byte  more memory for each byte of the file
     """
 
     cpu_seconds: int = 7
     cpu_seconds_per_mib: int = 10
-    waiting_factor: int = 4
+    waiting_factor: int = 4  # elapsed time per CPU second, for a busy machine
     memory_bytes: int = 400 << 20
     memory_per_byte: int = 10
-
-    def seconds_for(self, nbytes: int) -> int:
-        """Return the CPU time that a file of `nbytes` bytes may take, in whole seconds. Raises nothing."""
-        return self.cpu_seconds + self.cpu_seconds_per_mib * nbytes // (1 << 20)
-
-    def memory_for(self, nbytes: int) -> int:
-        """Return the memory, in bytes, that the process may have for a file of `nbytes` bytes. Raises nothing."""
-        return self.memory_bytes + self.memory_per_byte * nbytes
 
 
 class ReaderStartError(DocumentError):
@@ -92,129 +72,71 @@ class LimitedReader(Closeable):
     ) -> Document:
         """Return the document in the bytes of a file, read within the budget. The file itself is not opened.
 
-        Waits for the reading process, at most `waiting_factor` times the CPU time, and up to 120 seconds for its start.
-        A process that exceeds the budget or crashes is ended, and the next document that needs one starts another.
         Text, Markdown, reStructuredText and HTML are read in this process, and have no budget; so is every file if
-        `sys.executable` is empty or the module of the reading process is missing.
+        `sys.executable` is empty. `left_out` is called with a sentence about what the document lacks.
 
-        Args:
-            file: path and doc_id.
-            data: the file's bytes.
-            left_out: called with a sentence about what the document lacks; by default it is logged as a warning.
-
-        Raises:
-            DocumentError: the file is of a kind that is not read or larger than `LARGEST_FILE`, holds no text or none
-                that can be read, or exceeds the budget; or its parser crashed.
-            ReaderStartError: the reading process cannot be started; it is a DocumentError, too.
-            MissingReaderError: the package that reads this kind of file is not installed; it is an ImportError.
+        Raises DocumentError for a kind of file that is not read, a file without text or larger than `LARGEST_FILE`, and
+        one that cannot be read within the budget; ReaderStartError; and MissingReaderError, an ImportError.
         """
         require_known_kind(file.path, len(data))
         suffix = file.path.suffix.lower()
         require_reader(suffix)
-        if suffix not in _LIMITED_SUFFIXES or not _can_start():
-            text, metadata, losses = read_text(file.path, data)
-            return self._document(file, text, metadata, losses, left_out)
-        answer = self._ask(file.path, data)
-        if "exceeded" in answer:
-            raise DocumentError(
-                f"{shown(file.path)}: skipped: {self._reason(answer['exceeded'], len(data))}"
-            )
-        if "error" in answer:
-            raise DocumentError(answer["error"])
-        return self._document(file, answer["text"], answer["metadata"], answer["losses"], left_out)
-
-    @staticmethod
-    def _document(
-        file: SourceFile,
-        text: str,
-        metadata: dict[str, Scalar],
-        losses: Sequence[str],
-        left_out: Callable[[str], None],
-    ) -> Document:
-        document = document_of(file, text, metadata)
-        if losses:
-            left_out(f"{shown(file.path)}: was read without {'; '.join(losses)[:_LONGEST_LOSSES]}")
-        return document
+        if suffix in _UNLIMITED_SUFFIXES or not sys.executable:
+            reading = read_text(file.path, data)
+        else:
+            reading = self._ask(file.path, data)
+        name = shown(file.path)
+        if not reading.text.strip():
+            scan = "if it is a scan, run OCR first (for example ocrmypdf)"
+            advice = scan if "pages" in reading.metadata else "add some or remove it"
+            raise DocumentError(f"{name}: holds no text; {advice}")
+        if reading.losses:
+            left_out(f"{name}: was read without {'; '.join(reading.losses)[:_LONGEST_LOSSES]}")
+        return Document(file.doc_id, reading.text, reading.metadata)
 
     def close(self) -> None:
-        """End the reading process, if one runs. The next `read` starts another. Raises nothing."""
+        """End the reading process, if one runs. The next `read` starts another."""
         worker = self._worker
         self._worker = None
         if worker is not None:
             _end(worker)
 
-    def _ask(self, path: Path, data: bytes) -> Answer:
+    def _ask(self, path: Path, data: bytes) -> Reading:
         """Return the answer of the process about one document; it is ended if it takes too long."""
-        seconds = self._budget.seconds_for(len(data))
-        header = {
-            "name": shown(path),
-            "bytes": len(data),
-            "cpu_seconds": seconds,
-            "memory_bytes": self._budget.memory_for(len(data)),
-        }
-        worker = self._started()
+        budget = self._budget
+        seconds = budget.cpu_seconds + budget.cpu_seconds_per_mib * len(data) // (1 << 20)
+        memory = budget.memory_bytes + budget.memory_per_byte * len(data)
+        header = {"name": shown(path), "bytes": len(data), "seconds": seconds, "memory": memory}
+        worker = self._worker = self._worker or _start()
         assert worker.stdin is not None
-        timer = threading.Timer(seconds * self._budget.waiting_factor, worker.kill)
-        timer.daemon = True
-        timer.start()
-        answered = b""
+        assert worker.stdout is not None
+        line = b""
         try:
-            worker.stdin.write(json.dumps(header).encode() + b"\n" + data)
-            worker.stdin.flush()
-            answered = _line(worker)
-        except OSError:
-            pass  # it has ended while the document was being written
+            # it may end while the document is being written
+            with _ended_after(worker, seconds * budget.waiting_factor), suppress(OSError):
+                worker.stdin.write(json.dumps(header).encode() + b"\n" + data)
+                worker.stdin.flush()
+                line = worker.stdout.readline()
         finally:
-            timer.cancel()
-            if not answered.endswith(b"\n"):
+            if not line.endswith(b"\n"):
+                line = b""
                 self.close()
-        if not answered.endswith(b"\n"):
-            is_killed = sys.platform == "win32" or worker.returncode in (
-                -signal.SIGKILL,
-                -signal.SIGXCPU,
-            )
-            return {"exceeded": "time" if is_killed else "parser"}
-        answer: Answer = json.loads(answered)
-        if answer.get("exceeded") == "memory":
-            self.close()  # what it holds would count against the next document
-        return answer
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._worker is None:
-            self._worker = _start()
-        return self._worker
-
-    def _reason(self, exceeded: str, nbytes: int) -> str:
-        """Return why a document was skipped, and what to do."""
-        if exceeded == "parser":
-            return "its parser crashed; save it again with another program, or leave it out"
-        limit = f"{self._budget.seconds_for(nbytes)} s of CPU time"
-        if exceeded == "memory":
-            limit = f"{self._budget.memory_for(nbytes) >> 20} MiB of memory"
-        return f"reading it takes more than {limit}; save it again with another program, split it, or leave it out"
-
-
-def parse_document(file: SourceFile, data: bytes) -> Document:
-    """Return the document in the bytes of a file, read in a process that then ends; for several, use a `LimitedReader`.
-
-    The file itself is not opened. Text, Markdown, reStructuredText and HTML are read in this process, without a budget.
-
-    Args:
-        file: path and doc_id.
-        data: the file's bytes.
-
-    Raises:
-        DocumentError: the file is of a kind that is not read or larger than `LARGEST_FILE`, holds no text or none that
-            can be read, or exceeds the budget of `ReadingBudget()`; or its parser crashed.
-        ReaderStartError: the reading process cannot be started; it is a DocumentError, too.
-        MissingReaderError: the package that reads this kind of file is not installed; it is an ImportError.
-    """
-    with LimitedReader() as reader:
-        return reader.read(file, data)
-
-
-def _can_start() -> bool:
-    return bool(sys.executable) and find_spec(_WORKER) is not None
+        if not line:
+            killed = (-signal.SIGKILL, -signal.SIGXCPU) if sys.platform != "win32" else (1,)
+            line = b'["time"]' if worker.returncode in killed else b'["crash"]'
+        kind, *answer = json.loads(line)
+        if kind == "reading":
+            return Reading(*answer)
+        if kind == "error":
+            raise DocumentError(answer[0])
+        self.close()  # the memory that it holds would count against the next document
+        reasons = {
+            "time": f"reading it takes more than {seconds} s of CPU time",
+            "memory": f"reading it takes more than {memory >> 20} MiB of memory",
+            "crash": "its parser crashed",
+        }
+        advice = "save it again with another program, split it, or leave it out"
+        raise DocumentError(f"{shown(path)}: skipped: {reasons[kind]}; {advice}")
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -222,7 +144,7 @@ def _start() -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         worker = subprocess.Popen(
-            [sys.executable, "-P", "-m", _WORKER],  # -P: never import from the working directory
+            [sys.executable, "-P", "-m", _MODULE],  # -P: never import from the working directory
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -234,29 +156,68 @@ def _start() -> subprocess.Popen[bytes]:
         raise ReaderStartError(
             f"the process that reads documents cannot be started ({error.strerror or error})"
         ) from error
-    timer = threading.Timer(_START_SECONDS, worker.kill)
+    with _ended_after(worker, _START_SECONDS):
+        assert worker.stdout is not None
+        is_ready = bool(worker.stdout.readline())
+    if is_ready:
+        return worker
+    _end(worker)
+    raise ReaderStartError(
+        f"the process that reads documents ended before it could read (exit code {worker.returncode}); "
+        f"try `python -m {_MODULE}`"
+    )
+
+
+@contextmanager
+def _ended_after(worker: subprocess.Popen[bytes], seconds: float) -> Iterator[None]:
+    timer = threading.Timer(seconds, worker.kill)
     timer.daemon = True
     timer.start()
-    ready = _line(worker)
-    timer.cancel()
-    if not ready:
-        _end(worker)
-        raise ReaderStartError(
-            f"the process that reads documents ended before it could read (exit code {worker.returncode}); "
-            f"try `python -m {_WORKER}`"
-        )
-    return worker
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:
     worker.kill()
-    worker.wait()
-    for pipe in (worker.stdin, worker.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):  # what it did not read any more
-                pipe.close()
+    with suppress(OSError):  # what it did not read any more
+        worker.communicate()
 
 
-def _line(worker: subprocess.Popen[bytes]) -> bytes:
-    assert worker.stdout is not None
-    return worker.stdout.readline()
+def _serve() -> None:
+    """Read documents from the standard input, each within its limits, and answer each on the standard output."""
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # a parser that prints must not write into the answers
+    print('["ready"]', file=answers, flush=True)
+    while header := sys.stdin.buffer.readline():
+        request = json.loads(header)
+        data = sys.stdin.buffer.read(request["bytes"])
+        _limit(request["seconds"], request["memory"])
+        answer: tuple[object, ...]
+        try:
+            answer = ("reading", *read_text(Path(request["name"]), data))
+        except (MemoryError, DocumentError) as error:
+            is_memory = any(isinstance(cause, MemoryError) for cause in (error, error.__cause__))
+            answer = ("memory",) if is_memory else ("error", str(error))
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _limit(cpu_seconds: int, memory_bytes: int) -> None:
+    """Limit this process to so much more CPU time, and to so many bytes in all; not on Windows."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    def lower(kind: int, limit: int) -> None:
+        _, hard = resource.getrlimit(kind)  # -1: none
+        resource.setrlimit(kind, (limit if hard < 0 else min(limit, hard), hard))
+
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    lower(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + 1 + cpu_seconds)
+    if sys.platform == "linux":  # others ignore it, or count what was mapped and never touched
+        lower(resource.RLIMIT_AS, memory_bytes)
+
+
+if __name__ == "__main__":
+    _serve()

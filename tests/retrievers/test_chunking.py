@@ -364,3 +364,23 @@ def test_no_record_is_cut_between_two_chunks():
     for chunk in split(document, count_tokens=lambda text: len(text.split()) + 2, limit=64):
         assert chunk.text.startswith("name: ")
         assert "price: " in chunk.text.split("\n")[-1]
+
+
+def test_a_table_of_few_long_rows_is_cut_between_them():
+    headings = "Part | Text\n---|---\n"
+    rows = [f"K{n} | {'word ' * 30}{n}" for n in range(5)]
+    text = f"# Parts\n\n{headings}" + "\n".join(rows) + "\n\nThat is all."
+    document = Document("parts.md", text, {"format": "markdown"})
+    chunks = split(document, count_tokens=words, limit=50)
+    assert [chunk.text for chunk in chunks] == [
+        *(f"Parts\n\n{headings}{row}" for row in rows),
+        "Parts\n\nThat is all.",
+    ]
+    assert [text[chunk.metadata["start"] : chunk.metadata["end"]] for chunk in chunks[:5]] == rows
+
+
+def test_a_table_in_a_code_block_is_code():
+    rows = "".join(f"| {n} | {'word ' * 9}|\n" for n in range(20))
+    text = f"```\n| a | b |\n| --- | --- |\n{rows}```\n"
+    chunks = split(Document("code.md", text), count_tokens=words, limit=30)
+    assert sum("| --- | --- |" in chunk.text for chunk in chunks) == 1

@@ -6,11 +6,19 @@ from pathlib import Path
 
 import pytest
 from pypdf import PdfWriter
-from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
+from pypdf.generic import (
+    ArrayObject,
+    DecodedStreamObject,
+    DictionaryObject,
+    NameObject,
+    NumberObject,
+    TextStringObject,
+)
 
 from cachecraft_rag.errors import DocumentError
-from cachecraft_rag.retrievers.reading.documents import SUFFIXES, SourceFile, list_files, parsing
-from cachecraft_rag.retrievers.reading.limited_reader import parse_document
+from cachecraft_rag.retrievers.folders import list_files
+from cachecraft_rag.retrievers.reading.documents import SUFFIXES, SourceFile, parsing
+from cachecraft_rag.retrievers.reading.limited_reader import LimitedReader
 from cachecraft_rag.types.documents import Document
 
 
@@ -46,7 +54,8 @@ def written(folder: Path, name: str, content: str | bytes) -> Path:
 
 
 def read_document(path: Path) -> Document:
-    return parse_document(SourceFile(path, path.name), path.read_bytes())
+    with LimitedReader() as reader:
+        return reader.read(SourceFile(path, path.name), path.read_bytes())
 
 
 def doc_ids(path: Path) -> list[str]:
@@ -468,6 +477,9 @@ def test_html_in_latin_1_is_windows_1252_as_browsers_have_it(tmp_path: Path):
         ("Rinse <b>it<p>now</b> and then", "Rinse it\n\nnow and then"),
         ("<div hidden><p>no</div><p>Rinse</p></div></p></b>", "Rinse"),
         ("<svg><title>no</title></svg><title>Care</title><p>Rinse</p>", "Rinse"),
+        ("<p>Rinse<o:p></o:p> it</p><1:2>now", "Rinse it\n\n<1:2>now"),
+        ("<p style='\x01'>Rinse\x1b\x0cit&#1;&#xFFFE;now</p>", "Rinse it now"),
+        ("<input value='a\x01b' \x02c=d>", "a b"),
     ],
 )
 def test_html_that_is_damaged_is_read_as_far_as_it_goes(tmp_path: Path, html: str, text: str):
@@ -529,7 +541,7 @@ def test_html_of_a_repeated_element_takes_linear_time(tmp_path: Path, name: str,
     def cpu_seconds(count: int) -> float:
         page = written(tmp_path, "page.html", "<table><tr>" + form.format(name) * count)
         began = time.process_time()
-        parse_document(SourceFile(page, page.name), page.read_bytes())
+        read_document(page)
         return time.process_time() - began
 
     # Four times the input: linear code takes 4 times as long, quadratic code 16 times. The best of several tries.
@@ -559,6 +571,49 @@ def test_pdf_pages_are_parted_by_form_feeds(tmp_path: Path):
     assert document.metadata == {"format": "text", "pages": 2}
 
 
+def form_bytes() -> bytes:
+    """A PDF with a form: labels in the page's text, and fields that hold values beside them."""
+    writer = PdfWriter(clone_from=io.BytesIO(pdf_bytes("Order form")))
+    page = writer.pages[0]
+    labels = {"Customer:": (72, 650), "Size:": (72, 600), "Express": (100, 550), "Gift": (100, 500)}
+    drawn = "".join(f"BT /F1 12 Tf {x} {y} Td ({text}) Tj ET " for text, (x, y) in labels.items())
+    page["/Contents"].get_object().set_data(page["/Contents"].get_data() + b" " + drawn.encode())
+    sizes = ArrayObject([TextStringObject("M"), TextStringObject("L")])
+    fields = [
+        ("/Tx", "Text1", (150, 645, 300, 665), {"/V": TextStringObject("Ines Toledo")}),
+        ("/Tx", "Text2", (350, 645, 400, 665), {}),
+        ("/Ch", "List1", (150, 595, 300, 615), {"/V": sizes}),
+        ("/Btn", "Check1", (72, 548, 84, 560), {"/AS": NameObject("/Yes")}),
+        ("/Btn", "Check2", (72, 498, 84, 510), {"/AS": NameObject("/Off")}),
+        ("/Btn", "Send", (72, 100, 150, 120), {"/Ff": NumberObject(1 << 16)}),
+        ("/Tx", "Telephone", (150, 300, 300, 320), {"/V": TextStringObject("555")}),
+    ]
+    widgets = ArrayObject()
+    for kind, name, place, more in fields:
+        field = {"/Type": NameObject("/Annot"), "/Subtype": NameObject("/Widget")}
+        field |= {"/FT": NameObject(kind), "/T": TextStringObject(name), **more}
+        field["/Rect"] = ArrayObject(NumberObject(edge) for edge in place)
+        named = DictionaryObject({NameObject(key): value for key, value in field.items()})
+        widgets.append(writer._add_object(named))
+    page[NameObject("/Annots")] = widgets
+    buffer = io.BytesIO()
+    writer.write(buffer)
+    return buffer.getvalue()
+
+
+def test_values_of_a_pdf_form_are_beside_their_labels(tmp_path: Path):
+    text = read_document(written(tmp_path, "form.pdf", form_bytes())).text
+    lines = text.split("\n")
+    assert lines[0] == "Order form"
+    assert lines[-5:] == [
+        "Customer: Ines Toledo",
+        "Size: M, L",
+        "[x] Express",
+        "[ ] Gift",
+        "Telephone: 555",
+    ]
+
+
 def test_pdf_that_opens_without_a_password_is_read(tmp_path: Path):
     assert read_document(written(tmp_path, "a.pdf", pdf_bytes("Open", password=""))).text == "Open"
 
@@ -568,6 +623,15 @@ def test_pdf_with_a_password_is_refused(tmp_path: Path):
         DocumentError, match=r"a\.pdf: is locked with a password; save a copy without"
     ):
         read_document(written(tmp_path, "a.pdf", pdf_bytes("Secret", password="x")))
+
+
+def test_pages_of_a_pdf_without_text_are_named(tmp_path: Path):
+    path = written(tmp_path, "a.pdf", pdf_bytes("Some text", "", "More", ""))
+    lacking: list[str] = []
+    with LimitedReader() as reader:
+        reader.read(SourceFile(path, path.name), path.read_bytes(), left_out=lacking.append)
+    (sentence,) = lacking
+    assert "was read without pages without text, which may be scans (2, 4): run OCR" in sentence
 
 
 def test_pdf_without_text_asks_for_ocr(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -15,7 +16,7 @@ from cachecraft_rag.errors import DocumentError
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.indexer import index_folder
 from cachecraft_rag.retrievers.reading.documents import SourceFile
-from cachecraft_rag.retrievers.reading.limited_reader import parse_document
+from cachecraft_rag.retrievers.reading.limited_reader import LimitedReader
 from cachecraft_rag.retrievers.reading.office import FormatError, docx_to_markdown
 from cachecraft_rag.retrievers.retriever import open_index
 
@@ -62,9 +63,9 @@ def docx_bytes(body: str = BODY, **parts: bytes) -> bytes:
 
 
 def read(name: str, data: bytes | str) -> Document:
-    return parse_document(
-        SourceFile(Path(name), name), data if isinstance(data, bytes) else data.encode()
-    )
+    with LimitedReader() as reader:
+        data = data if isinstance(data, bytes) else data.encode()
+        return reader.read(SourceFile(Path(name), name), data)
 
 
 def test_a_word_file_keeps_its_headings_and_tables() -> None:
@@ -221,6 +222,117 @@ def test_workbooks_presentations_and_books_are_read() -> None:
         archive.writestr("O/1.xhtml", "<h1>One</h1><p>Boil.</p>")
     book = read("a.epub", made.getvalue())
     assert (book.text, book.metadata["title"]) == ("# One\n\nBoil.", "Kettles")
+
+
+def word_field(data: str, code: str, result: str = "") -> str:
+    """A form field of Word, as it writes them since 1997."""
+    mark = '<w:r><w:fldChar w:fldCharType="{}">{}</w:fldChar></w:r>'.format
+    code = f"<w:r><w:instrText> {code} </w:instrText></w:r>"
+    shown = f"{mark('separate', '')}<w:r><w:t>{result}</w:t></w:r>" if result else ""
+    return f"{mark('begin', f'<w:ffData>{data}</w:ffData>')}{code}{shown}{mark('end', '')}"
+
+
+def test_tick_boxes_choices_and_texts_of_word_forms_are_text() -> None:
+    new = "http://schemas.microsoft.com/office/word/2010/wordml"
+
+    def box(value: str, sign: str) -> str:
+        return (
+            f'<w:sdt><w:sdtPr><w14:checkbox xmlns:w14="{new}"><w14:checked w14:val="{value}"/></w14:checkbox></w:sdtPr>'
+            f"<w:sdtContent><w:r><w:t>{sign}</w:t></w:r></w:sdtContent></w:sdt>"
+        )
+
+    def line(*parts: str) -> str:
+        return f"<w:p>{''.join(parts)}</w:p>"
+
+    def said(text: str) -> str:
+        return f'<w:r><w:t xml:space="preserve">{text}</w:t></w:r>'
+
+    sizes = (
+        '<w:ddList><w:result w:val="1"/><w:listEntry w:val="S"/><w:listEntry w:val="M"/></w:ddList>'
+    )
+    ticked = '<w:checkBox><w:default w:val="0"/><w:checked/></w:checkBox>'
+    plain = '<w:checkBox><w:default w:val="0"/></w:checkBox>'
+    body = (
+        line(box("1", "☒"), said(" Express")),
+        line(box("0", "☐"), said(" Gift")),
+        line(word_field(ticked, "FORMCHECKBOX"), said(" Insured")),
+        line(word_field(plain, "FORMCHECKBOX"), said(" Signed")),
+        line(said("Size: "), word_field(sizes, "FORMDROPDOWN")),
+        line(said("Name: "), word_field("<w:textInput/>", "FORMTEXT", "Ines")),
+    )
+    assert read("form.docx", docx_bytes("".join(body))).text.split("\n\n") == [
+        "[x] Express",
+        "[ ] Gift",
+        "[x] Insured",
+        "[ ] Signed",
+        "Size: M",
+        "Name: Ines",
+    ]
+
+
+def chart_bytes() -> bytes:
+    from pptx import Presentation
+    from pptx.chart.data import CategoryChartData
+    from pptx.enum.chart import XL_CHART_TYPE
+
+    slides = Presentation()
+    slide = slides.slides.add_slide(slides.slide_layouts[5])
+    slide.shapes.title.text = "Sales"
+    numbers = CategoryChartData()
+    numbers.categories = ["March"]
+    numbers.add_series("Kettles", (7,))
+    slide.shapes.add_chart(XL_CHART_TYPE.PIE, 0, 0, 9999, 9999, numbers)
+    made = io.BytesIO()
+    slides.save(made)
+    return made.getvalue()
+
+
+def book_bytes() -> bytes:
+    """A book whose second chapter is not in the file."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr("META-INF/container.xml", '<c><rootfile full-path="b.opf"/></c>')
+        chapters = "".join(
+            f'<item id="{n}" href="{n}.xhtml"/><itemref idref="{n}"/>' for n in (1, 2)
+        )
+        archive.writestr("b.opf", f"<p>{chapters}</p>")
+        archive.writestr("1.xhtml", "<p>Boil.</p>")
+    return made.getvalue()
+
+
+INCOMPLETE = {
+    "slides.pptx": (chart_bytes, "was read without charts; embedded files"),
+    "book.epub": (book_bytes, "was read without the chapter 2.xhtml, which is missing in the file"),
+    "word.docx": (
+        lambda: docx_bytes("<w:p><w:r><w:t>Rinse.</w:t></w:r></w:p><w:altChunk/>"),
+        "was read without An unrecognised element was ignored: w:altChunk",
+    ),
+    "diagram.docx": (
+        lambda: docx_bytes(**{"word/diagrams/data1.xml": b"<x/>"}),
+        "was read without diagrams",
+    ),
+    "bad.txt": (
+        lambda: "Rückgabe fünf Tage".encode() + b"\xff",
+        "was read without 1 characters whose bytes are no UTF-8",
+    ),
+}
+
+
+def test_a_document_that_lacks_something_is_indexed_and_a_problem(tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for name, (make, _) in INCOMPLETE.items():
+        (folder / name).write_bytes(make())
+    (folder / "whole.txt").write_text("Nothing is missing here.")
+    embedder = Embedder()
+    with open_index(tmp_path / "store", embedder) as index:
+        report = index_folder(folder, index, embedder)
+    assert len(report.added) == len(INCOMPLETE) + 1
+    problems = {problem.doc_id.removeprefix("docs/"): problem for problem in report.problems}
+    assert set(problems) == set(INCOMPLETE)
+    for name, (_, reason) in INCOMPLETE.items():
+        assert problems[name].kind == "incomplete"
+        assert re.search(f"{name}: {reason}", problems[name].reason)
 
 
 def test_a_line_of_json_may_hold_other_line_ends() -> None:

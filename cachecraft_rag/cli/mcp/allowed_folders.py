@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cachecraft_rag.errors import ConfigError, DocumentError
-from cachecraft_rag.retrievers.reading.documents import OutsideError, shown
+from cachecraft_rag.retrievers.folders import OutsideError
+from cachecraft_rag.retrievers.reading.documents import shown
 
 
 @dataclass(frozen=True, slots=True)
