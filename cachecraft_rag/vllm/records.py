@@ -94,14 +94,16 @@ def cached_report(
     }
 
 
-def reused_tokens(prompt: Prompt, report: FillReport) -> int:
+def reused_tokens(prompt: Prompt, report: FillReport, *, first: int = 0) -> int:
     """Return how many tokens of a prompt were reused, from the connector's report; 0 if the request was refused.
+
+    Positions before `first` do not count, see `unchanged_tokens`.
 
     Raises KeyError, TypeError or ValueError for a report that no connector of this version makes.
     """
     progress = RequestProgress()
     progress.reported(report)
-    return unchanged_tokens(prompt, progress.segment_reports())
+    return unchanged_tokens(prompt, progress.segment_reports(), first=first)
 
 
 @dataclass
