@@ -159,3 +159,27 @@ def test_a_private_instruction_without_a_session_is_left_to_vllm_and_says_so(
     later = ask(server, ORDERS[1], about=about, **in_session)
     assert reused_share(later) >= 0.75
     assert details(later)["note"] is None
+
+
+def test_chunk_caches_after_a_private_instruction_serve_its_session_only(
+    server: ServerProcess,
+) -> None:
+    """Not even a request whose instruction is the same, or one that says nothing about it."""
+    about = "The user is Eve. "
+    private: dict[str, Any] = {"cachecraft": {"private_system": True}}
+    hers = private | {"headers": {SESSION: "eve"}}
+    ask(server, ORDERS[0], about=about, **hers)
+    assert reused_share(ask(server, ORDERS[1], about=about, **hers)) >= 0.75
+    bob = {"headers": {SESSION: "bob"}}
+    for others in (private | bob, private, {}):
+        for instruction in INSTRUCTIONS:
+            answer = ask(
+                server,
+                ORDERS[2],
+                about=about,
+                instruction=instruction,
+                cache_salt=f"{others}{instruction}",  # nothing of vLLM's own cache, either
+                **(others | {"cachecraft": {**others.get("cachecraft", {}), "capture": False}}),
+            )
+            assert reused_share(answer) == 0, others
+            assert details(answer)["note"], others

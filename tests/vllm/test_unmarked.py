@@ -644,6 +644,69 @@ def test_private_text_shapes_nothing_that_others_are_served(server: ServerProces
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "completions", "messages"])
+def test_nothing_that_others_are_served_was_captured_after_a_client_s_private_text(
+    server: ServerProcess, path: str
+) -> None:
+    """Neither after its instruction nor after text before the passages, on any endpoint."""
+    text = words(3000 + 100 * len(path))
+    before = {row.variant.variant_id for row in rows(server)}
+    canary = f"The user is Ada of {path}, born in 1983, and nobody else may ever read this. " * 6
+
+    def send(order: list[int], session: str | None) -> None:
+        prompt = prompt_of(*(text[place] for place in order))
+        body: dict[str, Any] = {
+            "chat/completions": {
+                "messages": [
+                    {"role": "system", "content": canary},
+                    {"role": "user", "content": prompt},
+                ]
+            },
+            "responses": {"instructions": canary, "input": prompt},
+            "completions": {"prompt": f"{canary}\n\n{prompt}"},
+            "messages": {
+                "system": canary,
+                "messages": [{"role": "user", "content": prompt}],
+            },
+        }[path]
+        limit = "max_output_tokens" if path == "responses" else "max_tokens"
+        model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+        answer = httpx.post(
+            f"{server.url}/v1/{path}",
+            json=body | {limit: 2, "temperature": 0, "model": model},
+            headers={} if session is None else {"X-Mine": session},
+            timeout=600,
+        )
+        assert answer.status_code == 200, answer.text
+
+    for order in ([0, 1, 2], [2, 1, 0]):
+        send(order, None)
+        send([place + 3 for place in order], "ada")
+
+    def new() -> list[Listed]:
+        return [row for row in rows(server) if row.variant.variant_id not in before]
+
+    searched = path != "messages"  # vLLM serves Anthropic's interface alone
+    deadline = time.monotonic() + START_S
+    while (
+        searched
+        and min(sum(row.variant.session == owner for row in new()) for owner in (None, "ada")) < 3
+    ):
+        assert time.monotonic() < deadline, [row.variant.key for row in new()]
+        time.sleep(0.2)
+    shared = [row.variant for row in new() if row.variant.session is None]
+    assert {variant.key.origin_prefix[1:] for variant in shared} <= {(chunk_id_of(STAND_IN),)}
+    assert len({variant.key.origin_prefix[:1] for variant in shared}) == searched
+    theirs = ask(server, text[4], text[0], text[3], text[1], headers={"X-Mine": "bob"})
+    chunks = (theirs.get("kv_transfer_params") or {}).get("cachecraft", {"stats": {"chunks": []}})
+    variants = {row.variant.variant_id: row.variant for row in new()}
+    for chunk in chunks["stats"]["chunks"]:
+        used = variants.get(chunk.get("variant_id"))
+        assert used is None or used.session in (None, "bob")
+    assert "Ada" not in httpx.get(f"{server.url}/metrics").text
+
+
+@pytest.mark.slow
 def test_a_conversation_goes_on_behind_what_it_was_served(server: ServerProcess) -> None:
     text, before = words(400), len(rows(server))
     for order in ([0, 1, 2], [2, 0, 1]):
