@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,8 +39,8 @@ class Prompts(PlainPrompts):
     found: Searched
     ids: Sequence[int]
 
-    def prepare(self, ids: Sequence[int], searched: Searched, origin: Origin) -> None:
-        self.ids, self.found = ids, searched
+    def prepare(self, ids: Sequence[int], locate: Callable[[], Searched], origin: Origin) -> None:
+        self.ids, self.found = ids, locate()
 
 
 class Handler:

@@ -50,7 +50,7 @@ from cachecraft_rag.checks import check_flag, check_text
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.vllm.calls import Calls
-from cachecraft_rag.vllm.messages import FIELD, salt_of
+from cachecraft_rag.vllm.messages import salt_of
 from cachecraft_rag.vllm.metrics import ServerCollector, reported_counts
 from cachecraft_rag.vllm.options import CacheConfig
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
@@ -258,10 +258,9 @@ async def _with_documents(request: DocumentChatRequest, raw_request: Request) ->
             alone=bool(reason),
             unused=dict.fromkeys(ids, reason) if reason else {},
         )
-        transfer = engine.transfer(ask)
-        if reason:  # vLLM computes all of it
-            del transfer[FIELD]
-        return record, transfer
+        if reason:  # vLLM computes all of it, and needs no message
+            return record, {"prompt_token_ids": prepared.prompt.token_ids}
+        return record, engine.transfer(ask)
 
     try:
         record, transfer = await endpoint.in_thread(prepare)

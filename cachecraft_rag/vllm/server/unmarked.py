@@ -37,6 +37,7 @@ from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.prompt.unmarked import (
+    MIN_TEXT_TOKENS,
     PromptPiece,
     candidates_of,
     recognise_captured,
@@ -238,20 +239,23 @@ class PlainPrompts:
         text = self._offsets.prompt_text(prompt)
         return locate_messages(text, messages, search_system=search_system)
 
-    def prepare(self, ids: Sequence[int], searched: Searched, origin: Origin) -> Prepared | None:
+    def prepare(
+        self, ids: Sequence[int], locate: Callable[[], Searched], origin: Origin
+    ) -> Prepared | None:
         """Find segments in a prompt, and decide how it is served; None if there is nothing to reuse, note or say.
 
         The prompt is served from chunk-caches (`Prepared.ask`) if they hold at least 128 of its tokens, an eighth of
         it, and more than vLLM's prefix cache has of it from a prompt without chunk-caches. If the prefix cache has as
         much of it from an earlier prompt that was served from chunk-caches, the request may begin with that prompt's
-        chunks instead. A prompt that is shorter than `min_prompt_tokens` is served in the second way only.
+        chunks instead. A prompt that is shorter than `min_prompt_tokens` is served in the second way only; otherwise it
+        is neither searched nor looked up.
 
         Waits for the catalog and for a remote. Counts the searched messages in the metrics. If the catalog cannot be
         read, a warning is logged, and vLLM computes the prompt.
 
         Args:
             ids: token ids of the prompt.
-            searched: parts of the prompt to search.
+            locate: returns the parts of the prompt to search.
             origin: origin of the request.
 
         Raises StoreError if the store is closed, and ConfigError if the prompt would be served from chunk-caches and
@@ -261,6 +265,14 @@ class PlainPrompts:
         cached, before = self._served.longest(ids, origin)
         measured = self._engine.min_prompt_tokens
         is_short = not origin.config.for_prompt(len(ids), measured=measured).reuse
+        too_short = f"it has {len(ids)} tokens, too few to reuse any (min_prompt_tokens)"
+        if is_short and before is None:
+            if len(ids) < MIN_TEXT_TOKENS:
+                return None
+            request = _request(Prompt((_text_of(ids),)), origin, started)
+            return Prepared(request, None, dict, remark=f"left to vLLM: {too_short}")
+
+        searched = locate()
         prompt, notes, reused, moved, stored = self._laid_out(ids, searched, origin)
         ask: Ask | None = None
         if before is not None and cached >= reused and (moved or 2 * reused < cached):
@@ -279,19 +291,12 @@ class PlainPrompts:
             # found text is captured by later requests, see `notes`
             config = replace(origin.config, capture=False)
             ask = Ask(prompt, config, session_of(prompt, origin.owner), client_salt=salt)
-        request = Request(
-            prompt or Prompt((_text_of(ids),)),
-            origin.config,
-            SamplingParams(),
-            origin.session,
-            started,
-            quality=origin.quality,
-        )
+        request = _request(prompt or Prompt((_text_of(ids),)), origin, started)
         if ask is not None:
             ask = replace(ask, name=request.request_id)
             return Prepared(request, ask, notes, remark=searched.remark)
         if is_short:
-            cause = f"it has {len(ids)} tokens, too few to reuse any (min_prompt_tokens)"
+            cause = too_short
         elif cached >= reused:
             cause = "its own prefix cache has more of it"
         else:
@@ -462,6 +467,13 @@ def _pieces(ids: Sequence[int], searched: Searched, start: int) -> list[PromptPi
     return [*pieces, PromptPiece(tuple(ids[start:]), is_searched=False)]
 
 
+def _request(prompt: Prompt, origin: Origin, started: float) -> Request:
+    """Return a request that began at `started`, with the settings of its origin."""
+    return Request(
+        prompt, origin.config, SamplingParams(), origin.session, started, quality=origin.quality
+    )
+
+
 def _text_of(ids: Sequence[int], start: int = 0) -> Segment:
     """Return the tokens from `start` on as a segment that is computed."""
     rest = tuple(ids[start:])
@@ -534,8 +546,8 @@ class SearchingClient:
                 prompts.note(prepared.notes)
 
     def _prepare(self, prompt: Mapping[str, Any]) -> Prepared | None:
-        searched = self._locate(prompt)
-        return self._prompts.prepare(prompt["prompt_token_ids"], searched, self._origin)
+        ids = prompt["prompt_token_ids"]
+        return self._prompts.prepare(ids, partial(self._locate, prompt), self._origin)
 
 
 def _searchable(prompt: object, params: RequestParams, options: Mapping[str, object]) -> bool:
