@@ -25,7 +25,7 @@ from cachecraft_rag.vllm.server.endpoint import ChatWithDocuments, Endpoint
 from cachecraft_rag.vllm.server.message_places import TokenOffsets
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
 from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings
-from tests.vllm.test_message_places import about
+from tests.vllm.test_message_places import SPOILS_USER, about
 
 DOCUMENTS = [{"text": about(thing)} for thing in ("kettle", "toaster")]
 
@@ -39,6 +39,7 @@ class Handler:
         self.engine_client = SimpleNamespace(generate=self._generate)
         self.given: list[dict[str, Any]] = []
         self.sent: list[dict[str, Any]] = []
+        self.template: str | None = None  # in place of the tokenizer's
         self._tokenizer = tokenizer
 
     async def _generate(
@@ -59,7 +60,9 @@ class Handler:
         ids = transfer.pop("prompt_token_ids", None)
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": ids}
         if ids is None:
-            text = self._tokenizer.apply_chat_template(request.messages, tokenize=False)
+            text = self._tokenizer.apply_chat_template(
+                request.messages, chat_template=self.template, tokenize=False
+            )
             ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
             prompt |= {"prompt": text, "prompt_token_ids": ids}
         extra = {"kv_transfer_params": transfer} if transfer else None
@@ -151,3 +154,17 @@ def test_a_request_that_is_left_to_vllm_is_neither_signed_nor_looked_up_nor_plan
     assert handler.given[-1].keys() <= {"prompt_token_ids"}
     assert handler.sent[-1] == {}
     assert not work
+
+
+def test_a_prompt_whose_messages_the_chat_template_changes_is_left_to_vllm_and_says_so(
+    made: tuple[TestClient, Handler, ServerEngine],
+) -> None:
+    client, handler, _ = made
+    handler.template = SPOILS_USER
+    body = {"messages": [{"role": "user", "content": about("kettle")}]}
+    for _ in range(2):
+        answer = client.post("/v1/chat/completions", json=body)
+        note = answer.json()["error"]["message"]
+        assert "not searched: messages 0" in note, answer.text
+        assert "chat template" in note
+        assert handler.sent[-1] == {}
