@@ -238,17 +238,19 @@ def main(
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end, too
     folder = str(demo_model_folder()) if model == "demo" else model
-    programs = Path(sys.executable).parent
     shared = ["--max-model-len", str(length), "--dtype", dtype, "--port", "PORT"]
     with ExitStack() as opened:
         work = Path(opened.enter_context(tempfile.TemporaryDirectory()))
         logs = Path(tempfile.mkdtemp(prefix="own-instruction-"))
         print(f"logs: {logs}", file=sys.stderr)
-        serve = [str(programs / "cachecraft"), "serve", folder, "--store", str(work)]
+        program = str(Path(sys.executable).with_name("cachecraft"))
+        serve = [program, "serve", folder, "--store", str(work)]
         ours = opened.enter_context(
             running([*serve, *shared, "--", "--enforce-eager"], logs / "ours.log")
         )
-        stock = [str(programs / "vllm"), "serve", folder, *shared, "--enforce-eager"]
+        # the command `vllm` of its CPU build does not find its own package
+        module = "vllm.entrypoints.openai.api_server"
+        stock = [sys.executable, "-m", module, "--model", folder, *shared, "--enforce-eager"]
         plain = opened.enter_context(running(stock, logs / "plain.log", VLLM_PLUGINS=""))
         found = measured(ours, plain, pairs, sentences)
     figures = {name: [summary(asked) for asked in by_order] for name, by_order in found.items()}
