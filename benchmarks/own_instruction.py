@@ -53,7 +53,7 @@ class Asked:
     """One pair of requests with the same texts.
 
     seconds, plain_seconds  times with chunk-caches, and of vLLM alone
-    reused         share of the documents' tokens that were reused; 0 for those that vLLM computed
+    reused         share of the documents' tokens that were reused unchanged; 0 for those that vLLM computed
     cached         prompt tokens in the own prefix cache of the vLLM with chunk-caches
     plain_cached   the same, of vLLM alone
     note           the server's note; "" without one
@@ -173,7 +173,7 @@ def pair(
         plain_seconds, plain_cached, _ = plain.ask(same)
     details = answer["kv_transfer_params"]["cachecraft"]
     chunks = details["stats"]["chunks"]
-    computed = sum(chunk["computed"] for chunk in chunks)
+    computed = sum(chunk["computed"] + chunk["recomputed"] for chunk in chunks)
     reused = 1 - computed / sum(chunk["tokens"] for chunk in chunks)
     return Asked(seconds, plain_seconds, reused, cached, plain_cached, details["note"] or "")
 

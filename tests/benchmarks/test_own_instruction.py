@@ -20,7 +20,10 @@ class StandIn:
 
     def ask(self, body: Mapping[str, object]) -> tuple[float, float, dict[str, Any]]:
         self._log.append((self._name, dict(body)))
-        chunks = [{"tokens": 100, "computed": 20}, {"tokens": 100, "computed": 10}]
+        chunks = [
+            {"tokens": 100, "computed": 0, "recomputed": 20},
+            {"tokens": 100, "computed": 10, "recomputed": 0},
+        ]
         details = {"stats": {"chunks": chunks}, "note": None}
         return self._seconds, 128.0, {"kv_transfer_params": {"cachecraft": details}}
 
