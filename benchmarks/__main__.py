@@ -28,6 +28,7 @@ COMMANDS = {
     "loader-bookkeeping": "CPU time that the loader spends on its own lists",
     "memory": "Peak memory of a request",
     "naive-reuse": "Overlap of attention in a prompt, and wrong answers of naive reuse",
+    "own-instruction": "Four orders of three documents after a client's own instruction, against vLLM alone",
     "papers": "The papers' figures, with our verdicts and the command for each",
     "prompt-forms": "What prompts in the forms of common applications reuse, passages in a new order each time",
     "plain-prompts": "Unmarked prompts against the same passages as documents",

@@ -519,7 +519,6 @@ USES: tuple[Use, ...] = (
         attributes=(
             "engine_client",
             "enable_prompt_tokens_details",
-            "online_renderer",
             "exclude_tools_when_tool_choice_none",
         ),
         text=("self.engine_client.generate(", "num_cached_tokens"),
@@ -537,12 +536,12 @@ USES: tuple[Use, ...] = (
     Use(
         "vllm.entrypoints.openai.responses.protocol",
         "ResponsesRequest",
-        attributes=("instructions", "input", "previous_response_id", "cache_salt"),
+        attributes=("instructions", "input", "cache_salt"),
     ),
     Use(
         "vllm.entrypoints.openai.responses.serving",
         "OpenAIServingResponses",
-        attributes=("engine_client", "enable_prompt_tokens_details", "response_store"),
+        attributes=("engine_client", "enable_prompt_tokens_details"),
         text=("self.engine_client.generate(", 'sub_request_id = f"{request_id}_{sub_request}"'),
     ),
     Use(
@@ -551,14 +550,11 @@ USES: tuple[Use, ...] = (
         parameters=("self", "request", "raw_request"),
     ),
     Use(
-        "vllm.entrypoints.openai.responses.serving",
-        "OpenAIServingResponses._render_resolved_response_inputs",
-        parameters=("self", "request", "prev_response"),
-    ),
-    Use(
-        "vllm.renderers.online_renderer",
-        "ResponsesRenderResult",
-        attributes=("engine_input",),
+        "vllm.renderers.base",
+        text=(
+            'engine_input["prompt"] = prompt_text',
+            'engine_input["prompt_token_offsets"] = offsets',
+        ),
     ),
     Use(
         "vllm.renderers.online_renderer",

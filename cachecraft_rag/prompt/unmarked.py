@@ -28,7 +28,7 @@ from cachecraft_rag.types.prompts import Prompt, Segment
 # Takes token ids; returns the places of captured texts in them, each with its chunk id.
 Recognise = Callable[[Sequence[int]], list[tuple[range, str]]]
 
-_MIN_TEXT_TOKENS = 256  # shorter texts are not searched
+MIN_TEXT_TOKENS = 256  # shorter texts are not searched
 # last tokens of the last message, which hold what is asked: they are always computed
 _ASKED_TOKENS = 32
 _MAX_REPEATS = 32  # places with one mark; text that repeats itself more often is not looked up
@@ -70,7 +70,7 @@ def segments_of(
     """
     ids = [token for piece in pieces for token in piece.token_ids]
     regions = _searched_regions(pieces)
-    if sum(len(region) for region in regions) < _MIN_TEXT_TOKENS:
+    if sum(len(region) for region in regions) < MIN_TEXT_TOKENS:
         return None
 
     places: list[tuple[range, str]] = []

@@ -243,14 +243,17 @@ class RequestProgress:
         self.ended_s = self.ended_s or request.clock()
 
 
-def unchanged_tokens(prompt: Prompt, reports: Sequence[SegmentReport]) -> int:
-    """Return how many tokens of a prompt were taken from chunk-caches without a change; 0 without reports."""
-    stored = sum(
-        len(segment.token_ids)
-        for segment, report in zip(prompt.segments, reports, strict=False)
-        if report.stored
-    )
-    return stored - sum(report.not_loaded + report.recomputed for report in reports)
+def unchanged_tokens(prompt: Prompt, reports: Sequence[SegmentReport], *, first: int = 0) -> int:
+    """Return how many tokens of a prompt were taken from chunk-caches without a change; 0 without reports.
+
+    Only positions from `first` on count. In the segment with that position, as many as possible are taken to follow it.
+    """
+    total = 0
+    for start, end, report in zip(prompt.bounds, prompt.bounds[1:], reports, strict=False):
+        if report.stored:
+            unchanged = end - start - report.not_loaded - report.recomputed
+            total += min(unchanged, max(0, end - max(start, first)))
+    return total
 
 
 def stats_of(request: Request, progress: RequestProgress, layers: int) -> RequestStats:

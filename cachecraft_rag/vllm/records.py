@@ -94,14 +94,16 @@ def cached_report(
     }
 
 
-def reused_tokens(prompt: Prompt, report: FillReport) -> int:
+def reused_tokens(prompt: Prompt, report: FillReport, *, first: int = 0) -> int:
     """Return how many tokens of a prompt were reused, from the connector's report; 0 if the request was refused.
+
+    Positions before `first` do not count, see `unchanged_tokens`.
 
     Raises KeyError, TypeError or ValueError for a report that no connector of this version makes.
     """
     progress = RequestProgress()
     progress.reported(report)
-    return unchanged_tokens(prompt, progress.segment_reports())
+    return unchanged_tokens(prompt, progress.segment_reports(), first=first)
 
 
 @dataclass
@@ -254,14 +256,15 @@ class RequestRecord:
         stats    values of `RequestStats`
         report   the connector's report; None before it, and if the request was refused
         refused  reason why vLLM computed the request without chunk-caches; None if it used them, or before the report
-        note     the remark; None without one
+        note     the remark, and why vLLM computed the request; None if there is nothing to say
         """
         refused = self.report.get("refused")
+        left = f"left to vLLM: {refused}" if refused else ""
         return {
             "stats": self.stats().as_dict(),
             "report": None if refused is not None or not self.report else self.report,
             "refused": refused,
-            "note": self.remark or None,
+            "note": "; ".join(filter(None, (self.remark, left))) or None,
         }
 
 

@@ -256,3 +256,16 @@ def test_a_request_is_traced_and_vllms_span_belongs_to_it(monkeypatch: pytest.Mo
         assert headers["traceparent"][3:-3] == ids
     assert [span.parent is None for span in ended] == [False, True]
     assert f"{ended[0].context.trace_id:032x}" == client_trace
+
+
+@pytest.mark.parametrize("remark", ["", "nothing was captured: alpha would shape chunk-caches"])
+def test_the_note_says_why_vllm_computed_a_request(remark: str) -> None:
+    record = RequestRecord(
+        Request(PROMPT, ReuseConfig(), SamplingParams(), None, 0.0), LAYERS, remark=remark
+    )
+    assert record.as_dict()["note"] == (remark or None)
+    record.note(output(5, finish="stop", report={"refused": "its question is a single token"}))
+    note = record.as_dict()["note"]
+    assert isinstance(note, str)
+    assert note.startswith(remark)
+    assert note.endswith("left to vLLM: its question is a single token")

@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,17 +32,13 @@ from cachecraft_rag.types.documents import chunk_id_of
 from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.messages import Ask
 from cachecraft_rag.vllm.records import Records
-from cachecraft_rag.vllm.server.response_input import messages_of, with_mark
+from cachecraft_rag.vllm.server.message_places import Searched, searched_messages
+from cachecraft_rag.vllm.server.response_input import messages_of
 from cachecraft_rag.vllm.server.unmarked import (
-    Locate,
     Origin,
     PlainPrompts,
-    Searched,
     SearchingClient,
     ServedPrompts,
-    locate_messages,
-    marked,
-    searched_messages,
 )
 from tests.prompt.test_unmarked import passage, prompt_of
 from tests.vllm.http_server import START_S, ServerProcess
@@ -104,78 +100,26 @@ def test_no_more_is_remembered_than_the_prefix_cache_holds() -> None:
     assert without.longest(range(80), HERE) == (0, None)
 
 
+def stand_in() -> Any:
+    """An engine of which no more is used."""
+    return SimpleNamespace(
+        request_counts=RequestCounts(),
+        min_prompt_tokens=0,
+        decoder=SimpleNamespace(tokenizer=None),
+    )
+
+
 def test_a_mistake_behind_an_answer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def notes() -> dict[str, Candidate]:
         raise KeyError("of this test")
 
-    engine: Any = SimpleNamespace(request_counts=RequestCounts())
-    prompts = PlainPrompts(engine, Records(lambda _: None), cached_tokens=0)
+    prompts = PlainPrompts(stand_in(), Records(lambda _: None), cached_tokens=0)
     prompts.note(notes)
     prompts._threads.shutdown()
     assert "of this test" in caplog.text
 
 
-LONG = "The mill of Arden dates from 1701 and leaks. " * 5
-
-
-def test_messages_of_the_user_and_of_tools_are_searched() -> None:
-    messages = [
-        {"role": "system", "content": LONG},
-        {"role": "user", "content": LONG},
-        {"role": "assistant", "content": LONG},
-        {"role": "tool", "content": [{"type": "text", "text": LONG}]},
-        {"role": "user", "content": [{"type": "image_url"}]},
-        {"role": "user", "content": "A short one."},
-        {"role": "tool", "content": "The last one."},
-    ]
-    assert searched_messages(messages, search_system=False) == [1, 3, 6]
-    assert searched_messages(messages, search_system=True) == [0, 1, 3, 6]
-    assert searched_messages([{"role": "assistant", "content": LONG}], search_system=True) == []
-    assert searched_messages(messages[1:2] * 40, search_system=False) == list(range(24, 40))
-
-
-def test_messages_are_located_where_the_prompt_changes_with_them() -> None:
-    messages = [
-        {"role": "user", "content": LONG},
-        {"role": "assistant", "content": LONG},
-        {"role": "tool", "content": LONG},
-        {"role": "user", "content": LONG},
-    ]
-
-    def ids_of(said: Sequence[Mapping[str, object]]) -> list[int]:
-        return list(
-            "".join(f"<{message['role']}>{message['content']}" for message in said).encode()
-        )
-
-    async def render(place: int) -> list[int] | None:
-        return None if place == 2 else ids_of(marked(messages, place))
-
-    ids = ids_of(messages)
-    found = asyncio.run(locate_messages(ids, messages, render, search_system=False))
-    assert [bytes(ids[text.start : text.stop]).decode() for text in found.texts] == [LONG, LONG]
-    assert found.texts[0].start == len("<user>")
-    assert found.texts[1].stop == len(ids)
-    assert found.roles == ("user", "user"), "an error leaves out a message"
-    assert found.ends_with_question
-    found = asyncio.run(locate_messages(ids, messages[:-1], render, search_system=False))
-    assert not found.ends_with_question
-
-
-async def _template_fails(ids: Sequence[int]) -> Searched:
-    raise ValueError("Roles must alternate: this template")
-
-
-async def _whole(ids: Sequence[int]) -> Searched:
-    return Searched((range(len(ids)),), ("prompt",))
-
-
-@pytest.mark.parametrize(
-    ("locate", "token_id", "logged"),
-    [(_template_fails, 7, "Roles must alternate"), (_whole, 2**63, "OverflowError")],
-)
-def test_a_prompt_that_cannot_be_searched_is_left_to_vllm(
-    locate: Locate, token_id: int, logged: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_prompt_that_cannot_be_searched_is_left_to_vllm(caplog: pytest.LogCaptureFixture) -> None:
     sent = []
 
     class Client:
@@ -184,48 +128,35 @@ def test_a_prompt_that_cannot_be_searched_is_left_to_vllm(
             yield SimpleNamespace(finished=False)
 
     async def ask() -> list[object]:
-        client = SearchingClient(Client(), prompts, HERE, locate)  # type: ignore[arg-type]
+        client = SearchingClient(Client(), prompts, HERE, whole)  # type: ignore[arg-type]
         return [output async for output in client.generate(prompt, params, "request")]
 
-    engine: Any = SimpleNamespace(request_counts=RequestCounts(), min_prompt_tokens=0)
+    def whole(given: Mapping[str, Any]) -> Searched:
+        return Searched((range(len(given["prompt_token_ids"])),), ("prompt",))
+
+    engine: Any = stand_in()
     prompts = PlainPrompts(engine, Records(lambda _: None), cached_tokens=10_000)
-    prompt = {"type": "token", "prompt_token_ids": [token_id] * 400}
+    prompt = {"type": "token", "prompt_token_ids": [2**63] * 400}
     params: Any = SimpleNamespace(n=1, prompt_logprobs=None, extra_args=None)
     assert len(asyncio.run(ask())) == 1
     assert sent == [(prompt, params, "request")]
-    assert logged in caplog.text
-
-
-def test_a_marked_message_keeps_its_form() -> None:
-    first = {"role": "user", "content": "One?"}
-    parts = {"role": "tool", "content": [{"type": "text", "text": "Three?"}]}
-    assert marked([first, parts], 0) == [{"role": "user", "content": "?"}, parts]
-    assert marked([first, parts], 1) == [
-        first,
-        {"role": "tool", "content": [{"type": "text", "text": "?"}]},
-    ]
+    assert "OverflowError" in caplog.text
 
 
 def test_the_input_of_a_response_is_searched_like_messages() -> None:
     from openai.types.responses import ResponseFunctionToolCallOutputItem
 
-    question = {"role": "user", "content": [{"type": "input_text", "text": LONG}]}
-    output = {"type": "function_call_output", "call_id": "7", "output": LONG}
+    text = "The mill of Arden dates from 1701 and leaks. " * 5
+    question = {"role": "user", "content": [{"type": "input_text", "text": text}]}
+    output = {"type": "function_call_output", "call_id": "7", "output": text}
     as_object = ResponseFunctionToolCallOutputItem(**output, id="1", status="completed")
     call = {"type": "function_call", "call_id": "7", "name": "search", "arguments": "{}"}
-    asked = SimpleNamespace(instructions=LONG, input=[question, call, output, as_object])
+    asked = SimpleNamespace(instructions=text, input=[question, call, output, as_object])
     messages = messages_of(asked)
     assert searched_messages(messages, search_system=False) == [1, 3, 4]
     assert searched_messages(messages, search_system=True) == [0, 1, 3, 4]
-    assert with_mark(asked, 0) == {"instructions": "?"}
-    marked_question = {"role": "user", "content": [{"type": "text", "text": "?"}]}
-    assert with_mark(asked, 1) == {"input": [marked_question, call, output, as_object]}
-    items = with_mark(asked, 3)["input"], with_mark(asked, 4)["input"]
-    assert items[0] == [question, call, {**output, "output": "?"}, as_object]
-    assert items[1] == [question, call, output, as_object.model_copy(update={"output": "?"})]
-    text = SimpleNamespace(instructions=None, input=LONG)
-    assert searched_messages(messages_of(text), search_system=True) == [1]
-    assert with_mark(text, 1) == {"input": "?"}
+    as_text = SimpleNamespace(instructions=None, input=text)
+    assert searched_messages(messages_of(as_text), search_system=True) == [1]
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
@@ -710,6 +641,69 @@ def test_private_text_shapes_nothing_that_others_are_served(server: ServerProces
     salted = stats_of(ask(server, text[2], text[0], text[1], cache_salt="mine"))
     # shared ones serve it, too
     assert reused(salted) >= 0.75 * sum(len(text[place]) for place in (0, 1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "completions", "messages"])
+def test_nothing_that_others_are_served_was_captured_after_a_client_s_private_text(
+    server: ServerProcess, path: str
+) -> None:
+    """Neither after its instruction nor after text before the passages, on any endpoint."""
+    text = words(3000 + 100 * len(path))
+    before = {row.variant.variant_id for row in rows(server)}
+    canary = f"The user is Ada of {path}, born in 1983, and nobody else may ever read this. " * 6
+
+    def send(order: list[int], session: str | None) -> None:
+        prompt = prompt_of(*(text[place] for place in order))
+        body: dict[str, Any] = {
+            "chat/completions": {
+                "messages": [
+                    {"role": "system", "content": canary},
+                    {"role": "user", "content": prompt},
+                ]
+            },
+            "responses": {"instructions": canary, "input": prompt},
+            "completions": {"prompt": f"{canary}\n\n{prompt}"},
+            "messages": {
+                "system": canary,
+                "messages": [{"role": "user", "content": prompt}],
+            },
+        }[path]
+        limit = "max_output_tokens" if path == "responses" else "max_tokens"
+        model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
+        answer = httpx.post(
+            f"{server.url}/v1/{path}",
+            json=body | {limit: 2, "temperature": 0, "model": model},
+            headers={} if session is None else {"X-Mine": session},
+            timeout=600,
+        )
+        assert answer.status_code == 200, answer.text
+
+    for order in ([0, 1, 2], [2, 1, 0]):
+        send(order, None)
+        send([place + 3 for place in order], "ada")
+
+    def new() -> list[Listed]:
+        return [row for row in rows(server) if row.variant.variant_id not in before]
+
+    searched = path != "messages"  # vLLM serves Anthropic's interface alone
+    deadline = time.monotonic() + START_S
+    while (
+        searched
+        and min(sum(row.variant.session == owner for row in new()) for owner in (None, "ada")) < 3
+    ):
+        assert time.monotonic() < deadline, [row.variant.key for row in new()]
+        time.sleep(0.2)
+    shared = [row.variant for row in new() if row.variant.session is None]
+    assert {variant.key.origin_prefix[1:] for variant in shared} <= {(chunk_id_of(STAND_IN),)}
+    assert len({variant.key.origin_prefix[:1] for variant in shared}) == searched
+    theirs = ask(server, text[4], text[0], text[3], text[1], headers={"X-Mine": "bob"})
+    chunks = (theirs.get("kv_transfer_params") or {}).get("cachecraft", {"stats": {"chunks": []}})
+    variants = {row.variant.variant_id: row.variant for row in new()}
+    for chunk in chunks["stats"]["chunks"]:
+        used = variants.get(chunk.get("variant_id"))
+        assert used is None or used.session in (None, "bob")
+    assert "Ada" not in httpx.get(f"{server.url}/metrics").text
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ from cachecraft_rag.checks import check_flag, check_text
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.store import RowFilter
 from cachecraft_rag.vllm.calls import Calls
-from cachecraft_rag.vllm.messages import FIELD, salt_of
+from cachecraft_rag.vllm.messages import salt_of
 from cachecraft_rag.vllm.metrics import ServerCollector, reported_counts
 from cachecraft_rag.vllm.options import CacheConfig
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestRecord
@@ -64,17 +64,15 @@ from cachecraft_rag.vllm.server.documents import (
     read_priming,
     uncaptured_note,
 )
+from cachecraft_rag.vllm.server.message_places import Message, Searched
 from cachecraft_rag.vllm.server.ready import announce
-from cachecraft_rag.vllm.server.response_input import messages_of, with_mark
+from cachecraft_rag.vllm.server.response_input import messages_of
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
 from cachecraft_rag.vllm.server.unmarked import (
     Locate,
     Origin,
     PlainPrompts,
-    Searched,
     SearchingClient,
-    locate_messages,
-    marked,
 )
 from cachecraft_rag.vllm.settings import ConnectorSettings
 
@@ -248,7 +246,8 @@ async def _with_documents(request: DocumentChatRequest, raw_request: Request) ->
             asked = replace(asked, tools=())
         prepared, ask = engine.prepare(asked, session=session)
         reason = ask.left_to_server
-        remark = reason or uncaptured_note(asked.config, engine.config)
+        left = f"left to vLLM: {reason}" if reason else ""
+        remark = left or uncaptured_note(asked.config, engine.config)
         ids = [segment.segment_id for segment in prepared.prompt.segments[:-1]]
         record = RequestRecord(
             prepared,
@@ -259,10 +258,9 @@ async def _with_documents(request: DocumentChatRequest, raw_request: Request) ->
             alone=bool(reason),
             unused=dict.fromkeys(ids, reason) if reason else {},
         )
-        transfer = engine.transfer(ask)
-        if reason:  # vLLM computes all of it
-            del transfer[FIELD]
-        return record, transfer
+        if reason:  # vLLM computes all of it, and needs no message
+            return record, {"prompt_token_ids": prepared.prompt.token_ids}
+        return record, engine.transfer(ask)
 
     try:
         record, transfer = await endpoint.in_thread(prepare)
@@ -288,24 +286,9 @@ async def _with_documents(request: DocumentChatRequest, raw_request: Request) ->
 async def _plain_chat(
     request: ChatCompletionRequest, raw_request: Request, origin: Origin
 ) -> Response:
-    async def render(place: int) -> Sequence[int] | None:
-        changed = {"messages": marked(request.messages, place)}
-        rendered = await stock.online_renderer.render_chat(
-            request.model_copy(update=changed, deep=True)
-        )
-        if isinstance(rendered, ErrorResponse):
-            return None
-        ids: Sequence[int] = rendered[1][0]["prompt_token_ids"]
-        return ids
-
-    async def locate(ids: Sequence[int]) -> Searched:
-        return await locate_messages(
-            ids, request.messages, render, search_system=settings.search_system
-        )
-
-    settings = _endpoint(raw_request).engine.settings
+    request.return_token_offsets = True  # for `locate`; no client sees them
     stock = raw_request.app.state.openai_serving_chat
-    handler = _searching(stock, raw_request, origin, locate)
+    handler = _searching(stock, raw_request, origin, _locate(raw_request, request.messages))
     return await _answer(handler.create_chat_completion, request, raw_request)
 
 
@@ -331,8 +314,8 @@ async def create_completion(request: CompletionRequest, raw_request: Request) ->
 async def _plain_completion(
     request: CompletionRequest, raw_request: Request, origin: Origin
 ) -> Response:
-    async def locate(ids: Sequence[int]) -> Searched:
-        return Searched((range(len(ids)),), ("prompt",))
+    def locate(prompt: Mapping[str, Any]) -> Searched:
+        return Searched((range(len(prompt["prompt_token_ids"])),), ("prompt",))
 
     handler = _searching(
         raw_request.app.state.openai_serving_completion, raw_request, origin, locate
@@ -375,6 +358,17 @@ def _origin(
     return Origin(session, request.cache_salt or "", calibrated, quality)
 
 
+def _locate(raw_request: Request, messages: Sequence[Message]) -> Locate:
+    """Return the function that finds the messages to search in a rendered prompt."""
+    endpoint = _endpoint(raw_request)
+    assert endpoint.plain_prompts is not None, "otherwise the request has no origin"
+    return partial(
+        endpoint.plain_prompts.locate,
+        messages=messages,
+        search_system=endpoint.engine.settings.search_system,
+    )
+
+
 def _searching(stock: Any, raw_request: Request, origin: Origin, locate: Locate) -> Any:
     """Return a copy of vLLM's own handler whose prompts are searched."""
     prompts = _endpoint(raw_request).plain_prompts
@@ -407,28 +401,7 @@ async def create_responses(request: ResponsesRequest, raw_request: Request) -> R
 async def _plain_responses(
     request: ResponsesRequest, raw_request: Request, origin: Origin
 ) -> Response:
-    async def rendered(**changed: object) -> Sequence[int] | None:
-        """Return the token ids of the request's prompt with some fields changed; None for an error."""
-        before = stock.response_store.get(request.previous_response_id)
-        result = await stock._render_resolved_response_inputs(
-            request.model_copy(update=changed, deep=True), before
-        )
-        if isinstance(result, ErrorResponse):
-            return None
-        ids: Sequence[int] = result.engine_input["prompt_token_ids"]
-        return ids
-
-    async def locate(ids: Sequence[int]) -> Searched:
-        if await rendered() != ids:  # a further prompt, with the results of the server's own tools
-            return Searched()
-        return await locate_messages(
-            ids,
-            messages_of(request),
-            lambda place: rendered(**with_mark(request, place)),
-            search_system=settings.search_system,
-        )
-
-    settings = _endpoint(raw_request).engine.settings
+    locate = _locate(raw_request, messages_of(request))
     stock = raw_request.app.state.openai_serving_responses
     handler = _searching(stock, raw_request, origin, locate)
     answer = await handler.create_responses(request, raw_request)

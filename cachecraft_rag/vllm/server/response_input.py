@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from cachecraft_rag.vllm.server.unmarked import MARK, Message, marked
+from cachecraft_rag.vllm.server.message_places import Message
 
 
 class ResponseRequest(Protocol):
@@ -25,9 +25,6 @@ class _Item(Protocol):
     def model_dump(self) -> dict[str, Any]:
         """Return the object as JSON values."""
 
-    def model_copy(self, *, update: Mapping[str, Any]) -> object:
-        """Return a copy with other values."""
-
 
 def messages_of(request: ResponseRequest) -> list[Message]:
     """Return the instruction as a system message, which may be empty, then one message for each item.
@@ -40,11 +37,8 @@ def messages_of(request: ResponseRequest) -> list[Message]:
     system = {"role": "system", "content": request.instructions or ""}
     if isinstance(request.input, str):
         return [system, {"role": "user", "content": request.input}]
-    return [system, *map(_message, _items(request))]
-
-
-def _items(request: ResponseRequest) -> Sequence[Mapping[str, Any] | _Item]:
-    return cast(Sequence[Mapping[str, Any] | _Item], request.input)
+    items = cast(Sequence[Mapping[str, Any] | _Item], request.input)
+    return [system, *map(_message, items)]
 
 
 def _message(item: Mapping[str, Any] | _Item) -> Message:
@@ -52,30 +46,3 @@ def _message(item: Mapping[str, Any] | _Item) -> Message:
     if str(values.get("type")).endswith("_call_output"):
         return {"role": "tool", "content": values.get("output")}
     return values
-
-
-def with_mark(request: ResponseRequest, place: int) -> dict[str, object]:
-    """Return the fields of the request that change if the text of message `place` is replaced by `MARK`: one field.
-
-    Args:
-        request: the request, which stays as it is.
-        place: index in the list of `messages_of`; 0 is the instruction.
-
-    The field is "instructions" or "input". If the input is a text, every other place than 0 means that text. Raises
-    IndexError if the input is a list without such an item, and KeyError if the item has no role.
-    """
-    if place == 0:
-        return {"instructions": MARK}
-    if isinstance(request.input, str):
-        return {"input": MARK}
-    items = list(_items(request))
-    item = items[place - 1]
-    if _message(item)["role"] == "tool":
-        output = {"output": MARK}
-        changed: object = (
-            {**item, **output} if isinstance(item, Mapping) else item.model_copy(update=output)
-        )
-    else:
-        values = item if isinstance(item, Mapping) else item.model_dump()
-        (changed,) = marked([values], 0)
-    return {"input": [*items[: place - 1], changed, *items[place:]]}

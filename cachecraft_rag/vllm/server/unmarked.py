@@ -17,9 +17,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import (
     AsyncGenerator,
-    Awaitable,
     Callable,
-    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -39,6 +37,7 @@ from cachecraft_rag.planning.candidates import Candidate
 from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.prompt.unmarked import (
+    MIN_TEXT_TOKENS,
     PromptPiece,
     candidates_of,
     recognise_captured,
@@ -53,10 +52,15 @@ from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.calls import EngineClient, RequestOutput
 from cachecraft_rag.vllm.messages import FIELD, Ask
 from cachecraft_rag.vllm.records import RecordingClient, Records, RequestParams, RequestRecord
+from cachecraft_rag.vllm.server.message_places import (
+    Message,
+    Searched,
+    TokenOffsets,
+    locate_messages,
+)
 from cachecraft_rag.vllm.server.server_engine import ServerEngine
 
 T = TypeVar("T")
-Message = Mapping[str, object]  # a chat message as JSON
 Notes = Callable[[], Mapping[str, Candidate]]
 
 logger = logging.getLogger("cachecraft_rag.vllm")
@@ -70,17 +74,9 @@ _MOST_BLOCKS = 1 << 17  # number of blocks that `ServedPrompts` remembers
 _LEAST_REUSED = 128
 _LEAST_SHARE = 1 / 8
 _THREADS = 4
-# replaces a text to find its place
-MARK = "?"
-# types of the parts of a message that are text, in chat completions and in responses
-_TEXT_PARTS = ("text", "input_text")
-
 
 ROLES = ("user", "tool", "system", "prompt")
 RESULTS = ("stored", "noted", "nothing")
-_LEAST_CHARACTERS = 200  # shorter messages are not searched: they hold no passage
-# messages searched per prompt; locating each of them takes one more rendering of the prompt
-_MOST_MESSAGES = 16
 
 
 @dataclass(frozen=True)
@@ -116,12 +112,14 @@ class Prepared:
     notes   returns `candidates_of`, the candidates to capture if their text was seen before; called after the answer
             so as not to delay it
     unused  segment id → reason why its stored chunk-cache is not used, if vLLM computes the prompt
+    remark  note to the client; "" if there is nothing to say
     """
 
     request: Request
     ask: Ask | None
     notes: Notes
     unused: Mapping[str, str] = field(default_factory=dict)
+    remark: str = ""
 
 
 class _LaidOut(NamedTuple):
@@ -208,120 +206,8 @@ def _chain(ids: Sequence[int], origin: Origin) -> Iterator[tuple[int, bytes]]:
         yield end // 8, chained.digest()
 
 
-def text_in(ids: Sequence[int], marked: Sequence[int]) -> range:
-    """Return the range in which a prompt differs from the same prompt with one text replaced; empty if it does not.
-
-    Args:
-        ids: token ids of the prompt; the range is one of its positions.
-        marked: token ids of the prompt with the text replaced.
-
-    >>> text_in([1, 2, 7, 8, 9, 3], [1, 2, 5, 3])
-    range(2, 5)
-    """
-    least = min(len(ids), len(marked))
-    first = next((place for place in range(least) if ids[place] != marked[place]), least)
-    most = least - first
-    equal_at_end = next(
-        (place for place in range(most) if ids[-1 - place] != marked[-1 - place]), most
-    )
-    return range(first, len(ids) - equal_at_end)
-
-
-def searched_messages(messages: Sequence[Message], *, search_system: bool) -> list[int]:
-    """Return the indices of the messages to search, ascending; [] if there are none.
-
-    These are messages of the user, results of tools, and with `search_system` system messages. Messages of fewer than
-    200 characters hold no passage and are left out, except for the last message of the request. Messages without text
-    are left out too, and so are those that hold more than text, such as images. If more than 16 indices remain, only
-    the last 16 are returned.
-    """
-    roles = ("user", "tool", "function", *(("system", "developer") if search_system else ()))
-    places = []
-    for place, message in enumerate(messages):
-        text = _text_of(message.get("content")) if message.get("role") in roles else None
-        if text and (len(text) >= _LEAST_CHARACTERS or place == len(messages) - 1):
-            places.append(place)
-    return places[-_MOST_MESSAGES:]
-
-
-def _text_of(content: object) -> str | None:
-    """Return the text of a message; None if it holds more than text."""
-    if isinstance(content, str):
-        return content
-    parts = list(content) if isinstance(content, Iterable) else []
-    if not parts or not all(
-        isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS for part in parts
-    ):
-        return None
-    return "".join(str(part.get("text") or "") for part in parts)
-
-
-def role_of(message: Message) -> str:
-    """Return the role of a searched message for the metrics: "user", "tool" or "system".
-
-    A "function" counts as "tool", and a "developer" as "system". Other roles are returned as they are, as text.
-    """
-    role = str(message.get("role"))
-    return {"function": "tool", "developer": "system"}.get(role, role)
-
-
-def marked(messages: Sequence[Message], place: int) -> list[Message]:
-    """Return a new list of the messages with the content at index `place` replaced by `MARK`.
-
-    Content that is not a text is replaced by a list with one part that has the text `MARK`. The given list and its
-    messages stay as they are. Raises IndexError if there is no such message.
-    """
-    is_text = isinstance(messages[place].get("content"), str)
-    mark = MARK if is_text else [{"type": "text", "text": MARK}]
-    return [*messages[:place], {**messages[place], "content": mark}, *messages[place + 1 :]]
-
-
-@dataclass(frozen=True)
-class Searched:
-    """Parts of a prompt's token ids that are searched.
-
-    texts               ranges of the messages to search
-    roles               role of each of them, for the metrics: "user", "tool", "system", or "prompt" of a completion
-    ends_with_question  True if the last of them ends with the user's question, which is always computed
-    """
-
-    texts: tuple[range, ...] = ()
-    roles: tuple[str, ...] = ()
-    ends_with_question: bool = True
-
-
-# finds the parts to search in a prompt's token ids
-Locate = Callable[[Sequence[int]], Awaitable[Searched]]
-# renders a request's prompt with the text of the message at an index replaced; None for an error
-RenderMarked = Callable[[int], Awaitable[Sequence[int] | None]]
-
-
-async def locate_messages(
-    ids: Sequence[int], messages: Sequence[Message], render: RenderMarked, *, search_system: bool
-) -> Searched:
-    """Locate each message to search: there the prompt differs from the prompt with that message replaced.
-
-    A message whose prompt cannot be rendered is left out. One that is not in the prompt, such as a system message that
-    the template leaves out, has an empty range. In the result, `ends_with_question` is True if the last message is the
-    user's and is to be searched. Errors that `render` raises pass.
-
-    Args:
-        ids: token ids of the prompt.
-        messages: messages of the request.
-        render: renders the prompt with one message replaced; called once for each message to search, at most 16 times.
-        search_system: True to search system messages too.
-    """
-    texts = []
-    roles = []
-    places = searched_messages(messages, search_system=search_system)
-    for place in places:
-        marked_ids = await render(place)
-        if marked_ids is not None:
-            texts.append(text_in(ids, marked_ids))
-            roles.append(role_of(messages[place]))
-    last = len(messages) - 1
-    ends_with_question = last in places and messages[last].get("role") == "user"
-    return Searched(tuple(texts), tuple(roles), ends_with_question)
+# finds the parts to search in vLLM's prompt
+Locate = Callable[[Mapping[str, Any]], Searched]
 
 
 class PlainPrompts:
@@ -344,21 +230,32 @@ class PlainPrompts:
         for role, result in product(ROLES, RESULTS):
             self._searched.labels(role, result)
         self._threads = ThreadPoolExecutor(_THREADS, "cachecraft-found-texts")
+        self._offsets = TokenOffsets(engine.decoder.tokenizer)
 
-    def prepare(self, ids: Sequence[int], searched: Searched, origin: Origin) -> Prepared | None:
-        """Find segments in a prompt, and decide how it is served; None if there is no text to reuse or to note.
+    def locate(
+        self, prompt: Mapping[str, Any], messages: Sequence[Message], *, search_system: bool
+    ) -> Searched:
+        """Return the parts of vLLM's prompt that hold the messages to search, see `locate_messages`."""
+        text = self._offsets.prompt_text(prompt)
+        return locate_messages(text, messages, search_system=search_system)
+
+    def prepare(
+        self, ids: Sequence[int], locate: Callable[[], Searched], origin: Origin
+    ) -> Prepared | None:
+        """Find segments in a prompt, and decide how it is served; None if there is nothing to reuse, note or say.
 
         The prompt is served from chunk-caches (`Prepared.ask`) if they hold at least 128 of its tokens, an eighth of
         it, and more than vLLM's prefix cache has of it from a prompt without chunk-caches. If the prefix cache has as
         much of it from an earlier prompt that was served from chunk-caches, the request may begin with that prompt's
-        chunks instead. A prompt that is shorter than `min_prompt_tokens` is served in the second way only.
+        chunks instead. A prompt that is shorter than `min_prompt_tokens` is served in the second way only; otherwise it
+        is neither searched nor looked up.
 
         Waits for the catalog and for a remote. Counts the searched messages in the metrics. If the catalog cannot be
         read, a warning is logged, and vLLM computes the prompt.
 
         Args:
             ids: token ids of the prompt.
-            searched: parts of the prompt to search.
+            locate: returns the parts of the prompt to search.
             origin: origin of the request.
 
         Raises StoreError if the store is closed, and ConfigError if the prompt would be served from chunk-caches and
@@ -368,15 +265,24 @@ class PlainPrompts:
         cached, before = self._served.longest(ids, origin)
         measured = self._engine.min_prompt_tokens
         is_short = not origin.config.for_prompt(len(ids), measured=measured).reuse
+        too_short = f"it has {len(ids)} tokens, too few to reuse any (min_prompt_tokens)"
+        if is_short and before is None:
+            if len(ids) < MIN_TEXT_TOKENS:
+                return None
+            request = _request(Prompt((_text_of(ids),)), origin, started)
+            return Prepared(request, None, dict, remark=f"left to vLLM: {too_short}")
+
+        searched = locate()
         prompt, notes, reused, moved, stored = self._laid_out(ids, searched, origin)
         ask: Ask | None = None
         if before is not None and cached >= reused and (moved or 2 * reused < cached):
             ask = _continued(before, ids)
             prompt = ask.prompt
-        elif prompt is None:
+        elif prompt is None and not searched.remark:
             return None
         elif (
-            not is_short
+            prompt is not None
+            and not is_short
             and (before is not None or cached < reused)
             and reused >= max(_LEAST_REUSED, _LEAST_SHARE * len(ids))
         ):
@@ -385,23 +291,18 @@ class PlainPrompts:
             # found text is captured by later requests, see `notes`
             config = replace(origin.config, capture=False)
             ask = Ask(prompt, config, session_of(prompt, origin.owner), client_salt=salt)
-        request = Request(
-            prompt,
-            origin.config,
-            SamplingParams(),
-            origin.session,
-            started,
-            quality=origin.quality,
-        )
+        request = _request(prompt or Prompt((_text_of(ids),)), origin, started)
         if ask is not None:
-            return Prepared(request, replace(ask, name=request.request_id), notes)
+            ask = replace(ask, name=request.request_id)
+            return Prepared(request, ask, notes, remark=searched.remark)
         if is_short:
-            cause = f"it has {len(ids)} tokens, too few to reuse any (min_prompt_tokens)"
+            cause = too_short
         elif cached >= reused:
             cause = "its own prefix cache has more of it"
         else:
             cause = f"chunk-caches have {reused} of {len(ids)} tokens, too few to gain time"
-        return Prepared(request, None, notes, dict.fromkeys(stored, cause))
+        remark = searched.remark or f"left to vLLM: {cause}"
+        return Prepared(request, None, notes, dict.fromkeys(stored, cause), remark)
 
     def _laid_out(self, ids: Sequence[int], searched: Searched, origin: Origin) -> _LaidOut:
         """Divide a prompt into segments, and look them up."""
@@ -510,6 +411,7 @@ class PlainPrompts:
             name,
             alone=prepared.ask is None,
             unused=prepared.unused,
+            remark=prepared.remark,
             predicted=self._engine.predicted_answer(prepared.request),
         )
 
@@ -565,13 +467,23 @@ def _pieces(ids: Sequence[int], searched: Searched, start: int) -> list[PromptPi
     return [*pieces, PromptPiece(tuple(ids[start:]), is_searched=False)]
 
 
+def _request(prompt: Prompt, origin: Origin, started: float) -> Request:
+    """Return a request that began at `started`, with the settings of its origin."""
+    return Request(
+        prompt, origin.config, SamplingParams(), origin.session, started, quality=origin.quality
+    )
+
+
+def _text_of(ids: Sequence[int], start: int = 0) -> Segment:
+    """Return the tokens from `start` on as a segment that is computed."""
+    rest = tuple(ids[start:])
+    name = digest("between", str(start), " ".join(map(str, rest)))
+    return Segment("question", name, rest, private=True)
+
+
 def _continued(before: Ask, ids: Sequence[int]) -> Ask:
     """Return a request that begins with the chunks of an earlier one, whose blocks vLLM's prefix cache has."""
-    start = before.prompt.bounds[-2]
-    rest = tuple(ids[start:])
-    question = Segment(
-        "question", digest("between", str(start), " ".join(map(str, rest))), rest, private=True
-    )
+    question = _text_of(ids, before.prompt.bounds[-2])
     return replace(before, prompt=Prompt((*before.prompt.segments[:-1], question)))
 
 
@@ -606,16 +518,17 @@ class SearchingClient:
         In the outputs of a request that is served from chunk-caches, `num_cached_tokens` is the number of reused
         tokens, None before the report. For an audit, `params.logprobs` becomes 16, and the outputs hide them.
 
-        If the prompt's texts cannot be located, or looking them up fails as `PlainPrompts.aside` describes, that is
-        logged, and vLLM serves the request without chunk-caches. Raises vLLM's own exceptions, and KeyError, TypeError
+        If looking up the prompt's texts fails as `PlainPrompts.aside` describes, that is logged, and vLLM serves the
+        request without chunk-caches. Raises vLLM's own exceptions, and KeyError, TypeError
         or ValueError for a report that no connector of this version makes.
         """
         prompts = self._prompts
         client: EngineClient | RecordingClient = self._client
         prepared: Prepared | None = None
-        ids = prompt["prompt_token_ids"] if _searchable(prompt, params, options) else []
-        if ids:
-            prepared = await self._prepared(ids)
+        ids: Sequence[int] = []
+        if _searchable(prompt, params, options):
+            ids = prompt["prompt_token_ids"]
+            prepared = await prompts.aside(partial(self._prepare, prompt))
         if prepared is not None:
             client = RecordingClient(self._client, prompts.record(prepared), prompts.records)
             if prepared.ask is not None:
@@ -632,16 +545,9 @@ class SearchingClient:
             if prepared is not None:
                 prompts.note(prepared.notes)
 
-    async def _prepared(self, ids: Sequence[int]) -> Prepared | None:
-        try:
-            searched = await self._locate(ids)
-        # vLLM has rendered this prompt already; for a changed message a template may raise anything
-        except Exception:
-            logger.exception(_LEFT_TO_VLLM)
-            return None
-        return await self._prompts.aside(
-            partial(self._prompts.prepare, ids, searched, self._origin)
-        )
+    def _prepare(self, prompt: Mapping[str, Any]) -> Prepared | None:
+        ids = prompt["prompt_token_ids"]
+        return self._prompts.prepare(ids, partial(self._locate, prompt), self._origin)
 
 
 def _searchable(prompt: object, params: RequestParams, options: Mapping[str, object]) -> bool:

@@ -9,9 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Protocol
 
 from cachecraft_rag.vllm.messages import Corrections
 from cachecraft_rag.vllm.worker.interfaces import EngineRequest, PrefillStats
+
+
+class CountReused(Protocol):
+    """Function that counts reused tokens of a prompt."""
+
+    def __call__(self, *, first: int) -> int:
+        """Return how many tokens from position `first` on were reused."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class _LookUp:
 
     @property
     def local(self) -> int:
-        """Number of tokens that vLLM had in its own prefix cache; a report counts them as reused, too."""
+        """Number of first tokens that vLLM had in its own prefix cache."""
         return 0 if self.prefill is None else self.prefill.num_local_cached_tokens
 
     def correct(self, reused: int) -> None:
@@ -75,17 +83,17 @@ class StatsCorrections:
         self._totals["requests"] -= 1
         self._totals["queries"] -= look_up.queries
 
-    def ended(self, name: str, *, reused: int) -> None:
+    def ended(self, name: str, reused: CountReused | None = None) -> None:
         """Count the look-up of a request again, whose filling has ended; does nothing if that was done before.
 
         Args:
             name: id of the request.
-            reused: number of tokens of its prompt that were reused.
+            reused: counts the tokens of its prompt that were reused; None if none was.
         """
         look_up = self._look_ups.pop(name, None)
         if look_up is None:
             return
-        hits = min(look_up.filled, max(0, reused - look_up.local))
+        hits = 0 if reused is None else min(look_up.filled, reused(first=look_up.local))
         look_up.correct(hits)
         self._totals["requests"] += 1
         self._totals["queries"] += look_up.queries
@@ -94,7 +102,7 @@ class StatsCorrections:
     def finished(self, name: str) -> None:
         """Forget a request; one that ended before its report has reused nothing."""
         self._idle.discard(name)
-        self.ended(name, reused=0)
+        self.ended(name)
 
     def totals(self) -> Corrections:
         """Return the totals so far, as a copy."""

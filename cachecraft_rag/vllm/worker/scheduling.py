@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.planner import make_plan
@@ -306,8 +307,8 @@ class Scheduling:
             if known.report is None:
                 known.report = report
                 self._send(known.ask, report)
-                reused = 0 if known.ask is None else reused_tokens(known.ask.prompt, report)
-                self.corrections.ended(name, reused=reused)
+                if known.ask is not None:
+                    self.corrections.ended(name, partial(reused_tokens, known.ask.prompt, report))
             rows = report.get("row_layers", 0) // self._identity.layout.layers
             ask = known.ask
             if ask is not None and not ask.idle:

@@ -1,0 +1,170 @@
+"""A request that is left to vLLM costs nothing of ours: no message, no signature, no look-up and no plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
+
+from cachecraft_rag.engine.config import EngineConfig
+from cachecraft_rag.store import ChunkCacheStore
+from cachecraft_rag.vllm.messages import FIELD, Ask
+from cachecraft_rag.vllm.served_model import ServedModel
+from cachecraft_rag.vllm.server import unmarked
+from cachecraft_rag.vllm.server.endpoint import ChatWithDocuments, Endpoint
+from cachecraft_rag.vllm.server.message_places import TokenOffsets
+from cachecraft_rag.vllm.server.server_engine import ServerEngine
+from cachecraft_rag.vllm.settings import ConnectorSettings, EndpointSettings
+from tests.vllm.test_message_places import SPOILS_USER, about
+
+DOCUMENTS = [{"text": about(thing)} for thing in ("kettle", "toaster")]
+
+
+class Handler:
+    """vLLM's handler of chat completions: hands a prompt to the engine's client, and keeps what it was given."""
+
+    exclude_tools_when_tool_choice_none = False
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.engine_client = SimpleNamespace(generate=self._generate)
+        self.given: list[dict[str, Any]] = []
+        self.sent: list[dict[str, Any]] = []
+        self.template: str | None = None  # in place of the tokenizer's
+        self._tokenizer = tokenizer
+
+    async def _generate(
+        self, prompt: Any, params: Any, *_: object, **__: object
+    ) -> AsyncGenerator[Any]:
+        self.sent.append(params.extra_args or {})
+        yield SimpleNamespace(
+            outputs=[SimpleNamespace(token_ids=[1], finish_reason="length", stop_reason=None)],
+            metrics=None,
+            kv_transfer_params=None,
+            finished=True,
+            num_cached_tokens=0,
+        )
+
+    async def create_chat_completion(self, request: Any, _: object) -> ErrorResponse:
+        transfer = request.kv_transfer_params or {}
+        self.given.append(dict(transfer))
+        ids = transfer.pop("prompt_token_ids", None)
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": ids}
+        if ids is None:
+            text = self._tokenizer.apply_chat_template(
+                request.messages, chat_template=self.template, tokenize=False
+            )
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            prompt |= {"prompt": text, "prompt_token_ids": ids}
+        extra = {"kv_transfer_params": transfer} if transfer else None
+        params = SimpleNamespace(
+            n=1,
+            prompt_logprobs=None,
+            extra_args=extra,
+            max_tokens=1,
+            temperature=0,
+            top_p=1,
+            structured_outputs=None,
+            logprobs=None,
+        )
+        note = ""
+        async for output in self.engine_client.generate(prompt, params, "request"):
+            note = (output.kv_transfer_params or {FIELD: {"note": ""}})[FIELD]["note"]
+        error = ErrorInfo(message=str(note), type="of this test", code=400)
+        return ErrorResponse(error=error)
+
+
+@pytest.fixture
+def made(
+    tiny_decoder: Callable[..., Any], byte_tokenizer: Any, tmp_path: Path
+) -> Iterator[tuple[TestClient, Handler, ServerEngine]]:
+    decoder = tiny_decoder("Llama")
+    facts = (decoder.fingerprint, decoder.layout, decoder.context_length, frozenset())
+    model = ServedModel("tiny", None, byte_tokenizer, *facts)
+    endpoint = EndpointSettings(plain_prompts="reuse")
+    settings = ConnectorSettings(str(tmp_path), model.identity, EngineConfig(), endpoint=endpoint)
+    calls: Any = SimpleNamespace(close=lambda: None)
+    with ChunkCacheStore.open(tmp_path) as store:
+        engine = ServerEngine(model, store, settings, calls=calls)
+        cache: Any = SimpleNamespace(num_gpu_blocks=100, block_size=16, enable_prefix_caching=True)
+        handler = Handler(byte_tokenizer)
+        app = FastAPI()
+        ChatWithDocuments().attach_router(app)
+        app.state.cachecraft = Endpoint(engine, cache)
+        app.state.openai_serving_chat = handler
+        app.state.enable_server_load_tracking = False
+        with TestClient(app) as client:
+            yield client, handler, engine
+        engine.close()
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts messages, searches, look-ups and plans."""
+    counts: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def counted(*given: Any, **named: Any) -> Any:
+            counts[name] += 1
+            return real(*given, **named)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(Ask, "message")
+    count(TokenOffsets, "prompt_text")
+    count(ChunkCacheStore, "marked_texts")
+    count(ChunkCacheStore, "find")
+    count(unmarked, "make_plan")
+    return counts
+
+
+@pytest.mark.parametrize("documents", [DOCUMENTS, None])
+def test_a_request_that_is_left_to_vllm_is_neither_signed_nor_looked_up_nor_planned(
+    made: tuple[TestClient, Handler, ServerEngine],
+    work: Counter[str],
+    documents: list[dict[str, str]] | None,
+) -> None:
+    client, handler, engine = made
+    text = "\n\n".join(document["text"] for document in DOCUMENTS)
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "Is it?"}]}
+    if documents is None:
+        body = {"messages": [{"role": "user", "content": f"{text}\n\nIs it?"}]}
+    else:
+        body["documents"] = documents
+
+    served = client.post("/v1/chat/completions", json=body)
+    assert served.status_code == 400, served.text  # the stand-in for vLLM has no model
+    assert sum(work.values()) > 0
+    work.clear()
+    engine.min_prompt_tokens = 10_000
+    left = client.post("/v1/chat/completions", json=body)
+
+    assert "min_prompt_tokens" in left.json()["error"]["message"], left.text
+    assert handler.given[-1].keys() <= {"prompt_token_ids"}
+    assert handler.sent[-1] == {}
+    assert not work
+
+
+def test_a_prompt_whose_messages_the_chat_template_changes_is_left_to_vllm_and_says_so(
+    made: tuple[TestClient, Handler, ServerEngine],
+) -> None:
+    client, handler, _ = made
+    handler.template = SPOILS_USER
+    body = {"messages": [{"role": "user", "content": about("kettle")}]}
+    for _ in range(2):
+        answer = client.post("/v1/chat/completions", json=body)
+        note = answer.json()["error"]["message"]
+        assert "not searched: messages 0" in note, answer.text
+        assert "chat template" in note
+        assert handler.sent[-1] == {}
