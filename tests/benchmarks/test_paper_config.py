@@ -1,4 +1,4 @@
-"""`EngineConfig.paper()` through both frameworks: what the papers propose, all of it in one request from the disk."""
+"""`EngineConfig.paper()` and the default through both frameworks: the papers' methods in one request from the disk."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def ask_llama_index(engine: Engine) -> Stats:
 def open_engine(
     tiny_decoder: Callable[..., Decoder], tmp_path: Path
 ) -> Iterator[Callable[..., Engine]]:
-    """Opens an engine with the papers' settings over the same folder, which closes the one before."""
+    """Opens an engine over the same folder, which closes the one before; with the papers' settings unless given."""
     opened: list[tuple[Engine, ChunkCacheStore]] = []
 
     def close() -> None:
@@ -77,9 +77,9 @@ def open_engine(
             store.close()
         opened.clear()
 
-    def make(**options: Any) -> Engine:
+    def make(config: EngineConfig | None = None, **options: Any) -> Engine:
         close()
-        config = EngineConfig.paper(reuse=PAPER, **options)
+        config = config or EngineConfig.paper(reuse=PAPER, **options)
         store = ChunkCacheStore.open(tmp_path / "caches", config.store)
         engine = Engine(tiny_decoder("Llama"), store, config)
         opened.append((engine, store))
@@ -125,6 +125,28 @@ def test_variants_early_termination_and_tail_loading_act_in_one_request(
     chosen = stats["tokens_recomputed"] + stats["tokens_computed"]
     assert 0 < second["recomputed"] < second["tokens"]
     assert stats["recompute_share"] < chosen / stats["tokens_prompt"]
+
+
+@pytest.mark.parametrize("ask", [ask_langchain, ask_llama_index])
+def test_by_default_variants_focus_and_tail_loading_act_in_one_request(
+    ask: Callable[[Engine], Stats],
+    open_engine: Callable[..., Engine],
+    front_is_late: Callable[..., None],
+) -> None:
+    config = EngineConfig(new_variants="off", best_last=False)
+    engine = open_engine(config)
+    capture(engine, CHUNKS[:1], [OTHER, THIRD], [SECOND, THIRD], [OTHER, SECOND], [OTHER, LAST])
+    variants = {row.variant.variant_id: row.variant for row in engine.store.rows()}
+    engine = open_engine(config)  # with nothing in memory
+    front_is_late(engine.prompts, FRONT)
+    stats = ask(engine)
+    first, second, third, last = stats["chunks"]
+    assert SECOND.chunk_id in variants[third["variant_id"]].key.origin_prefix
+    assert (first["computed"], first["reason_code"]) == (first["tokens"], Reason.COMPUTED_FASTER)
+    assert [(one["tier"], one["computed"]) for one in (second, third, last)] == [("disk", 0)] * 3
+    assert max(one["focus"] for one in stats["chunks"]) == 1.0
+    assert {one["in_focus"] for one in stats["chunks"]} <= {True, False}
+    assert stats["tokens_spared"] == sum(one["spared"] for one in stats["chunks"])
 
 
 def test_a_chunk_that_was_fixed_becomes_a_variant_of_its_new_prefix(
