@@ -74,12 +74,12 @@ def _for_pydantic(given: Any, known: dict[Any, Any]) -> Any:
     if origin is UnionType:
         return Union[kinds]  # noqa: UP007
     # NotRequired and its like take no tuple
-    return origin[kinds if len(kinds) > 1 else kinds[0]]  # type: ignore[index]
+    return origin[kinds if len(kinds) > 1 else kinds[0]]
 
 
 def _copy_of(given: Any, known: dict[Any, Any]) -> Any:
     """Return a copy of a TypedDict for pydantic; it is known before its fields are read, as these may hold it."""
-    copy: Any = typing_extensions.TypedDict(given.__name__, {})  # type: ignore[operator]
+    copy: Any = typing_extensions.TypedDict(given.__name__, {})  # type: ignore[misc]
     known[given] = copy
     copy.__doc__ = given.__doc__
     copy.__required_keys__ = given.__required_keys__

@@ -377,8 +377,10 @@ class FaissStore(Closeable):
         """
         check_whole("k", k, least=1)
         check_where(where)
-        is_matrix = isinstance(vector, np.ndarray) and vector.ndim == 2
-        queries = self._checked(vector, len(vector)) if is_matrix else self._checked([vector], 1)
+        if isinstance(vector, np.ndarray) and vector.ndim == 2:
+            queries = self._checked(vector, len(vector))
+        else:
+            queries = self._checked([vector], 1)
         # one snapshot: what the index finds, the rows still hold
         with self._opened().snapshot() as db:
             index = self._synchronised(db)
