@@ -378,7 +378,7 @@ class FaissStore(Closeable):
         check_whole("k", k, least=1)
         check_where(where)
         if isinstance(vector, np.ndarray) and vector.ndim == 2:
-            queries = self._checked(vector, len(vector))
+            queries = self._checked(vector, vector.shape[0])
         else:
             queries = self._checked([vector], 1)
         # one snapshot: what the index finds, the rows still hold
