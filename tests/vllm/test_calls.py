@@ -22,7 +22,7 @@ from cachecraft_rag.vllm.messages import FIELD, Ask
 from tests.vllm.conftest import TEXTS, Server
 from tests.vllm.test_equality import CASES, assert_equal, greedy
 
-CHUNKS = [Chunk(text) for text in TEXTS]
+CHUNKS = [Chunk(text) for text in (*TEXTS, "N")]  # those of `CASES`
 CONFIG = ReuseConfig(probe_min_rows=0, alpha=0.5, loading="whole")
 QUIET = replace(CONFIG, capture=False)
 TOKENS = 24

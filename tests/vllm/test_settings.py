@@ -243,7 +243,7 @@ def test_the_log_begins_with_the_settings(
     command = ["serve", "demo", "--session-header", "X-Mine"]
     written = CliRunner().invoke(app, command).stderr
     (line,) = [line for line in "".join(written.split()).split("INFO") if "Settings:" in line]
-    assert "namespacedefault,codecraw,recomputeratioofeachchunk'sCFO,plainpromptsoff" in line
+    assert "namespacedefault,codecraw,recomputeratio0.2,plainpromptsoff" in line
     assert "sessionheaderX-Mine" in line
     assert "VLLM_LOGGING_CONFIG_PATH" not in os.environ
 
