@@ -53,7 +53,7 @@ def chunks_in_focus(scores: Mapping[int, float]) -> frozenset[int]:
 
     Chunks are named by any number, such as the index of their segment. Returns all chunks if no score is above 0.
 
-    >>> sorted(chunks_in_focus({1: 4.0, 2: 0.1, 3: 1.0}))
+    >>> sorted(chunks_in_focus({1: 4.0, 2: 0.1, 3: 3.0}))
     [1, 3]
     """
     least = _FOCUS_SHARE * max(scores.values(), default=0.0)

@@ -331,18 +331,18 @@ def test_a_folder_that_becomes_a_link_while_it_is_listed_shows_no_names_from_out
     rag: CacheCraft, tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allowed = AllowedFolders([tree / "allowed"])
-    scandir = os.scandir
+    listdir = os.listdir
     deep = tree / "allowed" / "deep"
 
-    def swap_then_scandir(place: Path | int) -> Any:
+    def swap_then_listdir(place: Path | int) -> Any:
         is_deep = isinstance(place, int) and os.path.samestat(os.fstat(place), os.stat(deep))
         if is_deep or place == deep:
             deep.rename(tree / "aside")
             deep.symlink_to(tree / "private")
-        return scandir(place)
+        return listdir(place)
 
-    monkeypatch.setattr(os, "scandir", swap_then_scandir)
-    monkeypatch.setattr(os, "supports_fd", {*os.supports_fd, swap_then_scandir})
+    monkeypatch.setattr(os, "listdir", swap_then_listdir)
+    monkeypatch.setattr(os, "supports_fd", {*os.supports_fd, swap_then_listdir})
     report = rag.add_documents(tree / "allowed", opener=allowed.open)
     assert deep.is_symlink()
     names = {*report.added, *(problem.doc_id for problem in report.problems)}

@@ -376,7 +376,7 @@ def test_nothing_of_the_last_chunk_is_loaded_if_it_is_recomputed_in_full(
     shelf: Shelf, selector: str
 ) -> None:
     variants = moved(shelf)
-    config = ReuseConfig(selector=selector)
+    config = ReuseConfig(selector=selector, nearest_share=0.35)
     with closing(shelf.resolve(PRIVATE, config)) as resolved:
         last = resolved.plan.segments[3]
         assert (last.in_full, last.recompute) == (True, tuple(range(20)))
@@ -392,7 +392,7 @@ def test_nothing_of_the_last_chunk_is_loaded_if_it_is_recomputed_in_full(
 def test_nothing_that_is_recomputed_in_full_is_resident(shelf: Shelf) -> None:
     shelf.put("a", ("system", "d"))
     shelf.put("c", ("system", "d"))
-    resolved = shelf.resolve(PRIVATE, ReuseConfig())
+    resolved = shelf.resolve(PRIVATE, ReuseConfig(nearest_share=0.35))
     assert [one.start for one in resolved.job.resident] == [8]
     assert resolved.job.unread == {3}
 
@@ -437,7 +437,7 @@ def test_a_chunk_that_a_probe_may_spare_is_loaded(shelf: Shelf) -> None:
 
 def test_a_chunk_that_early_termination_may_stop_is_loaded(shelf: Shelf) -> None:
     moved(shelf)
-    config = ReuseConfig(early_termination=True)
+    config = ReuseConfig(early_termination="published", nearest_share=0.35)
     with closing(shelf.resolve(PRIVATE, config)) as resolved:
         assert resolved.plan.segments[3].in_full
         assert loaded_names(resolved) == ["system", "a", "b", "c"]
@@ -472,7 +472,7 @@ def test_before_a_chunk_that_is_captured_for_everybody_nothing_changes_what_is_r
     """There neither a probe nor early termination has a say."""
     moved(shelf)
     shelf.store.evict(RowFilter(chunk_ids=("c",)))
-    config = ReuseConfig(recompute_ratio=1.0, selector=selector, early_termination=True)
+    config = ReuseConfig(recompute_ratio=1.0, selector=selector, early_termination="published")
     with closing(shelf.resolve(PRIVATE, config)) as resolved:
         assert resolved.job.shared_until == 218
         assert resolved.job.unread == {1, 2}

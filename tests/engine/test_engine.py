@@ -276,7 +276,9 @@ def test_another_question_over_the_same_chunks_is_exact_too(engine: Engine) -> N
 def test_moved_chunks_are_reused_and_partly_recomputed(engine: Engine) -> None:
     ask(engine)
     moved = ask(
-        engine, [FRIDGE, KETTLE], config=ReuseConfig(budget_scope="chunk", selector="cache_craft")
+        engine,
+        [FRIDGE, KETTLE],
+        config=ReuseConfig(alpha=0.25, budget_scope="chunk", selector="cache_craft"),
     )
     assert set(outcomes(moved).values()) == {"reused"}
     assert 0 < moved.stats.tokens_recomputed < 0.3 * moved.stats.tokens_prompt

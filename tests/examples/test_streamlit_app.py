@@ -418,7 +418,7 @@ def test_from_an_empty_page_to_reused_tokens(
         "**notes.zip** was not added: not a kind of file that can be indexed; convert it to one of .txt"
         in problems
     )
-    assert [path.name for path in (tmp_path / "uploads").iterdir()] == ["kettle.md"]
+    assert [path.name for path in (tmp_path / "uploads").glob("[!.]*")] == ["kettle.md"]
     (note,) = app.success
     assert note.value == "Added **kettle.md**: 2 passages. Ask about it above."
     (offered,) = app.button_group
@@ -515,7 +515,7 @@ def test_a_question_that_comes_while_documents_are_read_waits_for_them(
         assert gate.is_reached.wait(30)
         with pytest.raises(RuntimeError, match="timed out"):
             app.chat_input(key="question").set_value(QUESTIONS[0]).run(timeout=5)
-    assert [path.name for path in (tmp_path / "uploads").iterdir()] == ["kettle.md"]
+    assert [path.name for path in (tmp_path / "uploads").glob("[!.]*")] == ["kettle.md"]
     assert any(
         text.startswith("Next, once the upload is read: How much water") for text in captions
     )
@@ -527,7 +527,7 @@ def test_a_question_that_comes_while_documents_are_read_waits_for_them(
         (QUESTIONS[0], True)
     ]
     assert "1.7 litres" in app.session_state.turns[0].answer.text
-    assert [path.name for path in (tmp_path / "uploads").iterdir()] == ["kettle.md"]
+    assert [path.name for path in (tmp_path / "uploads").glob("[!.]*")] == ["kettle.md"]
     assert not app.session_state.waiting
 
 

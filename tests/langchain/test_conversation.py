@@ -236,7 +236,7 @@ def test_langchains_own_history_aware_retriever_works_with_our_model(
     chain.invoke({"input": FOLLOW_UP, "chat_history": HISTORY}, {"callbacks": [statistics]})
     first, rewriting, second = statistics.of
     assert rewriting["chunks"] == ()
-    assert share_reused(first, second) >= 0.8
+    assert share_reused(first, second) >= 0.75  # a fifth is recomputed
 
 
 def test_a_first_question_goes_to_the_retriever_as_it_is(embeddings: CacheCraftEmbeddings) -> None:

@@ -291,12 +291,12 @@ def test_others_compute_while_a_request_waits_for_the_disk(make_engine: MakeEngi
     engine, gate = make_engine(host_bytes=0), threading.Event()
     begin, begun = engine._answering.loader.begin, list[Any]()
 
-    def hanging(stored: Any) -> Any:
+    def hanging(stored: Any, *rest: Any) -> Any:
         if not begun:
             for one, _ in stored:
                 read = one.read
                 one.read = lambda *given, read=read, **named: (gate.wait(60), read(*given, **named))
-        begun.append(begin(stored))
+        begun.append(begin(stored, *rest))
         return begun[-1]
 
     engine._answering.loader.begin = hanging  # type: ignore[method-assign]
