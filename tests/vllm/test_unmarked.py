@@ -457,7 +457,7 @@ def reused_in_turns(
         counts.append(server.counts())
         if turn is TURNS[1]:
             wait_for(server, stored + 3)
-    # Of one budget for the whole prompt, a short passage may get no token.
+    # the budget is spent on the whole prompt, so a short passage may get no token of it
     kinds = [
         ("cachecraft_chunks_total", ("reused", str(reason)))
         for reason in (Reason.FIXED, Reason.REUSED)
@@ -538,8 +538,7 @@ def test_the_third_time_langchain_reuses_passages_over_its_own_client(
     )
     try:
         chunks, share = reused_in_turns(server, words(800), langchain_at(server))
-        assert chunks[:2] == [0, 0]
-        assert chunks[2] >= 3  # a passage may be found in pieces
+        assert chunks == [0, 0, 4]  # with the text before the first passage
         assert share >= 0.75
     finally:
         server.stop()
