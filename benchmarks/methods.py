@@ -71,8 +71,10 @@ _ABLATIONS = (
     ),
     Method("no_causality", "Cache-Craft Table 3", _fixed(_paper()(0.0))),
     Method("no_drift", "this package", _ours(drift=0.0), takes_ratio=True),
-    Method("no_nearest", "this package", _ours(nearest_share=0.0), takes_ratio=True),
-    # until November 2026
+    Method("scattered", "this package", _ours(nearest_share=0.0), takes_ratio=True),
+    # the default of 25 to 29 November 2026
+    Method("nearest", "this package", _ours(nearest_share=0.35), takes_ratio=True),
+    # the default before
     Method(
         "earlier_default",
         "this package",

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +38,7 @@ from benchmarks.server import answers
 ORDERS = ((0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0))
 SETTINGS: Mapping[str, Mapping[str, object]] = {
     "default": {},
-    "recompute_ratio=0.15, nearest_share=0": {"recompute_ratio": 0.15, "nearest_share": 0.0},
+    "recompute_ratio=0.15": {"recompute_ratio": 0.15},
 }
 INSTRUCTION = " ".join(
     f"The workshop answers in plain words, by rule {rule} of the house." for rule in range(12)
@@ -181,8 +181,19 @@ def pair(
 def measured(
     ours: Server, plain: Server, pairs: int, sentences: int
 ) -> dict[str, list[list[Asked]]]:
-    """Return setting → order → its pairs, without those of a first round that warms up."""
+    """Return setting → order → its pairs, without those of a first round that warms up.
+
+    Ctrl-C and SIGTERM end it: what was measured until then is returned.
+    """
     found: dict[str, list[list[Asked]]] = {name: [[] for _ in ORDERS] for name in SETTINGS}
+    with suppress(KeyboardInterrupt, SystemExit):
+        _measure(ours, plain, pairs, sentences, found)
+    return found
+
+
+def _measure(
+    ours: Server, plain: Server, pairs: int, sentences: int, found: dict[str, list[list[Asked]]]
+) -> None:
     for number in range(-1, pairs):
         for name, settings in SETTINGS.items():
             texts = documents(f"series {number + 1}{len(settings)}", sentences)
@@ -197,8 +208,11 @@ def measured(
                 )
                 if number >= 0:
                     found[name][place].append(asked)
-                print(f"round {number}, {name}, order {place}: {asked}", file=sys.stderr)
-    return found
+                print(
+                    f"round {number}, {name}, order {place}: {asked.seconds:.2f} s, vLLM alone "
+                    f"{asked.plain_seconds:.2f} s, {asked.reused:.0%} reused",
+                    file=sys.stderr,
+                )
 
 
 def summary(pairs: Sequence[Asked]) -> dict[str, object]:
@@ -253,7 +267,9 @@ def main(
         stock = [sys.executable, "-m", module, "--model", folder, *shared, "--enforce-eager"]
         plain = opened.enter_context(running(stock, logs / "plain.log", VLLM_PLUGINS=""))
         found = measured(ours, plain, pairs, sentences)
-    figures = {name: [summary(asked) for asked in by_order] for name, by_order in found.items()}
+    figures = {
+        name: [summary(asked) for asked in by_order if asked] for name, by_order in found.items()
+    }
     for name, orders in figures.items():
         for place, figure in enumerate(orders):
             shown = {key: value for key, value in figure.items() if key != "pairs"}

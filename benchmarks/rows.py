@@ -1,13 +1,12 @@
 """`python -m benchmarks rows`: what each recomputed row buys, in right answers, divergence and time.
 
 Ways to spend recomputed rows are compared question by question, each with several recompute ratios. The scattered rows
-are those of the selector "question". The nearest chunk is the one directly before the question. The focused chunk is
-the one to which the question attends most in the probe: the sum over its `STRONGEST` tokens.
+are those of the selector "question". The nearest chunk is the one directly before the question. Which chunks are in
+focus, the probe says (`planning.early_termination`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from benchmarks import formats
+from benchmarks.methods import ABLATIONS
 from cachecraft_rag.checks import check_choice
 from cachecraft_rag.cli import options
 from cachecraft_rag.cli.evaluation.evaluate import (
@@ -35,117 +35,66 @@ from cachecraft_rag.evaluation.measuring import PLAIN, Method, Record, Trial, la
 from cachecraft_rag.evaluation.origins import condition_named
 from cachecraft_rag.evaluation.report import MEASURES, Columns, Estimate, Measure, summarise
 from cachecraft_rag.planning import planner
-from cachecraft_rag.planning.config import DEFAULT_ALPHA
+from cachecraft_rag.planning.config import DEFAULT_ALPHA, ReuseConfig
+from cachecraft_rag.planning.early_termination import focus_score
 from cachecraft_rag.planning.selectors import TokenFacts
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine
     from cachecraft_rag.evaluation.dataset import EvaluationQuestion
-    from cachecraft_rag.planning.config import ReuseConfig
     from cachecraft_rag.types.documents import Chunk
 
 Order = Literal["given", "rotated", "retrieved"]
-STRONGEST = 8  # tokens of a chunk whose attention from the question is added
-IN_FOCUS = 0.5  # a chunk with at least this part of the strongest chunk's score is in focus
-NEAREST_SHARE = 0.35  # the default from 25 to 29 November 2026
 BASELINE = ("nearest", 0.15)  # what the answers of the other methods are paired with
 
-# facts about each chunk, its budget → its new budget
-Budgets = Callable[[Sequence[TokenFacts], Sequence[int]], Sequence[int]]
 
-
-def focus_scores(facts: Sequence[TokenFacts]) -> list[float]:
-    """The question's attention to each chunk, summed over its strongest tokens; [] before the probe."""
-    probed = [one.probed for one in facts if one.probed is not None]
-    if len(probed) < len(facts):
-        return []
-    return [float(np.sort(scores)[-STRONGEST:].sum()) for scores in probed]
-
-
-def focused_in_full(facts: Sequence[TokenFacts], budgets: Sequence[int]) -> Sequence[int]:
-    """All rows of the chunk with the strongest focus, beside the budgets of the others."""
-    scores = focus_scores(facts)
-    if not scores:
-        return budgets
-    strongest = scores.index(max(scores))
+def focused_in_full(facts: Sequence[TokenFacts], budgets: Sequence[int]) -> list[int]:
+    """Return the budgets with all tokens for the chunk with the highest focus score; as they are before the probe."""
+    scores = [0.0 if one.probed is None else focus_score(one.probed) for one in facts]
+    most = max(scores, default=0.0)
     return [
-        one.tokens if place == strongest else budget
-        for place, (one, budget) in enumerate(zip(facts, budgets, strict=True))
+        one.tokens if score == most > 0.0 else budget
+        for one, score, budget in zip(facts, scores, budgets, strict=True)
     ]
 
 
-def focused_alone(facts: Sequence[TokenFacts], budgets: Sequence[int]) -> Sequence[int]:
-    """No rows for chunks without focus; their budget is saved."""
-    scores = focus_scores(facts)
-    if not scores:
-        return budgets
-    least = IN_FOCUS * max(scores)
-    return [budget if score >= least else 0 for budget, score in zip(budgets, scores, strict=True)]
+@contextmanager
+def focused(_: Engine, question: EvaluationQuestion, __: float) -> Iterator[Sequence[Chunk]]:
+    """Recompute the chunk with the highest focus score in full, and the budget of each other chunk in that chunk."""
+    before = planner.select
+
+    def select(
+        facts: Sequence[TokenFacts], budgets: Sequence[int], *given: Any, **named: Any
+    ) -> list[np.ndarray]:
+        # one budget for all would be spent on the best tokens of all chunks
+        return before(
+            facts, focused_in_full(facts, budgets), *given, **named | {"budget_scope": "chunk"}
+        )
+
+    planner.select = select
+    try:
+        yield question.passages
+    finally:
+        planner.select = before
 
 
-def focused_more(facts: Sequence[TokenFacts], budgets: Sequence[int]) -> Sequence[int]:
-    """No rows for chunks without focus; their budget goes to the others, in proportion to theirs."""
-    kept = focused_alone(facts, budgets)
-    if not sum(kept):
-        return budgets
-    factor = sum(budgets) / sum(kept)
-    return [
-        min(one.tokens, math.ceil(budget * factor)) for one, budget in zip(facts, kept, strict=True)
-    ]
+def _only_in_focus(ratio: float) -> ReuseConfig:
+    return replace(PLAIN, recompute_ratio=ratio, early_termination="probe")
 
 
-def spending(budgets_of: Budgets) -> Any:
-    """A preparation that changes the budgets of a request, see `Method.prepare`."""
-
-    @contextmanager
-    def prepared(_: Engine, question: EvaluationQuestion, __: float) -> Iterator[Sequence[Chunk]]:
-        before = planner.select
-
-        def select(
-            facts: Sequence[TokenFacts], budgets: Sequence[int], *given: Any, **named: Any
-        ) -> list[np.ndarray]:
-            changed = budgets_of(facts, budgets)
-            # one budget would be spent on the best tokens of all chunks, so here each spends its own
-            named |= {} if list(changed) == list(budgets) else {"budget_scope": "chunk"}
-            return before(facts, changed, *given, **named)
-
-        planner.select = select
-        try:
-            yield question.passages
-        finally:
-            planner.select = before
-
-    return prepared
+def _by_cfo(nearest_share: float, _: float) -> ReuseConfig:
+    return replace(PLAIN, alpha=DEFAULT_ALPHA, nearest_share=nearest_share)
 
 
-def _with(**changes: Any) -> Callable[[float], ReuseConfig]:
-    return lambda ratio: replace(PLAIN, recompute_ratio=ratio, **changes)
-
-
-def _by_cfo(**changes: Any) -> Callable[[float], ReuseConfig]:
-    return lambda _: replace(PLAIN, alpha=DEFAULT_ALPHA, **changes)
-
-
+_SCATTERED, _NEAREST = ABLATIONS["scattered"], ABLATIONS["nearest"]
 _WAYS = (
     USERS["full_cache"],
-    Method("scattered", "this package", _with(nearest_share=0.0), takes_ratio=True),
-    Method("nearest", "this package", _with(nearest_share=NEAREST_SHARE), takes_ratio=True),
-    Method("cfo", "eq. 12", _by_cfo(nearest_share=0.0)),
-    Method("cfo_nearest", "eq. 12", _by_cfo(nearest_share=NEAREST_SHARE)),
-    *(
-        Method(
-            name,
-            "this package",
-            _with(nearest_share=0.0),
-            takes_ratio=True,
-            prepare=spending(budgets_of),
-        )
-        for name, budgets_of in (
-            ("focused", focused_in_full),
-            ("focused_alone", focused_alone),
-            ("focused_more", focused_more),
-        )
-    ),
+    _SCATTERED,
+    _NEAREST,
+    Method("cfo", "eq. 12", partial(_by_cfo, 0.0)),
+    Method("cfo_nearest", "eq. 12", partial(_by_cfo, _NEAREST.config(0.0).nearest_share)),
+    replace(_SCATTERED, name="focused", prepare=focused),
+    Method("only_in_focus", "this package", _only_in_focus, takes_ratio=True),
 )
 WAYS: Mapping[str, Method] = {way.name: way for way in _WAYS}
 
@@ -263,9 +212,10 @@ PAIRED = (
 class Comparing:
     """Options: what is compared, and where the answer's passage is.
 
-    ways   comma-separated: full_cache (nothing recomputed), scattered, nearest, cfo, cfo_nearest, focused,
-           focused_alone, focused_more; all without it. One with a ratio, such as nearest@0.15, runs at this one only,
-           others at all of --ratios
+    ways   comma-separated: full_cache (nothing recomputed), scattered, nearest (that chunk in full too), cfo (by CFO),
+           cfo_nearest (both), focused (the chunk that the question attends to most in full, too), only_in_focus
+           (nothing of chunks out of focus); all without it. One with a ratio, such as nearest@0.15, runs at this one
+           only, others at all of --ratios
     order  of the passages. given: as in the data. rotated: the look-alike page with the answer in each place equally
            often. retrieved: those that the bundled embedding model finds, the best last
     """

@@ -433,11 +433,6 @@ def with_selection(
     spent: list[int] = []
     fixed_indices: list[int] = []
     segments = _with_focus(plan.segments, focus)
-    may_spare = (
-        config.early_termination == "probe"
-        and config.fixed_ratio != 1.0
-        and len(focus) >= FEWEST_CHUNKS
-    )
     empty: frozenset[int] = frozenset()
 
     for index, planned in enumerate(segments):
@@ -451,12 +446,11 @@ def with_selection(
         already_computed = excluded.get(index, empty)
         budget = math.ceil((ratio or 0.0) * variant.tokens)
 
-        if may_spare and index in probed and planned.in_focus is False:
+        if planned.in_focus is False and index in probed and _spares_tokens(config, focus):
             wanted = variant.tokens - len(already_computed) if planned.in_full else budget
-            budget = 0
             spared = max(0, wanted - len(already_recomputed))
-            planned = replace(planned, spared=spared, in_full=False)
-            segments[index] = planned
+            segments[index] = planned = replace(planned, spared=spared, in_full=False)
+            budget = 0
 
         if planned.in_full:
             every_offset = (
@@ -485,6 +479,12 @@ def with_selection(
         all_offsets = sorted({*offsets.tolist(), *recomputed.get(index, empty)})
         segments[index] = _fixed(segments[index], all_offsets, config.selector)
     return Plan(tuple(segments))
+
+
+def _spares_tokens(config: ReuseConfig, focus: Mapping[int, float]) -> bool:
+    """Return True if chunks out of focus recompute nothing."""
+    is_exact = config.fixed_ratio == 1.0
+    return config.early_termination == "probe" and not is_exact and len(focus) >= FEWEST_CHUNKS
 
 
 def _with_focus(segments: Sequence[SegmentPlan], focus: Mapping[int, float]) -> list[SegmentPlan]:

@@ -113,7 +113,7 @@ def test_each_chunk_keeps_to_its_budget(
         assert chunk.recomputed == math.ceil(ratio * chunk.tokens)
 
 
-@pytest.mark.parametrize("name", ["no_nearest"])
+@pytest.mark.parametrize("name", ["scattered"])
 def test_one_budget_for_the_whole_prompt(by: Ask, chunks: list[Chunk], name: str) -> None:
     found = by(chunks, name, 0.3).stats
     assert found.tokens_recomputed == sum(math.ceil(0.3 * chunk.tokens) for chunk in found.chunks)
@@ -168,7 +168,7 @@ def test_with_the_question_alone_what_a_chunk_attended_to_at_capture_counts_for_
     chunks: list[Chunk],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    alone, beside = by(chunks, "question_alone", 0.2).logits, by(chunks, "no_nearest", 0.2).logits
+    alone, beside = by(chunks, "question_alone", 0.2).logits, by(chunks, "scattered", 0.2).logits
     assert not torch.allclose(alone, beside, atol=1e-4)
     stored = ChunkCacheStore.token_scores
 
@@ -181,7 +181,7 @@ def test_with_the_question_alone_what_a_chunk_attended_to_at_capture_counts_for_
 
     monkeypatch.setattr(ChunkCacheStore, "token_scores", shifted)
     assert torch.equal(by(chunks, "question_alone", 0.2).logits, alone)
-    assert not torch.equal(by(chunks, "no_nearest", 0.2).logits, beside)
+    assert not torch.equal(by(chunks, "scattered", 0.2).logits, beside)
 
 
 def test_a_store_answers_as_ever_once_a_request_is_over(by: Ask, chunks: list[Chunk]) -> None:

@@ -46,9 +46,22 @@ def test_both_servers_get_the_same_texts_in_turn() -> None:
         assert system == asked["ours"]["messages"][0]
         assert user["content"] == "\n\n".join([*reversed(texts), question])
     settings = [body.get("cachecraft", {}) for name, body in log if name == "ours"]
-    assert settings[:8] == [{}] * 5 + [SETTINGS["recompute_ratio=0.15, nearest_share=0"]] * 3
+    assert settings[:8] == [{}] * 5 + [SETTINGS["recompute_ratio=0.15"]] * 3
 
     figures = summary(found["default"][1])
     assert figures["ratio"] == pytest.approx({"median": 0.5, "low": 0.5, "high": 0.5})
     assert figures["reused_share"] == pytest.approx(0.85)
     assert figures["notes"] == []
+
+
+def test_what_was_measured_before_a_stop_is_kept() -> None:
+    class Stopped(StandIn):
+        def ask(self, body: Mapping[str, object]) -> tuple[float, float, dict[str, Any]]:
+            if len(self._log) >= 2 * len(SETTINGS) * len(ORDERS) + 4:  # two pairs after the warm-up
+                raise KeyboardInterrupt
+            return super().ask(body)
+
+    log: list[tuple[str, dict[str, Any]]] = []
+    ours, plain = Stopped("ours", log, 1.0), Stopped("plain", log, 2.0)
+    found = measured(ours, plain, pairs=4, sentences=3)  # type: ignore[arg-type]
+    assert [len(pairs) for orders in found.values() for pairs in orders] == [1, 1] + [0] * 6

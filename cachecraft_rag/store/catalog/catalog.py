@@ -452,16 +452,14 @@ class Catalog:
             beside = [_Candidate(*row) for row in found]
             same = next((row for row in beside if row.variant_id == variant.variant_id), None)
             others = [row.file for row in beside if row is not same]
-            used = (
-                Use(variant.reuse_frequency, min(variant.reuse_frequency, 1.0))
-                if same is None
-                else same.used
-            )
-            if same is None:
+            if same is not None:
+                used = same.used
+            else:
                 known = _remembered(connection, scope, key.chunk_id, first=not others)
                 if extra_variant and not others and known is None:
                     return None
-                used += known or Use(0.0, 0.0)
+                frequency = variant.reuse_frequency
+                used = Use(frequency, min(frequency, 1.0)) + (known or Use(0.0, 0.0))
             gone = _remove(
                 connection, [] if same is None else [same.file], writer, EvictionReason.REPLACED
             )
@@ -471,16 +469,9 @@ class Catalog:
             gone += _remove(connection, crowd, writer, EvictionReason.CHUNK_CAP)
             clock, variants, _ = _state(connection)
             over = _lowest(connection, variants + 1 - limits.max_variants)
-            facts = (
-                key.chunk_id,
-                variant.variant_id,
-                variant.tokens,
-                file_bytes,
-                variant.exact_share,
-            )
             scores = packed(token_scores.inter)
             row = row_of(variant, file_bytes=file_bytes, frequency=used.frequency)
-            score = self.policy.score(VariantFacts(*facts, used), clock)
+            score = self.policy.score(_facts_of(variant, file_bytes, used), clock)
             connection.execute(_INSERT, (scope, *row, sum_of_scores(scores), used.saved, score))
             if scores is not None:
                 connection.execute(
@@ -732,6 +723,18 @@ def _depart(connection: sqlite3.Connection, rows: Sequence[_Candidate]) -> list[
         query = "DELETE FROM departed WHERE place <= (SELECT max(place) FROM departed) - ?"
         connection.execute(query, (max(_LEAST_REMEMBERED, variants),))
     return [row.file for row in rows]
+
+
+def _facts_of(variant: Variant, file_bytes: int, used: Use) -> VariantFacts:
+    """Return what an eviction policy knows of a variant."""
+    return VariantFacts(
+        variant.key.chunk_id,
+        variant.variant_id,
+        variant.tokens,
+        file_bytes,
+        variant.exact_share,
+        used,
+    )
 
 
 def _remembered(
