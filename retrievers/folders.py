@@ -1,4 +1,4 @@
-"""Which files are below a folder, and what is wrong with the others. No file is opened here.
+"""List the files below a folder, and what is wrong with the others. No file is opened here.
 
 One file that cannot be read never loses the rest of a folder: it becomes a `Problem` beside the documents.
 """

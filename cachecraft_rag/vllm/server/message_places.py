@@ -33,7 +33,7 @@ class PromptText(NamedTuple):
     offsets: NDArray[np.int64]
 
     def tokens(self, characters: range) -> range:
-        """Return the positions of the tokens with at least one of these characters; empty if there is none.
+        """Return the range of tokens that hold any of these characters; an empty range if no token does.
 
         >>> offsets = np.array([[0, 0], [0, 2], [2, 5], [5, 6]])
         >>> PromptText("<>Why?", offsets).tokens(range(3, 6))
