@@ -72,7 +72,6 @@ class RequestStats:
     tokens_reused      taken from chunk-caches without a change
     tokens_recomputed  of reused chunks, recomputed
     tokens_spared      of the reused tokens, not recomputed because their chunks are out of focus
-    tokens_refreshed   of the reused tokens, recomputed while the answer was decoded
     tokens_computed    of chunks without a chunk-cache, of the question, of the system segment the first time, and of
                        chunks that were computed instead of loaded
     tokens_generated   of the answer
@@ -108,7 +107,6 @@ class RequestStats:
     searched: tuple[str, ...] = ()
     request_id: str = ""
     queue_s: float = 0.0
-    tokens_refreshed: int = 0
     tokens_spared: int = 0
     quality: str = ""
 

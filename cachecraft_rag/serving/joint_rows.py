@@ -73,7 +73,7 @@ class JointRows:
         """Return the logits `[vocabulary]` (float32) after each step, in order, or in its place the step's exception.
 
         Empty without steps. The caller passes at most `most` steps. The steps are counted in the metrics, and a step
-        that runs alone and refreshes nothing is timed for `speed`. The first call with several steps or passes, here or
+        that runs alone is timed for `speed`. The first call with several steps or passes, here or
         of `advance`, compares a few short prompts, computed jointly and one by one; if they differ, or after three
         joint forwards in a row that failed, `most` becomes 1, a warning says why, and each request is computed alone
         from then on.
@@ -134,9 +134,7 @@ class JointRows:
     def _decode_alone(self, step: DecodeStep) -> Tensor:
         started = time.perf_counter()
         logits = self._decoder.next_logits(extend_all(self._decoder, [step]))
-        # A step that refreshes has more than one row.
-        if step.refresh is None:
-            self.speed.stepped(time.perf_counter() - started)
+        self.speed.stepped(time.perf_counter() - started)
         self._rows.observe(1)
         return logits
 
