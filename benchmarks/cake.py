@@ -36,7 +36,7 @@ from cachecraft_rag.evaluation.intervals import Interval, mean_interval
 from cachecraft_rag.model.attention_choice import cpu_instructions
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.observability.stats import RequestStats
-from cachecraft_rag.planning.config import Loading, ReuseConfig
+from cachecraft_rag.planning.config import Loading, ReuseConfig, ReuseMethod
 from cachecraft_rag.prompt.builder import PromptBuilder
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
@@ -256,7 +256,9 @@ class Context:
         """An answer from cold files, by an engine that knows its compute speed but not this disk."""
         drop_page_cache(self._folder)
         return self._ask(
-            ReuseConfig(capture=False, loading=loading), codec, bytes_per_s=bytes_per_s
+            ReuseConfig(capture=False, method=ReuseMethod(loading=loading)),
+            codec,
+            bytes_per_s=bytes_per_s,
         )
 
     def _ask(

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 PROBE = Method(
     "probe",
     "this package",
-    lambda ratio: replace(PLAIN, recompute_ratio=ratio, drift=0.0, nearest_share=0.0),
+    lambda ratio: replace(PLAIN.with_method(drift=0.0), recompute_ratio=ratio, nearest_share=0.0),
     takes_ratio=True,
 )
 METHODS: Mapping[str, Method] = {method.name: method for method in (CRAFT, PROBE)}
@@ -187,7 +187,7 @@ class Measured:
     def __post_init__(self) -> None:
         recording = _Scripted(None)
         with _deciding(recording):
-            self._none = self._answer(replace(self.config, early_termination="published"))
+            self._none = self._answer(self.config.with_method(early_termination="published"))
         self.asked = recording.asked
         self._early: dict[tuple[int, frozenset[int]], Scored] = {}
         self._flat = {_STEPS: self._none}
@@ -221,7 +221,7 @@ class Measured:
         if decision not in self._early:
             with _deciding(_Scripted(decision)):
                 self._early[decision] = self._answer(
-                    replace(self.config, early_termination="published")
+                    self.config.with_method(early_termination="published")
                 )
         return self._early[decision]
 

@@ -225,7 +225,7 @@ class _Bench:
 
     def report(self, pairs: int, begun: Callable[[int], None]) -> TtftReport:
         """Run all sides alternately and compare their medians; `begun` is called with the number of each pair."""
-        early = replace(self.config, early_termination="published")
+        early = self.config.with_method(early_termination="published")
         sides: dict[str, Callable[[], float]] = {
             "own_prefill": self._own,
             "host": lambda: self._ask(self.engine, self.config).ttft_s,

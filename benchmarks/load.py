@@ -33,7 +33,7 @@ from cachecraft_rag.compute.balance.speed import ComputeSpeed
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.observability.stats import RequestStats
-from cachecraft_rag.planning.config import Loading, ReuseConfig
+from cachecraft_rag.planning.config import Loading, ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
@@ -225,7 +225,7 @@ class _Bench:
             recompute_ratio=_RATIO,
             nearest_share=self._settings.nearest_share,
             capture=False,
-            loading=loading,
+            method=ReuseMethod(loading=loading),
         )
         with self._open() as store, self._engine(store) as engine:
             engine.loop.joint.speed = self._speed

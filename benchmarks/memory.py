@@ -24,7 +24,7 @@ from cachecraft_rag.cli.options import print_json, waiting
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import Loading, ReuseConfig
+from cachecraft_rag.planning.config import Loading, ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
@@ -74,7 +74,9 @@ def run(
         given = (model, dtype, folder, shape)
         _alone(_prime, *given)
         reused = _alone(
-            _request, *given, ReuseConfig(recompute_ratio=ratio, capture=False, loading=loading)
+            _request,
+            *given,
+            ReuseConfig(recompute_ratio=ratio, capture=False, method=ReuseMethod(loading=loading)),
         )
         full = _alone(_request, *given, ReuseConfig(reuse=False, capture=False))
     weights = reused["weights_bytes"]

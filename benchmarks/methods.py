@@ -12,23 +12,27 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.baselines import H2O, no_overlap, no_positions, question_alone, value_deviation
 from benchmarks.compression import Lingua2, MapReduce, preparation
 from cachecraft_rag.evaluation.measuring import FULL_PREFILL, METHODS, PLAIN, Method
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 
 if TYPE_CHECKING:
     from cachecraft_rag.evaluation.dataset import Dataset
 
 Config = Callable[[float], ReuseConfig]
 
-_PAPER = ReuseConfig.paper(capture=PLAIN.capture, loading=PLAIN.loading, early_termination="off")
+_PAPER = ReuseConfig.paper(
+    capture=PLAIN.capture,
+    method=ReuseMethod.paper(loading=PLAIN.method.loading, early_termination="off"),
+)
 _CRAFT = "Cache-Craft §5.1.4"
 
 
 def _paper(selector: str = "cache_craft") -> Config:
-    return lambda ratio: replace(_PAPER, selector=selector, recompute_ratio=ratio)
+    return lambda ratio: replace(_PAPER.with_method(selector=selector), recompute_ratio=ratio)
 
 
-def _ours(**changes: Any) -> Config:
-    return lambda ratio: replace(PLAIN, recompute_ratio=ratio, **changes)
+def _ours(nearest_share: float = 0.0, **method: Any) -> Config:
+    reuse = replace(PLAIN.with_method(**method), nearest_share=nearest_share)
+    return lambda ratio: replace(reuse, recompute_ratio=ratio)
 
 
 def _fixed(config: ReuseConfig) -> Config:
@@ -37,7 +41,7 @@ def _fixed(config: ReuseConfig) -> Config:
 
 def _craft_alpha(alpha: float, **changes: Any) -> Config:
     """Cache-Craft as in the paper: CFO decides how much is recomputed."""
-    return _fixed(replace(_PAPER, alpha=alpha, **changes))
+    return _fixed(_PAPER.with_method(alpha=alpha, **changes))
 
 
 CRAFT = Method("craft", "Cache-Craft eq. 14", _paper(), takes_ratio=True)
@@ -103,7 +107,7 @@ def methods_for(dataset: Dataset, *, lingua2_model: str | None = None) -> dict[s
     found = [
         FULL_PREFILL,
         METHODS["prefix_cache"],
-        Method("set_cache", _CRAFT, _fixed(replace(PLAIN, scope="set", drift=0.0))),
+        Method("set_cache", _CRAFT, _fixed(PLAIN.with_method(scope="set", drift=0.0))),
         METHODS["full_cache"],
         Method("random", _CRAFT, _paper("random"), takes_ratio=True),
         CRAFT,

@@ -79,11 +79,11 @@ def focused(_: Engine, question: EvaluationQuestion, __: float) -> Iterator[Sequ
 
 
 def _only_in_focus(ratio: float) -> ReuseConfig:
-    return replace(PLAIN, recompute_ratio=ratio, early_termination="probe")
+    return replace(PLAIN.with_method(early_termination="probe"), recompute_ratio=ratio)
 
 
 def _by_cfo(nearest_share: float, _: float) -> ReuseConfig:
-    return replace(PLAIN, alpha=DEFAULT_ALPHA, nearest_share=nearest_share)
+    return replace(PLAIN.with_method(alpha=DEFAULT_ALPHA), nearest_share=nearest_share)
 
 
 _SCATTERED, _NEAREST = ABLATIONS["scattered"], ABLATIONS["nearest"]

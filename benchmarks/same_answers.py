@@ -14,7 +14,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,7 +42,7 @@ class Group:
 
     count     of all 200
     options   of `Engine.from_pretrained`
-    reuse     fields of `ReuseConfig`
+    reuse     fields of `ReuseConfig` and of its method
     sampling  fields of `SamplingParams`
     at_once   requests that are asked together
     plain     the chunks come as text that nobody marked
@@ -60,13 +60,13 @@ class Group:
 
 
 # Nothing may depend on the clock, and defaults have changed; a checkout gets those of these settings that it has.
-_REUSE = {"loading": "layerwise", "nearest_share": 0.0, "probe_min_rows": 128}
+_REUSE = {"loading": "layerwise", "nearest_share": 0.0, "probe_min_rows": 128, "alpha": 0.25}
 _OFF = {"new_variants": "off"}
 _PAPER = {
     "selector": "cache_craft",
     "budget_scope": "chunk",
     "drift": 0.0,
-    "early_termination": ReuseConfig.paper().early_termination,  # True in older checkouts
+    "early_termination": "published",
 }
 GROUPS = (
     Group("moved", 30, _OFF),
@@ -150,6 +150,17 @@ async def _together(engine: Engine, group: Group, numbers: range) -> list[dict[s
     return await asyncio.gather(*(_answer(engine, group, number) for number in numbers))
 
 
+def _reuse(settings: Mapping[str, Any]) -> ReuseConfig:
+    """Settings by name, of which older checkouts hold all in `ReuseConfig` itself, as far as they know them."""
+    known = {field.name for field in fields(ReuseConfig)}
+    config = ReuseConfig(**{name: value for name, value in settings.items() if name in known})
+    if "method" not in known:
+        return config
+    return config.with_method(
+        **{name: value for name, value in settings.items() if name not in known}
+    )
+
+
 async def _answer(engine: Engine, group: Group, number: int) -> dict[str, Any]:
     draw = random.Random(number // group.at_once)
     texts = [
@@ -164,9 +175,7 @@ async def _answer(engine: Engine, group: Group, number: int) -> dict[str, Any]:
     if group.sessions:
         history = [("user", f"And {number % 3}?"), ("assistant", "No.")]
         given = {"session": ("ada", "bob")[number % 2], "history": history}
-    known = {field.name for field in fields(ReuseConfig)}
-    reuse: dict[str, Any] = {name: value for name, value in _REUSE.items() if name in known}
-    config = ReuseConfig(**reuse | group.reuse)
+    config = _reuse(_REUSE | group.reuse)
     sampling = SamplingParams(max_new_tokens=12, seed=number, **group.sampling)
     answer = engine.stream(question, chunks, sampling=sampling, config=config, **given)
     text = "".join([piece async for piece in answer])

@@ -38,7 +38,7 @@ from cachecraft_rag.evaluation.intervals import Interval, ratio_interval
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.model.self_check import self_check
 from cachecraft_rag.observability.stats import RequestStats
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.config import NewVariants, When
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
@@ -60,7 +60,7 @@ class ServeSettings:
     qps            … or as numbers, which then go before `loads`
     ratios         recompute ratios of the sides with reuse
     nearest_share  see `ReuseConfig`; 0 never recomputes the last chunk in full
-    probe_min_rows see `ReuseConfig`
+    probe_min_rows see `ReuseMethod`
     chunks, chunk_tokens, top_k   chunks in all, the tokens of each, and chunks per request
     questions, exponent, variation  see `traffic.Traffic`
     answer_tokens  longest answer
@@ -74,7 +74,7 @@ class ServeSettings:
     qps: tuple[float, ...] = ()
     ratios: tuple[float, ...] = (0.0, 0.15, 0.3)
     nearest_share: float = _DEFAULT.nearest_share
-    probe_min_rows: int = _DEFAULT.probe_min_rows
+    probe_min_rows: int = _DEFAULT.method.probe_min_rows
     chunks: int = 40
     chunk_tokens: int = 200
     top_k: int = 5
@@ -110,12 +110,12 @@ class ServeSettings:
     @property
     def sides(self) -> dict[str, ReuseConfig]:
         """Settings of each side; prefix caching reuses only chunks behind the same prefix."""
-        sides = {PREFIX_CACHE: ReuseConfig(scope="prefix")}
+        sides = {PREFIX_CACHE: ReuseConfig(method=ReuseMethod(scope="prefix"))}
         for ratio in self.ratios:
             sides[f"reuse@{ratio:g}"] = ReuseConfig(
                 recompute_ratio=ratio,
                 nearest_share=self.nearest_share,
-                probe_min_rows=self.probe_min_rows,
+                method=ReuseMethod(probe_min_rows=self.probe_min_rows),
             )
         return sides
 
@@ -428,8 +428,8 @@ def main(
         float, options.option_of("reuse.nearest_share", min=0.0, max=1.0)
     ] = _DEFAULT.nearest_share,
     probe_min_rows: Annotated[
-        int, options.option_of("reuse.probe_min_rows", min=0)
-    ] = _DEFAULT.probe_min_rows,
+        int, options.option_of("method.probe_min_rows", min=0)
+    ] = _DEFAULT.method.probe_min_rows,
     chunks: Annotated[int, typer.Option("--chunks", min=2, help="Chunks in all.")] = 40,
     chunk_tokens: Annotated[
         int, typer.Option("--chunk-tokens", min=16, max=1 << 20, help="Length of each.")

@@ -33,13 +33,13 @@ from cachecraft_rag.evaluation.dataset import EvaluationQuestion, handbook_datas
 from cachecraft_rag.evaluation.measuring import Reference, reference_of
 from cachecraft_rag.evaluation.metrics import divergence
 from cachecraft_rag.observability.stats import RequestStats
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types.progress import Progress
 from cachecraft_rag.vllm.engine import VLLMEngine
 
 if TYPE_CHECKING:
-    from cachecraft_rag.planning.config import ReuseConfig
+    from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +394,7 @@ def main(
     options.set_threads(threads)
     options.quiet_libraries()
     # with Cake's loading the numbers would depend on how fast the disk is just now
-    reuse = ReuseConfig(loading="layerwise", nearest_share=nearest_share)
+    reuse = ReuseConfig(nearest_share=nearest_share, method=ReuseMethod(loading="layerwise"))
     reports = []
     for each in range(seed, seed + seeds):
         settings = StreamSettings(

@@ -35,7 +35,7 @@ from benchmarks.families import (
 )
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.errors import UnsupportedModelError
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.types.digests import digest
 from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.messages import FIELD, Ask
@@ -333,7 +333,7 @@ def largest_error(server: Any) -> float:
 
     Raises UnsupportedModelError if the tokens of an answer differ.
     """
-    config = ReuseConfig(probe_min_rows=0, loading="whole", capture=False)
+    config = ReuseConfig(capture=False, method=ReuseMethod(probe_min_rows=0, loading="whole"))
     primed = random_prompt(1, 2, 3)
     server.answer(Ask(primed, replace(config, reuse=False, capture=True), when_stored=True))
     largest = 0.0

@@ -40,8 +40,16 @@ from streamlit_picture import (
     verdict,
 )
 
-from cachecraft_rag import Answer, CacheCraft, CacheCraftError, Chunk, ReuseConfig, SamplingParams
+from cachecraft_rag import (
+    Answer,
+    CacheCraft,
+    CacheCraftError,
+    Chunk,
+    ReuseConfig,
+    SamplingParams,
+)
 from cachecraft_rag.cli.first_sentence import first_sentence
+from cachecraft_rag.planning.config import ReuseMethod
 
 STYLE = Path(__file__).parent / "streamlit_style.css"
 WELCOME = (
@@ -287,7 +295,7 @@ def answer(shared: Shared, turns: list[Turn], question: str) -> bool:
     reuse = ReuseConfig(
         reuse=state.reuse,
         recompute_ratio=ratio,
-        early_termination="probe" if state.focus else "off",
+        method=ReuseMethod(early_termination="probe" if state.focus else "off"),
     )
     turn = Turn(question, arguments, compare=state.compare and state.reuse)
     turns.append(turn)

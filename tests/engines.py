@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
@@ -21,7 +21,7 @@ from cachecraft_rag.types.documents import Chunk
 
 SHORT = SamplingParams(max_new_tokens=8)
 # Takes what is stored also where computing is faster, and leaves no choice to clocks.
-CONFIG = ReuseConfig(alpha=0.3, loading="layerwise")
+CONFIG = ReuseConfig(method=ReuseMethod(alpha=0.3, loading="layerwise"))
 
 
 class Interruption(Exception):

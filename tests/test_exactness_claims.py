@@ -24,7 +24,7 @@ from torch import Tensor
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.observability.stats import RequestStats
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.prompt.builder import PromptBuilder, Turn
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
@@ -38,17 +38,23 @@ CHUNKS = [
     Chunk(f"House {n}: the kettle on floor {3 * n} boils after {7 * n} minutes.") for n in range(8)
 ]
 TOKENS = 4
-PLAIN = ReuseConfig(probe_min_rows=16)
+PLAIN = ReuseConfig(method=ReuseMethod(probe_min_rows=16))
 CONFIGS = [
     PLAIN,
     replace(PLAIN, recompute_ratio=1.0),
-    replace(PLAIN, recompute_ratio=1.0, loading="layerwise"),
-    replace(PLAIN, recompute_ratio=1.0, loading="whole"),
-    replace(PLAIN, recompute_ratio=1.0, selector="cache_craft", budget_scope="chunk", drift=0.0),
-    replace(PLAIN, recompute_ratio=1.0, early_termination="published", early_termination_window=1),
+    replace(PLAIN.with_method(loading="layerwise"), recompute_ratio=1.0),
+    replace(PLAIN.with_method(loading="whole"), recompute_ratio=1.0),
+    replace(
+        PLAIN.with_method(selector="cache_craft", budget_scope="chunk", drift=0.0),
+        recompute_ratio=1.0,
+    ),
+    replace(
+        PLAIN.with_method(early_termination="published", early_termination_window=1),
+        recompute_ratio=1.0,
+    ),
     replace(PLAIN, reuse=False),
-    replace(PLAIN, scope="prefix"),
-    replace(PLAIN, alpha=1.0, loading="layerwise"),
+    PLAIN.with_method(scope="prefix"),
+    PLAIN.with_method(alpha=1.0, loading="layerwise"),
 ]
 
 

@@ -392,7 +392,7 @@ class AskingOptions:
             yield rag, asking
 
 
-@takes(*ENGINE_KEYS, *ANSWER_KEYS, "reuse.early_termination", "reuse.reuse", chosen=AskingOptions)
+@takes(*ENGINE_KEYS, *ANSWER_KEYS, "method.early_termination", "reuse.reuse", chosen=AskingOptions)
 def ask(
     question: Annotated[str, typer.Argument(help="Your question.")],
     compare: Annotated[

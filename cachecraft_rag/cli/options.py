@@ -66,7 +66,7 @@ def option_of(key: str, **changes: Any) -> Any:
     """Return the option of a setting, for the annotation of a parameter: flags, help and group from its dataclass.
 
     Args:
-        key: a key of `known_settings`, such as "top_k" or "reuse.alpha".
+        key: a key of `known_settings`, such as "top_k" or "method.alpha".
         changes: arguments of `typer.Option` in place of those that follow from the setting.
 
     Raises KeyError if `known_settings` lacks the key, and TypeError for an argument that `typer.Option` lacks.
@@ -91,12 +91,12 @@ def _names(key: str) -> list[str]:
 def panel_of(key: str) -> str | None:
     """Return the group of --help that a setting is listed in; None for the command's own options.
 
-    >>> panel_of("reuse.alpha"), panel_of("top_k"), panel_of("metrics_port")
+    >>> panel_of("method.alpha"), panel_of("top_k"), panel_of("metrics_port")
     ('Reuse', 'Retrieval', None)
     """
     table = key.partition(".")[0]
-    if table in ("reuse", "remote"):
-        return table.capitalize()
+    if table in ("reuse", "method", "remote"):
+        return "Reuse" if table == "method" else table.capitalize()
     for panel, keys in _PANELS.items():
         if key in keys:
             return panel

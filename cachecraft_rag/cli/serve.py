@@ -11,9 +11,8 @@ import typer
 
 from cachecraft_rag.checks import check_whole
 from cachecraft_rag.cli.options import ENGINE_KEYS, takes, warn
-from cachecraft_rag.engine.settings import Settings
+from cachecraft_rag.engine.settings import Settings, known_settings
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.planning.config import ReuseConfig
 from cachecraft_rag.store.remote.config import keys_in
 
 # Settings of a computer that vLLM divides up itself, and what to do instead.
@@ -22,7 +21,9 @@ _NOT_HERE = {
     "metrics_port": "the server has its own /metrics",
 }
 _REUSE_KEYS = [
-    f"reuse.{field.name}" for field in fields(ReuseConfig) if field.name != "plain_prompts"
+    key
+    for key in known_settings()
+    if key.startswith(("reuse.", "method.")) and key != "reuse.plain_prompts"
 ]
 _KEYS = [
     key

@@ -195,7 +195,7 @@ class ServerFacts:
             namespace=text_of(reply["namespace"]),
             system=text_of(reply["system"]),
             session_header=header,
-            reuse=ReuseConfig(**mapping_of(reply["reuse"])),
+            reuse=ReuseConfig().changed_by(mapping_of(reply["reuse"])),
         )
 
 

@@ -210,8 +210,8 @@ def _resolved(
         shared_until=_shared_until(prompt, plan, config),
         reused=[index for index, planned in enumerate(plan.segments) if planned.to_fix],
         unread=unread,
-        drift=config.drift,
-        loading=config.loading,
+        drift=config.method.drift,
+        loading=config.method.loading,
         early_termination=_early_termination(prompt, plan, config),
         probe=probe,
     )
@@ -265,7 +265,7 @@ def _unread(prompt: Prompt, plan: Plan, config: ReuseConfig, *, has_probe: bool)
         if not planned.to_fix or planned.recomputed_share < 1.0:
             continue
         may_be_chosen_again = has_probe and not planned.in_full
-        may_change = may_be_chosen_again or config.early_termination != "off"
+        may_change = may_be_chosen_again or config.method.early_termination != "off"
         if prompt.bounds[index] < shared_until or not may_change:
             unread.append(index)
     return frozenset(unread)
@@ -273,11 +273,11 @@ def _unread(prompt: Prompt, plan: Plan, config: ReuseConfig, *, has_probe: bool)
 
 def _early_termination(prompt: Prompt, plan: Plan, config: ReuseConfig) -> EarlyTermination | None:
     """Return the settings of Algorithm 1 for the last pass; None if it is off or no token is recomputed."""
-    if config.early_termination != "published" or not any(
+    if config.method.early_termination != "published" or not any(
         planned.recompute for planned in plan.segments
     ):
         return None
-    return EarlyTermination(config.early_termination_window, _question_text(prompt))
+    return EarlyTermination(config.method.early_termination_window, _question_text(prompt))
 
 
 def _probe(
@@ -288,7 +288,7 @@ def _probe(
     It would not where there is nothing to choose. The question must not shape the chunks before `_shared_until`, which
     all users are served; and of the others, none, or every token may be recomputed in any case.
     """
-    if not selector_named(config.selector).probes:
+    if not selector_named(config.method.selector).probes:
         return None
     bounds = prompt.bounds
     shared_until = _shared_until(prompt, plan, config)
@@ -301,7 +301,7 @@ def _probe(
         if planned.to_fix and not planned.in_full and bounds[index] >= shared_until:
             chosen += len(planned.recompute)
             to_choose_from += tokens
-    if rows < config.probe_min_rows or chosen in (0, to_choose_from):
+    if rows < config.method.probe_min_rows or chosen in (0, to_choose_from):
         return None
     return ProbeRequest(_question_text(prompt), partial(_plan_with_probe, plan, config, scores))
 

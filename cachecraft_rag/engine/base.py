@@ -10,7 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar, Protocol, Self, TypedDict, Unpack
 
@@ -365,7 +365,7 @@ class AnswerEngine(ABC):
         calibration was made with other settings (`Calibration.fits`). Raises nothing.
         """
         calibration = self.calibration
-        is_open = config.recompute_ratio is None and config.alpha is None
+        is_open = config.recompute_ratio is None and config.method.alpha is None
         if calibration is None or not is_open or not calibration.fits(config):
             return None
         return calibration
@@ -376,7 +376,7 @@ class AnswerEngine(ABC):
         `VLLMEngine` always returns a copy, which does not search unmarked text. Raises nothing.
         """
         calibration = self.calibration_for(config)
-        return config if calibration is None else replace(config, alpha=calibration.alpha)
+        return config if calibration is None else config.with_method(alpha=calibration.alpha)
 
     # -- chunk-caches -------------------------------------------------------------------------------------------------
 

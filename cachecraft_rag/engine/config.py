@@ -16,7 +16,7 @@ from cachecraft_rag.checks import (
     check_whole,
 )
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.prompt.builder import DEFAULT_SYSTEM
 from cachecraft_rag.serving.audits.controller import QualityTarget
 from cachecraft_rag.serving.config import Audits, NewVariants, When
@@ -35,6 +35,10 @@ _OFTEN_TRIED = MappingProxyType(
         setting.name: _OF_REUSE.format(setting.name)
         for setting in fields(ReuseConfig)
         if setting.name != "reuse"
+    }
+    | {
+        setting.name: f"reuse=ReuseConfig().with_method({setting.name}=…)"
+        for setting in fields(ReuseMethod)
     }
 )
 
@@ -178,7 +182,7 @@ class EngineConfig:
             raise ConfigError(
                 'quality_target needs audits of answers: add audit="idle", or a share such as 0.2'
             )
-        if self.reuse.recompute_ratio is not None or self.reuse.alpha is not None:
+        if self.reuse.recompute_ratio is not None or self.reuse.method.alpha is not None:
             raise ConfigError(
                 "quality_target chooses how much is recomputed: leave recompute_ratio and alpha out"
             )

@@ -73,7 +73,11 @@ class ReuseTiming:
         of `capture` and `ask` pass, except for a GPU without memory.
         """
         config = self.config
-        if not config.reuse or config.min_prompt_tokens is not None or config.scope == "prefix":
+        if (
+            not config.reuse
+            or config.min_prompt_tokens is not None
+            or config.method.scope == "prefix"
+        ):
             return 0
         lengths = lengths_up_to(self.context_length - LONGEST_OVER)
 

@@ -1,7 +1,8 @@
 """Settings of a command. Precedence: flag, environment, file, the user's own file, default.
 
 A setting is a field of a dataclass that checks it: `Application`, `EngineConfig`, `StoreConfig`, `SamplingParams`, or,
-in the tables `[reuse]` and `[remote]`, `ReuseConfig` and `RemoteConfig`. The field gives key, flag, default and help.
+in the tables `[reuse]`, `[method]` and `[remote]`, `ReuseConfig`, `ReuseMethod` and `RemoteConfig`. The field gives
+key, flag, default and help.
 The variable of `disk_bytes` is `CACHECRAFT_DISK_BYTES`, that of `url` in `[remote]` `CACHECRAFT_REMOTE_URL`.
 
 Rejected: pydantic-settings. It would check every value a second time, it records neither the origin of a value nor
@@ -29,7 +30,7 @@ from cachecraft_rag.checks import check_names, check_path, check_text, check_who
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.trust import FILE_NAME, config_folder, is_trusted, needs_trust
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store.config import StoreConfig
 from cachecraft_rag.store.remote.config import RemoteConfig
@@ -132,7 +133,7 @@ class Setting:
 class KnownKey:
     """A key: the field of a dataclass.
 
-    key      its name: that of the field, after "reuse." or "remote." for the tables
+    key      its name: that of the field, after "reuse.", "method." or "remote." for the tables
     kind     annotation of the field without "| None", such as "bool" or "tuple[str, ...]"
     default  default of the field; None also for `remote.url`, which has none
     help     first clause of its description in the dataclass's docstring
@@ -260,14 +261,19 @@ def known_settings() -> dict[str, KnownKey]:
     It is made once: all callers get the same dict, and must not change it.
     """
     known = {}
-    left_out = {EngineConfig: {"reuse", "store"}, StoreConfig: {"device", "remote"}}
-    tables = {ReuseConfig: "reuse.", RemoteConfig: "remote."}
+    left_out = {
+        EngineConfig: {"reuse", "store"},
+        StoreConfig: {"device", "remote"},
+        ReuseConfig: {"method"},
+    }
+    tables = {ReuseConfig: "reuse.", ReuseMethod: "method.", RemoteConfig: "remote."}
     for config in (
         Application,
         EngineConfig,
         StoreConfig,
         SamplingParams,
         ReuseConfig,
+        ReuseMethod,
         RemoteConfig,
     ):
         texts = descriptions(config)
@@ -355,7 +361,8 @@ class Settings:
         """
         names = EngineConfig.option_names() - {"reuse", "remote"}
         flat = {key: value for key, value in self.given().items() if key in names}
-        reuse = ReuseConfig(**self._table("reuse"))
+        method = ReuseMethod(**self._table("method"))
+        reuse = ReuseConfig(**self._table("reuse"), method=method)
         config = EngineConfig(reuse=reuse).with_options(**flat)
         store = replace(config.store, remote=self.remote())
         return replace(config, store=store).with_options(**options)
@@ -505,12 +512,14 @@ def _of_environment(
 def flag_of(key: str) -> str:
     """Return the flag of a key, such as "--disk-bytes". Raises nothing for an unknown key.
 
-    >>> [flag_of(key) for key in ("disk_bytes", "reuse.drift", "remote.url", "remote.key_file")]
+    >>> [flag_of(key) for key in ("disk_bytes", "method.drift", "remote.url", "remote.key_file")]
     ['--disk-bytes', '--drift', '--remote', '--remote-key-file']
     """
     if key == "remote.url":
         return "--remote"
-    return "--" + key.removeprefix("reuse.").replace("_", "-").replace(".", "-")
+    return "--" + key.removeprefix("reuse.").removeprefix("method.").replace("_", "-").replace(
+        ".", "-"
+    )
 
 
 def settings_file(

@@ -234,13 +234,13 @@ def calibrate(
         dataset=dataset.name,
         questions=len(dataset.questions),
         origin=settings.origin,
-        selector=config.selector,
-        budget_scope=config.budget_scope,
-        drift=config.drift,
+        selector=config.method.selector,
+        budget_scope=config.method.budget_scope,
+        drift=config.method.drift,
         nearest_share=config.nearest_share,
-        scoring=config.scoring,
-        early_termination=config.early_termination,
-        early_termination_window=config.early_termination_window,
+        scoring=config.method.scoring,
+        early_termination=config.method.early_termination,
+        early_termination_window=config.method.early_termination_window,
     )
     return Calibrated(calibration, validation.curve)
 
@@ -379,11 +379,9 @@ class Validation(Closeable):
     def _trial(self, alpha: float) -> Trial:
         # Not "cake": it computes more where the disk is slow, and the quality would hold for this disk only.
         config = replace(
-            self._engine.config,
+            self._engine.config.with_method(alpha=alpha, loading="layerwise"),
             reuse=True,
             capture=False,
-            alpha=alpha,
             recompute_ratio=None,
-            loading="layerwise",
         )
         return Trial(Method(f"alpha_{alpha:g}", "Cache-Craft eq. 13", lambda _: config))

@@ -19,7 +19,7 @@ from cachecraft_rag.evaluation.metrics import (
     rouge_l,
     squad_f1,
 )
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 
 if TYPE_CHECKING:
     from cachecraft_rag.engine.engine import Engine, ScoredAnswer
@@ -58,10 +58,10 @@ _FULL_MEANS = (
 )
 _OFTEN_TRIED = MappingProxyType(dict.fromkeys(("full", "none", "all", "baseline"), _FULL_MEANS))
 # Captures nothing, and loads every stored layer even where computing it would be faster.
-PLAIN = ReuseConfig(capture=False, loading="layerwise")
+PLAIN = ReuseConfig(capture=False, method=ReuseMethod(loading="layerwise"))
 _FULL = replace(PLAIN, reuse=False)
-_PREFIX = replace(PLAIN, scope="prefix")
-_NOTHING = replace(PLAIN, recompute_ratio=0.0, drift=0.0)
+_PREFIX = PLAIN.with_method(scope="prefix")
+_NOTHING = replace(PLAIN.with_method(drift=0.0), recompute_ratio=0.0)
 FULL_PREFILL = Method("full_recompute", "any engine", lambda _: _FULL)
 
 # Methods that a user chooses between; the papers' baselines are in `benchmarks/methods.py` of the repository.

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cachecraft_rag.errors import ConfigError, StoreError
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.planning.early_termination import EarlyTerminationRule
 from cachecraft_rag.store.small_file import replace_file
 
@@ -65,9 +65,11 @@ class Calibration:
         """Return True if α was calibrated with the same way of choosing tokens as these settings have.
 
         The settings of a calibration are compared; the window only with Algorithm 1. Other settings, such as
-        `config.alpha`, are ignored, but a scope other than "anywhere" lowers quality and fits no calibration.
+        `config.method.alpha`, are ignored, but a scope other than "anywhere" lowers quality and fits no calibration.
         """
-        return config.scope == "anywhere" and _settings(self) == _settings(config)
+        mine = _settings(self, self.nearest_share)
+        theirs = _settings(config.method, config.nearest_share)
+        return config.method.scope == "anywhere" and mine == theirs
 
     @property
     def agreement(self) -> float | None:
@@ -81,16 +83,16 @@ class Calibration:
         )
 
 
-def _settings(source: Calibration | ReuseConfig) -> tuple[object, ...]:
+def _settings(method: Calibration | ReuseMethod, nearest_share: float) -> tuple[object, ...]:
     """Return the settings on which the quality at an α depends."""
-    rule = source.early_termination
-    window = source.early_termination_window if rule == "published" else None
+    rule = method.early_termination
+    window = method.early_termination_window if rule == "published" else None
     return (
-        source.selector,
-        source.budget_scope,
-        source.drift,
-        source.nearest_share,
-        source.scoring,
+        method.selector,
+        method.budget_scope,
+        method.drift,
+        nearest_share,
+        method.scoring,
         rule,
         window,
     )
@@ -153,7 +155,7 @@ def load_calibration(store: Path, fingerprint: str) -> Calibration | None:
             calibration.created
         ):
             raise ValueError("questions or created is out of range")
-        ReuseConfig(
+        ReuseMethod(
             alpha=calibration.alpha,
             early_termination=calibration.early_termination,
             early_termination_window=calibration.early_termination_window,

@@ -97,8 +97,8 @@ def _spent(planned: SegmentPlan, config: ReuseConfig) -> int:
         return planned.variant.tokens
     share = planned.cfo if config.fixed_ratio is None else config.fixed_ratio
     spent = math.ceil((share or 0.0) * planned.variant.tokens)
-    is_baseline = config.scoring == "published" or config.scope == "set"
-    return spent if is_baseline else max(1, spent)
+
+    return spent if config.method.is_baseline else max(1, spent)
 
 
 class Candidates:

@@ -116,7 +116,7 @@ def make_plan(
     An exact variant, and one that needs no fixing, is preferred to all others. With `scoring="corrected"`, the default,
     the CFO of primed variants and of those captured after the instruction only is weighted to compare them. A chunk
     whose best variant has a CFO of 1 is computed, unless `config.fixed_ratio` is a number. With `config.reuse` off,
-    everything is computed. With `config.scope` "prefix", only variants are chosen that need no fixing because they are
+    everything is computed. With the scope "prefix", only variants are chosen that need no fixing because they are
     after their origin prefix; with "set", also those of the longest beginning of the prompt whose chunks were captured
     in another order. An instruction is reused from a lossless codec only. The last chunk is marked `in_full` if it is
     reused in a new context and small enough for `config.nearest_share`.
@@ -141,7 +141,9 @@ def make_plan(
             no such variant.
     """
     segments = prompt.segments
-    permuted_prefix = _set_prefix(prompt, stored, lost, config) if config.scope == "set" else {}
+    permuted_prefix = (
+        _set_prefix(prompt, stored, lost, config) if config.method.scope == "set" else {}
+    )
     # segment id → index, for the chunks and other text before the current segment
     places: dict[str, int] = {}
     plans: list[SegmentPlan] = []
@@ -197,8 +199,8 @@ def _with_last_chunk_in_full(
         if segment.kind == "chunk"
     }
     has_ratio = config.fixed_ratio is not None
-    recomputes = config.fixed_ratio if has_ratio else config.alpha
-    is_set_cache = config.scope == "set" and not has_ratio
+    recomputes = config.fixed_ratio if has_ratio else config.method.alpha
+    is_set_cache = config.method.scope == "set" and not has_ratio
     if not lengths or recomputes == 0 or is_set_cache:
         return marked
 
@@ -238,7 +240,7 @@ def _best(
         if best is None or _rank(scored, config) < _rank(best, config):
             best = scored
 
-    if best is not None and config.scope != "anywhere" and not best.at_origin:
+    if best is not None and config.method.scope != "anywhere" and not best.at_origin:
         return SegmentPlan("computed", Reason.OTHER_PREFIX)
     if best is None:
         return SegmentPlan("computed", Reason.OTHER_TOKENS if variants else Reason.NOT_STORED)
@@ -340,7 +342,7 @@ def _rank(plan: SegmentPlan, config: ReuseConfig) -> tuple[bool, bool, float, fl
     assert variant is not None, "only variants are ranked"
     cfo = plan.cfo or 0.0
     weight = 1.0
-    if config.scoring == "corrected":
+    if config.method.scoring == "corrected":
         if len(variant.key.origin_prefix) == 1:
             weight = _ALONE_WEIGHT
         elif variant.primed:
@@ -374,11 +376,11 @@ def _score(
 
     adjusted = adjusted_overlap(beta, gamma)
     # An inexact capture attended to approximations of its neighbours, so only its exact share of the overlap counts.
-    if config.scoring == "corrected":
+    if config.method.scoring == "corrected":
         adjusted *= variant.exact_share
     # If the settings give the ratio, CFO only compares variants. DEFAULT_ALPHA keeps it below 1, where it is clipped.
     has_own_ratio = config.fixed_ratio is not None
-    alpha = DEFAULT_ALPHA if config.alpha is None or has_own_ratio else config.alpha
+    alpha = DEFAULT_ALPHA if config.method.alpha is None or has_own_ratio else config.method.alpha
     cfo = fix_overhead(alpha=alpha, cci=variant.cci, adjusted=adjusted)
     return SegmentPlan(
         "reused", variant=variant, beta=beta, gamma=gamma, adjusted=adjusted, cfo=cfo
@@ -465,26 +467,28 @@ def with_selection(
         spent.append(len(already_recomputed))
         fixed_indices.append(index)
 
-    selector = selector_named(config.selector)
+    selector = selector_named(config.method.selector)
     selection = select(
         facts,
         budgets,
         selector,
-        budget_scope=config.budget_scope,
+        budget_scope=config.method.budget_scope,
         excluded=not_to_choose,
         spent=spent,
     )
 
     for index, offsets in zip(fixed_indices, selection, strict=True):
         all_offsets = sorted({*offsets.tolist(), *recomputed.get(index, empty)})
-        segments[index] = _fixed(segments[index], all_offsets, config.selector)
+        segments[index] = _fixed(segments[index], all_offsets, config.method.selector)
     return Plan(tuple(segments))
 
 
 def _spares_tokens(config: ReuseConfig, focus: Mapping[int, float]) -> bool:
     """Return True if chunks out of focus recompute nothing."""
     is_exact = config.fixed_ratio == 1.0
-    return config.early_termination == "probe" and not is_exact and len(focus) >= FEWEST_CHUNKS
+    return (
+        config.method.early_termination == "probe" and not is_exact and len(focus) >= FEWEST_CHUNKS
+    )
 
 
 def _with_focus(segments: Sequence[SegmentPlan], focus: Mapping[int, float]) -> list[SegmentPlan]:

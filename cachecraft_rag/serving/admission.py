@@ -85,7 +85,9 @@ class FutureCaptures:
         ids = tuple(segment.segment_id for segment in prompt.segments[:-1])
         wanted = [FutureVariant(name, ids[:index], session) for index, name in enumerate(ids)]
         return any(
-            variant.serves(want, config.scope) for variant in self.variants for want in wanted
+            variant.serves(want, config.method.scope)
+            for variant in self.variants
+            for want in wanted
         )
 
     def hand_over(self) -> None:

@@ -23,7 +23,7 @@ from cachecraft_rag.compute.resolve import Resolved, executed_plan, resolve
 from cachecraft_rag.compute.stack import Stack
 from cachecraft_rag.errors import CacheCraftError
 from cachecraft_rag.planning.candidates import Candidate, Candidates
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.step_loop import LoopTask, Priority, StepLoop
@@ -37,7 +37,7 @@ from cachecraft_rag.types.store_reasons import CaptureDrop, Unavailable
 logger = logging.getLogger("cachecraft_rag.new_variants")
 
 # As much of the prefix as is stored exactly is taken from the store; everything else is computed.
-EXACT = ReuseConfig(scope="prefix", loading="whole")
+EXACT = ReuseConfig(method=ReuseMethod(scope="prefix", loading="whole"))
 _MAX_SAVED_UP = 100_000  # prompt tokens whose share can be saved up for later
 _MAX_DOUBLINGS = 16  # of the cost of a capture after refusals in a row
 # Errors of the disk, the device (torch raises RuntimeError) or memory: the next prompt may succeed.

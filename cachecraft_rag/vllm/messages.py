@@ -178,7 +178,7 @@ class Ask:
                 "it is not sealed with this server's key, or its prompt was changed on the way"
             )
         try:
-            config = ReuseConfig(**given.pop("config"))
+            config = ReuseConfig().changed_by(given.pop("config"))
             prompt = _prompt(given.pop("segments"), token_ids)
             captures = given.pop("captures")
             first = tuple(given.pop("first"))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cachecraft_rag.errors import UnsupportedModelError
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.types.digests import digest
 from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.messages import Ask
@@ -137,7 +137,7 @@ def self_check(
         )
         return False
     # "whole": otherwise chunks that load late from a slow disk would be computed, and reuse would not be compared.
-    reused = predict(Ask(prompt, ReuseConfig(capture=False, loading="whole")))
+    reused = predict(Ask(prompt, ReuseConfig(capture=False, method=ReuseMethod(loading="whole"))))
     largest = max(largest, compare("reused from chunk-caches", reused, prompt.bounds[-2]))
     seconds = time.perf_counter() - began
     logger.info(

@@ -12,7 +12,7 @@ import pytest
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
@@ -28,7 +28,7 @@ FRONT, SECOND, THIRD, LAST = CHUNKS = [Chunk(text) for text in TEXTS]
 OTHER = Chunk("The toaster has a crumb tray; pull it out to the left.")
 QUESTION = "How often does the lid leak?"
 # One layer decides: whether the same chunks lead in three layers of a random model says nothing of what is tested here.
-PAPER = ReuseConfig.paper(early_termination_window=1)
+PAPER = ReuseConfig.paper(method=ReuseMethod.paper(early_termination_window=1))
 
 Stats = dict[str, Any]
 

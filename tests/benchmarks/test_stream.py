@@ -24,7 +24,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.evaluation.dataset import Dataset
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.store import ChunkCacheStore
 
 
@@ -51,7 +51,7 @@ def test_the_last_requests_recompute_less_at_no_higher_divergence(
             ChunkCacheStore.open(tmp_path / word) as store,
             Engine(tiny_decoder("Llama"), store, best_last=False, new_variants=word) as engine,  # type: ignore[arg-type]
         ):
-            config = ReuseConfig(alpha=0.6, loading="layerwise")
+            config = ReuseConfig(method=ReuseMethod(alpha=0.6, loading="layerwise"))
             reports[word] = run(engine, town_dataset.questions, settings, config=config)
     off, idle = reports["off"].windows, reports["idle"].windows
     assert [window.requests for window in idle] == [8, 8, 8]
@@ -89,7 +89,7 @@ def test_new_orders_repeat_questions_but_not_their_prefixes(
             ChunkCacheStore.open(tmp_path / str(new_orders)) as store,
             Engine(tiny_decoder("Llama"), store, best_last=False) as engine,
         ):
-            config = ReuseConfig(alpha=0.6, loading="layerwise")
+            config = ReuseConfig(method=ReuseMethod(alpha=0.6, loading="layerwise"))
             reports.append(run(engine, town_dataset.questions, settings, config=config))
     same, new = reports
     for report in reports:

@@ -22,7 +22,7 @@ PAGES = {
     "warranty.md": "The warranty lasts 3 years.",
 }
 # Layer by layer, because cake rightly computes what a tiny model computes faster than the disk delivers.
-TOML = 'model = "model"\nstore = "store"\n\n[reuse]\nloading = "layerwise"\n'
+TOML = 'model = "model"\nstore = "store"\n\n[method]\nloading = "layerwise"\n'
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.evaluation.calibrate import METRICS
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.planning.calibration import load_calibration
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.types.documents import Chunk
 
@@ -144,7 +144,7 @@ def test_the_next_engine_uses_it(home: Path) -> None:
         "rouge_l",
     )
     after = recomputed(ReuseConfig(capture=False))
-    assert recomputed(ReuseConfig(capture=False, alpha=0.1)) == after < before
+    assert recomputed(ReuseConfig(capture=False, method=ReuseMethod(alpha=0.1))) == after < before
     with Engine.from_pretrained(str(home / "model"), store=store) as engine:
         assert engine.store.stats().variants == variants  # no chunk of the validation set came in
 
@@ -163,10 +163,13 @@ def test_answers_and_statistics_show_it(home: Path) -> None:
     assert last_json(asked)["calibrations"][fingerprint]["alpha"] == 0.1
     decided = {
         ReuseConfig(): True,
-        ReuseConfig(alpha=1.0): False,
+        ReuseConfig(method=ReuseMethod(alpha=1.0)): False,
         ReuseConfig(recompute_ratio=0.1): False,
     }
-    decided |= {ReuseConfig(reuse=False): False, ReuseConfig(selector="leading"): False}
+    decided |= {
+        ReuseConfig(reuse=False): False,
+        ReuseConfig(method=ReuseMethod(selector="leading")): False,
+    }
     for config, expected in decided.items():
         with (
             CacheCraft.from_pretrained(str(home / "model"), store=store, reuse=config) as rag,

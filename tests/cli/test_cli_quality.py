@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cachecraft_rag.cli.options import counted
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.serving.audits.audit import Audit, AuditText
 from cachecraft_rag.serving.audits.audit_log import AuditLog
@@ -26,7 +26,10 @@ QUESTIONS = ("How long may I return it?", "How long is the warranty?", "What las
 def audited(home: Path) -> Path:
     """The home folder, after three audited answers of which some differ from full prefill's."""
     reuse = ReuseConfig(
-        recompute_ratio=0.0, drift=0.0, nearest_share=0.0, loading="layerwise", capture=False
+        recompute_ratio=0.0,
+        nearest_share=0.0,
+        capture=False,
+        method=ReuseMethod(drift=0.0, loading="layerwise"),
     )
     with (
         chdir(home),

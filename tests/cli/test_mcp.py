@@ -25,6 +25,7 @@ from cachecraft_rag.cli.mcp.allowed_folders import AllowedFolders
 from cachecraft_rag.cli.mcp.server import Address, server_of
 from cachecraft_rag.cli.mcp.tools import DocumentTools
 from cachecraft_rag.errors import CacheCraftError, ConfigError, DocumentError, ModelNotFoundError
+from cachecraft_rag.planning.config import ReuseMethod
 from cachecraft_rag.retrievers.indexer import IndexReport
 from cachecraft_rag.types.progress import Progress
 
@@ -156,7 +157,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(tree: Path) -> Non
 @pytest.fixture
 def rag(home: Path, tmp_path: Path) -> Iterator[CacheCraft]:
     """A tiny model over an empty store."""
-    reuse = ReuseConfig(loading="layerwise")
+    reuse = ReuseConfig(method=ReuseMethod(loading="layerwise"))
     with CacheCraft.from_pretrained(
         str(home / "model"), store=tmp_path / "store", reuse=reuse
     ) as opened:

@@ -71,7 +71,7 @@ FACTS: dict[str, Any] = {
     "a header that is two": {"session_header": "X\r\nEvil: 1"},
     "a header that is a number": {"session_header": 1},
     "unknown settings": {"reuse": {"no such": 1}},
-    "settings out of range": {"reuse": {"alpha": -5}},
+    "settings out of range": {"reuse": {"method": {"alpha": -5}}},
     "settings as a list": {"reuse": [1]},
     "a fingerprint of half a character": {"fingerprint": "\ud800"},
 }

@@ -21,7 +21,7 @@ from cachecraft_rag.compute.resolve import Resolved, executed_plan, resolve, row
 from cachecraft_rag.compute.rows import RowReason, Rows
 from cachecraft_rag.compute.stack import Alone
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.store import ChunkCacheStore
@@ -40,7 +40,7 @@ from cachecraft_rag.types.variants import Variant, VariantKey
 MakeDecoder = Callable[..., Decoder]
 TOKENS = {"system": 8, "a": 100, "b": 90, "c": 20, "question": 12}
 BOUNDS = [0, 8, 108, 198, 218, 230]
-CONFIG = ReuseConfig(selector="cache_craft")
+CONFIG = ReuseConfig(method=ReuseMethod(selector="cache_craft"))
 SYSTEM, BEHIND_A = ("system",), ("system", "a")
 
 
@@ -190,7 +190,10 @@ def test_what_is_in_memory_is_resident_and_the_rest_is_to_be_loaded(shelf: Shelf
         assert chosen
         assert marks(rows, RowReason.RECOMPUTED) == [108 + offset for offset in chosen]
         assert marks(rows, RowReason.NEW) == list(range(198, 230))
-        assert (resolved.job.drift, resolved.job.loading) == (CONFIG.drift, CONFIG.loading)
+        assert (resolved.job.drift, resolved.job.loading) == (
+            CONFIG.method.drift,
+            CONFIG.method.loading,
+        )
 
 
 def test_rows_are_those_of_the_plan() -> None:
@@ -376,7 +379,7 @@ def test_nothing_of_the_last_chunk_is_loaded_if_it_is_recomputed_in_full(
     shelf: Shelf, selector: str
 ) -> None:
     variants = moved(shelf)
-    config = ReuseConfig(selector=selector, nearest_share=0.35)
+    config = ReuseConfig(nearest_share=0.35, method=ReuseMethod(selector=selector))
     with closing(shelf.resolve(PRIVATE, config)) as resolved:
         last = resolved.plan.segments[3]
         assert (last.in_full, last.recompute) == (True, tuple(range(20)))
@@ -418,7 +421,9 @@ def test_a_chunk_that_a_probe_may_spare_is_loaded(shelf: Shelf) -> None:
         for name in ("a", "b")
     }
     scores[variants["c"].variant_id] = TokenScores(np.ones(TOKENS["c"], np.float32))
-    config = ReuseConfig(recompute_ratio=0.6, nearest_share=0.0, budget_scope="prompt")
+    config = ReuseConfig(
+        recompute_ratio=0.6, nearest_share=0.0, method=ReuseMethod(budget_scope="prompt")
+    )
     resolved = resolve(
         PRIVATE,
         shelf.found(),
@@ -437,7 +442,7 @@ def test_a_chunk_that_a_probe_may_spare_is_loaded(shelf: Shelf) -> None:
 
 def test_a_chunk_that_early_termination_may_stop_is_loaded(shelf: Shelf) -> None:
     moved(shelf)
-    config = ReuseConfig(early_termination="published", nearest_share=0.35)
+    config = ReuseConfig(nearest_share=0.35, method=ReuseMethod(early_termination="published"))
     with closing(shelf.resolve(PRIVATE, config)) as resolved:
         assert resolved.plan.segments[3].in_full
         assert loaded_names(resolved) == ["system", "a", "b", "c"]
@@ -449,7 +454,9 @@ def test_stored_values_of_recomputed_tokens_serve_drift_correction_alone(
     shelf: Shelf, drift: float
 ) -> None:
     moved(shelf)
-    config = ReuseConfig(recompute_ratio=0.7, nearest_share=0.0, selector="leading", drift=drift)
+    config = ReuseConfig(
+        recompute_ratio=0.7, nearest_share=0.0, method=ReuseMethod(selector="leading", drift=drift)
+    )
     with (
         closing(shelf.resolve(PRIVATE, config)) as resolved,
         loading(Loader(shelf.store, 2), resolved.to_load, resolved.unused) as loads,
@@ -472,7 +479,9 @@ def test_before_a_chunk_that_is_captured_for_everybody_nothing_changes_what_is_r
     """There neither a probe nor early termination has a say."""
     moved(shelf)
     shelf.store.evict(RowFilter(chunk_ids=("c",)))
-    config = ReuseConfig(recompute_ratio=1.0, selector=selector, early_termination="published")
+    config = ReuseConfig(
+        recompute_ratio=1.0, method=ReuseMethod(selector=selector, early_termination="published")
+    )
     with closing(shelf.resolve(PRIVATE, config)) as resolved:
         assert resolved.job.shared_until == 218
         assert resolved.job.unread == {1, 2}
@@ -509,7 +518,7 @@ def test_shared_until_is_behind_the_last_chunk_that_is_captured_for_everybody(
 
 
 def test_early_termination_is_for_what_is_recomputed(shelf: Shelf) -> None:
-    config = replace(CONFIG, early_termination="published", early_termination_window=2)
+    config = CONFIG.with_method(early_termination="published", early_termination_window=2)
     shelf.put("a", SYSTEM)
     assert shelf.resolve(config=config).job.early_termination is None
     shelf.put("b", SYSTEM)  # moved behind a
@@ -527,7 +536,7 @@ def test_a_probe_goes_ahead_of_large_passes_where_it_may_choose(
 ) -> None:
     shelf.put("a", SYSTEM)
     shelf.put("b", SYSTEM)
-    config = replace(CONFIG, selector="question", probe_min_rows=least)
+    config = CONFIG.with_method(selector="question", probe_min_rows=least)
     # c is computed: if it is for everybody, the question must not choose before it
     prompt = prompt_of("question", *(["c"] if private else []), closing=4)
     job = shelf.resolve(prompt, config).job
@@ -543,8 +552,8 @@ def test_a_pass_of_few_rows_has_a_probe_by_default(shelf: Shelf, least: int, pro
     shelf.put("b", ("system", "d"))
     shelf.put("c", SYSTEM)
     config = ReuseConfig(recompute_ratio=0.3, nearest_share=0.0, capture=False)
-    assert config.probe_min_rows == 0
-    job = shelf.resolve(config=replace(config, probe_min_rows=least)).job
+    assert config.method.probe_min_rows == 0
+    job = shelf.resolve(config=config.with_method(probe_min_rows=least)).job
     # the system segment, the question, and what is recomputed of b and c
     assert len(job.rows.open()) == 53
     assert (job.probe is not None) == probes
@@ -553,7 +562,11 @@ def test_a_pass_of_few_rows_has_a_probe_by_default(shelf: Shelf, least: int, pro
 def test_a_probe_chooses_anew_around_what_is_computed(shelf: Shelf) -> None:
     shelf.put("a", SYSTEM)
     shelf.put("b", SYSTEM)
-    config = ReuseConfig(selector="question", capture=False, probe_min_rows=0, recompute_ratio=0.1)
+    config = ReuseConfig(
+        capture=False,
+        recompute_ratio=0.1,
+        method=ReuseMethod(selector="question", probe_min_rows=0),
+    )
     resolved = shelf.resolve(config=config)
     probe = resolved.job.probe
     assert probe is not None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cachecraft_rag.engine.engine import Engine
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.store.catalog_records import RowFilter
@@ -28,7 +28,9 @@ CHUNKS = [
 MOVED = [CHUNKS[place] for place in (3, 0, 4, 1, 2)]
 QUESTION = "How do I descale the kettle?"
 # takes what is stored, also where computing would be faster, and leaves no choice to clocks
-LAYERWISE = ReuseConfig(alpha=0.3, nearest_share=0.35, loading="layerwise", capture=False)
+LAYERWISE = ReuseConfig(
+    nearest_share=0.35, capture=False, method=ReuseMethod(alpha=0.3, loading="layerwise")
+)
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def test_a_passage_that_is_recomputed_in_full_is_not_read(
 ) -> None:
     engine = make_cold()
     everything = stored_bytes(engine)
-    stats = ask(engine, MOVED, replace(LAYERWISE, selector=selector)).stats
+    stats = ask(engine, MOVED, LAYERWISE.with_method(selector=selector)).stats
     last = stats.chunks[-1]
     assert (last.reason_code, last.recomputed) == (Reason.NEAREST, last.tokens)
     assert last.tier is None
@@ -108,7 +110,7 @@ def test_a_quality_target_that_recomputes_everything_reads_only_what_is_exact(
     make_cold: Callable[..., Engine], read: Counter[str]
 ) -> None:
     engine = make_cold(
-        config=replace(LAYERWISE, alpha=None), audit="idle", quality_target=0.98, min_ratio=1.0
+        config=LAYERWISE.with_method(alpha=None), audit="idle", quality_target=0.98, min_ratio=1.0
     )
     answer = engine.stream(QUESTION, MOVED, sampling=SHORT)
     for _ in answer:
@@ -141,7 +143,9 @@ def test_memory_does_not_keep_what_was_read_in_part_as_if_it_were_whole(
     engine = make_cold()
     everything = stored_bytes(engine)
     config = replace(
-        LAYERWISE, recompute_ratio=0.8, selector="leading", drift=0.0, nearest_share=0.0
+        LAYERWISE.with_method(selector="leading", drift=0.0),
+        recompute_ratio=0.8,
+        nearest_share=0.0,
     )
     ask(engine, MOVED, config)
     for chunk in MOVED:

@@ -17,7 +17,7 @@ from cachecraft_rag.cli.app import app
 from cachecraft_rag.engine.doctor import Facts, examine, findings, read_speed
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.documents import Chunk
@@ -38,7 +38,11 @@ def make_engine(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> Iterato
         small = {"host_bytes": 1 << 20, "disk_bytes": 1 << 20}
         store = ChunkCacheStore.open(tmp_path / "caches", **(small | settings))
         made.append(
-            Engine(tiny_decoder(family), store, config=ReuseConfig(alpha=0.3, loading="layerwise"))
+            Engine(
+                tiny_decoder(family),
+                store,
+                config=ReuseConfig(method=ReuseMethod(alpha=0.3, loading="layerwise")),
+            )
         )
         return made[-1]
 

@@ -24,7 +24,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError, ContextLengthError, StoreError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.observability.stats import RequestStats
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.planning.early_termination import EarlyTerminationRule
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.prompt.builder import Turn
@@ -44,9 +44,9 @@ CHUNKS = [KETTLE, TOASTER, FRIDGE]
 QUESTION = "How do I descale the kettle?"
 SHORT = SamplingParams(max_new_tokens=12)
 # Another α than the default, so that its calibration changes nothing here.
-CONFIG = ReuseConfig(alpha=0.3)
+CONFIG = ReuseConfig(method=ReuseMethod(alpha=0.3))
 # takes what is stored, also where computing is faster
-LAYERWISE = ReuseConfig(alpha=0.3, loading="layerwise")
+LAYERWISE = ReuseConfig(method=ReuseMethod(alpha=0.3, loading="layerwise"))
 
 MakeDecoder = Callable[..., Decoder]
 MakeEngine = Callable[..., Engine]
@@ -278,7 +278,9 @@ def test_moved_chunks_are_reused_and_partly_recomputed(engine: Engine) -> None:
     moved = ask(
         engine,
         [FRIDGE, KETTLE],
-        config=ReuseConfig(alpha=0.25, budget_scope="chunk", selector="cache_craft"),
+        config=ReuseConfig(
+            method=ReuseMethod(alpha=0.25, budget_scope="chunk", selector="cache_craft")
+        ),
     )
     assert set(outcomes(moved).values()) == {"reused"}
     assert 0 < moved.stats.tokens_recomputed < 0.3 * moved.stats.tokens_prompt
@@ -294,7 +296,11 @@ def test_moved_chunks_are_reused_and_partly_recomputed(engine: Engine) -> None:
 
 def test_recomputing_every_moved_token_gives_the_full_answer(engine: Engine) -> None:
     ask(engine)
-    moved = ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(alpha=0.3, recompute_ratio=1.0))
+    moved = ask(
+        engine,
+        [FRIDGE, KETTLE],
+        config=ReuseConfig(recompute_ratio=1.0, method=ReuseMethod(alpha=0.3)),
+    )
     full = ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(reuse=False, capture=False))
     assert moved.text == full.text
 
@@ -321,13 +327,13 @@ def test_an_overhead_of_one_computes_and_bears_a_variant(
     engine: Engine, store: ChunkCacheStore
 ) -> None:
     ask(engine)
-    costly = ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(alpha=5.0))
+    costly = ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(method=ReuseMethod(alpha=5.0)))
     assert set(outcomes(costly).values()) == {"computed"}
     assert all("CFO is 1" in chunk.reason for chunk in costly.stats.chunks)
     assert len(store.rows(RowFilter(chunk_ids=(KETTLE.chunk_id,)))) == 2
-    assert outcomes(ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(alpha=5.0))) == all_of(
-        "exact", [FRIDGE, KETTLE]
-    )
+    assert outcomes(
+        ask(engine, [FRIDGE, KETTLE], config=ReuseConfig(method=ReuseMethod(alpha=5.0)))
+    ) == all_of("exact", [FRIDGE, KETTLE])
 
 
 def test_reuse_counts_uses(engine: Engine, store: ChunkCacheStore) -> None:
@@ -347,16 +353,20 @@ def test_without_births_nothing_is_stored(engine: Engine, store: ChunkCacheStore
 def test_early_termination_computes_less(engine: Engine) -> None:
     ask(engine)
     order = [FRIDGE, KETTLE, TOASTER]
-    plain = ask(engine, order, config=ReuseConfig(alpha=0.3, recompute_ratio=0.8, capture=False))
+    plain = ask(
+        engine,
+        order,
+        config=ReuseConfig(recompute_ratio=0.8, capture=False, method=ReuseMethod(alpha=0.3)),
+    )
     focused = ask(
         engine,
         order,
         config=ReuseConfig(
-            alpha=0.3,
             recompute_ratio=0.8,
-            early_termination="published",
-            early_termination_window=1,
             capture=False,
+            method=ReuseMethod(
+                alpha=0.3, early_termination="published", early_termination_window=1
+            ),
         ),
     )
     assert plain.stats.focus_layer is None
@@ -502,12 +512,8 @@ def captured(
 def test_no_question_shapes_what_others_are_served(
     selector: str, rule: EarlyTerminationRule, order: list[Chunk], decoder: Decoder, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {
-        "recompute_ratio": 0.3,
-        "probe_min_rows": 0,
-        "early_termination_window": 1,
-    }
-    config = ReuseConfig(selector=selector, early_termination=rule, **settings)
+    method = ReuseMethod(selector=selector, early_termination=rule, early_termination_window=1)
+    config = ReuseConfig(recompute_ratio=0.3, method=method)
     one, other = (
         captured(tmp_path / str(place), decoder, secret, order, config)
         for place, secret in enumerate(SECRETS)
@@ -518,7 +524,9 @@ def test_no_question_shapes_what_others_are_served(
 def test_no_question_shapes_what_others_are_served_from_a_disk(
     decoder: Decoder, tmp_path: Path
 ) -> None:
-    config = ReuseConfig(recompute_ratio=0.3, probe_min_rows=0, loading="layerwise")
+    config = ReuseConfig(
+        recompute_ratio=0.3, method=ReuseMethod(probe_min_rows=0, loading="layerwise")
+    )
     one, other = (
         captured(
             tmp_path / str(place), decoder, secret, ORDERS["new at the end"], config, host_bytes=0
@@ -543,10 +551,10 @@ def test_a_question_still_chooses_behind_the_last_chunk_that_is_captured(
     ):
         asked = {"sampling": SHORT, "session": "ada"}
         with ChunkCacheStore.open(tmp_path / str(number)) as store:
-            config = ReuseConfig(recompute_ratio=0.3, probe_min_rows=0)
+            config = ReuseConfig(recompute_ratio=0.3, method=ReuseMethod(probe_min_rows=0))
             engine = Engine(decoder, store, config=config, **settings)
             ask(engine, KNOWN, **asked)
-            plain = replace(config, selector="cache_craft", capture=False)
+            plain = replace(config.with_method(selector="cache_craft"), capture=False)
             share = ask(engine, order, config=plain, **asked).stats.recompute_share
             looks.append(ask(engine, order, **asked).stats.recompute_share > share)
             engine.close()
@@ -559,11 +567,13 @@ def test_what_is_computed_because_its_file_is_damaged_is_not_captured_behind_a_q
 ) -> None:
     config = ReuseConfig(
         recompute_ratio=0.3,
-        nearest_share=0.0,  # nothing is read of what is recomputed in full
-        probe_min_rows=0,
-        loading="layerwise",
-        early_termination=rule,
-        early_termination_window=1,
+        nearest_share=0.0,
+        method=ReuseMethod(
+            probe_min_rows=0,
+            loading="layerwise",
+            early_termination=rule,
+            early_termination_window=1,
+        ),
     )
     order = [FRIDGE, KETTLE, TOASTER]  # the fridge stands last
     with (
@@ -880,7 +890,7 @@ def test_two_threads_get_the_answers_they_would_get_one_after_the_other(
         expected = [ask(plain, chunks, question).text for question, chunks in asked]
         plain.close()
     # every path then gives the full answer
-    engine = make_engine(config=ReuseConfig(alpha=0.3, recompute_ratio=1.0))
+    engine = make_engine(config=ReuseConfig(recompute_ratio=1.0, method=ReuseMethod(alpha=0.3)))
     found: dict[tuple[int, int], str] = {}
 
     def run(thread: int) -> None:
@@ -954,8 +964,8 @@ def test_an_answer_says_which_chunks_are_in_focus_and_what_that_spared(engine: E
     ask(engine, [TOASTER, letter, KETTLE, OVEN, FRIDGE])
     config = replace(CONFIG, capture=False, recompute_ratio=0.5, nearest_share=0.0)
     order = [KETTLE, letter, FRIDGE, TOASTER, OVEN]
-    focused = ask(engine, order, config=replace(config, early_termination="probe")).stats
-    everything = ask(engine, order, config=replace(config, early_termination="off")).stats
+    focused = ask(engine, order, config=config.with_method(early_termination="probe")).stats
+    everything = ask(engine, order, config=config.with_method(early_termination="off")).stats
     assert_adds_up(focused)
     chunks = {chunk.chunk_id: chunk for chunk in focused.chunks}
     assert chunks[KETTLE.chunk_id].in_focus
@@ -971,9 +981,11 @@ def test_an_answer_says_which_chunks_are_in_focus_and_what_that_spared(engine: E
 
 def test_a_probe_chooses_what_is_recomputed_and_counts_for_it(engine: Engine) -> None:
     ask(engine)
-    config = replace(CONFIG, capture=False, recompute_ratio=0.3, probe_min_rows=0)
+    config = replace(CONFIG.with_method(probe_min_rows=0), capture=False, recompute_ratio=0.3)
     moved = ask(engine, [FRIDGE, TOASTER, KETTLE], config=config)
-    plain = ask(engine, [FRIDGE, TOASTER, KETTLE], config=replace(config, selector="cache_craft"))
+    plain = ask(
+        engine, [FRIDGE, TOASTER, KETTLE], config=config.with_method(selector="cache_craft")
+    )
     assert_adds_up(moved.stats)
     assert moved.stats.tokens_recomputed == plain.stats.tokens_recomputed  # the same budget
     assert moved.stats.recompute_share > plain.stats.recompute_share  # and what it took to look
@@ -993,7 +1005,10 @@ def test_a_use_counts_with_what_it_saved_at_a_fixed_ratio(engine: Engine, ratio:
         row.variant.variant_id: row.variant.reuse_frequency for row in engine.store.rows(chosen)
     }
     config = replace(
-        CONFIG, capture=False, recompute_ratio=ratio, budget_scope="chunk", nearest_share=0.0
+        CONFIG.with_method(budget_scope="chunk"),
+        capture=False,
+        recompute_ratio=ratio,
+        nearest_share=0.0,
     )
     ask(engine, [FRIDGE, TOASTER, KETTLE], config=config)
     assert engine.store.flush(10)
@@ -1012,7 +1027,7 @@ def test_a_small_pass_has_no_probe(engine: Engine) -> None:
     config = replace(CONFIG, capture=False, recompute_ratio=0.3)
     shares = {
         rows: ask(
-            engine, CHUNKS[::-1], config=replace(config, probe_min_rows=rows)
+            engine, CHUNKS[::-1], config=config.with_method(probe_min_rows=rows)
         ).stats.recompute_share
         for rows in (0, 50, 1000)
     }
@@ -1021,7 +1036,7 @@ def test_a_small_pass_has_no_probe(engine: Engine) -> None:
 
 def test_set_cache_reorders_what_one_prompt_left(engine: Engine) -> None:
     ask(engine)
-    config = replace(CONFIG, capture=False, scope="set")
+    config = replace(CONFIG.with_method(scope="set"), capture=False)
     moved = ask(engine, [TOASTER, KETTLE, FRIDGE], config=config)
     # the best chunk stands last
     assert outcomes(moved) == all_of("reused") | {FRIDGE.chunk_id: "exact"}
@@ -1031,7 +1046,7 @@ def test_set_cache_reorders_what_one_prompt_left(engine: Engine) -> None:
 
 def test_prefix_cache_is_exact(engine: Engine) -> None:
     ask(engine)
-    config = replace(CONFIG, capture=False, scope="prefix")
+    config = replace(CONFIG.with_method(scope="prefix"), capture=False)
     order = [KETTLE, TOASTER, FRIDGE][::-1]
     found = engine.score_answer(QUESTION, order, max_new_tokens=12, config=config)
     full = engine.score_answer(

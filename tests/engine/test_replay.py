@@ -27,7 +27,7 @@ from cachecraft_rag.compute.kv_buffer import ResidentKV
 from cachecraft_rag.compute.resolve import rows_of
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.answering import Answering, Prefilled
 from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.request import Request, RequestProgress
@@ -41,7 +41,7 @@ from cachecraft_rag.types.variants import LoadedVariant
 CHUNKS = [
     Chunk(f"Section {n}. The kettle of house {n} boils after {7 * n} minutes.") for n in range(20)
 ]
-CONFIG = ReuseConfig(alpha=0.3, loading="layerwise")
+CONFIG = ReuseConfig(method=ReuseMethod(alpha=0.3, loading="layerwise"))
 TOKENS = 4
 TENTHS = 10
 REQUESTS = int(os.environ.get("TESTS_REPLAY_REQUESTS", "200"))
@@ -110,7 +110,7 @@ class Watched(Answering):
             resident=resident,
             capacity=bounds[-1] + TOKENS,
             reused=[index for index, planned in enumerate(plan.segments) if planned.to_fix],
-            drift=request.config.drift,
+            drift=request.config.method.drift,
         )
         fresh = prefill(self.decoder, job)
         logits = self.decoder.next_logits(fresh.hidden)

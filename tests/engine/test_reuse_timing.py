@@ -14,7 +14,7 @@ import torch
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import StoreError
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.documents import Chunk
@@ -108,7 +108,9 @@ def test_a_gpu_without_memory_for_a_long_prompt_ends_the_measurement(engine: Eng
         ReuseConfig(reuse=False),
         ReuseConfig(min_prompt_tokens=0),
         ReuseConfig.paper(),
-        ReuseConfig(scope="prefix"),  # never reuses moved chunks, which would be timed
+        ReuseConfig(
+            method=ReuseMethod(scope="prefix")
+        ),  # never reuses moved chunks, which would be timed
     ],
 )
 def test_nothing_is_measured_where_the_settings_say_what_to_do(

@@ -16,7 +16,7 @@ from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.settings import load_settings, size_of
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.store.config import StoreConfig
 from cachecraft_rag.store.remote import RemoteConfig
@@ -81,7 +81,7 @@ def test_the_environment_goes_before_the_file_and_that_before_defaults(file: Pat
     config = found.engine_config()
     assert (config.store.disk_bytes, config.store.max_variants) == (50 * 10**9, 900)
     assert (config.store.variants_per_chunk, config.store.host_bytes) == (7, 3 << 19)
-    assert config.reuse == ReuseConfig(recompute_ratio=0.3, drift=0.2)
+    assert config.reuse == ReuseConfig(recompute_ratio=0.3, method=ReuseMethod(drift=0.2))
     assert config.store.remote == RemoteConfig("redis://:secret@host/0", queue_bytes=2 << 30)
     assert config.private_system
     assert config.decode_rows == 4
@@ -114,16 +114,16 @@ def test_the_working_directory_s_file_is_found_and_a_variable_may_name_another(
         ("disk_bytes = '5 stones'", "disk_bytes"),
         (f"host_bytes = '{'9' * 400} GB'", "is too large for a size"),
         ("[reuse]\nrecompute_ratio = 2.0", "reuse.recompute_ratio"),
-        ("[reuse]\nselector = 'best'", "reuse.selector"),
+        ("[method]\nselector = 'best'", "method.selector"),
         (
-            "[reuse]\nearly_termination = 'gap'",
+            "[method]\nearly_termination = 'gap'",
             "must be off, probe or published, not 'gap'",
         ),
         ("[remote]\nfailures = 0\nurl = 'redis://host'", "remote.failures"),
         ("[store]\nreaders = 3", "store"),
         ("readers = ", "not valid TOML"),
         ("top_k = [1]", "top_k"),
-        ("[reuse]\nselector = [[['question']]]", "reuse.selector"),
+        ("[method]\nselector = [[['question']]]", "method.selector"),
         ("stop = [[1], {a = [2]}]", "stop"),
         ("top_k = " + "9" * 5000, "not valid TOML"),
         ("x = " + "[" * 20_000, "not valid TOML"),
@@ -144,7 +144,7 @@ def test_what_is_wrong_elsewhere_is_named_too(here: Path, file: Path) -> None:
     for environment, says in (
         ({"CACHECRAFT_READERS": "many"}, "CACHECRAFT_READERS: readers"),
         (
-            {"CACHECRAFT_REUSE_EARLY_TERMINATION": "gap"},
+            {"CACHECRAFT_METHOD_EARLY_TERMINATION": "gap"},
             "must be off, probe or published, not 'gap'",
         ),
         ({"CACHECRAFT_READER": "3"}, "Did you mean CACHECRAFT_READERS"),
@@ -178,7 +178,7 @@ def test_max_tokens_is_accepted_for_max_new_tokens(file: Path) -> None:
 
 
 def test_flags_go_before_everything_and_are_named_in_errors(file: Path) -> None:
-    environment = {"CACHECRAFT_TOP_K": "8", "CACHECRAFT_REUSE_DRIFT": "0.1"}
+    environment = {"CACHECRAFT_TOP_K": "8", "CACHECRAFT_METHOD_DRIFT": "0.1"}
     found = load_settings(
         file, environment=environment, flags={"top_k": "9", "host_bytes": "1 GB", "stop": ["a, b"]}
     )
@@ -187,7 +187,7 @@ def test_flags_go_before_everything_and_are_named_in_errors(file: Path) -> None:
     assert found.flags() == {"top_k": 9, "host_bytes": 10**9, "stop": ("a, b",)}
     assert found.only("top_k").given() == {"top_k": 9}
     with pytest.raises(ConfigError, match=r"^--drift: drift is 7; it must be"):
-        load_settings(file, environment=environment, flags={"reuse.drift": "7"})
+        load_settings(file, environment=environment, flags={"method.drift": "7"})
 
 
 def test_what_kubernetes_adds_for_a_service_is_no_setting() -> None:
@@ -208,7 +208,9 @@ def test_what_kubernetes_adds_for_a_service_is_no_setting() -> None:
 def test_every_field_of_the_configs_can_be_set() -> None:
     keys = load_settings(environment={}).entries.keys()
     assert {"disk_bytes", "max_variants", "variants_per_chunk", "eviction"} <= keys
-    assert {f"reuse.{name}" for name in ReuseConfig.__dataclass_fields__} <= keys
+    reuse = ReuseConfig.__dataclass_fields__.keys() - {"method"}
+    assert {f"reuse.{name}" for name in reuse} <= keys
+    assert {f"method.{name}" for name in ReuseMethod.__dataclass_fields__} <= keys
     assert {f"remote.{name}" for name in RemoteConfig.__dataclass_fields__} <= keys
     assert StoreConfig.__dataclass_fields__.keys() - {"device", "remote"} <= keys
 

@@ -29,7 +29,7 @@ metrics_port = 9464
 top_k = 3
 audit_text = true
 
-[reuse]
+[method]
 drift = 0.2
 
 [remote]
@@ -71,7 +71,7 @@ def test_a_strangers_file_neither_loads_models_nor_sends_data(
     found = load_settings(environment={})
     assert {key: found.entries[key].origin for key in GUARDED} == dict.fromkeys(GUARDED, "default")
     assert found.remote() is None
-    assert (found["top_k"], found["reuse.drift"]) == (3, 0.2)  # harmless ones count
+    assert (found["top_k"], found["method.drift"]) == (3, 0.2)  # harmless ones count
     assert found["store"] == str(folder / "caches")
     assert [setting.key for setting in found.ignored] == GUARDED
 

@@ -26,12 +26,12 @@ from cachecraft_rag.evaluation.calibrate import (
 from cachecraft_rag.evaluation.dataset import Dataset
 from cachecraft_rag.evaluation.intervals import mean_interval
 from cachecraft_rag.evaluation.origins import Origins, condition_named
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.types.progress import Progress
 
 SETTINGS = CalibrationSettings(quality=0.9, metric="top1", answer_tokens=5, origin="unrelated")
 # A way of choosing under which the tiny model's quality falls below 1 wherever anything is reused.
-CRUDE = ReuseConfig(budget_scope="chunk", drift=0.0, nearest_share=0.0)
+CRUDE = ReuseConfig(nearest_share=0.0, method=ReuseMethod(budget_scope="chunk", drift=0.0))
 
 
 def searched(holds: Callable[[float], bool]) -> tuple[float, dict[float, bool]]:
@@ -137,7 +137,7 @@ def test_a_point_is_what_the_engine_does_with_that_alpha(
         full = evaluation_engine.score_answer(
             question.text, question.passages, **how, config=ReuseConfig(reuse=False, capture=False)
         )
-        config = ReuseConfig(alpha=0.5, capture=False)
+        config = ReuseConfig(capture=False, method=ReuseMethod(alpha=0.5))
         ours = evaluation_engine.score_answer(
             question.text, question.passages, **how, target=full.tokens, config=config
         )
@@ -155,7 +155,9 @@ def test_the_engine_s_own_way_of_choosing_is_calibrated(
 ) -> None:
     settings = replace(SETTINGS, quality=0.0)
     evaluation_engine.config = ReuseConfig(
-        selector="leading", budget_scope="chunk", drift=0.0, nearest_share=0.0, recompute_ratio=0.9
+        nearest_share=0.0,
+        recompute_ratio=0.9,
+        method=ReuseMethod(selector="leading", budget_scope="chunk", drift=0.0),
     )
     found = calibrate(evaluation_engine, town_dataset, settings)
     assert found.calibration.fits(evaluation_engine.config)
@@ -169,12 +171,12 @@ def test_the_engine_s_own_way_of_choosing_is_calibrated(
 def test_the_published_settings_can_be_calibrated(
     evaluation_engine: Engine, town_dataset: Dataset
 ) -> None:
-    published = ReuseConfig.paper(alpha=None)
+    published = ReuseConfig.paper(method=ReuseMethod.paper(alpha=None))
     evaluation_engine.config = published
     found = calibrate(evaluation_engine, town_dataset, replace(SETTINGS, quality=0.0)).calibration
     assert found.fits(published)
     evaluation_engine.calibration = found
-    assert evaluation_engine.calibrated(published) == replace(published, alpha=found.alpha)
+    assert evaluation_engine.calibrated(published) == published.with_method(alpha=found.alpha)
 
 
 def test_origins_decide_how_much_is_recomputed(

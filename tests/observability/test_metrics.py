@@ -24,7 +24,7 @@ from cachecraft_rag.errors import BusyError, ConfigError, ContextLengthError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.observability.metrics import EngineCollector, serve_metrics
 from cachecraft_rag.observability.request_log import JsonFormatter
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.documents import Chunk
@@ -37,7 +37,7 @@ CHUNKS = [
 QUESTION = "How do I clean Gundula's kettle?"
 SHORT = SamplingParams(max_new_tokens=4)
 # takes what is stored, also where computing is faster
-LAYERWISE = ReuseConfig(alpha=0.3, loading="layerwise")
+LAYERWISE = ReuseConfig(method=ReuseMethod(alpha=0.3, loading="layerwise"))
 
 
 class Sample(NamedTuple):

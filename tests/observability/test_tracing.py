@@ -30,6 +30,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import BusyError, ConfigError
 from cachecraft_rag.model.decoder import Decoder
 from cachecraft_rag.observability.tracing import configure_tracing
+from cachecraft_rag.planning.config import ReuseMethod
 from cachecraft_rag.retrievers.embeddings import Embedder
 from cachecraft_rag.retrievers.index.faiss_store import FaissStore
 from cachecraft_rag.retrievers.retriever import open_index
@@ -40,7 +41,9 @@ QUESTION = "How often is Gundula's kettle descaled?"
 PASSAGES = ("Descale the kettle every 8 weeks.", "The toaster has a drawer for crumbs.")
 CHUNKS = [Chunk(text) for text in PASSAGES]
 SHORT = SamplingParams(max_new_tokens=6, temperature=0.5, seed=1)
-LAYERWISE = ReuseConfig(loading="layerwise")  # takes what is stored, also where computing is faster
+LAYERWISE = ReuseConfig(
+    method=ReuseMethod(loading="layerwise")
+)  # takes what is stored, also where computing is faster
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from cachecraft_rag.planning.calibration import (
     load_calibration,
     save_calibration,
 )
-from cachecraft_rag.planning.config import DEFAULT_ALPHA, ReuseConfig
+from cachecraft_rag.planning.config import DEFAULT_ALPHA, ReuseConfig, ReuseMethod
 from cachecraft_rag.types.documents import Chunk
 
 MakeDecoder = Callable[..., Decoder]
@@ -36,11 +36,11 @@ FOUND = Calibration(
     dataset="own.jsonl",
     questions=50,
     origin="unrelated",
-    selector=DEFAULT.selector,
-    budget_scope=DEFAULT.budget_scope,
-    drift=DEFAULT.drift,
+    selector=DEFAULT.method.selector,
+    budget_scope=DEFAULT.method.budget_scope,
+    drift=DEFAULT.method.drift,
     nearest_share=DEFAULT.nearest_share,
-    early_termination=DEFAULT.early_termination,
+    early_termination=DEFAULT.method.early_termination,
 )
 
 
@@ -128,43 +128,43 @@ def test_an_engine_takes_it_up_and_says_so(
         fingerprint = engine.decoder.fingerprint
         engine.score_answer("What?", chunks, max_new_tokens=2)
     # what is stored is taken, however fast it is
-    as_always = ReuseConfig(capture=False, loading="layerwise")
+    as_always = ReuseConfig(capture=False, method=ReuseMethod(loading="layerwise"))
     plain = recomputed(as_always)
-    given = replace(as_always, alpha=DEFAULT_ALPHA)
+    given = as_always.with_method(alpha=DEFAULT_ALPHA)
     with_given = recomputed(given)
     assert plain > 0
     save_calibration(store, fingerprint, FOUND)
     with caplog.at_level(logging.INFO, "cachecraft_rag"):
-        assert recomputed(as_always) == recomputed(replace(as_always, alpha=FOUND.alpha)) > plain
+        assert recomputed(as_always) == recomputed(as_always.with_method(alpha=FOUND.alpha)) > plain
     assert "calibrated for rouge_l ≥ 0.95 on 50 questions of own.jsonl" in caplog.text
     assert recomputed(given) == with_given  # what is given goes before
     # it was found with another way of choosing
-    assert recomputed(replace(as_always, drift=0.0)) == plain
+    assert recomputed(as_always.with_method(drift=0.0)) == plain
     assert recomputed(replace(as_always, recompute_ratio=0.15)) == recomputed(
-        replace(as_always, recompute_ratio=0.15, alpha=DEFAULT_ALPHA)
+        replace(as_always, recompute_ratio=0.15).with_method(alpha=DEFAULT_ALPHA)
     )
     # which would recompute less than was promised
-    assert not FOUND.fits(replace(as_always, early_termination="published"))
+    assert not FOUND.fits(as_always.with_method(early_termination="published"))
 
 
 def test_a_calibration_fits_only_the_way_of_choosing_that_it_was_made_with() -> None:
-    published = ReuseConfig.paper(alpha=None)
+    published = ReuseConfig.paper(method=ReuseMethod.paper(alpha=None))
     assert not FOUND.fits(published)
     made_with_it = replace(
         FOUND,
-        selector=published.selector,
-        budget_scope=published.budget_scope,
-        drift=published.drift,
+        selector=published.method.selector,
+        budget_scope=published.method.budget_scope,
+        drift=published.method.drift,
         nearest_share=published.nearest_share,
-        scoring=published.scoring,
+        scoring=published.method.scoring,
         early_termination="published",
-        early_termination_window=published.early_termination_window,
+        early_termination_window=published.method.early_termination_window,
     )
     assert made_with_it.fits(published)
-    assert not made_with_it.fits(replace(published, early_termination="off"))
-    assert not made_with_it.fits(replace(published, early_termination_window=8))
-    assert not made_with_it.fits(replace(published, scoring="corrected"))
-    assert FOUND.fits(replace(DEFAULT, early_termination_window=8))  # unused without termination
+    assert not made_with_it.fits(published.with_method(early_termination="off"))
+    assert not made_with_it.fits(published.with_method(early_termination_window=8))
+    assert not made_with_it.fits(published.with_method(scoring="corrected"))
+    assert FOUND.fits(DEFAULT.with_method(early_termination_window=8))  # unused without termination
 
 
 def test_a_quality_target_begins_with_a_calibration_of_agreement(

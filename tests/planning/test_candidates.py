@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cachecraft_rag.planning.candidates import Candidate, Candidates
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.planning.planner import Plan, SegmentPlan
 from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.types.variants import Variant, VariantKey
 
 SYSTEM = Segment("system", "system", (1, 2))
 QUESTION = Segment("question", "question", (9,))
-CONFIG = ReuseConfig(alpha=0.25)  # CFO decides
+CONFIG = ReuseConfig(method=ReuseMethod(alpha=0.25))  # CFO decides
 
 
 def variant(name: str, tokens: int = 10) -> Variant:
@@ -65,7 +65,7 @@ def test_what_was_moved_without_fixing_is_one_but_not_as_published() -> None:
     found = Candidate.of(prompt, plan, CONFIG, session=None)
     assert found is not None
     assert found.fixed == {1: 1}
-    published = replace(CONFIG, scoring="published")
+    published = CONFIG.with_method(scoring="published")
     assert Candidate.of(prompt, plan, published, session=None) is None
 
 

@@ -9,8 +9,22 @@ from typing import Any
 import pytest
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.sampling import SamplingParams
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"recompute_ratio": 1.01},
+        {"recompute_ratio": -0.01},
+        {"recompute_ratio": math.nan},
+    ],
+    ids=str,
+)
+def test_reuse_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        ReuseConfig(**wrong)
 
 
 @pytest.mark.parametrize(
@@ -19,18 +33,29 @@ from cachecraft_rag.serving.sampling import SamplingParams
         {"alpha": -0.1},
         {"alpha": math.nan},
         {"alpha": math.inf},  # infinity times no overlap lost is no number
-        {"recompute_ratio": 1.01},
-        {"recompute_ratio": -0.01},
-        {"recompute_ratio": math.nan},
         {"early_termination": "gap"},
         {"early_termination_window": 0},
         {"selector": "best"},
     ],
     ids=str,
 )
-def test_reuse_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
+def test_a_method_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        ReuseConfig(**wrong)
+        ReuseMethod(**wrong)
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        ReuseConfig().with_method(**wrong)
+
+
+def test_json_changes_settings_and_a_name_in_the_wrong_place_is_shown_the_right_one() -> None:
+    changed = ReuseConfig().changed_by({"recompute_ratio": 0.3, "method": {"drift": 0.0}})
+    assert changed == ReuseConfig(recompute_ratio=0.3, method=ReuseMethod(drift=0.0))
+    assert ReuseConfig().changed_by(dataclasses.asdict(changed)) == changed
+    with pytest.raises(ConfigError, match=r"drift: no such option. Did you mean method\.drift"):
+        ReuseConfig().changed_by({"drift": 0.0})
+    with pytest.raises(ConfigError, match="capture: no such setting of method"):
+        ReuseConfig().changed_by({"method": {"capture": False}})
+    with pytest.raises(ConfigError, match="method is"):
+        ReuseConfig().changed_by({"method": 3})
 
 
 @pytest.mark.parametrize(
@@ -54,11 +79,9 @@ def test_sampling_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("settings", "ends"),
     [
-        (ReuseConfig, {"alpha": 0, "recompute_ratio": 0, "early_termination_window": 1}),
-        (
-            ReuseConfig,
-            {"recompute_ratio": 1.0, "early_termination": "published", "selector": "random"},
-        ),
+        (ReuseConfig, {"recompute_ratio": 0, "nearest_share": 1}),
+        (ReuseMethod, {"alpha": 0, "early_termination_window": 1}),
+        (ReuseMethod, {"early_termination": "published", "selector": "random"}),
         (SamplingParams, {"max_new_tokens": 1, "temperature": 0, "top_p": 1.0, "stop": ()}),
     ],
     ids=str,
@@ -68,7 +91,9 @@ def test_the_ends_of_the_ranges_are_allowed(settings: Any, ends: dict[str, Any])
     assert {name: getattr(made, name) for name in ends} == ends
 
 
-@pytest.mark.parametrize(("settings", "known"), [(ReuseConfig, "alpha"), (SamplingParams, "seed")])
+@pytest.mark.parametrize(
+    ("settings", "known"), [(ReuseConfig, "capture"), (SamplingParams, "seed")]
+)
 def test_unknown_names_are_refused_and_settings_do_not_change(settings: Any, known: str) -> None:
     with pytest.raises(TypeError, match="beta"):
         settings(beta=1)
@@ -78,7 +103,7 @@ def test_unknown_names_are_refused_and_settings_do_not_change(settings: Any, kno
 
 def test_a_config_error_is_also_a_value_error() -> None:
     with pytest.raises(ValueError, match="alpha"):
-        ReuseConfig(alpha=-1)
+        ReuseConfig(method=ReuseMethod(alpha=-1))
 
 
 def test_settings_keep_what_a_generator_gives() -> None:

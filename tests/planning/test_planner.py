@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.planning.planner import (
     Plan,
     SegmentPlan,
@@ -31,7 +31,7 @@ from cachecraft_rag.types.digests import digest
 from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.types.variants import Variant, VariantKey
 
-CONFIG = ReuseConfig(alpha=0.5)
+CONFIG = ReuseConfig(method=ReuseMethod(alpha=0.5))
 SYSTEM, OTHER_SYSTEM = "system", "another system"
 
 
@@ -159,12 +159,14 @@ def test_a_variant_captured_alone_wins_at_the_front_only() -> None:
 def test_a_primed_variant_that_cannot_be_fixed_does_not_win() -> None:
     primed, other = variant("c", "x", cci=0.7, primed=True), variant("c", "y")
     # CFO 1 and 0.9
-    found = plan_last(prompt_of("a", "c"), primed, other, config=ReuseConfig(alpha=1.5))
+    found = plan_last(
+        prompt_of("a", "c"), primed, other, config=ReuseConfig(method=ReuseMethod(alpha=1.5))
+    )
     assert (found.outcome, found.variant) == ("reused", other)
 
 
 def test_with_published_scoring_the_lowest_overhead_wins_whatever_the_origin() -> None:
-    published = dataclasses.replace(CONFIG, scoring="published")
+    published = CONFIG.with_method(scoring="published")
     primed, other = variant("c", "x", cci=0.7, primed=True), variant("c", "y", cci=0.65)
     alone = variant("c", cci=0.5)
     prompt = prompt_of("a", "b", "d", "c")
@@ -176,7 +178,7 @@ def test_with_published_scoring_the_lowest_overhead_wins_whatever_the_origin() -
 
 
 def test_with_published_scoring_the_overlap_of_an_inexact_capture_counts_in_full() -> None:
-    published = dataclasses.replace(CONFIG, scoring="published")
+    published = CONFIG.with_method(scoring="published")
     inexact = variant("c", "a", exact_share=0.75)
     found = plan_last(prompt_of("a", "c"), inexact, config=published)
     assert (found.outcome, found.beta, found.adjusted, found.cfo) == ("reused", 1.0, 1.0, 0.0)
@@ -189,11 +191,17 @@ def test_an_impure_birth_is_not_exact_even_behind_the_same_prefix() -> None:
 
 
 def test_an_overhead_of_one_means_computing() -> None:
-    found = plan_last(prompt_of("a", "c"), variant("c", "x"), config=ReuseConfig(alpha=2.0))
+    found = plan_last(
+        prompt_of("a", "c"), variant("c", "x"), config=ReuseConfig(method=ReuseMethod(alpha=2.0))
+    )
     assert (found.outcome, found.variant, found.cfo) == ("computed", None, 1.0)
     assert found.reason == Reason.NOT_WORTH_FIXING
     assert (
-        plan_last(prompt_of("a", "c"), variant("c", "x"), config=ReuseConfig(alpha=1.6)).outcome
+        plan_last(
+            prompt_of("a", "c"),
+            variant("c", "x"),
+            config=ReuseConfig(method=ReuseMethod(alpha=1.6)),
+        ).outcome
         == "reused"
     )
 
@@ -205,7 +213,8 @@ def test_with_a_fixed_ratio_alpha_decides_nothing(ratio: float) -> None:
     plans = [
         with_selection(make_plan(prompt_of("a", "c"), stored, config), {}, config)
         for config in (
-            ReuseConfig(alpha=alpha, recompute_ratio=ratio) for alpha in (None, 0.0, 0.5, 1.6, 50.0)
+            ReuseConfig(recompute_ratio=ratio, method=ReuseMethod(alpha=alpha))
+            for alpha in (None, 0.0, 0.5, 1.6, 50.0)
         )
     ]
     assert all(plan == plans[0] for plan in plans)
@@ -225,9 +234,9 @@ def test_what_a_lossy_codec_kept_is_never_exact_and_needs_no_fixing(codec: str) 
     own, moved = variant("c", "a", codec=codec), variant("c", "b")
     for config in (
         CONFIG,
-        ReuseConfig(alpha=0.0),
+        ReuseConfig(method=ReuseMethod(alpha=0.0)),
         ReuseConfig(recompute_ratio=0.5),
-        ReuseConfig(scope="prefix"),
+        ReuseConfig(method=ReuseMethod(scope="prefix")),
     ):
         found = plan_last(prompt_of("a", "c"), moved, own, config=config)
         assert (found.outcome, found.variant, found.adjusted, found.cfo) == (
@@ -326,7 +335,7 @@ def selected(found: SegmentPlan, scores: Any = None, **config: Any) -> tuple[int
     known = {
         found.variant.variant_id: scores if isinstance(scores, TokenScores) else TokenScores(scores)
     }
-    settings = ReuseConfig(**{"alpha": 0.25} | config)
+    settings = ReuseConfig(method=ReuseMethod(alpha=0.25)).changed_by(config)
     return with_selection(Plan((found,)), known, settings).segments[0].recompute
 
 
@@ -352,7 +361,7 @@ def test_a_fixed_ratio_replaces_the_overhead_but_leaves_exact_chunks_alone() -> 
 
 def test_a_partly_recomputed_chunk_says_how_much_of_it_was_chosen_and_by_what() -> None:
     reused = SegmentPlan("reused", variant=variant("c", "a"), cfo=0.21)
-    config = ReuseConfig(alpha=0.25, selector="leading")
+    config = ReuseConfig(method=ReuseMethod(alpha=0.25, selector="leading"))
     plan = with_selection(Plan((reused,)), {}, config)
     (fixed,) = plan.segments
     assert fixed.reason is Reason.FIXED
@@ -373,7 +382,7 @@ def test_without_an_alpha_every_chunk_recomputes_the_same_share() -> None:
     for cfo in (0.0, 0.3, 1.0):
         reused = SegmentPlan("reused", variant=variant("c", "a"), cfo=cfo)
         assert len(selected(reused, alpha=None)) == 2  # a fifth of ten
-    published = ReuseConfig.paper(alpha=None)
+    published = ReuseConfig.paper(method=ReuseMethod.paper(alpha=None))
     reused = SegmentPlan("reused", variant=variant("c", "a"), cfo=0.3)
     assert len(with_selection(Plan((reused,)), {}, published).segments[0].recompute) == 3
 
@@ -462,7 +471,10 @@ def test_planning_20_chunks_of_8_variants_scans_nothing_of_10_000_in_the_catalog
 
 # -- other scopes -----------------------------------------------------------------------------------------------------
 
-PREFIX, SET = ReuseConfig(scope="prefix"), ReuseConfig(scope="set")
+PREFIX, SET = (
+    ReuseConfig(method=ReuseMethod(scope="prefix")),
+    ReuseConfig(method=ReuseMethod(scope="set")),
+)
 
 
 def stored_chain(*names: str) -> list[Variant]:
@@ -562,7 +574,7 @@ def test_a_last_chunk_with_all_its_old_neighbours_is_recomputed_too() -> None:
     assert [planned.in_full for planned in plan.segments] == [False, False, False, True, False]
 
 
-@pytest.mark.parametrize("nothing", [{"recompute_ratio": 0.0}, {"alpha": 0.0}])
+@pytest.mark.parametrize("nothing", [{"recompute_ratio": 0.0}, {"method": ReuseMethod(alpha=0.0)}])
 def test_with_a_ratio_or_alpha_of_zero_nothing_is_recomputed(nothing: dict[str, float]) -> None:
     config = ReuseConfig(nearest_share=1.0, **nothing)  # type: ignore[arg-type]
     assert in_full_of(prompt_of("a", "b"), moved("a", "b"), config) == [False] * 4
@@ -570,8 +582,8 @@ def test_with_a_ratio_or_alpha_of_zero_nothing_is_recomputed(nothing: dict[str, 
 
 def test_the_papers_settings_have_no_rule_for_the_last_chunk_and_score_as_published() -> None:
     assert ReuseConfig.paper().nearest_share == 0.0
-    assert ReuseConfig.paper().scoring == "published"
-    assert ReuseConfig.paper(alpha=None).alpha is None
+    assert ReuseConfig.paper().method.scoring == "published"
+    assert ReuseConfig.paper(method=ReuseMethod.paper(alpha=None)).method.alpha is None
 
 
 def test_presets_for_comparisons_reuse_in_prompts_of_any_length() -> None:
@@ -588,7 +600,9 @@ def test_tokens_that_are_computed_anyway_are_not_recomputed_in_full() -> None:
 
 # -- focus ------------------------------------------------------------------------------------------------------------
 
-FOCUSED = ReuseConfig(recompute_ratio=0.2, nearest_share=0.0, early_termination="probe")
+FOCUSED = ReuseConfig(
+    recompute_ratio=0.2, nearest_share=0.0, method=ReuseMethod(early_termination="probe")
+)
 FIVE = ("a", "b", "c", "d", "e")
 SEEN = {index: np.ones(10, np.float32) for index in range(1, 6)}
 FOCUS = {1: 0.01, 2: 4.0, 3: 3.0, 4: 1.0, 5: 0.02}
@@ -628,12 +642,16 @@ def test_with_the_probes_rule_the_last_chunk_recomputes_nothing_out_of_focus() -
 
 @pytest.mark.parametrize(
     "settings",
-    [{"early_termination": "off"}, {"early_termination": "published"}, {"recompute_ratio": 1.0}],
+    [
+        {"method": {"early_termination": "off"}},
+        {"method": {"early_termination": "published"}},
+        {"recompute_ratio": 1.0},
+    ],
 )
 def test_without_the_rule_and_where_all_must_be_exact_the_probe_only_says_what_is_in_focus(
     settings: dict[str, Any],
 ) -> None:
-    config = dataclasses.replace(FOCUSED, **settings)
+    config = FOCUSED.changed_by(settings)
     plan = after_probe(config)
     tokens = 10 if config.recompute_ratio == 1.0 else 2
     assert [len(planned.recompute) for planned in plan.segments] == [0, *[tokens] * 5, 0]

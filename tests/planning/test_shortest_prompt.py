@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.planning.shortest_prompt import (
     LONGEST_OVER,
     Times,
@@ -89,7 +89,7 @@ def asked(full: list[float], reused: list[float | None]) -> tuple[Times | None, 
         configs.append(config)
         return next(seconds[config.reuse])
 
-    return timed(ReuseConfig(alpha=0.7), ask), configs
+    return timed(ReuseConfig(method=ReuseMethod(alpha=0.7)), ask), configs
 
 
 def test_the_fastest_but_the_first_counts_on_both_sides() -> None:

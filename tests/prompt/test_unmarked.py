@@ -17,7 +17,7 @@ import torch
 
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.planning.planner import make_plan
 from cachecraft_rag.prompt.builder import Turn
 from cachecraft_rag.prompt.unmarked import candidates_of
@@ -32,7 +32,9 @@ from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.types.prompts import Prompt, Segment
 
 SHORT = SamplingParams(max_new_tokens=2)
-CONFIG = ReuseConfig(recompute_ratio=0.15, nearest_share=0.0, loading="layerwise")
+CONFIG = ReuseConfig(
+    recompute_ratio=0.15, nearest_share=0.0, method=ReuseMethod(loading="layerwise")
+)
 WORDS = [
     "kettle",
     "vinegar",
@@ -111,7 +113,7 @@ def reused(answer: Generation) -> float:
 
 def logits_of(engine: Engine, prompt: str, **config: object) -> torch.Tensor:
     target = [ord(letter) % 200 for letter in "answer"]
-    chosen = ReuseConfig(**({"loading": "layerwise", "capture": False} | config))  # type: ignore[arg-type]
+    chosen = ReuseConfig(capture=False, method=ReuseMethod(loading="layerwise")).changed_by(config)
     return engine.score_answer(prompt, (), target=target, max_new_tokens=8, config=chosen).logits
 
 

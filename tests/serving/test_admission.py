@@ -14,7 +14,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import BusyError, WaitTimeoutError
 from cachecraft_rag.langchain.chat_model import ChatCacheCraft
 from cachecraft_rag.llama_index.llm import CacheCraftLLM
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.store.catalog_records import RowFilter
 from cachecraft_rag.store.layout import StoredVariant
@@ -75,10 +75,14 @@ def test_chunks_that_cannot_serve_are_not_waited_for(engine: Engine) -> None:
     engine.settle()
     first = engine.stream(QUESTION, [KETTLE, TOASTER], sampling=SHORT)
     next(first)  # its reader pauses; it has the kettle behind the toaster
-    assert Asking(engine, [KETTLE], config=ReuseConfig(scope="prefix")).outcomes == ["computed"]
+    assert Asking(
+        engine, [KETTLE], config=ReuseConfig(method=ReuseMethod(scope="prefix"))
+    ).outcomes == ["computed"]
     engine.settle()
     assert chunks_stored(engine) == [KETTLE.chunk_id]
-    assert Asking(engine, [TOASTER], config=ReuseConfig(scope="prefix")).outcomes == ["exact"]
+    assert Asking(
+        engine, [TOASTER], config=ReuseConfig(method=ReuseMethod(scope="prefix"))
+    ).outcomes == ["exact"]
     first.close()
 
 

@@ -20,7 +20,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.evaluation.metrics import divergence
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.audits import auditor as auditor_module
 from cachecraft_rag.serving.audits import results as results_module
 from cachecraft_rag.serving.audits.audit import Audit, ReuseFacts
@@ -51,7 +51,10 @@ QUESTION = "How do I descale the kettle?"
 SAMPLING = SamplingParams(max_new_tokens=24)
 # Nothing is recomputed, so that answers differ from full prefill's.
 CONFIG = ReuseConfig(
-    recompute_ratio=0.0, drift=0.0, nearest_share=0.0, loading="layerwise", capture=True
+    recompute_ratio=0.0,
+    nearest_share=0.0,
+    capture=True,
+    method=ReuseMethod(drift=0.0, loading="layerwise"),
 )
 
 MakeEngine = Callable[..., Engine]
@@ -250,7 +253,7 @@ def test_sampled_answers_compare_the_likeliest_tokens(engine: Engine) -> None:
 def test_stored_prefixes_make_an_audit_cheaper(make_engine: MakeEngine) -> None:
     """New variants are captured first; the audit then computes the question and the answer only."""
     # only chunks that were recomputed are captured again
-    recomputing = ReuseConfig(alpha=0.3, loading="layerwise")
+    recomputing = ReuseConfig(method=ReuseMethod(alpha=0.3, loading="layerwise"))
     engine = make_engine(new_variants=NewVariants(share=1e9), config=recomputing)
     ask(engine, CHUNKS)
     answer = ask(engine, MOVED)

@@ -22,7 +22,7 @@ from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving import step_loop
 from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.generation import Generation
@@ -46,7 +46,7 @@ SHORT = SamplingParams(max_new_tokens=4)
 # not all of it is computed before its reader has read a part
 LONG = SamplingParams(max_new_tokens=80)
 # takes what is stored, also where computing is faster
-CONFIG = ReuseConfig(alpha=0.3, loading="layerwise")
+CONFIG = ReuseConfig(method=ReuseMethod(alpha=0.3, loading="layerwise"))
 UNLIMITED = NewVariants(share=1e9)
 
 MakeEngine = Callable[..., Engine]

@@ -13,7 +13,7 @@ import pytest
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError, ContextLengthError
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.priming import Primer, prime_documents
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore
@@ -36,7 +36,11 @@ def make_engine(
     tiny_decoder: MakeDecoder, store: ChunkCacheStore
 ) -> Iterator[Callable[..., Engine]]:
     with ExitStack() as opened:
-        given = {"decoder": tiny_decoder("Llama"), "store": store, "config": ReuseConfig(alpha=0.3)}
+        given = {
+            "decoder": tiny_decoder("Llama"),
+            "store": store,
+            "config": ReuseConfig(method=ReuseMethod(alpha=0.3)),
+        }
         yield lambda **settings: opened.enter_context(Engine(**(given | settings)))
 
 

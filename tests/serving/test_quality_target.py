@@ -17,7 +17,7 @@ from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.engine.settings import load_settings
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.audits import results as results_module
 from cachecraft_rag.serving.audits.controller import LEVELS, QualityTarget, RatioController
 from cachecraft_rag.serving.generation import Generation
@@ -299,7 +299,9 @@ CHUNKS = [
     Chunk("The toaster has a crumb tray; pull it out to the left."),
     Chunk("Set the fridge to four degrees."),
 ]
-OPEN = ReuseConfig(drift=0.0, nearest_share=0.0, loading="layerwise", capture=False)
+OPEN = ReuseConfig(
+    nearest_share=0.0, capture=False, method=ReuseMethod(drift=0.0, loading="layerwise")
+)
 
 MakeEngine = Callable[..., Engine]
 
@@ -393,14 +395,14 @@ def test_a_ratio_of_the_request_goes_before_the_target(make_engine: MakeEngine) 
     assert {chunk.recomputed for chunk in answer.stats.chunks} == {
         chunk.tokens for chunk in answer.stats.chunks
     }
-    by_alpha = ask(engine, "Question?", replace(OPEN, alpha=0.5))
+    by_alpha = ask(engine, "Question?", OPEN.with_method(alpha=0.5))
     assert by_alpha.stats.quality == ""
 
 
 def test_a_target_without_audits_or_beside_a_ratio_is_refused() -> None:
     with pytest.raises(ConfigError, match='add audit="idle"'):
         Engine.from_pretrained("no such model", quality_target=0.98)  # before a model is looked for
-    for reuse in (ReuseConfig(recompute_ratio=0.2), ReuseConfig(alpha=0.3)):
+    for reuse in (ReuseConfig(recompute_ratio=0.2), ReuseConfig(method=ReuseMethod(alpha=0.3))):
         with pytest.raises(ConfigError, match="leave recompute_ratio and alpha out"):
             Engine.from_pretrained("no such model", quality_target=0.98, audit="idle", reuse=reuse)
 

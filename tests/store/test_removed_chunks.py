@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError, StoreError
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -32,7 +33,7 @@ GARDEN = Chunk("Water the garden in the evening, and cover the roses before the 
 QUESTION = "How do I descale the kettle?"
 SHORT = SamplingParams(max_new_tokens=4)
 LONG = SamplingParams(max_new_tokens=80)
-CONFIG = ReuseConfig(alpha=0.3, loading="layerwise")
+CONFIG = ReuseConfig(method=ReuseMethod(alpha=0.3, loading="layerwise"))
 Open = Callable[..., Engine]
 
 
@@ -77,7 +78,7 @@ def stored_chunks(engine: Engine) -> set[str]:
 
 
 def first_logits(engine: Engine, *chunks: Chunk, **config: Any) -> torch.Tensor:
-    asked = ReuseConfig(**{"alpha": 0.3, "loading": "layerwise", "capture": False} | config)
+    asked = replace(CONFIG, capture=False, **config)
     scored = engine.score_answer(QUESTION, chunks, max_new_tokens=2, config=asked)
     return scored.logits[0]
 

@@ -22,7 +22,7 @@ from cachecraft_rag.client.http import HTTPEngine
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.observability.stats import RequestStats
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.audits.audit import Audit
 from cachecraft_rag.serving.audits.audit_log import AUDIT_FILE, audits_in
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -42,7 +42,10 @@ MOVED = [CHUNKS[place] for place in (2, 0, 3, 1)]
 ORDERS = (MOVED, MOVED[::-1], [*MOVED[2:], *MOVED[:2]], [MOVED[1], MOVED[0], *MOVED[2:]])
 # nothing is corrected, so that answers do differ
 CONFIG = ReuseConfig(
-    recompute_ratio=0.0, nearest_share=0.0, drift=0.0, loading="whole", capture=False
+    recompute_ratio=0.0,
+    nearest_share=0.0,
+    capture=False,
+    method=ReuseMethod(drift=0.0, loading="whole"),
 )
 # the same for each engine
 AUDITED: dict[str, Any] = {
@@ -122,7 +125,7 @@ def test_audits_equal_those_of_the_engine_in_this_process(
     engine: VLLMEngine, model_folder: Callable[[str], Path]
 ) -> None:
     # settings of their own keep them apart from the prefix cache's blocks of other tests
-    config = replace(CONFIG, early_termination_window=7)
+    config = CONFIG.with_method(early_termination_window=7)
     cases = list(zip(QUESTIONS, ORDERS, strict=True))
     of_server = [
         audit_of(engine, asked(engine, question, chunks, config=config)[1])

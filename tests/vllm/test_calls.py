@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.messages import FIELD, Ask
@@ -23,7 +23,7 @@ from tests.vllm.conftest import TEXTS, Server
 from tests.vllm.test_equality import CASES, assert_equal, greedy
 
 CHUNKS = [Chunk(text) for text in (*TEXTS, "N")]  # those of `CASES`
-CONFIG = ReuseConfig(probe_min_rows=0, alpha=0.5, loading="whole")
+CONFIG = ReuseConfig(method=ReuseMethod(probe_min_rows=0, alpha=0.5, loading="whole"))
 QUIET = replace(CONFIG, capture=False)
 TOKENS = 24
 REQUESTS = int(os.environ.get("TESTS_MIXED", "60"))

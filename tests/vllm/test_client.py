@@ -81,7 +81,7 @@ def answers_of(tokenizer: PreTrainedTokenizerFast, folder: Path, **changed: Any)
         "namespace": "default",
         "system": "Be brief.",
         "session_header": "X-Session",
-        "reuse": {"alpha": 0.5},
+        "reuse": {"method": {"alpha": 0.5}},
     }
     files["../outside"] = "x"
     return {
@@ -172,7 +172,7 @@ def test_an_answer_its_statistics_and_its_ends(
     }
     with serving(answers) as url, HTTPEngine.connect(url, model="tiny", system="Mine.") as engine:
         assert engine.decoder.layout == LAYOUT
-        assert engine.config.alpha == 0.5
+        assert engine.config.method.alpha == 0.5
         stream = engine.stream("fine", [Chunk("vinegar")], session="ada")
         text = "".join(stream)
         stats = stream.stats

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.server.documents import (
     MOST_DOCUMENTS,
@@ -58,7 +58,9 @@ def request(**given: Any) -> SimpleNamespace:
 
 
 def read(**given: Any) -> Asked:
-    return Asked.read(request(**given), ReuseConfig(alpha=0.5), context_length=100)
+    return Asked.read(
+        request(**given), ReuseConfig(method=ReuseMethod(alpha=0.5)), context_length=100
+    )
 
 
 def test_chunks_history_and_question() -> None:
@@ -85,7 +87,9 @@ def test_chunks_history_and_question() -> None:
         7,
         "mine",
     )
-    assert asked.config == ReuseConfig(alpha=0.5, recompute_ratio=0.2, plain_prompts="off")
+    assert asked.config == ReuseConfig(
+        recompute_ratio=0.2, plain_prompts="off", method=ReuseMethod(alpha=0.5)
+    )
     plain = read()
     assert (plain.system, plain.config, plain.reserve, plain.history) == (None, None, 128, ())
     assert read(documents=[]).chunks == ()

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.types.documents import Chunk, Document
@@ -22,7 +22,7 @@ from cachecraft_rag.vllm.engine import VLLMEngine
 from tests.vllm.conftest import TEXTS
 
 SHORT = SamplingParams(max_new_tokens=12)
-REUSE = ReuseConfig(alpha=0.5, probe_min_rows=0, loading="whole")
+REUSE = ReuseConfig(method=ReuseMethod(alpha=0.5, probe_min_rows=0, loading="whole"))
 # blocks as by default
 SERVER: dict[str, Any] = {"max_model_len": 2048, "enforce_eager": True, "max_num_seqs": 4}
 QUESTION = "How is the kettle descaled?"

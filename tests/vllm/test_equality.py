@@ -18,7 +18,7 @@ from cachecraft_rag.compute.decode import extend
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.admission import FutureCaptures
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.serving.request import RequestProgress
@@ -30,24 +30,32 @@ from cachecraft_rag.vllm.messages import Ask
 from tests.vllm.conftest import TEXTS, Server
 
 KETTLE, GUARANTEE = "How is the kettle descaled?", "What does the guarantee cover?"
-BASE = ReuseConfig(probe_min_rows=0, alpha=0.5, capture=False, loading="whole")
-EARLY: dict[str, Any] = {"early_termination": "published", "recompute_ratio": 0.5}
+BASE = ReuseConfig(capture=False, method=ReuseMethod(probe_min_rows=0, alpha=0.5, loading="whole"))
+EARLY: dict[str, Any] = {"recompute_ratio": 0.5, "method": {"early_termination": "published"}}
 # best last: these stand in the prompt from last to first
 CASES: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "all exact": (KETTLE, [2, 1, 0], {}),
     "moved, three chunks": (KETTLE, [0, 1, 2], {}),
     "five chunks, as by default": (GUARANTEE, [4, 0, 3, 1, 5], {}),
-    "eq. 14 without drift": (GUARANTEE, [4, 0, 3, 1, 5], {"selector": "cache_craft", "drift": 0.0}),
-    "probe without drift": (GUARANTEE, [4, 0, 3, 1, 5], {"drift": 0.0}),
-    "drift without probe": (GUARANTEE, [4, 0, 3, 1, 5], {"selector": "cache_craft"}),
+    "eq. 14 without drift": (
+        GUARANTEE,
+        [4, 0, 3, 1, 5],
+        {"method": {"selector": "cache_craft", "drift": 0.0}},
+    ),
+    "probe without drift": (GUARANTEE, [4, 0, 3, 1, 5], {"method": {"drift": 0.0}}),
+    "drift without probe": (GUARANTEE, [4, 0, 3, 1, 5], {"method": {"selector": "cache_craft"}}),
     "nothing reused": (GUARANTEE, [4, 0, 3, 1, 5], {"reuse": False}),
     "nothing recomputed": (GUARANTEE, [4, 0, 3, 1, 5], {"recompute_ratio": 0.0}),
     "focus by the probe": (
         GUARANTEE,
         [4, 6, 3, 1, 5],
-        {"early_termination": "probe", "recompute_ratio": 0.5, "nearest_share": 0.0},
+        {"recompute_ratio": 0.5, "nearest_share": 0.0, "method": {"early_termination": "probe"}},
     ),
-    "early termination": (GUARANTEE, [4, 0, 3, 1, 5], EARLY | {"early_termination_window": 1}),
+    "early termination": (
+        GUARANTEE,
+        [4, 0, 3, 1, 5],
+        EARLY | {"method": {"early_termination": "published", "early_termination_window": 1}},
+    ),
     "early termination, three layers": (GUARANTEE, [4, 0, 3, 1, 5], EARLY),
     "another variant": (KETTLE, [1, 0, 5], {}),
 }
@@ -122,7 +130,7 @@ def expected_cases(folder: Path, store: Path) -> tuple[dict[str, Expected], int]
             engine.prompts.build(KETTLE, [chunks[1], chunks[0], chunks[5]]), (2, 3), primed=False
         )
         cases = {
-            name: greedy(engine, question, [chunks[i] for i in order], replace(BASE, **config))
+            name: greedy(engine, question, [chunks[i] for i in order], BASE.changed_by(config))
             for name, (question, order, config) in CASES.items()
         }
         return cases, engine.decoder.layout.layers
@@ -205,7 +213,7 @@ def test_both_ends_of_a_slow_disk_give_full_prefills_tokens(
     """What is stored is exact here; the disk reads multiples of the KV bytes that the worker computes in a second."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    folder, config = model_folder("Llama"), replace(BASE, loading="cake")
+    folder, config = model_folder("Llama"), BASE.with_method(loading="cake")
     chunks = [Chunk(text * 4) for text in TEXTS[:5]]
     decoder = Decoder.load(str(folder))
     with (

@@ -23,7 +23,7 @@ from cachecraft_rag.client.http import HTTPEngine
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ServerError
 from cachecraft_rag.observability.stats import RequestStats
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.prompt.builder import PromptBuilder, Turn
 from cachecraft_rag.rag import CacheCraft
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -38,8 +38,9 @@ pytestmark = pytest.mark.slow
 SHORT = SamplingParams(max_new_tokens=12)
 YES = {"type": "boolean"}
 # Loaded whole, so that no speed decides; the question's own settings keep it apart from vLLM's prefix cache.
-REUSE = ReuseConfig(alpha=0.5, probe_min_rows=0, loading="whole", capture=False)
-LOOSE = {"alpha": 0.5, "probe_min_rows": 0, "loading": "whole", "capture": False}
+REUSE = ReuseConfig(capture=False, method=ReuseMethod(alpha=0.5, probe_min_rows=0, loading="whole"))
+METHOD = {"alpha": 0.5, "probe_min_rows": 0, "loading": "whole"}
+LOOSE = {"method": METHOD, "capture": False}
 QUESTIONS = (
     "How is the kettle descaled?",
     "Who repairs it?",
@@ -175,7 +176,10 @@ def test_the_rag_loop_with_every_client(
             pieces = client.chat.completions.create(
                 **asked,
                 stream=True,
-                extra_body={"documents": documents(order), "cachecraft": LOOSE | {"drift": 0.3}},
+                extra_body={
+                    "documents": documents(order),
+                    "cachecraft": LOOSE | {"method": METHOD | {"drift": 0.3}},
+                },
             )
             name, streamed = "", ""
             for piece in pieces:
@@ -533,7 +537,10 @@ def test_accounts_are_right_however_an_answer_ends(server: ServerProcess, store:
     text = length["choices"][0]["message"]["content"]
     letter = next(one for one in text[1:] if one.isprintable() and one != "\ufffd")
     stopped = server.chat(
-        own[::-1], QUESTIONS[1], cachecraft=LOOSE | {"drift": 0.35}, stop=[letter]
+        own[::-1],
+        QUESTIONS[1],
+        cachecraft=LOOSE | {"method": METHOD | {"drift": 0.35}},
+        stop=[letter],
     ).json()
     stats.append(httpx.get(f"{server.url}/v1/cachecraft/requests/{stopped['id']}").json()["stats"])
     body: dict[str, Any] = {
@@ -551,7 +558,7 @@ def test_accounts_are_right_however_an_answer_ends(server: ServerProcess, store:
         assert len(stats) < 20
         asked = body | {
             "messages": [{"role": "user", "content": "Go on!"}],
-            "cachecraft": LOOSE | {"drift": 0.2 + 0.01 * len(stats)},
+            "cachecraft": LOOSE | {"method": METHOD | {"drift": 0.2 + 0.01 * len(stats)}},
         }
         with httpx.stream(
             "POST", f"{server.url}/v1/chat/completions", timeout=600, json=asked
@@ -629,8 +636,8 @@ def bad_bodies(dice: random.Random, count: int) -> Iterator[tuple[str, bytes]]:
         [{"txt": "x"}],
         [{"text": "x"}] * 1001,
         {"recompute_ratio": 1e308},
-        {"selector": "\ud83d"},
-        {"alpha": [1]},
+        {"method": {"selector": "\ud83d"}},
+        {"method": {"alpha": [1]}},
         {"session": "other"},
         {"segments": [["chunk", "x", -3, False, True]], "seal": "0" * 32},
     ]

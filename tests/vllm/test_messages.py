@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cachecraft_rag.errors import ConfigError
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.types.prompts import Prompt, Segment
 from cachecraft_rag.vllm.messages import Ask, News
 
@@ -22,7 +22,13 @@ PROMPT = Prompt(
         Segment("question", "q", (7, 8, 9), private=True, closing=1),
     )
 )
-ASK = Ask(PROMPT, ReuseConfig(drift=0.2, alpha=0.3), "ada", captures=(1,), details=True)
+ASK = Ask(
+    PROMPT,
+    ReuseConfig(method=ReuseMethod(drift=0.2, alpha=0.3)),
+    "ada",
+    captures=(1,),
+    details=True,
+)
 
 
 def sent(ask: Ask) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("vllm")
 
 from cachecraft_rag.planning.candidates import Candidate
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.config import NewVariants
 from cachecraft_rag.serving.new_variants import Dropped
 from cachecraft_rag.serving.sampling import SamplingParams
@@ -35,7 +35,7 @@ from cachecraft_rag.vllm.settings import ConnectorSettings
 from tests.vllm.conftest import TEXTS
 
 SHORT = SamplingParams(max_new_tokens=4)
-REUSE = ReuseConfig(alpha=0.6, probe_min_rows=0, loading="whole")
+REUSE = ReuseConfig(method=ReuseMethod(alpha=0.6, probe_min_rows=0, loading="whole"))
 
 
 def candidate(name: str, tokens: int = 5) -> Candidate:

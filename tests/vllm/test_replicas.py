@@ -27,7 +27,10 @@ from tests.vllm.http_server import START_S, ServerProcess
 
 __all__ = ["make_redis"]  # a fixture
 CADDYFILE = Path(__file__).resolve().parents[2] / "examples/replicas/Caddyfile"
-LOOSE = {"alpha": 0.5, "probe_min_rows": 0, "loading": "whole", "capture": False}
+LOOSE = {
+    "method": {"alpha": 0.5, "probe_min_rows": 0, "loading": "whole"},
+    "capture": False,
+}
 
 
 @pytest.mark.slow

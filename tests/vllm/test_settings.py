@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from cachecraft_rag.cli.app import app
 from cachecraft_rag.engine.config import EngineConfig
 from cachecraft_rag.engine.settings import known_settings
 from cachecraft_rag.errors import ConfigError, UnsupportedModelError
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.config import Audits, NewVariants
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
@@ -78,19 +77,19 @@ OTHERS: dict[str, Any] = {  # a value of each setting that is not its default
     "busy_timeout_s": 2.0,
     "reuse.reuse": False,
     "reuse.capture": False,
-    "reuse.scope": "prefix",
-    "reuse.alpha": 0.7,
+    "method.scope": "prefix",
+    "method.alpha": 0.7,
     "reuse.recompute_ratio": 0.3,
-    "reuse.scoring": "published",
-    "reuse.selector": "cache_craft",
-    "reuse.probe_min_rows": 5,
-    "reuse.budget_scope": "chunk",
+    "method.scoring": "published",
+    "method.selector": "cache_craft",
+    "method.probe_min_rows": 5,
+    "method.budget_scope": "chunk",
     "reuse.nearest_share": 0.55,
-    "reuse.drift": 0.1,
+    "method.drift": 0.1,
     "reuse.plain_prompts": "off",
-    "reuse.early_termination": "probe",
-    "reuse.early_termination_window": 2,
-    "reuse.loading": "whole",
+    "method.early_termination": "probe",
+    "method.early_termination_window": 2,
+    "method.loading": "whole",
     "reuse.min_prompt_tokens": 700,
 }
 REFUSED = {
@@ -167,13 +166,14 @@ def test_each_setting_acts_or_is_refused(
                 "reuse",
                 "off",
             )
-    elif key.startswith("reuse."):
-        name = key.removeprefix("reuse.")
+    elif key.startswith(("reuse.", "method.")):
+        table, _, name = key.partition(".")
         flag = f"--no-{name}" if given is False else f"--{name.replace('_', '-')}"
         again = started(flag) if given is False else started(flag, text)
         assert isinstance(again, ConnectorSettings), again
         assert again.config == found.config
-        assert getattr(found.config.reuse, name) == given
+        reuse = found.config.reuse
+        assert getattr(reuse if table == "reuse" else reuse.method, name) == given
     elif key == "store":
         assert Path(found.store).parts[-2:] == ("elsewhere", "caches")
     elif key == "audit":
@@ -456,7 +456,7 @@ def asked(question: str, config: ReuseConfig | None) -> Asked:
 
 
 def test_a_request_may_bring_what_the_operator_allows() -> None:
-    default = ReuseConfig(alpha=0.5, plain_prompts="off")
+    default = ReuseConfig(plain_prompts="off", method=ReuseMethod(alpha=0.5))
 
     def read(given: Any, allowed: Any) -> ReuseConfig | None:
         request: Any = SimpleNamespace(
@@ -473,25 +473,22 @@ def test_a_request_may_bring_what_the_operator_allows() -> None:
 
     for allowed in ("none", "safe", "all"):
         assert read({}, allowed) == default
-        assert read({"alpha": 0.5, "plain_prompts": "reuse"}, allowed) == default
-    assert read({"drift": 0.1}, "all") == replace(default, drift=0.1)
-    for name, other in {
-        key[6:]: value
-        for key, value in OTHERS.items()
-        if re.match(r"reuse\.(?!plain_prompts)", key)
-    }.items():
-        with pytest.raises(ConfigError, match=f"this server sets {name} itself"):
-            read({name: other}, "none")
-        if name in ("reuse", "capture", "loading", "min_prompt_tokens"):
-            assert read({name: other}, "safe") == replace(default, **{name: other})
+        assert read({"method": {"alpha": 0.5}, "plain_prompts": "reuse"}, allowed) == default
+    assert read({"method": {"drift": 0.1}}, "all") == default.with_method(drift=0.1)
+    for key, other in OTHERS.items():
+        table, _, name = key.partition(".")
+        if table not in ("reuse", "method") or name == "plain_prompts":
+            continue
+        shown = name if table == "reuse" else key
+        given = {name: other} if table == "reuse" else {"method": {name: other}}
+        with pytest.raises(ConfigError, match=f"this server sets {shown} itself"):
+            read(given, "none")
+        if shown in ("reuse", "capture", "method.loading", "min_prompt_tokens"):
+            assert read(given, "safe") == default.changed_by(given)
         else:
-            uncaptured = replace(default, capture=False, **{name: other})
-            assert (
-                read({name: other}, "safe")
-                == read({name: other, "capture": False}, "safe")
-                == uncaptured
-            )
-            assert f"{name} would shape chunk-caches that serve others" in uncaptured_note(
+            uncaptured = default.changed_by(given | {"capture": False})
+            assert read(given, "safe") == read({**given, "capture": False}, "safe") == uncaptured
+            assert f"{shown} would shape chunk-caches that serve others" in uncaptured_note(
                 uncaptured, default
             )
 
@@ -503,7 +500,7 @@ def test_a_request_that_captures_as_usual_has_no_note() -> None:
 
 
 def test_settings_of_requests_without_documents() -> None:
-    default = ReuseConfig(alpha=0.5, plain_prompts="off")
+    default = ReuseConfig(plain_prompts="off", method=ReuseMethod(alpha=0.5))
 
     def read(given: Any, allowed: Any) -> ReuseConfig | None:
         return plain_config(SimpleNamespace(model_extra={"cachecraft": given}), default, allowed)

@@ -19,14 +19,14 @@ pytest.importorskip("vllm")
 
 from benchmarks.simulation.trace import read_trace
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.prompt.builder import PromptBuilder
 from cachecraft_rag.store import ChunkCacheStore
 from cachecraft_rag.types.documents import Chunk
 from cachecraft_rag.vllm.messages import Ask
 from tests.vllm.conftest import Server
 
-CONFIG = ReuseConfig(probe_min_rows=0, alpha=0.5, loading="whole")
+CONFIG = ReuseConfig(method=ReuseMethod(probe_min_rows=0, alpha=0.5, loading="whole"))
 REQUESTS = int(os.environ.get("TESTS_TRACE_REQUESTS", "60"))
 MOST_CHUNKS = 24  # of a prompt: more do not fit the model's context
 CHUNK_BYTES = 160_000  # of one chunk-cache of the tiny model: some 50 tokens

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from cachecraft_rag.observability.request_counts import RequestCounts
 from cachecraft_rag.planning.candidates import Candidate
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.planning.reasons import Reason
 from cachecraft_rag.prompt.builder import STAND_IN
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
@@ -73,7 +73,7 @@ def test_the_longest_beginning_that_was_served() -> None:
     for other in (
         Origin("ada", "", HERE.config),
         Origin(None, "salt", HERE.config),
-        Origin(None, "", ReuseConfig(alpha=1.0)),
+        Origin(None, "", ReuseConfig(method=ReuseMethod(alpha=1.0))),
     ):
         assert served.longest(range(200), other) == (0, None)
 
@@ -588,7 +588,7 @@ def test_a_prompt_that_comes_again_is_exact(server: ServerProcess) -> None:
         server,
         *text[:3],
         question="And what of the oven, the hood and the toaster?",
-        cachecraft={"drift": 0.3},
+        cachecraft={"method": {"drift": 0.3}},
     )
     assert exact(stats_of(other))
 

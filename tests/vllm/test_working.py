@@ -19,7 +19,7 @@ from torch import Tensor
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.kernels.memory import Recycler
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.new_variants import EXACT
 from cachecraft_rag.serving.priming import Primer
 from cachecraft_rag.store import ChunkCacheStore, RowFilter
@@ -44,7 +44,9 @@ CHUNKS = [
     Chunk(f"The {thing} of Arden dates from {year} and leaks. ")
     for thing, year in (("mill", 1701), ("bridge", 1802), ("tower", 1903))
 ]
-CONFIG = ReuseConfig(alpha=0.5, probe_min_rows=0, capture=False, loading="whole")
+CONFIG = ReuseConfig(
+    capture=False, method=ReuseMethod(alpha=0.5, probe_min_rows=0, loading="whole")
+)
 
 
 class BlockStack:
@@ -108,7 +110,7 @@ def scheduling(engine: Engine, settings: ConnectorSettings) -> Scheduling:
 
 def ask_of(engine: Engine, order: list[int], **changed: Any) -> Ask:
     prompt = engine.prompts.build("When was it built?", [CHUNKS[i] for i in order])
-    return Ask(prompt, replace(CONFIG, **changed), captures=(), details=True)
+    return Ask(prompt, CONFIG.changed_by(changed), captures=(), details=True)
 
 
 class HashedRequest(SimpleNamespace):
@@ -259,7 +261,9 @@ def test_what_the_probe_finds_in_focus_is_reported_and_spares_the_same_rows(
     Primer(engine).prime([letter, inn])
     chunks = [CHUNKS[0], letter, CHUNKS[2], CHUNKS[1], inn]
     prompt = engine.prompts.build("When was it built?", chunks)
-    config = replace(CONFIG, early_termination="probe", recompute_ratio=0.5, nearest_share=0.0)
+    config = replace(
+        CONFIG.with_method(early_termination="probe"), recompute_ratio=0.5, nearest_share=0.0
+    )
     ask = Ask(prompt, config, captures=(), details=True)
     fill = fill_of(scheduling, ask)
     run(workers, [fill])
@@ -285,7 +289,7 @@ def test_both_ends_meet_wherever_the_disk_is_fast_or_slow(
     with ChunkCacheStore.open(root, host_bytes=0, read_bytes_per_s=read_bytes_per_s) as slow:
         made = Workers(stack, slow, settings, block_size=BLOCK)  # type: ignore[arg-type]
         scheduling = Scheduling(slow, settings, block_size=BLOCK, prefix_caching=True)
-        ask = ask_of(engine, [2, 1, 0], loading="cake")
+        ask = ask_of(engine, [2, 1, 0], method={"loading": "cake"})
         for name in ("first", "second"):  # the second time, the speed of computing is known
             fill = fill_of(scheduling, ask, name)
             run(made, [fill])
@@ -823,7 +827,7 @@ def test_a_prompt_that_was_filled_before_is_filled_alike(
 ) -> None:
     """With blocks that vLLM computed itself, the same request would be answered differently."""
     # the other one has another salt
-    asks = [ask_of(engine, [0, 2, 1]), ask_of(engine, [0, 2, 1], alpha=0.7)]
+    asks = [ask_of(engine, [0, 2, 1]), ask_of(engine, [0, 2, 1], method={"alpha": 0.7})]
     question = asks[0].prompt.bounds[-2]
     fill_of(scheduling, asks[0])
     scheduling.finished(request_of(asks[0]))
@@ -855,7 +859,7 @@ def test_the_papers_methods_act_in_one_request(
     front_is_late: Callable[..., None],
 ) -> None:
     """Variant selection, early termination and loading from the back, from the disk; as through the frameworks."""
-    paper = ReuseConfig.paper(early_termination_window=1)
+    paper = ReuseConfig.paper(method=ReuseMethod.paper(early_termination_window=1))
     texts = [
         f"The {thing} of Arden dates from 1701 and leaks wherever it can. "
         for thing in ("inn", "mill", "well")
@@ -891,7 +895,7 @@ def test_the_papers_methods_act_in_one_request(
     [
         ({"recompute_ratio": 0.3}, "reused"),
         ({"recompute_ratio": 1.0}, "exact"),
-        ({"recompute_ratio": 1.0, "early_termination": "published"}, "reused"),
+        ({"recompute_ratio": 1.0, "method": {"early_termination": "published"}}, "reused"),
         ({"reuse": False, "capture": True}, "exact"),
     ],
 )

@@ -173,7 +173,7 @@ def _print(calibrated: Calibrated, checked: Point | None, path: Path) -> None:
             f"on the other half: {chosen.metric} {mean} ({interval}), {checked.recomputed:.0%} recomputed: {verdict}"
         )
     said.append(f"written to {path}: every engine opened on this store with this model uses it;")
-    said.append("ReuseConfig(alpha=…) overrides it; delete the file to undo it")
+    said.append("ReuseConfig().with_method(alpha=…) overrides it; delete the file to undo it")
     out.print("\n".join(said), soft_wrap=True)
     if chosen.questions < FEW_QUESTIONS:
         options.warn(f"{chosen.questions} questions are few for a reliable result; raise --limit")

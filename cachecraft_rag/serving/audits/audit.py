@@ -214,7 +214,7 @@ def reuse_facts(request: Request, progress: RequestProgress, *, exact: bool) -> 
     if origins:
         origin = origins.pop() if len(origins) == 1 else "mixed"
     return ReuseFacts(
-        selector=request.config.selector,
+        selector=request.config.method.selector,
         recomputed=tokens_recomputed / tokens_reused if tokens_reused else 0.0,
         origin=origin,
         outcomes=dict(Counter(str(report.outcome) for _, report in chunks)),

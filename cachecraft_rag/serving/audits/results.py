@@ -127,7 +127,7 @@ class AuditResults:
 
         None without a target, and for settings that set a ratio or α themselves or switch reuse off. Raises nothing.
         """
-        is_open = asked.reuse and asked.recompute_ratio is None and asked.alpha is None
+        is_open = asked.reuse and asked.recompute_ratio is None and asked.method.alpha is None
         return self.controller.choice() if self.controller is not None and is_open else None
 
     def with_ratio(self, request: Request, asked: ReuseConfig) -> Request:

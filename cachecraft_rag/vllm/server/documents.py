@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self
 
 from cachecraft_rag.checks import check_flag, check_mapping, check_names
@@ -29,7 +29,7 @@ MOST_BODY = 6 * MOST_PRIMED  # bytes: JSON may write a character as \uXXXX
 _CHARACTERS_PER_TOKEN = 64
 
 # Settings that do not change captured values.
-_HARMLESS = frozenset({"reuse", "capture", "loading", "min_prompt_tokens"})
+_HARMLESS = frozenset({"reuse", "capture", "method.loading", "min_prompt_tokens"})
 _EXAMPLE = 'write "documents": [{"text": "…"}, …], best first'
 # fields that may hold a document's text: ours, and those of LangChain, of Haystack and of most agents
 _TEXT_FIELDS = ("text", "page_content", "content")
@@ -440,13 +440,9 @@ def _config(given: object, default: ReuseConfig, allowed: ClientSettings) -> Reu
         raise ConfigError(
             f'{FIELD} must be an object with settings of reuse, such as {{"recompute_ratio": 0.2}}'
         )
-    names = [field.name for field in fields(ReuseConfig)]
-    check_names(given, names, what=f"setting of {FIELD!r}")
     # Python clients send all settings. Those of `OFF` have their defaults there.
-    config = ReuseConfig(
-        **{name: getattr(default, name) for name in names} | dict(given) | dict(OFF)
-    )
-    changed = [name for name in names if getattr(config, name) != getattr(default, name)]
+    config = default.changed_by({**given, **OFF})
+    changed = config.differences(default)
     if changed and allowed == "none":
         raise ConfigError(f"{FIELD}: this server sets {', '.join(changed)} itself; leave it out")
     if allowed == "safe" and config.capture and shaping_settings(config, default):
@@ -459,18 +455,13 @@ def shaping_settings(config: ReuseConfig, default: ReuseConfig) -> list[str]:
     """Return the names of the settings that differ from the server's and change captured values; [] if none does.
 
     They are in the order of the fields of `ReuseConfig`. All its settings change captured values but `reuse`,
-    `capture`, `loading` and `min_prompt_tokens`.
+    `capture`, `method.loading` and `min_prompt_tokens`.
 
     Args:
         config: settings of a request.
         default: settings of the server.
     """
-    names = [field.name for field in fields(ReuseConfig)]
-    return [
-        name
-        for name in names
-        if name not in _HARMLESS and getattr(config, name) != getattr(default, name)
-    ]
+    return [name for name in config.differences(default) if name not in _HARMLESS]
 
 
 def uncaptured_note(config: ReuseConfig | None, default: ReuseConfig) -> str:

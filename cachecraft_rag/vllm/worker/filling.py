@@ -53,7 +53,7 @@ class Filling:
         self._stack = stack
         self._loader = loader
         self._began = time.perf_counter()
-        config = replace(fill.ask.config, loading="whole") if whole else fill.ask.config
+        config = fill.ask.config.with_method(loading="whole") if whole else fill.ask.config
         self._resolved = resolve(
             fill.ask.prompt,
             fill.found,

@@ -381,7 +381,7 @@ class Scheduling:
         # Only requests with the same settings share blocks of the prefix cache, see `Ask.cache_salt`.
         config = ask.config
         is_exact = not config.reuse or (
-            config.recompute_ratio == 1.0 and config.early_termination != "published"
+            config.recompute_ratio == 1.0 and config.method.early_termination != "published"
         )
         return cached_report(
             ask.prompt,
@@ -505,7 +505,7 @@ def _announced(lacking: FutureVariant, ask: Ask, others: Iterable[Pending]) -> b
     """Return True if one of `others`, which are being filled, will capture a chunk-cache that can replace `lacking`."""
     wanted = replace(lacking, session=ask.session)
     return any(
-        capture.serves(wanted, ask.config.scope)
+        capture.serves(wanted, ask.config.method.scope)
         for other in others
         if other.ask is not None
         for capture in _captures(other.ask, other.lacks or ())

@@ -15,7 +15,7 @@ import torch
 
 from cachecraft_rag.engine.engine import Engine, ScoredAnswer
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.types.documents import Chunk
 
 _WANTED = os.environ.get("TESTS_FUZZ", "")
@@ -75,7 +75,7 @@ class Judge:
 
     def ask(self, what: object, *, compare: bool) -> ScoredAnswer:
         """An answer behind the chunks as they were captured; `compare`: nothing in it may be a lie."""
-        answer = self._ask(ReuseConfig(capture=False, loading="layerwise"))
+        answer = self._ask(ReuseConfig(capture=False, method=ReuseMethod(loading="layerwise")))
         outcomes = [chunk.outcome for chunk in answer.stats.chunks]
         for outcome in outcomes:
             self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
@@ -87,7 +87,10 @@ class Judge:
 
     def turned(self) -> None:
         """The chunks the other way round: moved and partly recomputed, so token scores are used."""
-        self._ask(ReuseConfig(capture=False, loading="layerwise", alpha=0.5), turned=True)
+        self._ask(
+            ReuseConfig(capture=False, method=ReuseMethod(loading="layerwise", alpha=0.5)),
+            turned=True,
+        )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import ConfigError
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import Loading, ReuseConfig
+from cachecraft_rag.planning.config import Loading, ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
@@ -45,7 +45,7 @@ QUICK = {
     "read_timeout_s": 0.5,
     "cool_down_s": 600.0,
 }
-LAYERWISE = ReuseConfig(alpha=0.3, loading="layerwise")
+LAYERWISE = ReuseConfig(method=ReuseMethod(alpha=0.3, loading="layerwise"))
 MakeEngine = Callable[..., Engine]
 
 
@@ -72,7 +72,16 @@ def make_engine(decoder: Decoder, tmp_path: Path) -> Iterator[MakeEngine]:
     ) -> Engine:
         remote = RemoteConfig(url, **config) if url else None
         store = ChunkCacheStore.open(tmp_path / f"store {len(made)}", remote=remote, **settings)
-        made.append((Engine(decoder, store, config=ReuseConfig(alpha=0.3, loading=loading)), store))
+        made.append(
+            (
+                Engine(
+                    decoder,
+                    store,
+                    config=ReuseConfig(method=ReuseMethod(alpha=0.3, loading=loading)),
+                ),
+                store,
+            )
+        )
         return made[-1][0]
 
     yield make
@@ -141,7 +150,9 @@ def test_a_second_store_is_served_from_the_remote_then_from_its_own_disk(
 def test_what_is_recomputed_in_full_is_not_fetched(url: str, make_engine: MakeEngine) -> None:
     first, second = make_engine(url), make_engine(url)
     ask(first)
-    everything = ReuseConfig(recompute_ratio=1.0, loading="layerwise", capture=False)
+    everything = ReuseConfig(
+        recompute_ratio=1.0, capture=False, method=ReuseMethod(loading="layerwise")
+    )
     answer = ask(second, CHUNKS[::-1], config=everything)
     assert happened(answer) == [("reused", None)] * len(CHUNKS)
     assert answer.stats.exact

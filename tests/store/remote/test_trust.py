@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from cachecraft_rag.engine.engine import Engine
 from cachecraft_rag.errors import CacheCraftError, ConfigError
 from cachecraft_rag.model.decoder import Decoder
-from cachecraft_rag.planning.config import ReuseConfig
+from cachecraft_rag.planning.config import ReuseConfig, ReuseMethod
 from cachecraft_rag.serving.generation import Generation
 from cachecraft_rag.serving.sampling import SamplingParams
 from cachecraft_rag.store import ChunkCacheStore, StoreConfig
@@ -62,7 +62,11 @@ class Shared:
             self.folder / f"store {len(self.engines)}", remote=remote, host_bytes=0
         )
         self.engines.append(
-            Engine(self.decoder, store, config=ReuseConfig(alpha=0.3, loading="layerwise"))
+            Engine(
+                self.decoder,
+                store,
+                config=ReuseConfig(method=ReuseMethod(alpha=0.3, loading="layerwise")),
+            )
         )
         return self.engines[-1]
 
@@ -205,7 +209,10 @@ def test_token_scores_of_the_wrong_kind_and_a_huge_share_are_no_rows(shared: Sha
     ):
         kept = {path: path.read_bytes() for path in shared.paths(".row")}
         shared.change_rows(lambda fields, wrong=wrong: fields.update(wrong))
-        answer = ask(shared.engine(), config=ReuseConfig(capture=False, loading="layerwise"))
+        answer = ask(
+            shared.engine(),
+            config=ReuseConfig(capture=False, method=ReuseMethod(loading="layerwise")),
+        )
         assert (answer.text, outcomes(answer)) == (captured.text, ["computed"] * 2), wrong
         for path, data in kept.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -433,7 +440,7 @@ def test_nothing_that_was_changed_is_believed_with_a_key(
     captured = ask(shared.engine(key=KEY))
     change(shared)
     victim = shared.engine(key=KEY)
-    answer = ask(victim, config=ReuseConfig(capture=False, loading="layerwise"))
+    answer = ask(victim, config=ReuseConfig(capture=False, method=ReuseMethod(loading="layerwise")))
     assert (answer.text, outcomes(answer)) == (captured.text, ["computed"] * 2)
     assert all("signed" in chunk.reason for chunk in answer.stats.chunks)
     assert victim.store.stats().variants == 0  # nothing of it is kept
